@@ -1,0 +1,70 @@
+"""What carries requests: a transport."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from comm_hooks.collectives.requests import Request, Result, Round
+
+
+class Transport(ABC):
+    """One rank's access to a group of ranks."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int: ...
+
+    @abstractmethod
+    def perform(self, request: Request) -> Any:
+        """Run a collective to its end and return the reply."""
+
+    @abstractmethod
+    def start(self, request: Request) -> torch.futures.Future[Any]:
+        """Begin a collective; the future holds the reply."""
+
+    def run(self, round_: Round[Result]) -> Result:
+        """Run a round to its end, blocking, and return its result."""
+        try:
+            request = next(round_)
+            while True:
+                request = round_.send(self.perform(request))
+        except StopIteration as stop:
+            return stop.value
+
+    def run_async(self, round_: Round[Result]) -> torch.futures.Future[Result]:
+        """Run a round up to its final request and return a future of its result.
+
+        Requests before the final one block the caller.  After the final reply only arithmetic is
+        left, which runs wherever the future's callback does.
+        """
+        try:
+            request = next(round_)
+            while not request.final:
+                request = round_.send(self.perform(request))
+        except StopIteration as stop:
+            return completed(stop.value)
+        return self.start(request).then(lambda future: finish(round_, future.value()))
+
+
+def finish(round_: Round[Result], reply: Any) -> Result:
+    """Send the final reply and return the round's result."""
+    try:
+        round_.send(reply)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("a round asked for more after its final request")
+
+
+def completed(value: Any) -> torch.futures.Future[Any]:
+    """Return a future that holds ``value`` already."""
+    is_accelerated = isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    future: torch.futures.Future[Any] = torch.futures.Future(
+        devices=[value.device] if is_accelerated else None
+    )
+    future.set_result(value)
+    return future

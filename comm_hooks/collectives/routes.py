@@ -1,0 +1,203 @@
+"""In which order a round uses collectives.
+
+A route takes the vectors in a layout's workspace to their mean over ranks, in place:
+
+* :class:`OneShot` with ``sum_on_wire``: one all-reduce of linear payloads;
+* :class:`OneShot` otherwise: one all-gather, and every rank decodes all payloads in rank order;
+* :class:`Sharded`: every rank owns a shard of each parameter, averages the payloads it gets for it,
+  compresses the mean again and gives it to all.  Its traffic does not grow with the ranks.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Round
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.identity import Identity
+from comm_hooks.layout import Layout, Rows
+from comm_hooks.memory.base import Memory
+from comm_hooks.randomness import fork
+from comm_hooks.wire.payload import PayloadFormat, total_health
+
+Keys = Sequence[Sequence[int]]
+Settle = Callable[[torch.Tensor], None]
+
+
+class Route(ABC):
+    """How one layout's payloads travel."""
+
+    @property
+    @abstractmethod
+    def traffic(self) -> int:
+        """The bytes that each rank sends, and receives, in a round."""
+
+    @abstractmethod
+    def travel(self, keys: Keys, health: torch.Tensor, settle: Settle | None) -> Round[None]:
+        """Replace the workspace's vectors by their mean over ranks; by NaN if one is not finite.
+
+        Args:
+            keys: one sequence per part of the layout, one key per row.
+            health: 0 or NaN, float32 scalar: whether this rank's vectors are finite.
+            settle: called once, with whether all ranks' vectors were finite (a boolean scalar), at
+                a moment when the workspace holds what this rank did not send.  None: not needed.
+        """
+
+
+class OneShot(Route):
+    """One collective per round."""
+
+    def __init__(
+        self, layout: Layout, compressor: Compressor, transport: Transport, *, sum_on_wire: bool
+    ) -> None:
+        self._layout = layout
+        self._transport = transport
+        self._sum_on_wire = sum_on_wire
+        self._matrices = [part.matrix for part in layout.parts()]
+        self._format = PayloadFormat(
+            [
+                (c, *m.shape)
+                for c, m in zip(part_compressors(layout, compressor), self._matrices, strict=True)
+            ],
+            transport.world_size,
+        )
+
+    @property
+    def traffic(self) -> int:
+        request = AllReduce if self._sum_on_wire else AllGather
+        payload = torch.empty(self._format.nbytes, dtype=torch.uint8, device="meta")
+        return request(payload).traffic(self._transport.world_size)
+
+    def travel(self, keys: Keys, health: torch.Tensor, settle: Settle | None) -> Round[None]:
+        own = self._transport.rank
+        payload = self._format.encode(self._matrices, keys, own, health)
+        if settle:
+            self._format.decode(self._matrices, payload, keys, own, alpha=-1.0, add=True)
+        if self._sum_on_wire:
+            total = yield AllReduce(payload.view(torch.float32))
+            payloads = total.view(torch.uint8)[None]
+        else:
+            payloads = yield AllGather(payload)
+        health = total_health(payloads)
+        if settle:
+            settle(torch.isfinite(health))
+        share = 1 / self._transport.world_size
+        for rank, payload in enumerate(payloads):
+            self._format.decode(self._matrices, payload, keys, rank, alpha=share, add=rank > 0)
+        spoil_(self._layout.work, health)
+
+
+class Sharded(Route):
+    """All-to-all, average, compress again, all-gather.
+
+    Rank j owns the j-th of N equal column ranges of every part, so which rank averages an element
+    depends on its parameter alone, not on the bucket it came in.  ``memory`` keeps what the second
+    compression left out of the owned shards; like every memory it belongs to this rank.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        compressor: Compressor,
+        transport: Transport,
+        memory: Memory | None,
+    ) -> None:
+        self._layout = layout
+        self._transport = transport
+        self._memory = memory
+        ranks = transport.world_size
+        parts = layout.parts()
+        self._matrices = [part.matrix for part in parts]
+        self._owned = [
+            Rows(
+                part.names,
+                part.matrix.new_zeros(len(part.names), -(-part.matrix.shape[1] // ranks)),
+            )
+            for part in parts
+        ]
+        self._remembered = self._owned[1:] if layout.exempt else self._owned
+        self._format = PayloadFormat(
+            [
+                (c, *rows.matrix.shape)
+                for c, rows in zip(part_compressors(layout, compressor), self._owned, strict=True)
+            ],
+            ranks,
+        )
+
+    @property
+    def traffic(self) -> int:
+        return 2 * (self._transport.world_size - 1) * self._format.nbytes
+
+    def travel(self, keys: Keys, health: torch.Tensor, settle: Settle | None) -> Round[None]:
+        ranks, own = self._transport.world_size, self._transport.rank
+        owned = [rows.matrix for rows in self._owned]
+        uplink = [[fork(part, shard) for part in keys] for shard in range(ranks)]
+        downlink = [[fork(part, ranks + shard) for part in keys] for shard in range(ranks)]
+
+        shards = [self._split(matrix) for matrix in self._matrices]
+        payloads = torch.empty(ranks, self._format.nbytes, dtype=torch.uint8, device=health.device)
+        for shard in range(ranks):
+            matrices = [part[shard] for part in shards]
+            self._format.encode(matrices, uplink[shard], own, health, out=payloads[shard])
+            if settle:
+                self._format.decode(
+                    matrices, payloads[shard], uplink[shard], own, alpha=-1.0, add=True
+                )
+        received = yield AllToAll(payloads, final=False)
+
+        for rank in range(ranks):
+            self._format.decode(
+                owned, received[rank], uplink[own], rank, alpha=1 / ranks, add=rank > 0
+            )
+        health = total_health(received)
+        active = [row_norms(rows.matrix) != 0 for rows in self._remembered]
+        if self._memory:
+            for rows, is_active in zip(self._remembered, active, strict=True):
+                self._memory.compensate(rows, is_active, 1.0)
+        mean = self._format.encode(owned, downlink[own], own, health)
+        if self._memory:
+            self._format.decode(owned, mean, downlink[own], own, alpha=-1.0, add=True)
+        means = yield AllGather(mean)
+
+        health = total_health(means)
+        accept = torch.isfinite(health)
+        if self._memory:
+            for rows, is_active in zip(self._remembered, active, strict=True):
+                self._memory.retain(rows, is_active & accept, 1.0)
+        if settle:
+            self._merge(shards)
+            settle(accept)
+        for shard in range(ranks):
+            matrices = [part[shard] for part in shards]
+            self._format.decode(matrices, means[shard], downlink[shard], shard)
+        self._merge(shards)
+        spoil_(self._layout.work, health)
+
+    def _split(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Copy a matrix (n, numel) into shards (N, n, ceil(numel / N)), zero-padded."""
+        ranks = self._transport.world_size
+        padded = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % ranks))
+        return padded.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+
+    def _merge(self, shards: Sequence[torch.Tensor]) -> None:
+        for matrix, part in zip(self._matrices, shards, strict=True):
+            matrix.copy_(part.transpose(0, 1).flatten(1)[:, : matrix.shape[1]])
+
+
+def part_compressors(layout: Layout, compressor: Compressor) -> list[Compressor]:
+    """Return the compressor of each of the layout's parts."""
+    compressors = [compressor] * len(layout.compressed)
+    return [Identity(), *compressors] if layout.exempt else compressors
+
+
+def row_norms(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each row, (n, 1): zero or not, finite or not, in one pass."""
+    return torch.stack(torch._foreach_norm(list(matrix.unbind())))[:, None]
+
+
+def spoil_(vector: torch.Tensor, health: torch.Tensor) -> None:
+    """Turn ``vector`` to NaN if ``health`` is NaN, without waiting for an accelerator."""
+    if health.device.type != "cpu" or not torch.isfinite(health):
+        vector.add_(health)

@@ -1,0 +1,121 @@
+"""N ranks in one process: the same rounds without a network.
+
+For tests, for studies at numbers of ranks nobody has, and for federated runs in which one process
+plays many clients.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import (
+    AllGather,
+    AllGatherObject,
+    AllReduce,
+    AllToAll,
+    Request,
+    Result,
+    Round,
+)
+
+
+class Simulated:
+    """A world of ``world_size`` ranks that advance in lockstep.
+
+    Iterating over the world yields one transport per rank; :meth:`run` drives one round of each.
+
+    Example::
+
+        >>> from comm_hooks import Exchange, RandomK
+        >>> world = Simulated(3)
+        >>> exchanges = [Exchange(RandomK(density=1.0), transport=t) for t in world]
+        >>> vectors = [torch.full((4, 512), float(rank)) for rank in range(3)]
+        >>> _ = world.run([e.round({"w": v}, step=0) for e, v in zip(exchanges, vectors)])
+        >>> vectors[0][0, 0], vectors[2][3, 9]
+        (tensor(1.), tensor(1.))
+    """
+
+    def __init__(self, world_size: int) -> None:
+        if world_size < 1:
+            raise ValueError(f"Simulated: world_size must be at least 1, got {world_size}")
+        self.world_size = world_size
+
+    def __iter__(self) -> Iterator["SimulatedRank"]:
+        return (self[rank] for rank in range(self.world_size))
+
+    def __getitem__(self, rank: int) -> "SimulatedRank":
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} of a simulated world of {self.world_size}")
+        return SimulatedRank(self, rank)
+
+    def run(self, rounds: Sequence[Round[Result]]) -> list[Result]:
+        """Drive one round per rank, in rank order, to the end; return their results.
+
+        Raises:
+            ValueError: if there is not one round per rank.
+            RuntimeError: if ranks ask for different collectives, where a real world would hang.
+        """
+        if len(rounds) != self.world_size:
+            raise ValueError(f"{len(rounds)} rounds for a world of {self.world_size} ranks")
+        results: dict[int, Result] = {}
+        replies: Sequence[Any] = [None] * self.world_size
+        while len(results) < self.world_size:
+            requests = []
+            for rank, (round_, reply) in enumerate(zip(rounds, replies, strict=True)):
+                try:
+                    requests.append(round_.send(reply))
+                except StopIteration as stop:
+                    results[rank] = stop.value
+            if requests:
+                replies = self._perform(requests)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _perform(self, requests: Sequence[Request]) -> Sequence[Any]:
+        kinds = {type(request).__name__ for request in requests}
+        if len(requests) != self.world_size or len(kinds) > 1:
+            raise RuntimeError(f"ranks diverged: {len(requests)} of them ask for {sorted(kinds)}")
+        payloads = [request.payload for request in requests]
+        if isinstance(requests[0], AllGatherObject):
+            return [payloads] * self.world_size
+        if isinstance(requests[0], AllReduce):
+            total = payloads[0].clone()
+            for payload in payloads[1:]:
+                total += payload
+            return [total] * self.world_size
+        stacked = torch.stack(payloads)
+        if isinstance(requests[0], AllGather):
+            return [stacked] * self.world_size
+        if isinstance(requests[0], AllToAll):
+            return list(stacked.transpose(0, 1).contiguous())
+        raise TypeError(f"no such request: {requests[0]}")
+
+
+class SimulatedRank(Transport):
+    """One rank of a :class:`Simulated` world."""
+
+    def __init__(self, world: Simulated, rank: int) -> None:
+        self._world = world
+        self._rank = rank
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world.world_size
+
+    def perform(self, request: Request) -> Any:
+        if self.world_size > 1:
+            raise RuntimeError(
+                "a simulated rank cannot exchange alone: collect the round of every rank with "
+                "Exchange.round() and drive them together with Simulated.run()"
+            )
+        return self._world._perform([request])[0]
+
+    def start(self, request: Request) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.perform(request))
+        return future

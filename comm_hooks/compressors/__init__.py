@@ -1,0 +1,20 @@
+"""Vector to payload and back: pure math, no state, no communication."""
+
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.identity import Identity
+from comm_hooks.compressors.quantize import Quantize, Sign
+from comm_hooks.compressors.sketch import SRHT, CountSketch, GaussianSketch
+from comm_hooks.compressors.sparse import PermK, RandomK, TopK
+
+__all__ = [
+    "SRHT",
+    "Compressor",
+    "CountSketch",
+    "GaussianSketch",
+    "Identity",
+    "PermK",
+    "Quantize",
+    "RandomK",
+    "Sign",
+    "TopK",
+]

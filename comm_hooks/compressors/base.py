@@ -1,0 +1,176 @@
+"""The contract between a vector and what crosses the wire."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+
+class Compressor(ABC):
+    """Turns a vector into a payload of known size and back.  Pure: no state, no communication.
+
+    A compressor works on ``rows``: a float32 matrix (n, numel) of n equally long vectors, one key
+    each, because layers repeat and one batched operation beats n small ones.  A subclass provides
+    :meth:`payload_nbytes`, ``_compress`` and ``_decode``; the one-vector methods are derived.
+
+    Class attributes say what a caller may rely on:
+
+    * ``linear``: payloads may be summed on the wire; the sum decompresses to the sum.  Such
+      payloads are float32, and ``compress`` is a linear map that depends on public state only.
+    * ``unbiased``: the mean of ``decompress(compress(v))`` over keys is ``v``.
+    * ``contractive``: ``|v - decompress(compress(v))|`` is below ``|v|`` (in mean square for
+      compressors that draw), which is what keeps error feedback from growing without bound.
+    * ``per_rank``: the payload depends on the rank even for equal vectors (:class:`PermK`), so it
+      cannot be re-cut into shards or summed.
+    """
+
+    linear: ClassVar[bool] = False
+    per_rank: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def unbiased(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def contractive(self) -> bool: ...
+
+    @abstractmethod
+    def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
+        """Return the payload's size in bytes: a multiple of 4 that depends on nothing else."""
+
+    @abstractmethod
+    def _compress(
+        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
+    ) -> torch.Tensor:
+        """Return the payloads, one row each: float32 if ``linear``, else float32 or uint8."""
+
+    @abstractmethod
+    def _decode(
+        self,
+        out: torch.Tensor,
+        payloads: torch.Tensor,
+        keys: Sequence[int],
+        rank: int,
+        world_size: int,
+        alpha: float,
+        add: bool,
+    ) -> None:
+        """Write ``alpha`` times the decompressed ``payloads`` (n, nbytes), uint8, to ``out``.
+
+        With ``add`` they are added to what ``out`` (n, numel), float32, holds.
+        """
+
+    def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
+        """Return the largest possible ``|compress(v)| / |v|``; infinite where there is none.
+
+        Only meaningful for linear maps.  Clipping a vector to C bounds its payload by
+        ``norm_bound * C``, which is the sensitivity that private training needs.
+        """
+        return math.inf
+
+    def compress(
+        self, vector: torch.Tensor, *, key: int, rank: int = 0, world_size: int = 1
+    ) -> torch.Tensor:
+        """Return the payload of ``vector``: 1-D, ``payload_nbytes(vector.numel())`` bytes.
+
+        Args:
+            vector: 1-D, floating point, finite, any device.
+            key: drawn from (seed, step, parameter); the same on all ranks.
+            rank, world_size: whose payload this is.  Only :class:`PermK` and stochastic rounding
+                look at them.
+
+        Raises:
+            ValueError: if ``vector`` is not a non-empty 1-D floating-point tensor.
+        """
+        if vector.dim() != 1 or not vector.is_floating_point() or not vector.numel():
+            raise ValueError(
+                f"compress() needs a non-empty 1-D floating-point tensor, got {vector.dtype} of "
+                f"shape {tuple(vector.shape)}: flatten the tensor or convert it"
+            )
+        return self._compress(vector.float()[None], (key,), rank, world_size)[0]
+
+    def decompress(
+        self, payload: torch.Tensor, numel: int, *, key: int, rank: int = 0, world_size: int = 1
+    ) -> torch.Tensor:
+        """Return the float32 vector of ``numel`` elements that ``payload`` stands for.
+
+        Args:
+            payload: from :meth:`compress` with the same ``key``, ``rank`` and ``world_size``, or,
+                for linear compressors, a sum of such payloads.
+
+        Raises:
+            ValueError: if the payload's size is not ``payload_nbytes(numel)``.
+        """
+        expected = self.payload_nbytes(numel, world_size=world_size)
+        if payload.nbytes != expected:
+            raise ValueError(
+                f"{self} decompresses {numel} elements from {expected} bytes, got {payload.nbytes}"
+            )
+        out = torch.empty(1, numel, device=payload.device)
+        payloads = payload.contiguous().view(torch.uint8)[None]
+        self._decode(out, payloads, (key,), rank, world_size, 1.0, add=False)
+        return out[0]
+
+
+def require_fraction(owner: object, name: str, value: float) -> None:
+    """Raise ``ValueError`` unless ``value`` is a number in (0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(
+            f"{type(owner).__name__}: {name} is the fraction that is kept and must lie in (0, 1], "
+            f"got {value!r}"
+        )
+
+
+def require_choice(owner: object, name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
+    if isinstance(value, bool) or value not in choices:
+        listed = ", ".join(map(str, choices))
+        raise ValueError(f"{type(owner).__name__}: {name} must be one of {listed}, got {value!r}")
+
+
+def require_positive(owner: object, name: str, value: int) -> None:
+    """Raise ``ValueError`` unless ``value`` is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"{type(owner).__name__}: {name} must be an integer of at least 1, got {value!r}"
+        )
+
+
+class Blocks:
+    """Cuts rows of ``numel`` elements into equal blocks of at most ``block_size``.
+
+    Blocks of equal size need no special case for a tail: a row is padded with at most
+    ``count - 1`` zeros in all, and a payload's size follows from ``numel`` alone.
+    """
+
+    def __init__(self, numel: int, block_size: int) -> None:
+        self.numel = numel
+        self.count = -(-numel // block_size)
+        self.size = -(-numel // self.count)
+        self.padded = self.count * self.size
+
+    def split(self, rows: torch.Tensor) -> torch.Tensor:
+        """View (or, where padding is needed, copy) rows (n, numel) as (n, count, size)."""
+        if self.padded != self.numel:
+            rows = torch.nn.functional.pad(rows, (0, self.padded - self.numel))
+        return rows.reshape(rows.shape[0], self.count, self.size)
+
+    def join(self, blocks: torch.Tensor) -> torch.Tensor:
+        """View blocks (n, count, size) as rows (n, numel) without the padding."""
+        return blocks.reshape(blocks.shape[0], self.padded)[:, : self.numel]
+
+
+def write(out: torch.Tensor, values: torch.Tensor, alpha: float, add: bool) -> None:
+    """Write ``alpha * values`` to ``out``, or add it."""
+    if add:
+        out.add_(values, alpha=alpha)
+    else:
+        torch.mul(values, alpha, out=out)
+
+
+def word_aligned(nbytes: int) -> int:
+    """Round up to a multiple of 4, so that float32 sections of a payload can be viewed in place."""
+    return -(-nbytes // 4) * 4

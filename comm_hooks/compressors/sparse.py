@@ -1,0 +1,261 @@
+"""Compressors that send some of the elements: the largest, random ones, or each rank's own."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from comm_hooks.compressors.base import (
+    Blocks,
+    Compressor,
+    require_choice,
+    require_fraction,
+    require_positive,
+    word_aligned,
+    write,
+)
+from comm_hooks.randomness import fork, random_below, stratified_indices
+from comm_hooks.wire.bits import pack_bits, packed_nbytes, unpack_bits
+from comm_hooks.wire.elias_fano import EliasFano
+
+
+@dataclass(frozen=True)
+class TopK(Compressor):
+    """The largest elements in magnitude of every block, with their signs.
+
+    Selecting within blocks (MicroAdam, DeMo, SparseLoCo) makes the selection parallel, the indices
+    short and the payload's size static.
+
+    1. cut the vector into equal blocks of at most ``block_size`` elements;
+    2. keep the ``ceil(density x block)`` elements of largest magnitude of each;
+    3. send their places (Elias-Fano, 2 + log2(1/density) bits each) and their values.
+
+    Args:
+        density: the fraction of elements that is kept, in (0, 1].
+        block_size: the largest block, 1 to 65536 elements.
+        value_bits: 32 (float32), 16 (bfloat16), or 1: the sign times the block's mean magnitude of
+            kept elements (bfloat16), which costs little with error feedback.
+
+    Shapes: vector (d,) -> payload uint8.  Elements equal in magnitude are chosen among arbitrarily.
+    Use with :class:`~comm_hooks.memory.ErrorFeedback`: alone it drops the rest for ever.
+    Not supported: summing payloads (each rank sends other places).
+
+    Example::
+
+        >>> topk = TopK(density=0.25)
+        >>> payload = topk.compress(torch.tensor([0.0, -3.0, 1.0, 0.5]), key=0)
+        >>> topk.decompress(payload, 4, key=0)
+        tensor([ 0., -3.,  0.,  0.])
+    """
+
+    density: float = 1 / 64
+    block_size: int = 4096
+    value_bits: int = 16
+
+    def __post_init__(self) -> None:
+        require_fraction(self, "density", self.density)
+        require_positive(self, "block_size", self.block_size)
+        if self.block_size > 65536:
+            raise ValueError(f"TopK: block_size must be at most 65536, got {self.block_size}")
+        require_choice(self, "value_bits", self.value_bits, (1, 16, 32))
+
+    @property
+    def unbiased(self) -> bool:
+        return self.density == 1 and self.value_bits == 32
+
+    contractive = True
+
+    def _plan(self, numel: int) -> tuple[Blocks, EliasFano]:
+        blocks = Blocks(numel, self.block_size)
+        return blocks, EliasFano(blocks.size, math.ceil(self.density * blocks.size))
+
+    def _value_nbytes(self, blocks: Blocks, code: EliasFano) -> int:
+        scales = 2 * blocks.count if self.value_bits == 1 else 0
+        return word_aligned(scales + packed_nbytes(blocks.count * code.count, self.value_bits))
+
+    def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
+        blocks, code = self._plan(numel)
+        return self._value_nbytes(blocks, code) + word_aligned(code.nbytes(blocks.count))
+
+    def _compress(
+        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
+    ) -> torch.Tensor:
+        blocks, code = self._plan(rows.shape[1])
+        vectors = blocks.split(rows)
+        places = vectors.abs().topk(code.count, dim=2, sorted=False).indices.sort(dim=2).values
+        values = vectors.gather(2, places)
+        payload = torch.zeros(
+            len(keys), self.payload_nbytes(rows.shape[1]), dtype=torch.uint8, device=rows.device
+        )
+        sections = [payload[:, : self._value_nbytes(blocks, code)]]
+        sections.append(payload[:, sections[0].shape[1] :])
+        if self.value_bits == 1:
+            scales = values.abs().mean(dim=2).bfloat16().view(torch.uint8)
+            signs = pack_bits((values >= 0).flatten(1))
+            _fill(sections[0], torch.cat([scales, signs], dim=1))
+        else:
+            dtype = torch.bfloat16 if self.value_bits == 16 else torch.float32
+            _fill(sections[0], values.flatten(1).to(dtype).view(torch.uint8))
+        _fill(sections[1], code.encode(places))
+        return payload
+
+    def _decode(
+        self,
+        out: torch.Tensor,
+        payloads: torch.Tensor,
+        keys: Sequence[int],
+        rank: int,
+        world_size: int,
+        alpha: float,
+        add: bool,
+    ) -> None:
+        blocks, code = self._plan(out.shape[1])
+        count = blocks.count * code.count
+        octets = payloads[:, : self._value_nbytes(blocks, code)]
+        if self.value_bits == 1:
+            scales = octets[:, : 2 * blocks.count].view(torch.bfloat16).float()
+            signs = unpack_bits(octets[:, 2 * blocks.count :], count)
+            values = signs.reshape(len(keys), blocks.count, -1).float().mul_(2).sub_(1)
+            values = values.mul_(scales[:, :, None]).flatten(1)
+        else:
+            dtype = torch.bfloat16 if self.value_bits == 16 else torch.float32
+            values = octets.view(dtype)[:, :count].float()
+        places = code.decode(payloads[:, octets.shape[1] :], blocks.count)
+        starts = torch.arange(0, blocks.padded, blocks.size, device=out.device)[:, None]
+        places = (places + starts).flatten(1)
+        # A block of zeros may keep places in the padding, where the value is zero as well.
+        places.clamp_(max=out.shape[1] - 1)
+        if not add:
+            out.zero_()
+        out.scatter_add_(1, places, values * alpha)
+
+
+def _fill(section: torch.Tensor, octets: torch.Tensor) -> None:
+    section[:, : octets.shape[1]] = octets
+
+
+@dataclass(frozen=True)
+class RandomK(Compressor):
+    """k = density x d random elements, the same ones on every rank, so no index is sent.
+
+    1. cut the vector into k equal strata and draw one element of each (from the key);
+    2. send it, times the size of its stratum when ``unbiased``.
+
+    Unbiased, the relative mean squared error is d/k - 1 (RandK in MARINA, omega = d/K - 1).
+    With ``unbiased=False`` it is a projection, which error feedback needs.
+
+    Args:
+        density: k/d, in (0, 1].
+        unbiased: scale by d/k.
+
+    Shapes: vector (d,) float32 -> payload (k,) float32, k = round(density x d), at least 1.
+
+    Example::
+
+        >>> RandomK(density=0.5).compress(torch.ones(8), key=1)
+        tensor([2., 2., 2., 2.])
+    """
+
+    density: float = 1 / 64
+    unbiased: bool = True
+    linear = True
+
+    def __post_init__(self) -> None:
+        require_fraction(self, "density", self.density)
+
+    @property
+    def contractive(self) -> bool:
+        return not self.unbiased
+
+    def _kept(self, numel: int) -> int:
+        return max(1, round(self.density * numel))
+
+    def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
+        return 4 * self._kept(numel)
+
+    def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
+        return float(-(-numel // self._kept(numel))) if self.unbiased else 1.0
+
+    def _compress(
+        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
+    ) -> torch.Tensor:
+        indices, sizes = stratified_indices(keys, rows.shape[1], self._kept(rows.shape[1]))
+        values = rows.gather(1, torch.from_numpy(indices).to(rows.device))
+        return values.mul_(torch.from_numpy(sizes).to(rows.device)) if self.unbiased else values
+
+    def _decode(
+        self,
+        out: torch.Tensor,
+        payloads: torch.Tensor,
+        keys: Sequence[int],
+        rank: int,
+        world_size: int,
+        alpha: float,
+        add: bool,
+    ) -> None:
+        values = payloads.view(torch.float32)
+        indices, _ = stratified_indices(keys, out.shape[1], values.shape[1])
+        if not add:
+            out.zero_()
+        out.scatter_add_(1, torch.from_numpy(indices).to(out.device), values * alpha)
+
+
+@dataclass(frozen=True)
+class PermK(Compressor):
+    """Each rank sends its own 1/N of the elements, times N; together they send every element once.
+
+    Szlendak, Tyurin & Richtarik, ICLR 2022.  Each run of N consecutive elements is dealt to the N
+    ranks in a random cyclic order drawn from the key: every element goes to exactly one rank, to
+    each with probability 1/N.  Where all ranks hold the same vector the mean is exact.
+
+    Shapes: vector (d,) float32 -> payload (ceil(d / N),) float32.
+    Not supported: any collective but ``"all_gather"``.
+
+    Example::
+
+        >>> v = torch.arange(4.0)
+        >>> parts = [PermK().compress(v, key=5, rank=r, world_size=2) for r in range(2)]
+        >>> sum(PermK().decompress(p, 4, key=5, rank=r, world_size=2) for r, p in enumerate(parts))
+        tensor([0., 2., 4., 6.])
+    """
+
+    per_rank = True
+    unbiased = True
+    contractive = False
+
+    def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
+        return 4 * -(-numel // world_size)
+
+    def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
+        return float(world_size)
+
+    def _own(
+        self, count: int, keys: Sequence[int], rank: int, world_size: int, device: torch.device
+    ) -> torch.Tensor:
+        shifts = random_below(fork(keys, 0), count, world_size)
+        return torch.from_numpy((shifts + rank) % world_size).to(device)[..., None]
+
+    def _compress(
+        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
+    ) -> torch.Tensor:
+        hands = torch.nn.functional.pad(rows, (0, -rows.shape[1] % world_size))
+        hands = hands.unflatten(1, (-1, world_size))
+        own = self._own(hands.shape[1], keys, rank, world_size, rows.device)
+        return hands.gather(2, own).squeeze(2).mul_(world_size)
+
+    def _decode(
+        self,
+        out: torch.Tensor,
+        payloads: torch.Tensor,
+        keys: Sequence[int],
+        rank: int,
+        world_size: int,
+        alpha: float,
+        add: bool,
+    ) -> None:
+        values = payloads.view(torch.float32)
+        own = self._own(values.shape[1], keys, rank, world_size, out.device)
+        hands = torch.zeros(*values.shape, world_size, device=out.device)
+        hands.scatter_(2, own, values[..., None])
+        write(out, hands.flatten(1)[:, : out.shape[1]], alpha, add)

@@ -1,0 +1,391 @@
+"""One round on flat vectors, no framework in sight."""
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import AllGatherObject, Round
+from comm_hooks.collectives.routes import OneShot, Route, Sharded, row_norms
+from comm_hooks.collectives.torch_distributed import TorchDistributed
+from comm_hooks.compressors.base import Compressor, require_choice, require_positive
+from comm_hooks.compressors.identity import Identity
+from comm_hooks.errors import ConfigMismatchError
+from comm_hooks.layout import Granularity, Layout, Segment
+from comm_hooks.memory.base import Memory
+from comm_hooks.randomness import derive_key
+
+logger = logging.getLogger(__name__)
+
+Collective = Literal["auto", "all_reduce", "all_gather", "sharded"]
+
+
+class Exchange:
+    """Averages named tensors over ranks through a compressor.
+
+    A round on one bucket:
+
+    1. copy the tensors into a float32 workspace, small and 1-D ones apart;
+    2. add what the memory kept of earlier rounds;
+    3. compress everything into one payload;
+    4. move payloads between ranks;
+    5. decompress and average them in rank order: the mean is bit-identical on all ranks;
+    6. let the memory keep what this rank did not send;
+    7. copy the mean back.
+
+    If any element on any rank is not finite, every rank gets NaN everywhere, so that all of them
+    skip the step alike, and the memory stays as it was.
+
+    Args:
+        compressor: what turns a parameter into a payload.
+        memory: what is remembered between rounds; None for nothing.
+        collective: how payloads travel: ``"all_reduce"`` (linear compressors only),
+            ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one that moves the fewest bytes.
+        seed: where random draws come from; equal on all ranks.
+        min_numel: parameters with fewer elements, or at most one dimension, are not compressed.
+        granularity: ``"parameter"`` compresses each parameter on its own; ``"bucket"`` the whole
+            bucket as one vector (whose random draws then depend on what is in the bucket).
+        transport: how ranks reach each other; by default ``torch.distributed`` over
+            ``process_group``.
+        process_group: the group to average over; the default group if None.
+
+    Raises:
+        ValueError: for a combination that cannot work; before anything is sent.
+        ConfigMismatchError: in the first round, if ranks are configured differently.
+
+    Not supported: tensors that are complex, integer or sparse.
+
+    Example::
+
+        >>> from comm_hooks import Exchange, TopK, ErrorFeedback
+        >>> from comm_hooks.collectives import Simulated
+        >>> world = Simulated(2)
+        >>> exchanges = [
+        ...     Exchange(TopK(density=0.5), memory=ErrorFeedback(), transport=t) for t in world
+        ... ]
+        >>> gradients = [{"weight": torch.randn(64, 64)} for _ in world]
+        >>> _ = world.run([e.round(g) for e, g in zip(exchanges, gradients)])
+        >>> torch.equal(gradients[0]["weight"], gradients[1]["weight"])
+        True
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        memory: Memory | None = None,
+        collective: Collective = "auto",
+        seed: int = 0,
+        *,
+        min_numel: int = 1024,
+        granularity: Granularity = "parameter",
+        transport: Transport | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not isinstance(compressor, Compressor):
+            raise ValueError(
+                f"Exchange: compressor must be a Compressor such as TopK(density=1/64), "
+                f"got {compressor!r}"
+            )
+        if memory is not None and not isinstance(memory, Memory):
+            raise ValueError(
+                f"Exchange: memory must be None or a Memory such as ErrorFeedback(), got {memory!r}"
+            )
+        require_choice(
+            self, "collective", collective, ("auto", "all_reduce", "all_gather", "sharded")
+        )
+        require_choice(self, "granularity", granularity, ("parameter", "bucket"))
+        require_positive(self, "min_numel", min_numel)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ValueError(f"Exchange: seed must be an integer, got {seed!r}")
+        _check_combination(compressor, memory, collective, granularity)
+        self.compressor = compressor
+        self.memory = memory
+        self.collective = collective
+        self.seed = seed
+        self.min_numel = min_numel
+        self.granularity = granularity
+        self.step = 0
+        self._server_memory = memory.fresh() if memory else None
+        self._transport = transport
+        self._process_group = process_group
+        self._agreed = False
+        self._layouts: dict[tuple[tuple[Segment, ...], torch.device], Layout] = {}
+        self._routes: dict[tuple[Layout, bool], Route] = {}
+        self._rounds = 0
+        self._bytes = 0
+        self._bytes_uncompressed = 0
+
+    @property
+    def transport(self) -> Transport:
+        if self._transport is None:
+            self._transport = TorchDistributed(self._process_group)
+        return self._transport
+
+    def config(self) -> dict[str, Any]:
+        """Return the settings that must be equal on all ranks, as plain values."""
+        return {
+            "compressor": type(self.compressor).__name__,
+            **asdict(self.compressor),  # type: ignore[call-overload]  # compressors are dataclasses
+            "memory": self.memory.settings() if self.memory else None,
+            "collective": self.collective,
+            "seed": self.seed,
+            "min_numel": self.min_numel,
+            "granularity": self.granularity,
+            "step": self.step,
+        }
+
+    def agree(self) -> Round[None]:
+        """Make sure, once, that all ranks are configured alike."""
+        if self._agreed:
+            return
+        configs = yield AllGatherObject(self.config())
+        _check_agreement(configs)
+        if self.transport.world_size == 1:
+            warnings.warn(
+                "world size is 1: gradients are compressed and decompressed, but no communication "
+                "is saved",
+                stacklevel=2,
+            )
+        self._agreed = True
+
+    def round(self, tensors: Mapping[str, torch.Tensor], *, compress: bool = True) -> Round[None]:
+        """Return a round that replaces each tensor, in place, by its mean over ranks.
+
+        For whoever drives several ranks (:class:`~comm_hooks.collectives.Simulated`); with a
+        process group use :meth:`average_`.  Counts as one step.
+        """
+        layout = self.layout(
+            [Segment(n, tuple(t.shape), self.exempts(t.shape)) for n, t in tensors.items()],
+            next(iter(tensors.values())).device,
+        )
+        yield from self.bucket_round(layout, list(tensors.values()), compress=compress)
+        self.step += 1
+
+    def average_(self, tensors: Mapping[str, torch.Tensor], *, compress: bool = True) -> None:
+        """Replace each tensor, in place, by its mean over ranks; blocking.
+
+        Args:
+            tensors: parameter name -> floating-point tensor, the same names and shapes in the same
+                order on all ranks.
+            compress: False averages exactly, for warm-up steps.
+        """
+        self.transport.run(self.round(tensors, compress=compress))
+
+    def exempts(self, shape: Sequence[int]) -> bool:
+        """Return whether a parameter of this shape travels uncompressed."""
+        return len(shape) <= 1 or torch.Size(shape).numel() < self.min_numel
+
+    def layout(self, segments: Sequence[Segment], device: torch.device) -> Layout:
+        """Return the workspace for a bucket of these segments, made at the first call."""
+        key = (tuple(segments), device)
+        if key not in self._layouts:
+            names = {segment.name for segment in segments}
+            if len(names) < len(segments):
+                raise ValueError("parameter names must be distinct within a bucket")
+            # A bucket that shares a parameter with this one is gone: DDP has rebuilt its buckets.
+            for old in [k for k, v in self._layouts.items() if not names.isdisjoint(v.names)]:
+                layout = self._layouts.pop(old)
+                self._routes = {k: r for k, r in self._routes.items() if k[0] is not layout}
+            self._layouts[key] = Layout(*key, self.granularity)
+        return self._layouts[key]
+
+    def bucket_round(
+        self,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        *,
+        compress: bool = True,
+        scale: float = 1.0,
+    ) -> Round[None]:
+        """Return a round on one bucket of a step that may have several.
+
+        Args:
+            layout: from :meth:`layout`.
+            tensors: shaped like the layout's segments; overwritten with the mean.
+            compress: False averages exactly.
+            scale: the factor by which the tensors are scaled at present.
+        """
+        for tensor in tensors:
+            if not tensor.is_floating_point() or tensor.is_sparse:
+                raise ValueError(
+                    f"gradients must be dense and of a floating-point dtype to be compressed, got "
+                    f"{tensor.dtype} ({tensor.layout})"
+                )
+        yield from self.agree()
+        route = self._route(layout, compress)
+        layout.load(tensors)
+        memory = self.memory if compress else None
+        norms = [row_norms(part.matrix) for part in layout.rows()]
+        # 0 if all elements are finite, else NaN.  A norm that overflows float32 counts as infinite.
+        health = torch.cat([norm - norm for norm in norms]).sum()
+        active = [norm != 0 for norm in norms[-len(layout.groups) :]] if memory else []
+        if memory:
+            for rows, is_active in zip(layout.groups, active, strict=True):
+                memory.compensate(rows, is_active, scale)
+
+        def settle(accept: torch.Tensor) -> None:
+            assert memory
+            for rows, is_active in zip(layout.groups, active, strict=True):
+                memory.retain(rows, is_active & accept, scale)
+
+        self._rounds += 1
+        self._bytes += route.traffic
+        ranks = self.transport.world_size
+        self._bytes_uncompressed += (
+            2 * (ranks - 1) * layout.work.numel() * tensors[0].element_size() // ranks
+        )
+        keys = [
+            [derive_key(self.seed, self.step, name) for name in part.names]
+            for part in layout.parts()
+        ]
+        yield from route.travel(keys, health, settle if memory else None)
+        layout.store(tensors)
+
+    def count_traffic(self, nbytes: int, uncompressed: int) -> None:
+        """Add traffic that went past the compressor (sparse gradients)."""
+        self._bytes += nbytes
+        self._bytes_uncompressed += uncompressed
+
+    def stats(self) -> dict[str, float]:
+        """Return what this rank moved since the start.
+
+        Keys: ``steps``; ``bytes_sent`` and ``bytes_received``, without transport headers, by the
+        ring algorithms of gloo and NCCL; ``bytes_uncompressed``, what an all-reduce in the
+        gradients' dtype would have sent; ``compression_ratio``, the latter over the bytes sent;
+        ``residual_norm``, of everything the memory keeps.
+        """
+        memories = [m for m in (self.memory, self._server_memory) if m]
+        return {
+            "steps": self.step,
+            "bytes_sent": self._bytes,
+            "bytes_received": self._bytes,
+            "bytes_uncompressed": self._bytes_uncompressed,
+            "compression_ratio": self._bytes_uncompressed / self._bytes if self._bytes else 1.0,
+            "residual_norm": sum(m.norm() ** 2 for m in memories) ** 0.5,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank must save: plain numbers and tensors, safe for ``weights_only``.
+
+        Every rank's residual differs: save one file per rank.
+        """
+        state: dict[str, Any] = {
+            "step": self.step,
+            "rank": self.transport.rank,
+            "world_size": self.transport.world_size,
+        }
+        if self.memory and self._server_memory:
+            state["memory"] = self.memory.state_dict()
+            state["server_memory"] = self._server_memory.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned on this rank.
+
+        Raises:
+            ValueError: if the state is another rank's, of another number of ranks, or of another
+                kind of memory; nothing is changed.
+        """
+        here = {"rank": self.transport.rank, "world_size": self.transport.world_size}
+        for setting, value in here.items():
+            if state.get(setting) != value:
+                raise ValueError(
+                    f"this state was saved with {setting} {state.get(setting)}, but this is "
+                    f"{setting} {value}: every rank loads the state that it saved itself"
+                )
+        if ("memory" in state) != (self.memory is not None):
+            raise ValueError(
+                "the state was saved "
+                + ("with" if "memory" in state else "without")
+                + " a memory, but this exchange is configured the other way"
+            )
+        if self.memory and self._server_memory:
+            self.memory.load_state_dict(state["memory"])
+            self._server_memory.load_state_dict(state["server_memory"])
+        self.step = state["step"]
+
+    def _route(self, layout: Layout, compress: bool) -> Route:
+        if (layout, compress) not in self._routes:
+            compressor = self.compressor if compress else Identity()
+            routes: dict[str, Route] = {}
+            for collective in supported_collectives(compressor, self.granularity):
+                if self.collective in ("auto", collective) or not compress:
+                    routes[collective] = (
+                        Sharded(layout, compressor, self.transport, self._server_memory)
+                        if collective == "sharded"
+                        else OneShot(
+                            layout,
+                            compressor,
+                            self.transport,
+                            sum_on_wire=collective == "all_reduce",
+                        )
+                    )
+                if not compress:
+                    break
+            # min() keeps the first of equals, and the simplest routes come first.
+            chosen = min(routes, key=lambda name: routes[name].traffic)
+            logger.info("%d elements travel by %s", layout.work.numel(), chosen)
+            self._routes[layout, compress] = routes[chosen]
+        return self._routes[layout, compress]
+
+
+def supported_collectives(compressor: Compressor, granularity: Granularity) -> list[str]:
+    """Return the collectives that can carry a compressor's payloads, the simplest first."""
+    collectives = ["all_reduce"] if compressor.linear else []
+    collectives.append("all_gather")
+    if granularity == "parameter" and not compressor.per_rank:
+        collectives.append("sharded")
+    return collectives
+
+
+def _check_combination(
+    compressor: Compressor, memory: Memory | None, collective: str, granularity: Granularity
+) -> None:
+    name = type(compressor).__name__
+    supported = supported_collectives(compressor, granularity)
+    if collective not in ("auto", *supported):
+        reasons = {
+            "all_reduce": f"the payloads of {name} cannot be summed",
+            "sharded": (
+                f"{name} gives each rank its own elements"
+                if compressor.per_rank
+                else "a whole bucket has no shards that outlast DDP's rebuilding of buckets"
+            ),
+        }
+        raise ValueError(
+            f"collective {collective!r} cannot be used: {reasons[collective]}; "
+            f"choose from auto, {', '.join(supported)}"
+        )
+    if memory and not compressor.contractive:
+        raise ValueError(
+            f"{compressor} cannot be used with error feedback: it is not contractive, so the "
+            f"residual would grow without bound. Use memory=None; its noise averages out over "
+            f"steps" + (" (or RandomK(unbiased=False))" if name == "RandomK" else "")
+        )
+
+
+def _check_agreement(configs: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ConfigMismatchError`` naming the settings in which ranks differ."""
+    differences = []
+    for setting in dict.fromkeys(key for config in configs for key in config):
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, config in enumerate(configs):
+            value = repr(config[setting]) if setting in config else "absent"
+            ranks_by_value.setdefault(value, []).append(rank)
+        if len(ranks_by_value) > 1:
+            listed = ", ".join(
+                f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+                for value, ranks in ranks_by_value.items()
+            )
+            differences.append(f"{setting} is {listed}")
+    if differences:
+        raise ConfigMismatchError(
+            "ranks are configured differently: "
+            + "; ".join(differences)
+            + ". Give every rank the same settings"
+        )

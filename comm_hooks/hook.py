@@ -1,0 +1,249 @@
+"""What DDP calls: a state, two hooks, and a one-line way to register them.
+
+No ``from __future__ import annotations`` here: DDP compares the annotations of a hook with classes
+and refuses strings.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from comm_hooks.collectives.base import completed
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.config import build_compressor, build_memory
+from comm_hooks.exchange import Collective, Exchange
+from comm_hooks.layout import Granularity, Layout, Segment
+from comm_hooks.memory.base import Memory
+from comm_hooks.sparse_gradients import average_sparse
+
+logger = logging.getLogger(__name__)
+
+
+class CompressionState:
+    """The state of :func:`compression_hook`: an exchange, and the names of the parameters.
+
+    Everything that lasts is tied to parameter names, so DDP may rebuild its buckets at will.
+
+    Args:
+        compressor: for instance ``TopK(density=1 / 64)``.
+        memory: for instance ``ErrorFeedback()``; None for nothing.
+        collective: ``"auto"``, ``"all_reduce"``, ``"all_gather"`` or ``"sharded"``; see
+            :class:`~comm_hooks.exchange.Exchange`, also for the next three.
+        seed: equal on all ranks.
+        min_numel: parameters with fewer elements, or at most one dimension, are not compressed.
+        granularity: ``"parameter"`` or ``"bucket"``.
+        process_group: the group that DDP was given; the default group if None.
+        named_parameters: ``model.named_parameters()``, which ties saved state to names.  Without
+            it parameters are numbered in the order in which DDP first reduces them, which is the
+            same in every run of one model and DDP configuration.  :func:`register` passes it.
+        loss_scale: a function that returns the factor by which the loss is scaled at present
+            (``grad_scaler.get_scale``).  Residuals are kept unscaled, so that they stay right when
+            the factor changes.
+
+    Raises:
+        ValueError: for a combination that cannot work.
+
+    Not supported: the same state in two models; DDP's ``python_reducer``.
+
+    Example::
+
+        >>> from comm_hooks import CompressionState, ErrorFeedback, TopK, compression_hook
+        >>> state = CompressionState(TopK(density=1 / 64), memory=ErrorFeedback(), seed=0)
+        >>> ddp_model.register_comm_hook(state, compression_hook)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        memory: Memory | None = None,
+        collective: Collective = "auto",
+        seed: int = 0,
+        *,
+        min_numel: int = 1024,
+        granularity: Granularity = "parameter",
+        process_group: dist.ProcessGroup | None = None,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+        loss_scale: Callable[[], float] | None = None,
+    ) -> None:
+        self.exchange = Exchange(
+            compressor,
+            memory,
+            collective,
+            seed,
+            min_numel=min_numel,
+            granularity=granularity,
+            process_group=process_group,
+        )
+        self.loss_scale = loss_scale
+        self._names = {p: name for name, p in named_parameters} if named_parameters else {}
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+
+    def stats(self) -> dict[str, float]:
+        """Return what this rank moved; see :meth:`~comm_hooks.exchange.Exchange.stats`."""
+        return self.exchange.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank must save; see :meth:`~comm_hooks.exchange.Exchange.state_dict`."""
+        return self.exchange.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned on this rank.
+
+        Raises:
+            ValueError: if the state is not this rank's or names parameters that this model lacks;
+                nothing is changed.
+        """
+        saved = set(state.get("memory", ()))
+        if self._names and not saved <= set(self._names.values()):
+            strangers = ", ".join(sorted(saved - set(self._names.values()))[:3])
+            raise ValueError(
+                f"the state has residuals of parameters that this model does not have: {strangers}"
+            )
+        self.exchange.load_state_dict(state)
+
+    def layout(self, bucket: dist.GradBucket) -> Layout:  # type: ignore[name-defined]
+        """Return the workspace for a bucket's parameters."""
+        parameters = bucket.parameters()
+        # id() is safe: a parameter of a live DDP model is never freed.
+        key = tuple(map(id, parameters))
+        if key not in self._layouts:
+            segments = [
+                Segment(
+                    self._names.setdefault(p, f"parameter.{len(self._names)}"),
+                    (p.numel(),),
+                    self.exchange.exempts(p.shape),
+                )
+                for p in parameters
+            ]
+            self._layouts[key] = self.exchange.layout(segments, bucket.buffer().device)
+        return self._layouts[key]
+
+
+def compression_hook(
+    state: CompressionState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket's gradients through a compressor.
+
+    1. split the bucket into its parameters; those with at most one dimension or fewer than
+       ``min_numel`` elements travel uncompressed in the same payload;
+    2. add the residual, compress, send one payload in one collective;
+    3. decompress all payloads in rank order and take the mean over ranks: the hook owns the
+       division, DDP does not divide when a hook is registered;
+    4. keep what was not sent; return the bucket's own buffer, overwritten.
+
+    With a gradient that is not finite on any rank, all ranks get NaN everywhere (so a GradScaler
+    skips the step on all of them) and the residual stays as it was.
+
+    Args:
+        state: a :class:`CompressionState`.
+        bucket: what DDP passes.
+
+    Returns:
+        A future of the averaged bucket.
+
+    Example::
+
+        >>> ddp_model.register_comm_hook(state, compression_hook)  # doctest: +SKIP
+    """
+    exchange, buffer = state.exchange, bucket.buffer()
+    if buffer.is_sparse:
+        # DDP gives a sparse gradient a bucket of its own.
+        future = average_sparse(exchange, buffer)
+    else:
+        layout = state.layout(bucket)
+        pieces = buffer.split([segment.numel for segment in layout.segments])
+        scale = float(state.loss_scale()) if state.loss_scale else 1.0
+        round_ = exchange.bucket_round(layout, pieces, scale=scale)
+        future = exchange.transport.run_async(round_).then(lambda done: (done.value(), buffer)[1])
+    if bucket.is_last():
+        exchange.step += 1
+    return future
+
+
+def skip_hook(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Communicate nothing: every rank keeps its own gradient.
+
+    For optimizers that own the exchange (``optim.CompressedAdam``), and as the control that any
+    method must beat.
+
+    Example::
+
+        >>> ddp_model.register_comm_hook(None, skip_hook)  # doctest: +SKIP
+    """
+    return completed(bucket.buffer())
+
+
+def register(
+    model: torch.nn.Module,
+    compressor: Compressor | str,
+    *,
+    memory: Memory | str | None = "auto",
+    collective: Collective = "auto",
+    seed: int = 0,
+    min_numel: int = 1024,
+    granularity: Granularity = "parameter",
+    loss_scale: Callable[[], float] | None = None,
+    **options: Any,
+) -> CompressionState:
+    """Register :func:`compression_hook` with a DDP model and return its state.
+
+    All ranks must call it: it compares their configurations.
+
+    Args:
+        model: a ``DistributedDataParallel``, or what ``torch.compile`` made of one.
+        compressor: an object, or a name from ``comm_hooks.config.COMPRESSORS``.
+        memory: an object, None, ``"none"``, ``"error_feedback"``, or ``"auto"``: error feedback
+            where the compressor is biased.
+        options: arguments of the compressor, when it is given by name.
+        collective, seed, min_numel, granularity, loss_scale: see :class:`CompressionState`.
+
+    Raises:
+        ValueError: for bad settings, and if ``model`` is not a DDP model.
+        ConfigMismatchError: if ranks are configured differently.
+        RuntimeError: if the model has a hook already (DDP takes one).
+
+    Example::
+
+        >>> state = register(ddp_model, "topk", density=1 / 64)  # doctest: +SKIP
+    """
+    ddp = _find_ddp(model)
+    if isinstance(compressor, str):
+        compressor = build_compressor(compressor, **options)
+    elif options:
+        raise ValueError(
+            f"options {', '.join(options)} go with a compressor's name, but {compressor!r} is one "
+            f"already: set them there"
+        )
+    state = CompressionState(
+        compressor,
+        build_memory(memory, compressor),
+        collective,
+        seed,
+        min_numel=min_numel,
+        granularity=granularity,
+        process_group=ddp.process_group,
+        named_parameters=ddp.module.named_parameters(),
+        loss_scale=loss_scale,
+    )
+    state.exchange.transport.run(state.exchange.agree())
+    ddp.register_comm_hook(state, compression_hook)
+    logger.info("registered %s with %s", compressor, state.exchange.memory)
+    return state
+
+
+def _find_ddp(model: torch.nn.Module) -> DistributedDataParallel:
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, DistributedDataParallel):
+        raise ValueError(
+            f"register() needs a DistributedDataParallel model, got {type(inner).__name__}: wrap "
+            f"the model first"
+        )
+    return inner

@@ -1,0 +1,113 @@
+"""How a bucket's parameters are laid out for a round.
+
+A bucket arrives as flat segments, one per parameter.  Small and one-dimensional parameters (norms,
+biases) are exempt from compression: they are a fraction of a percent of the elements and suffer
+most.  The others are grouped by length, so that a compressor sees one matrix per distinct length
+with a parameter in each row, and repeated layers cost one batched operation, not a Python loop.
+
+A layout is an arrangement of the moment: DDP rebuilds its buckets, torch.compile changes them, a
+resumed run has others.  Whatever must last (residuals, random keys) is tied to parameter names.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+Granularity = Literal["parameter", "bucket"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter of a bucket: its name, the shape it arrives in, and whether it is exempt."""
+
+    name: str
+    shape: tuple[int, ...]
+    exempt: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(eq=False)
+class Rows:
+    """Equally long vectors as a float32 matrix (n, numel), with the name of each row."""
+
+    names: tuple[str, ...]
+    matrix: torch.Tensor
+
+
+@dataclass(eq=False)
+class Layout:
+    """A workspace for one bucket, and the views of it that the steps of a round need.
+
+    Attributes:
+        work: float32, all elements: first the exempt ones, then the groups.
+        exempt: what travels uncompressed, as one row; None if nothing does.
+        groups: the parameters to compress, grouped by length.
+        compressed: the rows a compressor sees: ``groups``, or with ``granularity="bucket"`` all of
+            them as a single row.
+    """
+
+    segments: tuple[Segment, ...]
+    device: torch.device
+    granularity: Granularity
+    work: torch.Tensor = field(init=False)
+    exempt: Rows | None = field(init=False, default=None)
+    groups: list[Rows] = field(init=False)
+    compressed: list[Rows] = field(init=False)
+    _views: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        exempt = [s for s in self.segments if s.exempt]
+        by_length: dict[int, list[Segment]] = {}
+        for segment in self.segments:
+            if not segment.exempt:
+                by_length.setdefault(segment.numel, []).append(segment)
+        self.work = torch.zeros(sum(s.numel for s in self.segments), device=self.device)
+
+        views: dict[str, torch.Tensor] = {}
+        start = 0
+        for segment in exempt:
+            views[segment.name] = self.work[start : start + segment.numel]
+            start += segment.numel
+        if exempt:
+            self.exempt = Rows(("",), self.work[None, :start])
+        first_compressed = start
+
+        self.groups = []
+        for numel, members in by_length.items():
+            matrix = self.work[start : start + len(members) * numel].view(len(members), numel)
+            views.update(zip((s.name for s in members), matrix, strict=True))
+            self.groups.append(Rows(tuple(s.name for s in members), matrix))
+            start += matrix.numel()
+
+        self.compressed = self.groups
+        if self.granularity == "bucket" and self.groups:
+            digest = hashlib.blake2b(repr([g.names for g in self.groups]).encode()).hexdigest()
+            self.compressed = [Rows((digest,), self.work[None, first_compressed:])]
+        self._views = [views[s.name].view(s.shape) for s in self.segments]
+
+    @property
+    def names(self) -> set[str]:
+        return {segment.name for segment in self.segments}
+
+    def rows(self) -> list[Rows]:
+        """Return everything by parameter: the exempt row, if any, then the groups."""
+        return [self.exempt, *self.groups] if self.exempt else self.groups
+
+    def parts(self) -> list[Rows]:
+        """Return everything that travels: the exempt row, if any, then the compressed rows."""
+        return [self.exempt, *self.compressed] if self.exempt else self.compressed
+
+    def load(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy tensors shaped like the segments (any float dtype) into the workspace."""
+        torch._foreach_copy_(self._views, list(tensors))
+
+    def store(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the workspace back into tensors shaped like the segments."""
+        torch._foreach_copy_(list(tensors), self._views)

@@ -1,0 +1,54 @@
+"""Sparse gradients (``nn.Embedding(sparse=True)``): averaged exactly, at the size they have."""
+
+import torch
+
+from comm_hooks.collectives.base import completed
+from comm_hooks.collectives.requests import AllGather, Round
+from comm_hooks.exchange import Exchange
+
+
+def average_sparse(
+    exchange: Exchange, gradient: torch.Tensor
+) -> torch.futures.Future[torch.Tensor]:
+    """Return a completed future of the mean over ranks of a sparse COO gradient.
+
+    1. gather how many entries each rank has;
+    2. gather indices (int64) and values, padded to the largest number;
+    3. add them up in rank order and divide by the number of ranks.
+    """
+    return completed(exchange.transport.run(_round(exchange, gradient.coalesce())))
+
+
+def _round(exchange: Exchange, gradient: torch.Tensor) -> Round[torch.Tensor]:
+    yield from exchange.agree()
+    ranks = exchange.transport.world_size
+    indices, values = gradient.indices(), gradient.values()
+    count = torch.tensor([values.shape[0]], device=values.device)
+    counts_request = AllGather(count.view(torch.uint8), final=False)
+    counts = (yield counts_request).view(torch.int64).flatten().tolist()
+
+    missing = max(counts) - values.shape[0]
+    padded_indices = torch.cat([indices, indices.new_zeros(indices.shape[0], missing)], dim=1)
+    padded_values = torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
+    index_nbytes = padded_indices.nbytes
+    payload = torch.cat(
+        [
+            padded_indices.view(-1).view(torch.uint8),
+            padded_values.reshape(-1).view(torch.uint8),
+        ]
+    )
+    payload_request = AllGather(payload, final=False)
+    payloads = yield payload_request
+    exchange.count_traffic(
+        counts_request.traffic(ranks) + payload_request.traffic(ranks),
+        2 * (ranks - 1) * gradient.numel() * gradient.element_size() // ranks,
+    )
+
+    mean = torch.zeros_like(gradient)
+    for other, entries in zip(payloads, counts, strict=True):
+        other_indices = other[:index_nbytes].view(torch.int64).view(padded_indices.shape)
+        other_values = other[index_nbytes:].view(values.dtype).view(padded_values.shape)
+        mean += torch.sparse_coo_tensor(
+            other_indices[:, :entries], other_values[:entries], gradient.shape
+        )
+    return mean.coalesce() / ranks

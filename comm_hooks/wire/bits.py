@@ -1,0 +1,76 @@
+"""Packing of small integers into bytes, least significant bit first."""
+
+import numpy as np
+import torch
+
+
+def pack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Pack booleans (..., m) into bytes (..., ceil(m / 8)), uint8; the last byte is zero-padded.
+
+    Example::
+
+        >>> pack_bits(torch.tensor([True, False, True]))
+        tensor([5], dtype=torch.uint8)
+    """
+    if bits.device.type == "cpu":
+        return torch.from_numpy(np.packbits(bits.numpy(), axis=-1, bitorder="little"))
+    padding = -bits.shape[-1] % 8
+    octets = torch.nn.functional.pad(bits.to(torch.uint8), (0, padding)).unflatten(-1, (-1, 8))
+    packed = octets[..., 0]
+    for place in range(1, 8):
+        packed = packed | (octets[..., place] << place)
+    return packed
+
+
+def unpack_bits(octets: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the first ``count`` bits of bytes (..., ceil(count / 8)) as uint8 zeros and ones."""
+    if octets.device.type == "cpu":
+        bits = np.unpackbits(octets.numpy(), axis=-1, count=count, bitorder="little")
+        return torch.from_numpy(bits)
+    places = torch.arange(8, dtype=torch.uint8, device=octets.device)
+    return ((octets[..., None] >> places) & 1).flatten(-2)[..., :count]
+
+
+def packed_nbytes(count: int, width: int) -> int:
+    """Return how many bytes ``count`` codes of ``width`` bits take."""
+    return -(-count * width // 8)
+
+
+def pack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
+    """Pack integers (..., m) below 2**width into bytes (..., ceil(m * width / 8)).
+
+    Args:
+        codes: any integer dtype.
+        width: 0 to 16 bits; with 0 nothing is stored.
+
+    Example::
+
+        >>> pack_codes(torch.tensor([1, 2, 3]), 4)
+        tensor([33,  3], dtype=torch.uint8)
+    """
+    if width == 8:
+        return codes.to(torch.uint8)
+    if width in (2, 4):
+        per_byte = 8 // width
+        padding = -codes.shape[-1] % per_byte
+        grouped = torch.nn.functional.pad(codes.to(torch.uint8), (0, padding))
+        grouped = grouped.unflatten(-1, (-1, per_byte))
+        packed = grouped[..., 0]
+        for place in range(1, per_byte):
+            packed = packed | (grouped[..., place] << (place * width))
+        return packed
+    places = torch.arange(width, device=codes.device)
+    return pack_bits(((codes[..., None] >> places) & 1).bool().flatten(-2))
+
+
+def unpack_codes(octets: torch.Tensor, count: int, width: int) -> torch.Tensor:
+    """Return ``count`` codes of ``width`` bits: uint8 up to 8 bits, int64 above."""
+    if width == 8:
+        return octets[..., :count]
+    if width in (2, 4):
+        places = torch.arange(0, 8, width, dtype=torch.uint8, device=octets.device)
+        return ((octets[..., None] >> places) & ((1 << width) - 1)).flatten(-2)[..., :count]
+    bits = unpack_bits(octets, count * width).unflatten(-1, (count, width))
+    places = torch.arange(width, device=octets.device)
+    codes = (bits.long() << places).sum(-1)
+    return codes.to(torch.uint8) if width < 8 else codes

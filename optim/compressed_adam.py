@@ -1,0 +1,235 @@
+"""1-bit Adam's scheme for any compressor: exchange the momentum, freeze the variance."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from comm_hooks.compressors.base import require_positive
+from comm_hooks.exchange import Exchange
+
+
+class CompressedAdam(torch.optim.Optimizer):
+    r"""Adam that averages gradients exactly at first, then exchanges a compressed momentum.
+
+    Biased compressors and Adam do not mix when the *gradient* is compressed: the second moment
+    turns a coordinate that arrives in rare pulses into tiny steps, and signs erase the magnitudes
+    that Adam adapts to.  1-bit Adam (Tang et al., ICML 2021) avoids both: the second moment v is
+    taken from exact gradients, then frozen, and only the momentum, which is linear in the
+    gradients, goes through the compressor.  Here the compressor is anybody's choice; with
+    :class:`~comm_hooks.Sign` this is 1-bit Adam.
+
+    Steps 1 ... ``freeze_step``:
+
+    1. g = mean over ranks of g_i, uncompressed;
+    2. m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2.
+
+    From then on:
+
+    1. each rank forms m_i = beta1 m + (1 - beta1) g_i, m being the same on all ranks;
+    2. with ``scaled``, m_i is divided by s = sqrt(v-hat) + eps: coordinates compete by the size of
+       the step that they cause, not by the size of their gradient;
+    3. m = the exchange's mean of m_i (error feedback included), times s if ``scaled``.
+
+    Always: theta = theta - lr (m-hat / (sqrt(v-hat) + eps) + weight_decay theta), where m-hat =
+    m / (1 - beta1^t), v-hat = v / (1 - beta2^t) and t stops at ``freeze_step`` for v.  Differences
+    to 1-bit Adam as published: bias correction, decoupled weight decay, any compressor, ``scaled``,
+    and a scale that is contractive (see :class:`~comm_hooks.Sign`).
+
+    The optimizer owns the exchange: DDP must not average, so register
+    :func:`~comm_hooks.skip_hook`.  If any rank's gradient is not finite, all ranks skip the step,
+    also under a ``GradScaler``.
+
+    Args:
+        params: parameters, or better ``model.named_parameters()``: saved residuals are then tied to
+            names.  Parameter groups are supported.
+        exchange: how momenta are averaged.
+        lr: learning rate.
+        betas: decay of the first and the second moment.
+        eps: added to the denominator.
+        weight_decay: decoupled (AdamW).
+        freeze_step: the last step with exact gradients and a changing v, at least 1.  1-bit Adam's
+            authors advise 15 to 25 % of all steps; the end of the learning rate's warm-up works.
+        scaled: exchange m_i / s.  Better for sparse compressors; not needed for ``Sign``.
+
+    State per parameter: ``exp_avg``, ``exp_avg_sq`` (float32, equal on all ranks), ``step``.  The
+    residual is the exchange's and differs between ranks: save ``exchange.state_dict()`` on every
+    rank beside the optimizer's.
+
+    Raises:
+        ValueError: for hyperparameters out of range or parameters that are not floating point.
+
+    Not supported: sparse gradients, parameters on several devices, ``capturable``.
+
+    Example::
+
+        >>> from comm_hooks import ErrorFeedback, Exchange, TopK, skip_hook
+        >>> ddp_model.register_comm_hook(None, skip_hook)  # doctest: +SKIP
+        >>> exchange = Exchange(TopK(density=1 / 64, value_bits=1), memory=ErrorFeedback())
+        >>> optimizer = CompressedAdam(
+        ...     ddp_model.named_parameters(), exchange, lr=1e-3, freeze_step=1000, scaled=True
+        ... )  # doctest: +SKIP
+    """
+
+    # GradScaler then calls step() on every rank, instead of skipping it on those that overflowed
+    # while the others wait for them, and passes grad_scale.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        exchange: Exchange,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        freeze_step: int,
+        scaled: bool = False,
+    ) -> None:
+        if not isinstance(exchange, Exchange):
+            raise ValueError(f"CompressedAdam: exchange must be an Exchange, got {exchange!r}")
+        require_positive(self, "freeze_step", freeze_step)
+        for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
+            if not value >= 0:
+                raise ValueError(f"CompressedAdam: {name} must not be negative, got {value!r}")
+        for beta in betas:
+            if not 0 <= beta < 1:
+                raise ValueError(f"CompressedAdam: betas must lie in [0, 1), got {betas!r}")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+        self.exchange = exchange
+        self.freeze_step = freeze_step
+        self.scaled = scaled
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step on all ranks together.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Raises:
+            ValueError: for sparse gradients.
+            ConfigMismatchError: in the first step, if ranks are configured differently.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        gradients = [self._gradient(p) for p in parameters]
+        grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if grad_scale is not None:
+            torch._foreach_div_(gradients, grad_scale)
+        states = [self._state(p) for p in parameters]
+        t = int(states[0]["step"]) + 1
+        if t <= self.freeze_step:
+            accepted = self._warm_up(gradients, states)
+        else:
+            accepted = self._exchange_momentum(gradients, states)
+        # Every element is NaN if any rank's gradient was not finite: all ranks skip alike.
+        if accepted:
+            torch._foreach_add_([state["step"] for state in states], 1)
+            self._update(t)
+        return loss
+
+    def _warm_up(self, gradients: list[torch.Tensor], states: list[dict[str, Any]]) -> bool:
+        """Average the gradients exactly and update both moments."""
+        self.exchange.average_(dict(zip(self._names(), gradients, strict=True)), compress=False)
+        if not _is_finite(gradients):
+            return False
+        for first, last, group in self._groups():
+            beta1, beta2 = group["betas"]
+            g = gradients[first:last]
+            torch._foreach_lerp_([s["exp_avg"] for s in states[first:last]], g, 1 - beta1)
+            v = [s["exp_avg_sq"] for s in states[first:last]]
+            torch._foreach_mul_(v, beta2)
+            torch._foreach_addcmul_(v, g, g, 1 - beta2)
+        return True
+
+    def _exchange_momentum(
+        self, gradients: list[torch.Tensor], states: list[dict[str, Any]]
+    ) -> bool:
+        """Put this rank's gradient into the shared momentum and average the results."""
+        momenta: list[torch.Tensor] = []
+        for first, last, group in self._groups():
+            shared = [s["exp_avg"] for s in states[first:last]]
+            own = torch._foreach_lerp(shared, gradients[first:last], 1 - group["betas"][0])
+            if self.scaled:
+                torch._foreach_div_(own, self._denominators(states[first:last], group))
+            momenta.extend(own)
+        self.exchange.average_(dict(zip(self._names(), momenta, strict=True)))
+        if not _is_finite(momenta):
+            return False
+        for first, last, group in self._groups():
+            if self.scaled:
+                torch._foreach_mul_(
+                    momenta[first:last], self._denominators(states[first:last], group)
+                )
+        torch._foreach_copy_([s["exp_avg"] for s in states], momenta)
+        return True
+
+    def _update(self, t: int) -> None:
+        for group in self.param_groups:
+            parameters = group["params"]
+            states = [self.state[p] for p in parameters]
+            update = torch._foreach_div(
+                [s["exp_avg"] for s in states], self._denominators(states, group)
+            )
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(
+                parameters, update, alpha=-group["lr"] / (1 - group["betas"][0] ** t)
+            )
+
+    def _denominators(
+        self, states: list[dict[str, Any]], group: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        """Return sqrt(v-hat) + eps."""
+        t = min(int(states[0]["step"]), self.freeze_step)
+        roots = torch._foreach_sqrt([s["exp_avg_sq"] for s in states])
+        torch._foreach_div_(roots, (1 - group["betas"][1] ** t) ** 0.5)
+        torch._foreach_add_(roots, group["eps"])
+        return list(roots)
+
+    def _groups(self) -> Iterable[tuple[int, int, dict[str, Any]]]:
+        """Yield each parameter group with the range of its parameters among all."""
+        first = 0
+        for group in self.param_groups:
+            last = first + len(group["params"])
+            yield first, last, group
+            first = last
+
+    def _names(self) -> list[str]:
+        names = [name for group in self.param_groups for name in group.get("param_names", ())]
+        count = sum(len(group["params"]) for group in self.param_groups)
+        return names if len(names) == count else [str(index) for index in range(count)]
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a float32 copy of a gradient; zeros where there is none on this rank."""
+        if parameter.grad is None:
+            return torch.zeros_like(parameter, dtype=torch.float32)
+        if parameter.grad.is_sparse:
+            raise ValueError(
+                "CompressedAdam does not support sparse gradients: use sparse=False in embeddings"
+            )
+        return parameter.grad.to(torch.float32, copy=True)
+
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        return state
+
+
+def _is_finite(tensors: list[torch.Tensor]) -> bool:
+    return bool(torch.isfinite(tensors[0].flatten()[0]))
