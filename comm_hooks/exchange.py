@@ -243,7 +243,7 @@ class Exchange:
             [derive_key(self.seed, self.step, name) for name in part.names]
             for part in layout.parts()
         ]
-        yield from route.travel(keys, health, settle if memory else None)
+        yield from route.travel(keys, health, scale, settle if memory else None)
         layout.store(tensors)
 
     def count_traffic(self, nbytes: int, uncompressed: int) -> None:

@@ -9,6 +9,8 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.compressors.base import require_positive
 from comm_hooks.exchange import Exchange
 
+POWERS = "<squared gradient norms>"
+
 
 class CompressedAdam(torch.optim.Optimizer):
     r"""Adam that averages gradients exactly at first, then exchanges a compressed momentum.
@@ -87,6 +89,7 @@ class CompressedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         freeze_step: int,
         scaled: bool = False,
+        track_scale: bool = True,
     ) -> None:
         if not isinstance(exchange, Exchange):
             raise ValueError(f"CompressedAdam: exchange must be an Exchange, got {exchange!r}")
@@ -102,6 +105,7 @@ class CompressedAdam(torch.optim.Optimizer):
         self.exchange = exchange
         self.freeze_step = freeze_step
         self.scaled = scaled
+        self.track_scale = track_scale
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -131,68 +135,82 @@ class CompressedAdam(torch.optim.Optimizer):
             torch._foreach_div_(gradients, grad_scale)
         states = [self._state(p) for p in parameters]
         t = int(states[0]["step"]) + 1
-        if t <= self.freeze_step:
-            accepted = self._warm_up(gradients, states)
-        else:
-            accepted = self._exchange_momentum(gradients, states)
+        is_warm_up = t <= self.freeze_step
+        momenta = gradients if is_warm_up else self._own_momenta(gradients, states)
+        # One number per parameter, which is 1-D and therefore travels exactly, in the same payload.
+        powers = torch.stack(torch._foreach_norm(gradients)).square_()
+        self.exchange.average_(
+            {**dict(zip(self._names(), momenta, strict=True)), POWERS: powers},
+            compress=not is_warm_up,
+        )
         # Every element is NaN if any rank's gradient was not finite: all ranks skip alike.
-        if accepted:
-            torch._foreach_add_([state["step"] for state in states], 1)
-            self._update(t)
+        if torch.isfinite(powers[0]):
+            self._update_moments(momenta, powers, states, is_warm_up)
+            self._update_parameters()
         return loss
 
-    def _warm_up(self, gradients: list[torch.Tensor], states: list[dict[str, Any]]) -> bool:
-        """Average the gradients exactly and update both moments."""
-        self.exchange.average_(dict(zip(self._names(), gradients, strict=True)), compress=False)
-        if not _is_finite(gradients):
-            return False
-        for first, last, group in self._groups():
-            beta1, beta2 = group["betas"]
-            g = gradients[first:last]
-            torch._foreach_lerp_([s["exp_avg"] for s in states[first:last]], g, 1 - beta1)
-            v = [s["exp_avg_sq"] for s in states[first:last]]
-            torch._foreach_mul_(v, beta2)
-            torch._foreach_addcmul_(v, g, g, 1 - beta2)
-        return True
-
-    def _exchange_momentum(
+    def _own_momenta(
         self, gradients: list[torch.Tensor], states: list[dict[str, Any]]
-    ) -> bool:
-        """Put this rank's gradient into the shared momentum and average the results."""
+    ) -> list[torch.Tensor]:
+        """Put this rank's gradients into the shared momenta, and scale them if asked to."""
         momenta: list[torch.Tensor] = []
         for first, last, group in self._groups():
             shared = [s["exp_avg"] for s in states[first:last]]
             own = torch._foreach_lerp(shared, gradients[first:last], 1 - group["betas"][0])
             if self.scaled:
-                torch._foreach_div_(own, self._denominators(states[first:last], group))
+                torch._foreach_div_(own, self._frozen_roots(states[first:last], group))
             momenta.extend(own)
-        self.exchange.average_(dict(zip(self._names(), momenta, strict=True)))
-        if not _is_finite(momenta):
-            return False
-        for first, last, group in self._groups():
-            if self.scaled:
-                torch._foreach_mul_(
-                    momenta[first:last], self._denominators(states[first:last], group)
-                )
-        torch._foreach_copy_([s["exp_avg"] for s in states], momenta)
-        return True
+        return momenta
 
-    def _update(self, t: int) -> None:
+    def _update_moments(
+        self,
+        averaged: list[torch.Tensor],
+        powers: torch.Tensor,
+        states: list[dict[str, Any]],
+        is_warm_up: bool,
+    ) -> None:
+        for first, last, group in self._groups():
+            beta1, beta2 = group["betas"]
+            new, own = averaged[first:last], states[first:last]
+            m = [s["exp_avg"] for s in own]
+            if is_warm_up:
+                torch._foreach_lerp_(m, new, 1 - beta1)
+                v = [s["exp_avg_sq"] for s in own]
+                torch._foreach_mul_(v, beta2)
+                torch._foreach_addcmul_(v, new, new, 1 - beta2)
+            else:
+                if self.scaled:
+                    torch._foreach_mul_(new, self._frozen_roots(own, group))
+                torch._foreach_copy_(m, new)
+            power = [s["power"] for s in own]
+            torch._foreach_lerp_(power, list(powers[first:last].unbind()), 1 - beta2)
+            torch._foreach_add_([s["step"] for s in own], 1)
+            if int(own[0]["step"]) == self.freeze_step:
+                torch._foreach_copy_([s["frozen_power"] for s in own], power)
+
+    def _update_parameters(self) -> None:
         for group in self.param_groups:
             parameters = group["params"]
             states = [self.state[p] for p in parameters]
-            update = torch._foreach_div(
-                [s["exp_avg"] for s in states], self._denominators(states, group)
-            )
+            t = int(states[0]["step"])
+            beta1, beta2 = group["betas"]
+            roots = self._frozen_roots(states, group)
+            if self.track_scale and t > self.freeze_step:
+                # sqrt of the power's growth since freezing, both corrected for their start at 0
+                correction = (1 - beta2**self.freeze_step) / (1 - beta2**t)
+                growth = torch.stack([s["power"] for s in states]) * correction
+                growth /= torch.stack([s["frozen_power"] for s in states])
+                # A parameter that had no gradient before freezing keeps its scale.
+                growth = growth.sqrt_().nan_to_num_(nan=1.0, posinf=1.0)
+                torch._foreach_mul_(roots, list(growth.unbind()))
+            update = torch._foreach_div([s["exp_avg"] for s in states], roots)
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(
-                parameters, update, alpha=-group["lr"] / (1 - group["betas"][0] ** t)
-            )
+            torch._foreach_add_(parameters, update, alpha=-group["lr"] / (1 - beta1**t))
 
-    def _denominators(
+    def _frozen_roots(
         self, states: list[dict[str, Any]], group: dict[str, Any]
     ) -> list[torch.Tensor]:
-        """Return sqrt(v-hat) + eps."""
+        """Return sqrt(v-hat) + eps, which does not change any more after ``freeze_step``."""
         t = min(int(states[0]["step"]), self.freeze_step)
         roots = torch._foreach_sqrt([s["exp_avg_sq"] for s in states])
         torch._foreach_div_(roots, (1 - group["betas"][1] ** t) ** 0.5)
@@ -228,8 +246,6 @@ class CompressedAdam(torch.optim.Optimizer):
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["power"] = torch.zeros((), device=parameter.device)
+            state["frozen_power"] = torch.zeros((), device=parameter.device)
         return state
-
-
-def _is_finite(tensors: list[torch.Tensor]) -> bool:
-    return bool(torch.isfinite(tensors[0].flatten()[0]))

@@ -35,12 +35,15 @@ class Route(ABC):
         """The bytes that each rank sends, and receives, in a round."""
 
     @abstractmethod
-    def travel(self, keys: Keys, health: torch.Tensor, settle: Settle | None) -> Round[None]:
+    def travel(
+        self, keys: Keys, health: torch.Tensor, scale: float, settle: Settle | None
+    ) -> Round[None]:
         """Replace the workspace's vectors by their mean over ranks; by NaN if one is not finite.
 
         Args:
             keys: one sequence per part of the layout, one key per row.
             health: 0 or NaN, float32 scalar: whether this rank's vectors are finite.
+            scale: the factor by which the vectors are scaled at present.
             settle: called once, with whether all ranks' vectors were finite (a boolean scalar), at
                 a moment when the workspace holds what this rank did not send.  None: not needed.
         """
@@ -70,7 +73,9 @@ class OneShot(Route):
         payload = torch.empty(self._format.nbytes, dtype=torch.uint8, device="meta")
         return request(payload).traffic(self._transport.world_size)
 
-    def travel(self, keys: Keys, health: torch.Tensor, settle: Settle | None) -> Round[None]:
+    def travel(
+        self, keys: Keys, health: torch.Tensor, scale: float, settle: Settle | None
+    ) -> Round[None]:
         own = self._transport.rank
         payload = self._format.encode(self._matrices, keys, own, health)
         if settle:
@@ -130,7 +135,9 @@ class Sharded(Route):
     def traffic(self) -> int:
         return 2 * (self._transport.world_size - 1) * self._format.nbytes
 
-    def travel(self, keys: Keys, health: torch.Tensor, settle: Settle | None) -> Round[None]:
+    def travel(
+        self, keys: Keys, health: torch.Tensor, scale: float, settle: Settle | None
+    ) -> Round[None]:
         ranks, own = self._transport.world_size, self._transport.rank
         owned = [rows.matrix for rows in self._owned]
         uplink = [[fork(part, shard) for part in keys] for shard in range(ranks)]
@@ -155,7 +162,7 @@ class Sharded(Route):
         active = [row_norms(rows.matrix) != 0 for rows in self._remembered]
         if self._memory:
             for rows, is_active in zip(self._remembered, active, strict=True):
-                self._memory.compensate(rows, is_active, 1.0)
+                self._memory.compensate(rows, is_active, scale)
         mean = self._format.encode(owned, downlink[own], own, health)
         if self._memory:
             self._format.decode(owned, mean, downlink[own], own, alpha=-1.0, add=True)
@@ -165,7 +172,7 @@ class Sharded(Route):
         accept = torch.isfinite(health)
         if self._memory:
             for rows, is_active in zip(self._remembered, active, strict=True):
-                self._memory.retain(rows, is_active & accept, 1.0)
+                self._memory.retain(rows, is_active & accept, scale)
         if settle:
             self._merge(shards)
             settle(accept)

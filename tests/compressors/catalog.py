@@ -1,0 +1,40 @@
+"""Every compressor in the configurations that the contract tests go through."""
+
+from comm_hooks import (
+    SRHT,
+    Compressor,
+    CountSketch,
+    GaussianSketch,
+    Identity,
+    PermK,
+    Quantize,
+    RandomK,
+    Sign,
+    TopK,
+)
+
+ALL: list[Compressor] = [
+    CountSketch(ratio=0.1),
+    CountSketch(ratio=1.0),
+    SRHT(ratio=0.1),
+    SRHT(ratio=1.0),
+    GaussianSketch(ratio=0.2),
+    GaussianSketch(ratio=0.2, block_size=64),
+    TopK(density=0.05),
+    TopK(density=0.05, value_bits=1),
+    TopK(density=1.0, value_bits=32),
+    TopK(density=0.1, block_size=100, value_bits=32),
+    RandomK(density=0.1),
+    RandomK(density=0.1, unbiased=False),
+    RandomK(density=1.0),
+    PermK(),
+    Sign(),
+    Sign(block_size=64),
+    Quantize(bits=8),
+    Quantize(bits=4),
+    Quantize(bits=2, block_size=16),
+    Quantize(bits=1),
+    Quantize(bits=4, stochastic=True),
+    Quantize(bits=1, block_size=32, stochastic=True),
+    Identity(),
+]

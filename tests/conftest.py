@@ -1,0 +1,39 @@
+from collections.abc import Callable, Iterator
+
+import hypothesis
+import pytest
+
+from tests.ranks import Ranks
+
+hypothesis.settings.register_profile(
+    "default", deadline=None, max_examples=40, derandomize=True, print_blob=True
+)
+hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture(scope="session")
+def _all_ranks() -> Iterator[dict[int, Ranks]]:
+    started: dict[int, Ranks] = {}
+    yield started
+    for ranks in started.values():
+        ranks.close()
+
+
+@pytest.fixture
+def ranks_of(
+    _all_ranks: dict[int, Ranks], request: pytest.FixtureRequest
+) -> Iterator[Callable[[int], Ranks]]:
+    """A function from a number of ranks to running ranks."""
+    used: list[int] = []
+
+    def ranks_of(world_size: int) -> Ranks:
+        used.append(world_size)
+        if world_size not in _all_ranks or not _all_ranks[world_size].alive:
+            _all_ranks[world_size] = Ranks(world_size)
+        return _all_ranks[world_size]
+
+    failures = request.session.testsfailed
+    yield ranks_of
+    if request.session.testsfailed > failures:
+        for world_size in used:
+            _all_ranks[world_size].close()

@@ -1,0 +1,104 @@
+"""Error feedback on its own: storage, moves between layouts, refusal of the wrong state."""
+
+import pytest
+import torch
+
+from comm_hooks import ErrorFeedback
+from comm_hooks.layout import Rows
+
+every_width = pytest.mark.parametrize("bits", [32, 16, 4])
+# Of one stored element, relative to the largest of its block.
+PRECISION = {32: 0.0, 16: 2.0**-8, 4: 1 / 15}
+
+
+def rows(*names: str, numel: int = 600) -> Rows:
+    return Rows(names, torch.zeros(len(names), numel))
+
+
+def recall(memory: ErrorFeedback, where: Rows) -> torch.Tensor:
+    """Return what the memory adds to ``where``."""
+    where.matrix.zero_()
+    memory.compensate(where, torch.ones(len(where.names), 1, dtype=torch.bool), 1.0)
+    return where.matrix.clone()
+
+
+def remember(memory: ErrorFeedback, where: Rows, values: torch.Tensor) -> None:
+    where.matrix.copy_(values)
+    memory.retain(where, torch.ones(len(where.names), 1, dtype=torch.bool), 1.0)
+
+
+@every_width
+def test_what_is_retained_comes_back(bits: int) -> None:
+    memory, place = ErrorFeedback(bits), rows("a", "b")
+    values = torch.randn(2, 600)
+    remember(memory, place, values)
+    error = (recall(memory, place) - values).abs().max()
+    assert error <= PRECISION[bits] * values.abs().max()
+    assert abs(memory.norm() - values.norm()) <= 0.05 * values.norm()
+
+
+@every_width
+def test_residuals_follow_their_names_into_another_layout(bits: int) -> None:
+    memory, before = ErrorFeedback(bits), rows("a", "b", "c")
+    remember(memory, before, torch.randn(3, 600))
+    stored = recall(memory, before)
+    assert torch.equal(recall(memory, rows("c", "new")), torch.stack([stored[2], torch.zeros(600)]))
+    assert torch.equal(recall(memory, rows("b", "a")), stored[[1, 0]])
+
+
+@every_width
+def test_state_survives_saving(bits: int, tmp_path: object) -> None:
+    memory, place = ErrorFeedback(bits), rows("a", "b")
+    remember(memory, place, torch.randn(2, 600))
+    file = f"{tmp_path}/state.pt"
+    torch.save(memory.state_dict(), file)
+    restored = ErrorFeedback(bits)
+    restored.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(recall(restored, rows("b", "a")), recall(memory, place)[[1, 0]])
+
+
+def test_rows_that_are_not_accepted_keep_what_they_had() -> None:
+    memory, place = ErrorFeedback(), rows("a", "b")
+    remember(memory, place, torch.ones(2, 600))
+    place.matrix.fill_(5)
+    memory.retain(place, torch.tensor([[True], [False]]), 1.0)
+    assert recall(memory, place)[:, 0].tolist() == [5, 1]
+
+
+def test_inactive_rows_are_left_alone() -> None:
+    memory, place = ErrorFeedback(), rows("a", "b")
+    remember(memory, place, torch.ones(2, 600))
+    place.matrix.zero_()
+    memory.compensate(place, torch.tensor([[False], [True]]), 1.0)
+    assert place.matrix[:, 0].tolist() == [0, 1]
+
+
+def test_residuals_are_kept_in_unscaled_units() -> None:
+    memory, place = ErrorFeedback(), rows("a")
+    place.matrix.fill_(1024)
+    memory.retain(place, torch.tensor([[True]]), 1024.0)
+    place.matrix.zero_()
+    memory.compensate(place, torch.tensor([[True]]), 8.0)
+    assert place.matrix.unique().tolist() == [8]
+
+
+def test_four_bits_cost_about_half_a_byte() -> None:
+    memory, place = ErrorFeedback(bits=4), rows("a", numel=1 << 16)
+    remember(memory, place, torch.randn(1, 1 << 16))
+    assert memory.state_dict()["a"].nbytes <= 0.54 * (1 << 16)
+
+
+def test_foreign_state_is_refused_and_changes_nothing() -> None:
+    memory, place = ErrorFeedback(), rows("a")
+    remember(memory, place, torch.ones(1, 600))
+    with pytest.raises(ValueError, match=r"saved residual of 'a' is torch\.bfloat16"):
+        memory.load_state_dict({"a": torch.zeros(600, dtype=torch.bfloat16)})
+    assert recall(memory, place).unique().tolist() == [1]
+    with pytest.raises(ValueError, match="residual of 'a' has 600 elements"):
+        recall(memory, rows("a", numel=700))
+
+
+@pytest.mark.parametrize("bits", [8, 0, "4", True])
+def test_unknown_storage_is_refused(bits: object) -> None:
+    with pytest.raises(ValueError, match="bits must be one of 4, 16, 32"):
+        ErrorFeedback(bits)  # type: ignore[arg-type]

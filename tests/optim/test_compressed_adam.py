@@ -1,0 +1,309 @@
+"""CompressedAdam against an independent NumPy reference, on real ranks."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK, skip_hook
+from comm_hooks.compressors import Compressor
+from comm_hooks.optim import CompressedAdam
+from tests.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+SHAPES = {"weight": (16, 40), "bias": (9,)}
+STEPS, FREEZE = 30, 6
+HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def start(name: str) -> np.ndarray:
+    return np.random.default_rng(len(name)).normal(size=SHAPES[name])
+
+
+def gradient(name: str, step: int, rank: int) -> np.ndarray:
+    """A signal that all ranks share, noise of their own, and a size that decays."""
+    signal = np.random.default_rng(len(name) + 77).normal(size=SHAPES[name])
+    noise = np.random.default_rng([len(name), step, rank]).normal(size=SHAPES[name])
+    return (signal + noise) * 0.97**step
+
+
+def train(compressor: Compressor, options: dict[str, Any], named: bool) -> dict[str, np.ndarray]:
+    rank = dist.get_rank()
+    parameters = {n: nn.Parameter(torch.from_numpy(start(n)).float()) for n in SHAPES}
+    memory = None if isinstance(compressor, Identity) else ErrorFeedback()
+    exchange = Exchange(compressor, memory, "all_gather", min_numel=16)
+    optimizer = CompressedAdam(
+        parameters.items() if named else parameters.values(),
+        exchange,
+        freeze_step=FREEZE,
+        **HYPER,
+        **options,
+    )
+    for step in range(STEPS):
+        for name, parameter in parameters.items():
+            parameter.grad = torch.from_numpy(gradient(name, step, rank)).float()
+        optimizer.step()
+    return {name: p.detach().numpy() for name, p in parameters.items()}
+
+
+def sign_blocks(x: np.ndarray, block: int) -> np.ndarray:
+    flat = x.reshape(-1, block)
+    scale = np.abs(flat).mean(1, keepdims=True)
+    return np.where(flat >= 0, scale, -scale).reshape(x.shape)
+
+
+def largest(x: np.ndarray, count: int) -> np.ndarray:
+    kept = np.zeros_like(x)
+    places = np.argsort(-np.abs(x).ravel())[:count]
+    kept.ravel()[places] = x.ravel()[places]
+    return kept
+
+
+def reference(
+    compress: Callable[[np.ndarray], np.ndarray], ranks: int, scaled: bool, track_scale: bool
+) -> dict[str, np.ndarray]:
+    """The docstring's algorithm, in float64 and without any of the library."""
+    beta1, beta2 = HYPER["betas"]
+    results = {}
+    for name in SHAPES:
+        x = start(name)
+        m, v = np.zeros_like(x), np.zeros_like(x)
+        errors = [np.zeros_like(x) for _ in range(ranks)]
+        power = frozen_power = 0.0
+        for step in range(STEPS):
+            t = step + 1
+            gs = [gradient(name, step, rank) for rank in range(ranks)]
+            power = beta2 * power + (1 - beta2) * np.mean([np.sum(g**2) for g in gs])
+            if t <= FREEZE:
+                g = np.mean(gs, axis=0)
+                m = beta1 * m + (1 - beta1) * g
+                v = beta2 * v + (1 - beta2) * g**2
+                frozen_power = power
+            else:
+                own = [beta1 * m + (1 - beta1) * g for g in gs]
+                if scaled:
+                    own = [o / root for o in own]
+                if name == "bias":
+                    sent = own
+                else:
+                    inputs = [o + e for o, e in zip(own, errors, strict=True)]
+                    sent = [compress(i) for i in inputs]
+                    errors = [i - s for i, s in zip(inputs, sent, strict=True)]
+                m = np.mean(sent, axis=0)
+                if scaled:
+                    m = m * root
+            root = np.sqrt(v / (1 - beta2 ** min(t, FREEZE))) + HYPER["eps"]
+            growth = 1.0
+            if track_scale and t > FREEZE:
+                growth = np.sqrt(power / (1 - beta2**t) / (frozen_power / (1 - beta2**FREEZE)))
+            x = x * (1 - HYPER["lr"] * HYPER["weight_decay"])
+            x = x - HYPER["lr"] * m / (1 - beta1**t) / (root * growth)
+        results[name] = x
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("track_scale", [False, True])
+@pytest.mark.parametrize(
+    ("compressor", "compress"),
+    [
+        (Identity(), lambda x: x),
+        (Sign(block_size=64), lambda x: sign_blocks(x, 64)),
+        (TopK(density=0.05, value_bits=32), lambda x: largest(x, 32)),
+    ],
+    ids=["identity", "sign", "topk"],
+)
+@pytest.mark.filterwarnings("ignore:world size is 1")
+def test_matches_the_reference(
+    ranks_of: RanksOf,
+    compressor: Compressor,
+    compress: Callable[[np.ndarray], np.ndarray],
+    ranks: int,
+    scaled: bool,
+    track_scale: bool,
+) -> None:
+    options = {"scaled": scaled, "track_scale": track_scale}
+    replicas = ranks_of(ranks).run(train, compressor, options, True)
+    expected = reference(compress, ranks, scaled, track_scale)
+    for replica in replicas:
+        for name in SHAPES:
+            assert np.array_equal(replica[name], replicas[0][name]), "replicas must not drift"
+            # 30 float32 steps of size 0.01
+            np.testing.assert_allclose(replica[name], expected[name], atol=2e-5)
+
+
+def against_adamw() -> float:
+    parameters = [[nn.Parameter(torch.from_numpy(start(n)).float()) for n in SHAPES] for _ in "ab"]
+    ours = CompressedAdam(parameters[0], Exchange(Sign()), freeze_step=STEPS, **HYPER)
+    theirs = torch.optim.AdamW(parameters[1], **HYPER)
+    world = dist.get_world_size()
+    for step in range(STEPS):
+        for pair, name in zip(zip(*parameters, strict=True), SHAPES, strict=True):
+            local = [torch.from_numpy(gradient(name, step, r)).float() for r in range(world)]
+            pair[0].grad = local[dist.get_rank()]
+            pair[1].grad = torch.stack(local).mean(0)
+        ours.step()
+        theirs.step()
+    return max(float((a - b).abs().max()) for a, b in zip(*parameters, strict=True))
+
+
+def test_warm_up_is_adamw(ranks_of: RanksOf) -> None:
+    assert max(ranks_of(4).run(against_adamw)) < 1e-5
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def make(groups: bool = False) -> tuple[DistributedDataParallel, CompressedAdam]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Net())
+    ddp.register_comm_hook(None, skip_hook)
+    exchange = Exchange(TopK(density=0.1), memory=ErrorFeedback(), min_numel=64)
+    named = [(n, p) for n, p in ddp.named_parameters() if p.requires_grad]
+    params: Any = named
+    if groups:
+        params = [{"params": named[:2], "lr": 0.0}, {"params": named[2:], "betas": (0.8, 0.9)}]
+    return ddp, CompressedAdam(params, exchange, lr=1e-2, freeze_step=2, scaled=True)
+
+
+def loss_of(ddp: DistributedDataParallel, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return ddp(torch.randn(8, 40, generator=generator)).square().mean()
+
+
+def overflow() -> list[tuple[bool, float]]:
+    ddp, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    history = []
+    for step in range(8):
+        optimizer.zero_grad()
+        before = [p.clone() for p in ddp.parameters()]
+        loss = loss_of(ddp, step)
+        if step in (1, 5) and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        moved = any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+        history.append((moved, float(sum(p.sum() for p in ddp.parameters()))))
+    return history
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks_of: RanksOf) -> None:
+    histories = ranks_of(2).run(overflow)
+    assert [moved for moved, _ in histories[0]] == [s not in (1, 5) for s in range(8)]
+    assert histories[0] == histories[1]
+    assert np.isfinite(histories[0][-1][1])
+
+
+def resume() -> bool:
+    def train(
+        ddp: DistributedDataParallel, optimizer: CompressedAdam, steps: range
+    ) -> dict[str, torch.Tensor]:
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(ddp, step).backward()
+            optimizer.step()
+        return ddp.module.state_dict()
+
+    ddp, optimizer = make()
+    train(ddp, optimizer, range(4))
+    file = io.BytesIO()
+    state = [ddp.module.state_dict(), optimizer.state_dict(), optimizer.exchange.state_dict()]
+    torch.save(state, file)
+    expected = train(ddp, optimizer, range(4, 8))
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    ddp, optimizer = make()
+    ddp.module.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+    optimizer.exchange.load_state_dict(state[2])
+    actual = train(ddp, optimizer, range(4, 8))
+    return all(torch.equal(actual[n], expected[n]) for n in expected)
+
+
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(ranks_of: RanksOf) -> None:
+    assert all(ranks_of(2).run(resume))
+
+
+def train_groups() -> tuple[bool, bool]:
+    ddp, optimizer = make(groups=True)
+    before = [p.clone() for p in ddp.parameters()]
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(ddp, 0)
+        loss.backward()
+        return float(loss)
+
+    losses = [optimizer.step(closure) for _ in range(4)]
+    scheduler.step()
+    still = [torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)]
+    halved = optimizer.param_groups[1]["lr"] == 0.005
+    return all(still[:3]) and not any(still[3:]) and halved, losses[-1] < losses[0]
+
+
+def test_parameter_groups_closures_and_schedulers(ranks_of: RanksOf) -> None:
+    assert ranks_of(2).run(train_groups) == [(True, True)] * 2
+
+
+def names_of_residuals(named: bool) -> list[str]:
+    parameters = {n: nn.Parameter(torch.ones(SHAPES[n])) for n in SHAPES}
+    exchange = Exchange(Sign(), ErrorFeedback(), min_numel=16)
+    optimizer = CompressedAdam(
+        parameters.items() if named else parameters.values(), exchange, freeze_step=1
+    )
+    for _ in range(2):
+        for p in parameters.values():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    assert exchange.memory
+    return sorted(exchange.memory.state_dict())
+
+
+def test_residuals_are_tied_to_names(ranks_of: RanksOf) -> None:
+    assert ranks_of(2).run(names_of_residuals, True) == [["weight"]] * 2
+    assert ranks_of(2).run(names_of_residuals, False) == [["0"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"freeze_step": 0}, "freeze_step must be an integer of at least 1"),
+        ({"freeze_step": 2.5}, "freeze_step must be an integer of at least 1"),
+        ({"lr": -1.0}, "lr must not be negative"),
+        ({"eps": float("nan")}, "eps must not be negative"),
+        ({"betas": (0.9, 1.0)}, r"betas must lie in \[0, 1\)"),
+        ({"exchange": Sign()}, "exchange must be an Exchange"),
+    ],
+    ids=str,
+)
+def test_bad_hyperparameters_are_refused(options: dict[str, Any], message: str) -> None:
+    arguments = {"exchange": Exchange(Sign()), "freeze_step": 1} | options
+    with pytest.raises(ValueError, match=message):
+        CompressedAdam([nn.Parameter(torch.zeros(2))], **arguments)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    optimizer = CompressedAdam(table.parameters(), Exchange(Sign()), freeze_step=1)
+    with pytest.raises(ValueError, match="does not support sparse gradients"):
+        optimizer.step()

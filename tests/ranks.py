@@ -1,0 +1,97 @@
+"""Real ranks for tests: processes joined by gloo, kept alive between tests.
+
+Starting a process costs seconds, most of them for importing torch, so one set of ranks serves all
+tests that need that many.  A test that fails or hangs gets its ranks killed; the next one starts
+new ones.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_SECONDS = 90
+
+
+@dataclass
+class Outcome:
+    """What a rank returned, or the exception that it raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+
+class Ranks:
+    """``world_size`` processes that run functions together."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        context = multiprocessing.get_context("spawn")
+        self._store = tempfile.NamedTemporaryFile(prefix="ranks-")  # noqa: SIM115
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            connection, remote = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, world_size, self._store.name, remote), daemon=True
+            )
+            process.start()
+            remote.close()
+            self._connections.append(connection)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``function(*args)`` on every rank and return the results in rank order."""
+        outcomes = self.outcomes(function, *args)
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error is not None:
+                raise AssertionError(f"rank {rank} failed:\n{outcome.trace}") from outcome.error
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Outcome]:
+        """Like :meth:`run`, for tests that expect exceptions."""
+        for connection in self._connections:
+            connection.send((function, args))
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < self.world_size:
+            pending = [c for i, c in enumerate(self._connections) if i not in outcomes]
+            ready = wait(pending, timeout=TIMEOUT_SECONDS)
+            if not ready:
+                missing = sorted(set(range(self.world_size)) - set(outcomes))
+                self.close()
+                raise AssertionError(f"ranks {missing} hang in {function.__name__}")
+            for connection in ready:
+                outcomes[self._connections.index(connection)] = connection.recv()
+        return [outcomes[rank] for rank in range(self.world_size)]
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._processes) and all(p.is_alive() for p in self._processes)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes = []
+        self._store.close()
+
+
+def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    while True:
+        function, args = connection.recv()
+        try:
+            torch.manual_seed(0)
+            connection.send(Outcome(value=function(*args)))
+        except BaseException as error:
+            connection.send(Outcome(error=error, trace=traceback.format_exc()))

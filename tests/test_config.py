@@ -1,0 +1,60 @@
+"""Names and objects."""
+
+import pytest
+
+from comm_hooks import SRHT, ErrorFeedback, TopK
+from comm_hooks.config import COMPRESSORS, build_compressor, build_memory
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_every_name_builds_with_its_defaults(name: str) -> None:
+    assert type(build_compressor(name)) is COMPRESSORS[name]
+
+
+def test_the_fixed_names_are_there() -> None:
+    fixed = "count_sketch srht gaussian_sketch topk random_k perm_k sign quantize"
+    assert set(fixed.split()) <= set(COMPRESSORS)
+
+
+def test_options_reach_the_compressor() -> None:
+    assert build_compressor("topk", density=0.01, value_bits=1) == TopK(0.01, value_bits=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("countsketch", {}, "unknown compressor 'countsketch': did you mean 'count_sketch'?"),
+        ("zzz", {}, "unknown compressor 'zzz': known are count_sketch, srht"),
+        ("srht", {"density": 0.1}, "unknown option of srht 'density': known are ratio"),
+        ("perm_k", {"ratio": 0.1}, "unknown option of perm_k 'ratio': known are none"),
+        ("count_sketch", {"ratio": 0.0}, "CountSketch: ratio .* must lie in \\(0, 1\\], got 0.0"),
+        ("srht", {"ratio": 1.5}, "SRHT: ratio .* got 1.5"),
+        ("gaussian_sketch", {"ratio": -1}, "GaussianSketch: ratio .* got -1"),
+        ("gaussian_sketch", {"block_size": 0}, "block_size must be an integer of at least 1"),
+        ("topk", {"density": float("nan")}, "TopK: density .* got nan"),
+        ("topk", {"density": "0.1"}, "TopK: density .* got '0.1'"),
+        ("topk", {"density": True}, "TopK: density .* got True"),
+        ("topk", {"value_bits": 2}, "TopK: value_bits must be one of 1, 16, 32, got 2"),
+        ("topk", {"block_size": 70000}, "TopK: block_size must be at most 65536"),
+        ("random_k", {"density": 2}, "RandomK: density .* got 2"),
+        ("sign", {"block_size": 1.5}, "Sign: block_size must be an integer"),
+        ("quantize", {"bits": 3}, "Quantize: bits must be one of 1, 2, 4, 8, got 3"),
+    ],
+)
+def test_bad_configurations_are_refused_with_one_line(
+    name: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        build_compressor(name, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_memory_by_name() -> None:
+    assert isinstance(build_memory("auto", TopK()), ErrorFeedback)
+    assert build_memory("auto", SRHT()) is None
+    assert build_memory("none", TopK()) is None
+    assert build_memory(None, TopK()) is None
+    memory = ErrorFeedback(bits=4)
+    assert build_memory(memory, TopK()) is memory
+    with pytest.raises(ValueError, match="unknown memory 'feedback': did you mean"):
+        build_memory("feedback", TopK())

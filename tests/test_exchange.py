@@ -1,0 +1,387 @@
+"""The invariants of a round, in simulated worlds, whatever the compressor and the route."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comm_hooks import (
+    SRHT,
+    Compressor,
+    ConfigMismatchError,
+    CountSketch,
+    ErrorFeedback,
+    Exchange,
+    GaussianSketch,
+    Identity,
+    PermK,
+    Quantize,
+    RandomK,
+    Sign,
+    TopK,
+)
+from comm_hooks.collectives import Simulated
+from comm_hooks.exchange import supported_collectives
+
+WITH_FEEDBACK = [
+    TopK(density=0.1),
+    TopK(density=0.02, value_bits=1),
+    Sign(block_size=64),
+    Quantize(bits=4),
+    Quantize(bits=4, stochastic=True),
+    RandomK(density=0.2, unbiased=False),
+    Identity(),
+]
+WITHOUT_FEEDBACK = [CountSketch(0.1), SRHT(0.1), GaussianSketch(0.2), RandomK(0.1), PermK()]
+ROUTES = [
+    (compressor, collective)
+    for compressor in [*WITH_FEEDBACK, *WITHOUT_FEEDBACK]
+    for collective in supported_collectives(compressor, "parameter")
+]
+every_route = pytest.mark.parametrize(("compressor", "collective"), ROUTES, ids=str)
+
+SHAPES = {"a": (64, 40), "b": (33,), "c": (64, 40), "d": (17, 101), "e": (3, 3), "f": (1, 2048)}
+Gradients = dict[str, torch.Tensor]
+
+
+class World:
+    """Ranks with an exchange each, on gradients that differ between ranks and steps."""
+
+    def __init__(self, size: int, compressor: Compressor, **options: object) -> None:
+        self.simulated = Simulated(size)
+        feedback = compressor.contractive
+        self.exchanges = [
+            Exchange(
+                compressor,
+                memory=ErrorFeedback() if feedback else None,
+                transport=transport,
+                **options,  # type: ignore[arg-type]
+            )
+            for transport in self.simulated
+        ]
+        self._generator = torch.Generator().manual_seed(size)
+
+    def gradients(self, names: str, dtype: torch.dtype = torch.float32) -> list[Gradients]:
+        return [
+            {n: torch.randn(SHAPES[n], generator=self._generator).to(dtype) for n in names}
+            for _ in self.exchanges
+        ]
+
+    def average(self, gradients: list[Gradients], **options: bool) -> list[Gradients]:
+        """Return what each rank ends up with, leaving the arguments alone."""
+        results = [{n: g.clone() for n, g in own.items()} for own in gradients]
+        self.simulated.run(
+            [e.round(r, **options) for e, r in zip(self.exchanges, results, strict=True)]
+        )
+        return results
+
+    def residual(self, name: str) -> torch.Tensor:
+        """Return all that any rank still has to send of a parameter, in units of the mean."""
+        size = self.simulated.world_size
+        total = torch.zeros(SHAPES[name]).flatten()
+        for rank, exchange in enumerate(self.exchanges):
+            assert exchange.memory
+            assert exchange._server_memory
+            worker = exchange.memory.state_dict().get(name)
+            if worker is not None:
+                total += worker / size
+            shard = exchange._server_memory.state_dict().get(name)
+            if shard is not None:
+                start = rank * shard.numel()
+                stop = min(start + shard.numel(), total.numel())
+                total[start:stop] += shard[: max(0, stop - start)]
+        return total.view(SHAPES[name])
+
+
+def mean(gradients: list[Gradients], name: str) -> torch.Tensor:
+    return torch.stack([own[name] for own in gradients]).mean(0)
+
+
+@every_route
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.filterwarnings("ignore:world size is 1")
+def test_everybody_agrees_and_small_parameters_are_exact(
+    compressor: Compressor, collective: str, size: int
+) -> None:
+    world = World(size, compressor, collective=collective, min_numel=16)
+    for _ in range(3):
+        gradients = world.gradients("abcdef")
+        results = world.average(gradients)
+        for name in SHAPES:
+            for result in results[1:]:
+                assert torch.equal(result[name], results[0][name])
+        for name in "be":
+            torch.testing.assert_close(results[0][name], mean(gradients, name))
+
+
+@pytest.mark.parametrize(
+    ("compressor", "collective"), [r for r in ROUTES if r[0].contractive], ids=str
+)
+@settings(max_examples=10)
+@given(
+    size=st.integers(2, 4),
+    buckets=st.lists(st.permutations("acdf").map("".join), min_size=2, max_size=6),
+    cut=st.integers(1, 3),
+)
+def test_nothing_is_lost_while_buckets_are_rebuilt(
+    compressor: Compressor, collective: str, size: int, buckets: list[str], cut: int
+) -> None:
+    """Sum of true gradients = sum of what was sent + residual, for every parameter.
+
+    Every step has another division into buckets and another order within them.
+    """
+    world = World(size, compressor, collective=collective)
+    true = {name: torch.zeros(SHAPES[name]) for name in "acdf"}
+    sent = {name: torch.zeros(SHAPES[name]) for name in "acdf"}
+    for order in buckets:
+        for bucket in (order[:cut], order[cut:]):
+            gradients = world.gradients(bucket)
+            results = world.average(gradients)
+            for name in bucket:
+                true[name] += mean(gradients, name)
+                sent[name] += results[0][name]
+    for name in "acdf":
+        # float32 sums of a few dozen numbers of size 1
+        torch.testing.assert_close(
+            sent[name] + world.residual(name), true[name], atol=2e-5, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "sharded"])
+def test_one_rank_that_is_not_finite_spoils_the_round_for_all_and_no_residual(
+    collective: str,
+) -> None:
+    world = World(3, TopK(0.1), collective=collective)
+    world.average(world.gradients("abcdef"))
+    before = {name: world.residual(name) for name in "acdf"}
+    for poison in (float("inf"), float("nan")):
+        gradients = world.gradients("abcdef")
+        gradients[1]["c"][5, 5] = poison
+        for result in world.average(gradients):
+            assert all(tensor.isnan().all() for tensor in result.values())
+    for name, residual in before.items():
+        assert torch.equal(world.residual(name), residual)
+    assert world.average(world.gradients("abcdef"))[0]["a"].isfinite().all()
+
+
+@pytest.mark.parametrize("compressor", WITHOUT_FEEDBACK, ids=repr)
+def test_not_finite_is_seen_even_where_it_is_not_sent(compressor: Compressor) -> None:
+    world = World(2, compressor)
+    gradients = world.gradients("ac")
+    gradients[1]["c"][5, 5] = float("inf")
+    for result in world.average(gradients):
+        assert all(tensor.isnan().all() for tensor in result.values())
+
+
+def test_a_parameter_without_gradient_keeps_its_residual() -> None:
+    """DDP drops what a hook returns for a parameter that no rank used."""
+    world = World(2, TopK(0.1))
+    world.average(world.gradients("ac"))
+    before = world.residual("c")
+    gradients = world.gradients("ac")
+    for own in gradients:
+        own["c"].zero_()
+    results = world.average(gradients)
+    assert not results[0]["c"].any()
+    assert torch.equal(world.residual("c"), before)
+    assert before.any()
+
+
+def test_exact_rounds_leave_the_memory_alone() -> None:
+    world = World(2, TopK(0.1))
+    world.average(world.gradients("a"))
+    before = world.residual("a")
+    gradients = world.gradients("a")
+    torch.testing.assert_close(
+        world.average(gradients, compress=False)[0]["a"], mean(gradients, "a")
+    )
+    assert torch.equal(world.residual("a"), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_come_back_as_they_came(dtype: torch.dtype) -> None:
+    world = World(2, Identity())
+    gradients = world.gradients("ab", dtype)
+    result = world.average(gradients)[0]
+    assert result["a"].dtype == dtype
+    torch.testing.assert_close(
+        result["a"], mean(gradients, "a"), atol=1e-6 if dtype == torch.float64 else 1e-2, rtol=0
+    )
+
+
+def test_permuted_parts_of_equal_vectors_are_exact() -> None:
+    world = World(4, PermK())
+    gradients = [world.gradients("ad")[0]] * 4
+    torch.testing.assert_close(world.average(gradients)[0]["d"], gradients[0]["d"])
+
+
+@pytest.mark.parametrize("granularity", ["parameter", "bucket"])
+def test_granularity_decides_what_is_sketched_together(granularity: str) -> None:
+    world = World(2, SRHT(0.25), granularity=granularity)
+    gradients = world.gradients("ac")
+    for own in gradients:
+        own["c"].zero_()
+    leaked = world.average(gradients)[0]["c"].any()
+    assert bool(leaked) == (granularity == "bucket")
+
+
+def test_draws_are_fresh_every_step_and_depend_on_the_seed() -> None:
+    outcomes = []
+    for seed in (0, 1):
+        world = World(2, RandomK(0.1), seed=seed)
+        gradients = world.gradients("a")
+        outcomes += [world.average(gradients)[0]["a"] for _ in range(3)]
+    for one, other in itertools.combinations(outcomes, 2):
+        assert not torch.equal(one, other)
+
+
+def test_auto_takes_the_route_of_fewest_bytes() -> None:
+    for compressor in (TopK(0.1), Sign(), CountSketch(0.1), PermK()):
+        for size in (2, 3, 8):
+            sent = {}
+            for collective in ("auto", *supported_collectives(compressor, "parameter")):
+                world = World(size, compressor, collective=collective)
+                world.average(world.gradients("abcdef"))
+                sent[collective] = world.exchanges[0].stats()["bytes_sent"]
+            assert sent["auto"] == min(sent.values())
+
+
+def test_sharded_traffic_does_not_grow_with_ranks() -> None:
+    sent = {}
+    for size in (2, 8):
+        world = World(size, Sign(block_size=64), collective="sharded")
+        world.average(world.gradients("acf"))
+        sent[size] = world.exchanges[0].stats()["bytes_sent"]
+    # 2 (N - 1) / N payloads: 1 at two ranks, 1.75 at eight, 2 at most; scales take their part.
+    assert sent[8] <= 2.2 * sent[2]
+
+
+def test_stats_count_what_the_collectives_are_given() -> None:
+    world = World(3, TopK(0.1), collective="all_gather")
+    moved = []
+    perform = world.simulated._perform
+    world.simulated._perform = lambda requests: (  # type: ignore[method-assign]
+        moved.append(requests[0].payload) or perform(requests)
+    )
+    world.average(world.gradients("abc"))
+    world.average(world.gradients("abc"))
+    payloads = [p for p in moved if isinstance(p, torch.Tensor)]
+    stats = world.exchanges[0].stats()
+    assert stats["steps"] == 2
+    assert stats["bytes_sent"] == stats["bytes_received"] == sum(2 * p.nbytes for p in payloads)
+    assert stats["bytes_uncompressed"] == 2 * (2 * 2 * (2 * 64 * 40 + 33) * 4 // 3)
+    assert stats["compression_ratio"] == stats["bytes_uncompressed"] / stats["bytes_sent"]
+    residuals = [world.exchanges[0].memory.state_dict()[n] for n in "ac"]  # type: ignore[union-attr]
+    assert stats["residual_norm"] == pytest.approx(float(torch.cat(residuals).norm()))
+
+
+def test_resuming_continues_bit_for_bit() -> None:
+    world = World(3, TopK(0.1), collective="sharded")
+    for _ in range(2):
+        world.average(world.gradients("acdf"))
+    saved = [exchange.state_dict() for exchange in world.exchanges]
+    gradients = world.gradients("fdca")
+    expected = world.average(gradients)
+    resumed = World(3, TopK(0.1), collective="sharded")
+    for exchange, state in zip(resumed.exchanges, saved, strict=True):
+        exchange.load_state_dict(state)
+    actual = resumed.average(gradients)
+    for name in "acdf":
+        assert torch.equal(actual[0][name], expected[0][name])
+
+
+def test_another_ranks_state_is_refused() -> None:
+    world = World(2, TopK(0.1))
+    world.average(world.gradients("a"))
+    states = [exchange.state_dict() for exchange in world.exchanges]
+    with pytest.raises(ValueError, match="saved with rank 0, but this is rank 1"):
+        world.exchanges[1].load_state_dict(states[0])
+    with pytest.raises(ValueError, match="saved with world_size 2, but this is world_size 3"):
+        World(3, TopK(0.1)).exchanges[0].load_state_dict(states[0])
+    with pytest.raises(ValueError, match="saved with a memory"):
+        World(2, CountSketch(0.1)).exchanges[0].load_state_dict(states[0])
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ({"seed": 7}, "seed is 0 on ranks 0, 1, 7 on rank 2"),
+        ({"compressor": TopK(density=0.2)}, "density is 0.1 on ranks 0, 1, 0.2 on rank 2"),
+        ({"compressor": Sign()}, "compressor is 'TopK' on ranks 0, 1, 'Sign' on rank 2"),
+        ({"memory": None}, "memory is {'name': 'error_feedback', 'bits': 32} on ranks 0, 1, None"),
+        ({"collective": "sharded"}, "collective is 'auto' on ranks 0, 1, 'sharded' on rank 2"),
+    ],
+    ids=str,
+)
+def test_ranks_that_are_configured_differently_all_say_so(
+    other: dict[str, object], expected: str
+) -> None:
+    simulated = Simulated(3)
+    common = {"compressor": TopK(density=0.1), "memory": ErrorFeedback()}
+    exchanges = [
+        Exchange(transport=t, **(common | other if rank == 2 else common))  # type: ignore[arg-type]
+        for rank, t in enumerate(simulated)
+    ]
+    gradient = torch.ones(64, 64)
+    for rank in range(3):
+        rounds = [e.round({"a": gradient}) for e in exchanges]
+        requests = [next(r) for r in rounds]
+        with pytest.raises(ConfigMismatchError, match="ranks are configured differently") as caught:
+            rounds[rank].send([request.payload for request in requests])
+        assert expected in str(caught.value)
+    assert gradient.eq(1).all(), "nothing may be exchanged"
+
+
+def test_a_world_of_one_works_and_warns() -> None:
+    world = World(1, TopK(0.1))
+    with pytest.warns(UserWarning, match="world size is 1"):
+        world.average(world.gradients("a"))
+    assert world.exchanges[0].stats()["bytes_sent"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"compressor": "topk"}, "compressor must be a Compressor"),
+        ({"memory": "feedback"}, "memory must be None or a Memory"),
+        ({"collective": "allreduce"}, "collective must be one of auto, all_reduce"),
+        ({"collective": "all_reduce"}, "payloads of TopK cannot be summed; choose from auto, all"),
+        ({"granularity": "layer"}, "granularity must be one of parameter, bucket"),
+        ({"granularity": "bucket", "collective": "sharded"}, "whole bucket has no shards"),
+        ({"compressor": PermK(), "collective": "sharded"}, "gives each rank its own elements"),
+        ({"min_numel": 0}, "min_numel must be an integer of at least 1"),
+        ({"seed": 1.5}, "seed must be an integer"),
+        ({"compressor": SRHT(), "memory": ErrorFeedback()}, "not contractive"),
+        ({"compressor": RandomK(), "memory": ErrorFeedback()}, r"RandomK\(unbiased=False\)"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_refused_at_once(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Exchange(**({"compressor": TopK()} | arguments))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(64, 64, dtype=torch.int32),
+        torch.zeros(64, 64, dtype=torch.complex64),
+        torch.zeros(64, 64).to_sparse(),
+    ],
+    ids=lambda t: f"{t.dtype}-{t.layout}",
+)
+def test_gradients_that_are_not_dense_floats_are_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="dense and of a floating-point dtype"):
+        next(World(2, TopK()).exchanges[0].round({"a": tensor}))
+
+
+def test_ranks_that_diverge_are_reported_not_hung() -> None:
+    world = World(2, TopK(0.1))
+    gradients = world.gradients("a")
+    world.average(gradients)
+    rounds = [e.round(g) for e, g in zip(world.exchanges, gradients, strict=True)]
+    rounds[1] = world.exchanges[1].round(gradients[1], compress=False)
+    with pytest.raises(RuntimeError, match="ranks diverged"):
+        world.simulated.run(rounds)
