@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT_SECONDS = 90
+TIMEOUT_SECONDS = 240
 
 
 @dataclass
