@@ -220,10 +220,12 @@ class Exchange:
         route = self._route(layout, compress)
         layout.load(tensors)
         memory = self.memory if compress else None
-        norms = [row_norms(part.matrix) for part in layout.rows()]
+        norms = [row_norms(rows.matrix) for rows in layout.groups]
+        active = [norm != 0 for norm in norms]
+        if layout.exempt:
+            norms.append(row_norms(layout.exempt.matrix))
         # 0 if all elements are finite, else NaN.  A norm that overflows float32 counts as infinite.
         health = torch.cat([norm - norm for norm in norms]).sum()
-        active = [norm != 0 for norm in norms[-len(layout.groups) :]] if memory else []
         if memory:
             for rows, is_active in zip(layout.groups, active, strict=True):
                 memory.compensate(rows, is_active, scale)

@@ -53,7 +53,7 @@ class CompressionState:
 
         >>> from comm_hooks import CompressionState, ErrorFeedback, TopK, compression_hook
         >>> state = CompressionState(TopK(density=1 / 64), memory=ErrorFeedback(), seed=0)
-        >>> ddp_model.register_comm_hook(state, compression_hook)  # doctest: +SKIP
+        >>> ddp_model.register_comm_hook(state, compression_hook)
     """
 
     def __init__(
@@ -148,7 +148,9 @@ def compression_hook(
 
     Example::
 
-        >>> ddp_model.register_comm_hook(state, compression_hook)  # doctest: +SKIP
+        >>> from comm_hooks import CompressionState, CountSketch, compression_hook
+        >>> state = CompressionState(CountSketch(ratio=0.05))
+        >>> ddp_model.register_comm_hook(state, compression_hook)
     """
     exchange, buffer = state.exchange, bucket.buffer()
     if buffer.is_sparse:
@@ -176,7 +178,8 @@ def skip_hook(
 
     Example::
 
-        >>> ddp_model.register_comm_hook(None, skip_hook)  # doctest: +SKIP
+        >>> from comm_hooks import skip_hook
+        >>> ddp_model.register_comm_hook(None, skip_hook)
     """
     return completed(bucket.buffer())
 
@@ -212,7 +215,12 @@ def register(
 
     Example::
 
-        >>> state = register(ddp_model, "topk", density=1 / 64)  # doctest: +SKIP
+        >>> import torch
+        >>> from comm_hooks import register
+        >>> state = register(ddp_model, "topk", density=1 / 64)
+        >>> ddp_model(torch.ones(1, 8)).sum().backward()
+        >>> state.stats()["steps"]
+        1
     """
     ddp = _find_ddp(model)
     if isinstance(compressor, str):

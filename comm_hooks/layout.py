@@ -96,10 +96,6 @@ class Layout:
     def names(self) -> set[str]:
         return {segment.name for segment in self.segments}
 
-    def rows(self) -> list[Rows]:
-        """Return everything by parameter: the exempt row, if any, then the groups."""
-        return [self.exempt, *self.groups] if self.exempt else self.groups
-
     def parts(self) -> list[Rows]:
         """Return everything that travels: the exempt row, if any, then the compressed rows."""
         return [self.exempt, *self.compressed] if self.exempt else self.compressed

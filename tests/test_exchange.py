@@ -149,6 +149,19 @@ def test_nothing_is_lost_while_buckets_are_rebuilt(
         )
 
 
+@every_route
+def test_a_bucket_may_hold_only_exempt_or_only_compressed_parameters(
+    compressor: Compressor, collective: str
+) -> None:
+    world = World(3, compressor, collective=collective)
+    for names in ("be", "ac"):
+        gradients = world.gradients(names)
+        results = world.average(gradients)
+        assert torch.equal(results[0][names[0]], results[2][names[0]])
+        if names == "be":
+            torch.testing.assert_close(results[0]["b"], mean(gradients, "b"))
+
+
 @pytest.mark.parametrize("collective", ["all_gather", "sharded"])
 def test_one_rank_that_is_not_finite_spoils_the_round_for_all_and_no_residual(
     collective: str,

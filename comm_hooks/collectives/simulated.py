@@ -32,7 +32,7 @@ class Simulated:
         >>> world = Simulated(3)
         >>> exchanges = [Exchange(RandomK(density=1.0), transport=t) for t in world]
         >>> vectors = [torch.full((4, 512), float(rank)) for rank in range(3)]
-        >>> _ = world.run([e.round({"w": v}, step=0) for e, v in zip(exchanges, vectors)])
+        >>> _ = world.run([e.round({"w": v}) for e, v in zip(exchanges, vectors)])
         >>> vectors[0][0, 0], vectors[2][3, 9]
         (tensor(1.), tensor(1.))
     """

@@ -1,0 +1,25 @@
+"""What the examples in docstrings find: a process group of one, and a model under DDP."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+@pytest.fixture(autouse=True)
+def _doctest_world(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not isinstance(request.node, pytest.DoctestItem):
+        yield
+        return
+    namespace: dict[str, Any] = request.getfixturevalue("doctest_namespace")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    namespace["model"] = nn.Linear(8, 8)
+    namespace["ddp_model"] = DistributedDataParallel(namespace["model"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="world size is 1")
+        yield
+    dist.destroy_process_group()
