@@ -18,11 +18,12 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
+_PIECE = 1 << 14
 
-SIGN_TABLE_SIZE = 1 << 20
+SIGN_TABLE_SIZE = 1 << 21
 # Two windows coincide with probability 1 / SIGN_TABLE_SIZE and then add up coherently, which raises
 # the variance of a sketched constant vector by WINDOW / SIGN_TABLE_SIZE: 1.6 %.
-SIGN_WINDOW = 1 << 14
+SIGN_WINDOW = 1 << 15
 
 
 def mix64(value: int) -> int:
@@ -64,12 +65,20 @@ def fork(keys: Sequence[int], stream: int) -> list[int]:
 
 def random_bits(keys: Sequence[int], count: int) -> npt.NDArray[np.uint64]:
     """Return ``count`` uniform 64-bit integers for each key, as an array (len(keys), count)."""
+    start = np.array([key & _MASK for key in keys], dtype=np.uint64)[:, None]
+    bits = np.empty((len(keys), count), dtype=np.uint64)
     with np.errstate(over="ignore"):
-        counter = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-        bits = np.array([key & _MASK for key in keys], dtype=np.uint64)[:, None] + counter
-        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_MULTIPLIER_1)
-        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_MULTIPLIER_2)
-        return bits ^ (bits >> np.uint64(31))
+        # In pieces that stay in the cache: a third of the time for millions of numbers.
+        for first in range(0, count, _PIECE):
+            piece = bits[:, first : first + _PIECE]
+            counter = np.arange(first + 1, first + 1 + piece.shape[1], dtype=np.uint64)
+            np.add(start, counter * np.uint64(_GOLDEN), out=piece)
+            piece ^= piece >> np.uint64(30)
+            piece *= np.uint64(_MULTIPLIER_1)
+            piece ^= piece >> np.uint64(27)
+            piece *= np.uint64(_MULTIPLIER_2)
+            piece ^= piece >> np.uint64(31)
+    return bits
 
 
 def random_unit(keys: Sequence[int], count: int) -> npt.NDArray[np.float64]:

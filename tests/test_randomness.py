@@ -59,7 +59,7 @@ def test_the_sign_table_is_balanced_and_looks_random() -> None:
     assert table.sum() == 0
     spectrum = torch.fft.rfft(table.double()).abs().square()
     correlation = torch.fft.irfft(spectrum) / SIGN_TABLE_SIZE
-    # A million lags of standard deviation 2^-10: beyond 5.5 deviations once in 25 tables.
+    # Two million lags of standard deviation 2^-10.5: beyond 5.5 once in 12 tables.
     assert correlation[1:].abs().max() < 5.5 / SIGN_TABLE_SIZE**0.5
 
 

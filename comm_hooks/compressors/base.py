@@ -93,7 +93,14 @@ class Compressor(ABC):
         return self._compress(vector.float()[None], (key,), rank, world_size)[0]
 
     def decompress(
-        self, payload: torch.Tensor, numel: int, *, key: int, rank: int = 0, world_size: int = 1
+        self,
+        payload: torch.Tensor,
+        numel: int,
+        *,
+        key: int,
+        rank: int = 0,
+        world_size: int = 1,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the float32 vector of ``numel`` elements that ``payload`` stands for.
 
@@ -109,10 +116,16 @@ class Compressor(ABC):
             raise ValueError(
                 f"{self} decompresses {numel} elements from {expected} bytes, got {payload.nbytes}"
             )
-        out = torch.empty(1, numel, device=payload.device)
+        if out is None:
+            out = torch.empty(numel, device=payload.device)
+        elif out.shape != (numel,) or out.dtype != torch.float32 or not out.is_contiguous():
+            raise ValueError(
+                f"decompress() needs a contiguous float32 out of shape ({numel},), got {out.dtype} "
+                f"of shape {tuple(out.shape)}"
+            )
         payloads = payload.contiguous().view(torch.uint8)[None]
-        self._decode(out, payloads, (key,), rank, world_size, 1.0, add=False)
-        return out[0]
+        self._decode(out[None], payloads, (key,), rank, world_size, 1.0, add=False)
+        return out
 
 
 def require_fraction(owner: object, name: str, value: float) -> None:

@@ -320,10 +320,14 @@ def hadamard(rows: torch.Tensor) -> torch.Tensor:
     are applied, the elements are back in order.
     """
     count, numel = rows.shape
+    # Two buffers for all factors: new memory would take longer to touch than to compute.
+    result, product = rows.clone(memory_format=torch.contiguous_format), rows.new_empty(rows.shape)
     remaining = numel
     while remaining > 1:
         order = min(64, remaining)
-        rows = rows.reshape(count, numel // order, order) @ _hadamard_matrix(order, rows.device)
-        rows = rows.transpose(1, 2)
+        digits = (count, numel // order, order)
+        factor = _hadamard_matrix(order, rows.device)
+        torch.matmul(result.view(digits), factor, out=product.view(digits))
+        result.view(count, order, -1).copy_(product.view(digits).transpose(1, 2))
         remaining //= order
-    return rows.reshape(count, numel)
+    return result

@@ -36,6 +36,9 @@ def test_payload_has_the_promised_size_and_round_trips_to_the_same_length(
     assert vector.shape == (numel,)
     assert vector.dtype == torch.float32
     assert vector.isfinite().all()
+    out = torch.full((numel,), float("nan"))
+    assert compressor.decompress(payload, numel, **place, out=out) is out
+    assert torch.equal(out, vector)
 
 
 @every_compressor
@@ -145,3 +148,5 @@ def test_bad_vectors_and_payloads_are_refused(compressor: Compressor) -> None:
     payload = compressor.compress(gaussian(500), key=0)
     with pytest.raises(ValueError, match="500 elements"):
         compressor.decompress(payload[:-1], 500, key=0)
+    with pytest.raises(ValueError, match="needs a contiguous float32 out"):
+        compressor.decompress(payload, 500, key=0, out=torch.zeros(501))
