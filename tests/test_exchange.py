@@ -250,6 +250,15 @@ def test_draws_are_fresh_every_step_and_depend_on_the_seed() -> None:
         assert not torch.equal(one, other)
 
 
+def test_shards_and_directions_draw_differently() -> None:
+    world = World(2, RandomK(0.1, unbiased=False), collective="sharded")
+    sent = world.average([{"f": torch.ones(1, 2048)} for _ in range(2)])[0]["f"]
+    first, second = sent.view(2, 1024)
+    assert not torch.equal(first, second)
+    # What survives both directions is what was drawn twice: 1 % of the elements, not 10 %.
+    assert 0.001 < float(sent.ne(0).float().mean()) < 0.03
+
+
 def test_auto_takes_the_route_of_fewest_bytes() -> None:
     for compressor in (TopK(0.1), Sign(), CountSketch(0.1), PermK()):
         for size in (2, 3, 8):

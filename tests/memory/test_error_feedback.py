@@ -56,6 +56,11 @@ def test_state_survives_saving(bits: int, tmp_path: object) -> None:
     restored.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(recall(restored, rows("b", "a")), recall(memory, place)[[1, 0]])
 
+    saved = recall(memory, place)
+    remember(memory, place, torch.randn(2, 600))
+    memory.load_state_dict(restored.state_dict())
+    assert torch.equal(recall(memory, place), saved), "a rollback in place"
+
 
 def test_rows_that_are_not_accepted_keep_what_they_had() -> None:
     memory, place = ErrorFeedback(), rows("a", "b")
