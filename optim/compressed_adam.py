@@ -82,11 +82,11 @@ class CompressedAdam(torch.optim.Optimizer):
     Example::
 
         >>> from comm_hooks import ErrorFeedback, Exchange, TopK, skip_hook
-        >>> ddp_model.register_comm_hook(None, skip_hook)  # doctest: +SKIP
+        >>> ddp_model.register_comm_hook(None, skip_hook)
         >>> exchange = Exchange(TopK(density=1 / 64, value_bits=1), memory=ErrorFeedback())
         >>> optimizer = CompressedAdam(
         ...     ddp_model.named_parameters(), exchange, lr=1e-3, freeze_step=1000, scaled=True
-        ... )  # doctest: +SKIP
+        ... )
     """
 
     # GradScaler then calls step() on every rank, instead of skipping it on those that overflowed

@@ -1,0 +1,1 @@
+"""The ``comm-hooks`` command line: what starts processes, and nothing that trains by itself."""

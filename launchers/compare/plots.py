@@ -1,0 +1,87 @@
+"""The three plots of a report: loss against steps, against bytes, against time."""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, MaxNLocator
+
+from comm_hooks.launchers.compare.runs import Run
+from comm_hooks.launchers.compare.table import BASELINE, CONTROL
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart, without its black and its
+# yellow: black and grey are for the two that the others are measured by, and yellow on white is
+# hard to see for everybody.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_DASHES = ("solid", "dashed", "dotted")
+_LOSS = "loss on all data (nats per byte)"
+
+
+def write_plots(runs: list[Run], folder: Path) -> list[Path]:
+    """Write ``loss-vs-{step,bytes,time}.png`` for the runs that have a curve; return the paths."""
+    styled = {run.method: style for run, style in zip(runs, _styles(runs), strict=True)}
+    drawn = [run for run in runs if run.curve]
+    paths = []
+    for name, draw in {"step": _by_step, "bytes": _by_bytes, "time": _by_time}.items():
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
+        axes = figure.subplots()
+        draw(axes, drawn, styled)
+        axes.set_ylabel(_LOSS)
+        axes.grid(color="#e4e4e7", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        if drawn:
+            figure.legend(loc="outside right upper", frameon=False)
+        paths.append(folder / f"loss-vs-{name}.png")
+        figure.savefig(paths[-1], dpi=160)
+    return paths
+
+
+def _styles(runs: list[Run]) -> list[dict[str, Any]]:
+    """Give each method a look that is its own, the same in all plots."""
+    styles: list[dict[str, Any]] = []
+    coloured = 0
+    for run in runs:
+        if run.method == BASELINE:
+            look = {"color": "#18181b"}
+        elif run.method == CONTROL:
+            look = {"color": "#8a8a93", "linestyle": "dashed"}
+        else:
+            lap, colour = divmod(coloured, len(_COLOURS))
+            look = {"color": _COLOURS[colour], "linestyle": _DASHES[lap % len(_DASHES)]}
+            coloured += 1
+        styles.append({"linewidth": 1.8, **look})
+    return styles
+
+
+def _plot(axes: Axes, run: Run, x: list[float], style: dict[str, Any]) -> None:
+    losses = [point.loss for point in run.curve]
+    axes.plot(x, losses, label=run.method, marker="o", markersize=3.5, **style)
+
+
+def _by_step(axes: Axes, runs: list[Run], styles: dict[str, dict[str, Any]]) -> None:
+    for run in runs:
+        _plot(axes, run, [point.step for point in run.curve], styles[run.method])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("step")
+
+
+def _by_time(axes: Axes, runs: list[Run], styles: dict[str, dict[str, Any]]) -> None:
+    for run in runs:
+        _plot(axes, run, [point.seconds for point in run.curve], styles[run.method])
+    axes.set_xlabel("seconds of training on this machine (no network in between)")
+
+
+def _by_bytes(axes: Axes, runs: list[Run], styles: dict[str, dict[str, Any]]) -> None:
+    for run in runs:
+        style = styles[run.method]
+        sent = [point.bytes_sent / 1e6 for point in run.curve]
+        if sent[-1] > 0:
+            _plot(axes, run, sent, style)
+        else:
+            # A logarithmic axis has no zero: what sends nothing is a level, not a curve.
+            axes.axhline(run.curve[-1].loss, label=f"{run.method} (0 bytes, at the end)", **style)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(LogFormatter())
+    axes.set_xlabel("MB sent per rank, warm-up included (log scale)")

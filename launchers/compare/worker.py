@@ -1,0 +1,186 @@
+"""One rank of one method: trains under torchrun and tells the launcher how it goes.
+
+What it tells goes, one JSON object per line, to a file of its own, since anything may print to the
+standard streams. Rank 0 speaks for all; the others speak up only with their process id and when
+they fail.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from comm_hooks.launchers.compare.corpus import shard_bounds, window_starts
+from comm_hooks.launchers.compare.methods import Method, Trainer, parse_method
+from comm_hooks.launchers.compare.model import GPT
+from comm_hooks.launchers.compare.runs import Figures, Point, Settings
+
+_EVAL_BATCH = 16
+
+
+def train(method: Method, settings: Settings, tokens: Tensor) -> Iterator[dict[str, Any]]:
+    """Train on this rank's shard of ``tokens``, yielding events on the way. Collective.
+
+    The events are ``step`` after each step, ``point`` after each evaluation (the fields of
+    :class:`Point`) and ``figures`` at the end (those of :class:`Figures`).
+    """
+    torch.manual_seed(settings.seed)  # the same weights on every rank
+    model = GPT(settings.model)
+    trainer = method.connect(model, settings)
+    durations: list[float] = []
+    totals: list[tuple[int, int]] = [(0, 0)]  # bytes sent and received after each step
+
+    for step, loss, seconds in _steps(trainer, settings, tokens):
+        durations.append(seconds)
+        totals.append(trainer.traffic(step))
+        sent, received = totals[-1]
+        yield {"event": "step", "step": step, "loss": loss, "bytes_sent": sent}
+        if step % settings.eval_every == 0 or step == settings.steps:
+            loss = evaluate(model, tokens, settings.window, settings.eval_windows)
+            point = Point(step, loss, sent, received, sum(durations))
+            yield {"event": "point", **asdict(point)}
+
+    # Per step means once warm: before, some methods do not compress yet, and processes are slow.
+    # A run that is all warm-up has nothing else to show.
+    start = settings.warmup if settings.warmup < settings.steps else 0
+    sent, received = totals[-1]
+    figures = Figures(
+        loss=point.loss,
+        drift=replica_drift(model),
+        step_ms=1e3 * statistics.median(durations[start:]),
+        sent_per_step=(sent - totals[start][0]) / (settings.steps - start),
+        received_per_step=(received - totals[start][1]) / (settings.steps - start),
+        bytes_sent=sent,
+        bytes_received=received,
+    )
+    yield {"event": "figures", **asdict(figures)}
+
+
+def _steps(
+    trainer: Trainer, settings: Settings, tokens: Tensor
+) -> Iterator[tuple[int, float, float]]:
+    """Yield (step, this rank's loss, seconds it took) after each step, counted from 1."""
+    batches = draw_batches(tokens, settings, dist.get_rank())
+    warmup = LambdaLR(trainer.optimizer, lambda done: min(1.0, (done + 1) / settings.warmup))
+    for step in range(1, settings.steps + 1):
+        started = time.perf_counter()
+        windows = next(batches)
+        loss = trainer.ddp(windows[:, :-1], windows[:, 1:])
+        loss.backward()
+        trainer.optimizer.step()
+        warmup.step()
+        trainer.optimizer.zero_grad()
+        value = loss.item()
+        if not math.isfinite(value):
+            raise FloatingPointError(f"diverged: the loss is {value} at step {step}")
+        yield step, value, time.perf_counter() - started
+
+
+def draw_batches(tokens: Tensor, settings: Settings, rank: int) -> Iterator[Tensor]:
+    """Yield batches of random windows from a rank's shard, without end."""
+    start, stop = shard_bounds(len(tokens), settings.nproc)[rank]
+    generator = torch.Generator().manual_seed(settings.seed * settings.nproc + rank)
+    while True:
+        end = stop - settings.window + 1
+        starts = torch.randint(start, end, (settings.batch,), generator=generator)
+        yield _windows(tokens, starts, settings.window)
+
+
+def _windows(tokens: Tensor, starts: Tensor, window: int) -> Tensor:
+    return tokens[starts[:, None] + torch.arange(window)].long()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, tokens: Tensor, window: int, count: int) -> float:
+    """Return the loss on ``count`` windows spread over *all* text, as the mean over replicas.
+
+    Every rank reads all windows rather than a share of them: where replicas differ, a share each
+    would score every replica on other text. Collective.
+    """
+    starts = torch.tensor(window_starts(len(tokens), window, count))
+    total = torch.zeros((), dtype=torch.float64)
+    for part in starts.split(_EVAL_BATCH):
+        windows = _windows(tokens, part, window)
+        total += model(windows[:, :-1], windows[:, 1:]).double() * len(part)
+    dist.all_reduce(total)
+    loss = total.item() / count / dist.get_world_size()
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"diverged: the loss on all data is {loss}")
+    return loss
+
+
+@torch.no_grad()
+def replica_drift(model: nn.Module) -> float:
+    """Return the largest relative distance of any rank's parameters to those of rank 0.
+
+    Collective.
+    """
+    own = torch.cat([parameter.flatten() for parameter in model.parameters()])
+    first = own.clone()
+    dist.broadcast(first, src=0)
+    distance = (own - first).norm() / first.norm()
+    dist.all_reduce(distance, op=dist.ReduceOp.MAX)
+    return distance.item()
+
+
+def _exit_with_launcher() -> None:
+    """End this process when the launcher is gone, however it went.
+
+    Standard input is a pipe whose other end only the launcher holds, inherited through torchrun.
+    Its end means that the launcher let go or was killed; torchrun, in a session of its own, would
+    train on without it.
+    """
+
+    def wait_for_end() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
+
+
+def main() -> None:
+    """Run one rank as told by the command line, which only ``launch`` writes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--method", required=True, type=parse_method)
+    parser.add_argument("--settings", required=True, type=Settings.from_json)
+    parser.add_argument("--corpus", required=True, type=Path)
+    parser.add_argument("--events", required=True, type=Path)
+    arguments = parser.parse_args()
+    _exit_with_launcher()
+
+    # Line-buffered appends: the lines of several ranks interleave, but never tear.
+    with arguments.events.open("a", buffering=1) as events:
+
+        def report(event: dict[str, Any]) -> None:
+            events.write(json.dumps(event) + "\n")
+
+        report({"event": "process", "pid": os.getpid()})
+        try:
+            text = bytearray(arguments.corpus.read_bytes())
+            tokens = torch.frombuffer(text, dtype=torch.uint8)
+            dist.init_process_group("gloo")
+            for event in train(arguments.method, arguments.settings, tokens):
+                if dist.get_rank() == 0:
+                    report(event)
+        except Exception as error:
+            first_line = str(error).strip().split("\n")[0]
+            report({"event": "error", "reason": f"{type(error).__name__}: {first_line}"})
+            raise
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
