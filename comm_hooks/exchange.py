@@ -110,6 +110,8 @@ class Exchange:
         self.min_numel = min_numel
         self.granularity = granularity
         self.step = 0
+        # What else must be equal on all ranks, added by whoever uses this exchange.
+        self.owner_settings: dict[str, Any] = {}
         self._server_memory = memory.fresh() if memory else None
         self._transport = transport
         self._process_group = process_group
@@ -137,6 +139,7 @@ class Exchange:
             "min_numel": self.min_numel,
             "granularity": self.granularity,
             "step": self.step,
+            **self.owner_settings,
         }
 
     def agree(self) -> Round[None]:

@@ -122,6 +122,12 @@ class CompressedAdam(torch.optim.Optimizer):
         self.freeze_step = freeze_step
         self.scaled = scaled
         self.variance = variance
+        exchange.owner_settings = {
+            "optimizer": type(self).__name__,
+            "freeze_step": freeze_step,
+            "scaled": scaled,
+            "variance": variance,
+        }
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK, skip_hook
+from comm_hooks import ConfigMismatchError, ErrorFeedback, Exchange, Identity, Sign, TopK, skip_hook
 from comm_hooks.compressors import Compressor
 from comm_hooks.optim import CompressedAdam
 from tests.ranks import Ranks
@@ -287,6 +287,18 @@ def names_of_residuals(named: bool) -> list[str]:
 def test_residuals_are_tied_to_names(ranks_of: RanksOf) -> None:
     assert ranks_of(2).run(names_of_residuals, True) == [["weight"]] * 2
     assert ranks_of(2).run(names_of_residuals, False) == [["0"]] * 2
+
+
+def freeze_at_different_steps() -> None:
+    parameter = nn.Parameter(torch.ones(4, 4))
+    parameter.grad = torch.ones(4, 4)
+    CompressedAdam([parameter], Exchange(Sign()), freeze_step=5 + dist.get_rank()).step()
+
+
+def test_ranks_that_would_freeze_at_different_steps_fail_together(ranks_of: RanksOf) -> None:
+    for outcome in ranks_of(2).outcomes(freeze_at_different_steps):
+        assert isinstance(outcome.error, ConfigMismatchError)
+        assert "freeze_step is 5 on rank 0, 6 on rank 1" in str(outcome.error)
 
 
 @pytest.mark.parametrize(
