@@ -4,6 +4,7 @@ import importlib.metadata
 import platform
 import re
 import shlex
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,8 @@ def compare(
 
     runs: list[Run] = []
     interrupted = False
+    # Being asked to end (by timeout, CI or a scheduler) is treated as Ctrl-C is.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for run in _run_methods(methods, settings, corpus.content, out, timeout, console):
             runs.append(run)

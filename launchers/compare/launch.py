@@ -54,7 +54,7 @@ def run_method(
     told: str | None = None  # what the first worker that failed said
     with (
         tempfile.TemporaryDirectory(prefix="comm-hooks-") as scratch,
-        _Job(method, settings, corpus, log, Path(scratch, "events.jsonl")) as job,
+        _Job(method, settings, corpus, log, Path(scratch)) as job,
     ):
         last_heard = time.monotonic()
         running = True
@@ -84,13 +84,14 @@ class _Job:
     """A torchrun and its workers: started on entry, gone on exit, whatever happens in between."""
 
     def __init__(
-        self, method: Method, settings: Settings, corpus: Path, log: Path, events: Path
+        self, method: Method, settings: Settings, corpus: Path, log: Path, scratch: Path
     ) -> None:
+        events = scratch / "events.jsonl"
         events.touch()
         # fmt: off
         command = [
             sys.executable, "-m", "torch.distributed.run",
-            "--standalone", "--nproc-per-node", str(settings.nproc),
+            "--standalone", "--nproc-per-node", str(settings.nproc), "--log-dir", str(scratch),
             "-m", "comm_hooks.launchers.compare.worker",
             "--method", method.spec, "--settings", settings.to_json(),
             "--corpus", str(corpus), "--events", str(events),

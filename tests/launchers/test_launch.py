@@ -1,5 +1,6 @@
 """Processes: a run that crashes, hangs or is interrupted says why and leaves nothing behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -43,6 +44,13 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def run_endless(tmp_path: Path, ranks: Ranks, spec: str = "all_reduce", timeout: float = 60) -> Run:
@@ -99,16 +107,45 @@ from pathlib import Path
 from tests.launchers.test_launch import Ranks, run_endless
 run_endless(Path({str(tmp_path)!r}), Ranks(lambda ranks: print(*ranks.pids, flush=True)))
 """
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as launcher:
+    command = [sys.executable, "-c", script]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # for what a killed process leaves
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None
         pids = [int(pid) for pid in launcher.stdout.readline().split()]
         assert len(pids) == 2
         assert all(map(is_running, pids))
         launcher.kill()
-    deadline = time.monotonic() + 20
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(is_running, pids))
+    wait_until(lambda: not any(map(is_running, pids)))
+
+
+def test_the_command_ends_its_processes_and_files_when_asked_to_end(tmp_path: Path) -> None:
+    scratch, out = tmp_path / "scratch", tmp_path / "out"
+    scratch.mkdir()
+
+    def workers() -> list[str]:
+        """The command lines of processes that use the scratch folder."""
+        lines = []
+        for process in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                lines.append(process.read_text())
+        return [line for line in lines if str(scratch) in line]
+
+    arguments = ["--hooks", "all_reduce", "--quick", "--steps", "1000000", "--out", str(out)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "comm_hooks.launchers.main", "compare", *arguments],
+        env={**os.environ, "TMPDIR": str(scratch)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        wait_until(lambda: len(workers()) == 3)  # torchrun and two ranks
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == "comm-hooks compare: interrupted, 0 of 1 methods finished\n"
+    assert not workers()
+    assert not list(scratch.glob("comm-hooks-*"))
+    assert not list(scratch.glob("torchelastic_*"))
 
 
 def test_the_last_words_are_those_of_the_worker_and_not_of_torchrun() -> None:
