@@ -118,7 +118,6 @@ class Exchange:
         self._agreed = False
         self._layouts: dict[tuple[tuple[Segment, ...], torch.device], Layout] = {}
         self._routes: dict[tuple[Layout, bool], Route] = {}
-        self._rounds = 0
         self._bytes = 0
         self._bytes_uncompressed = 0
 
@@ -162,6 +161,10 @@ class Exchange:
         For whoever drives several ranks (:class:`~comm_hooks.collectives.Simulated`); with a
         process group use :meth:`average_`.  Counts as one step.
         """
+        if not tensors:
+            raise ValueError("there is nothing to average: no tensors were given")
+        for tensor in tensors.values():
+            require_dense_floats(tensor)
         layout = self.layout(
             [Segment(n, tuple(t.shape), self.exempts(t.shape)) for n, t in tensors.items()],
             next(iter(tensors.values())).device,
@@ -209,16 +212,11 @@ class Exchange:
 
         Args:
             layout: from :meth:`layout`.
-            tensors: shaped like the layout's segments; overwritten with the mean.
+            tensors: dense, of one floating-point dtype, shaped like the layout's segments;
+                overwritten with the mean.
             compress: False averages exactly.
             scale: the factor by which the tensors are scaled at present.
         """
-        for tensor in tensors:
-            if not tensor.is_floating_point() or tensor.is_sparse:
-                raise ValueError(
-                    f"gradients must be dense and of a floating-point dtype to be compressed, got "
-                    f"{tensor.dtype} ({tensor.layout})"
-                )
         yield from self.agree()
         route = self._route(layout, compress)
         layout.load(tensors)
@@ -238,7 +236,6 @@ class Exchange:
             for rows, is_active in zip(layout.groups, active, strict=True):
                 memory.retain(rows, is_active & accept, scale)
 
-        self._rounds += 1
         self._bytes += route.traffic
         ranks = self.transport.world_size
         self._bytes_uncompressed += (
@@ -337,6 +334,15 @@ class Exchange:
             logger.info("%d elements travel by %s", layout.work.numel(), chosen)
             self._routes[layout, compress] = routes[chosen]
         return self._routes[layout, compress]
+
+
+def require_dense_floats(tensor: torch.Tensor) -> None:
+    """Raise ``ValueError`` for tensors that no compressor takes."""
+    if not tensor.is_floating_point() or tensor.is_sparse:
+        raise ValueError(
+            f"gradients must be dense and of a floating-point dtype to be compressed, got "
+            f"{tensor.dtype} ({tensor.layout})"
+        )
 
 
 def supported_collectives(compressor: Compressor, granularity: Granularity) -> list[str]:

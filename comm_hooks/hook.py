@@ -7,6 +7,7 @@ and refuses strings.
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from comm_hooks.collectives.base import completed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.config import build_compressor, build_memory
-from comm_hooks.exchange import Collective, Exchange
+from comm_hooks.exchange import Collective, Exchange, require_dense_floats
 from comm_hooks.layout import Granularity, Layout, Segment
 from comm_hooks.memory.base import Memory
 from comm_hooks.sparse_gradients import average_sparse
@@ -80,7 +81,8 @@ class CompressionState:
         )
         self.loss_scale = loss_scale
         self._names = {p: name for name, p in named_parameters} if named_parameters else {}
-        self._layouts: dict[tuple[int, ...], Layout] = {}
+        # Weak: the exchange drops a layout when DDP has rebuilt its bucket.
+        self._layouts: WeakValueDictionary[tuple[int, ...], Layout] = WeakValueDictionary()
 
     def stats(self) -> dict[str, float]:
         """Return what this rank moved; see :meth:`~comm_hooks.exchange.Exchange.stats`."""
@@ -110,7 +112,8 @@ class CompressionState:
         parameters = bucket.parameters()
         # id() is safe: a parameter of a live DDP model is never freed.
         key = tuple(map(id, parameters))
-        if key not in self._layouts:
+        layout = self._layouts.get(key)
+        if layout is None:
             segments = [
                 Segment(
                     self._names.setdefault(p, f"parameter.{len(self._names)}"),
@@ -119,8 +122,9 @@ class CompressionState:
                 )
                 for p in parameters
             ]
-            self._layouts[key] = self.exchange.layout(segments, bucket.buffer().device)
-        return self._layouts[key]
+            layout = self.exchange.layout(segments, bucket.buffer().device)
+            self._layouts[key] = layout
+        return layout
 
 
 def compression_hook(
@@ -157,11 +161,17 @@ def compression_hook(
         # DDP gives a sparse gradient a bucket of its own.
         future = average_sparse(exchange, buffer)
     else:
+        require_dense_floats(buffer)
         layout = state.layout(bucket)
         pieces = buffer.split([segment.numel for segment in layout.segments])
         scale = float(state.loss_scale()) if state.loss_scale else 1.0
         round_ = exchange.bucket_round(layout, pieces, scale=scale)
-        future = exchange.transport.run_async(round_).then(lambda done: (done.value(), buffer)[1])
+
+        def averaged(done: torch.futures.Future[None]) -> torch.Tensor:
+            done.value()  # raises what the round raised
+            return buffer
+
+        future = exchange.transport.run_async(round_).then(averaged)
     if bucket.is_last():
         exchange.step += 1
     return future

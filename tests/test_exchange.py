@@ -399,6 +399,11 @@ def test_gradients_that_are_not_dense_floats_are_refused(tensor: torch.Tensor) -
         next(World(2, TopK()).exchanges[0].round({"a": tensor}))
 
 
+def test_nothing_to_average_is_an_error() -> None:
+    with pytest.raises(ValueError, match="nothing to average"):
+        next(World(2, TopK()).exchanges[0].round({}))
+
+
 def test_ranks_that_diverge_are_reported_not_hung() -> None:
     world = World(2, TopK(0.1))
     gradients = world.gradients("a")

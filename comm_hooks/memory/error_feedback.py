@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -45,8 +45,10 @@ class ErrorFeedback(Memory):
         self._codec = Quantize(bits=4) if bits == 4 else None
         self._dtype = {4: torch.uint8, 16: torch.bfloat16, 32: torch.float32}[bits]
         # A residual lives as a row of its group's matrix, so that a round touches one tensor per
-        # group; _residuals finds it by name when the grouping changes.
+        # group; _residuals finds it by name when the grouping changes, and _owners the group that
+        # it leaves.
         self._matrices: WeakKeyDictionary[Rows, torch.Tensor] = WeakKeyDictionary()
+        self._owners: WeakValueDictionary[str, Rows] = WeakValueDictionary()
         self._residuals: dict[str, torch.Tensor] = {}
         self._numels: dict[str, int] = {}
 
@@ -107,6 +109,10 @@ class ErrorFeedback(Memory):
                 )
             if known is not None:
                 row.copy_(known)
+            if name in self._owners:
+                # Should that group come back, it must fetch its residuals anew.
+                self._matrices.pop(self._owners[name], None)
+            self._owners[name] = rows
             self._residuals[name] = row
             self._numels[name] = rows.matrix.shape[1]
         self._matrices[rows] = matrix

@@ -46,6 +46,15 @@ def test_residuals_follow_their_names_into_another_layout(bits: int) -> None:
     assert torch.equal(recall(memory, rows("b", "a")), stored[[1, 0]])
 
 
+def test_a_layout_that_comes_back_does_not_bring_old_residuals() -> None:
+    memory, first, second = ErrorFeedback(), rows("a", "b"), rows("b", "c")
+    remember(memory, first, torch.full((2, 600), 1.0))
+    remember(memory, second, torch.full((2, 600), 2.0))
+    assert recall(memory, first)[:, 0].tolist() == [1, 2]
+    remember(memory, first, torch.full((2, 600), 3.0))
+    assert recall(memory, second)[:, 0].tolist() == [3, 2]
+
+
 @every_width
 def test_state_survives_saving(bits: int, tmp_path: object) -> None:
     memory, place = ErrorFeedback(bits), rows("a", "b")
