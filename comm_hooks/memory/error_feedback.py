@@ -75,12 +75,12 @@ class ErrorFeedback(Memory):
             matrix.copy_(torch.where(accept, self._encode(left), matrix))
 
     def norm(self) -> float:
-        squares = [
-            self._decode(row[None], self._numels[name]).double().square().sum()
+        norms = [
+            torch.linalg.vector_norm(self._decode(row[None], self._numels[name]))
             for name, row in self._residuals.items()
             if name in self._numels
         ]
-        return math.sqrt(float(sum(squares)))
+        return math.sqrt(sum(float(norm) ** 2 for norm in norms))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: row.detach().cpu().clone() for name, row in self._residuals.items()}
