@@ -170,6 +170,8 @@ class CompressedAdam(torch.optim.Optimizer):
         if torch.isfinite(powers[0]):
             self._update_moments(momenta, powers, states, is_warm_up)
             self._update_parameters()
+            if t == self.freeze_step:
+                self._freeze()
         return loss
 
     def _own_momenta(
@@ -210,18 +212,17 @@ class CompressedAdam(torch.optim.Optimizer):
                 torch._foreach_copy_(m, new)
             torch._foreach_lerp_([s["power"] for s in own], power, 1 - beta2)
             torch._foreach_add_([s["step"] for s in own], 1)
-            if int(own[0]["step"]) == self.freeze_step:
-                self._freeze(own, beta2)
 
-    def _freeze(self, states: list[dict[str, Any]], beta2: float) -> None:
+    def _freeze(self) -> None:
         """Turn ``exp_avg_sq`` from v into u; once, so a loop over parameters will do."""
-        for state in states:
+        for group, parameter in ((g, p) for g in self.param_groups for p in g["params"]):
+            state = self.state[parameter]
             shape = state.pop("shape")
             if self.variance == "tracked":
                 # A parameter that had no gradient so far is as good as flat.
                 shape = torch.where(shape.any(), shape, torch.ones_like(shape))
                 state["exp_avg_sq"] = shape + FLOOR * shape.mean()
-            state["exp_avg_sq"] /= 1 - beta2**self.freeze_step
+            state["exp_avg_sq"] /= 1 - group["betas"][1] ** self.freeze_step
 
     def _update_parameters(self) -> None:
         for group in self.param_groups:
@@ -230,7 +231,7 @@ class CompressedAdam(torch.optim.Optimizer):
             t = int(states[0]["step"])
             beta1, beta2 = group["betas"]
             roots = torch._foreach_sqrt([s["exp_avg_sq"] for s in states])
-            if t < self.freeze_step:
+            if t <= self.freeze_step:
                 torch._foreach_div_(roots, (1 - beta2**t) ** 0.5)
             elif self.variance == "tracked":
                 power = torch.stack([s["power"] for s in states]) / (1 - beta2**t)

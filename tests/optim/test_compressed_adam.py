@@ -101,12 +101,10 @@ def reference(
                 m = np.mean(sent, axis=0)
                 if scaled:
                     m = m * s
-            if t >= FREEZE:
-                if variance == "tracked":
-                    u = (shape + 0.1 * shape.mean()) / (1 - beta2**FREEZE)
-                    second = u * power / (1 - beta2**t)
-                else:
-                    u = second = v / (1 - beta2**FREEZE)
+                second = u * power / (1 - beta2**t) if variance == "tracked" else u
+            if t == FREEZE:
+                u = shape + 0.1 * shape.mean() if variance == "tracked" else v
+                u = u / (1 - beta2**FREEZE)
             root = np.sqrt(second) + HYPER["eps"]
             x = x * (1 - HYPER["lr"] * HYPER["weight_decay"])
             x = x - HYPER["lr"] * m / (1 - beta1**t) / root
