@@ -54,6 +54,8 @@ class Exchange:
             ``process_group``.
         process_group: the group to average over; the default group if None.
 
+    Memory: a float32 workspace of 4 bytes per element, beside what ``memory`` keeps.
+
     Raises:
         ValueError: for a combination that cannot work; before anything is sent.
         ConfigMismatchError: in the first round, if ranks are configured differently.

@@ -11,8 +11,8 @@ from comm_hooks.exchange import Exchange
 
 # Travels with the gradients, under a name that no parameter has.
 POWERS = "<mean squares of gradients>"
-# Of the mean of a parameter's shape.  Without it the GPT of the demo loses 0.1 nats to coordinates
-# whose gradient was small during the warm-up only; from 0.1 to 0.3 it makes no difference.
+# Of the mean of a parameter's shape.  Without it, coordinates whose gradient happened to be small
+# during the warm-up take giant steps later.
 FLOOR = 0.1
 
 
