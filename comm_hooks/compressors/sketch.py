@@ -315,19 +315,22 @@ def _hadamard_matrix(order: int, device: torch.device) -> torch.Tensor:
 def hadamard(rows: torch.Tensor) -> torch.Tensor:
     """Return the orthonormal Walsh-Hadamard transform of each row (n, 2^k); its own inverse.
 
-    H_{2^k} is a Kronecker product of Hadamard matrices of order at most 64.  Each factor is a small
-    matrix product over the last axis, after which that axis becomes the slowest: when all factors
-    are applied, the elements are back in order.
+    H_{2^k} is a Kronecker product of Hadamard matrices of order at most 64.  Each factor acts on
+    one axis of the row seen as an array, which is a matrix product that needs no transposition.
     """
-    count, numel = rows.shape
+    numel = rows.shape[1]
     # Two buffers for all factors: new memory would take longer to touch than to compute.
-    result, product = rows.clone(memory_format=torch.contiguous_format), rows.new_empty(rows.shape)
-    remaining = numel
-    while remaining > 1:
-        order = min(64, remaining)
-        digits = (count, numel // order, order)
+    current = rows.clone(memory_format=torch.contiguous_format)
+    other = torch.empty_like(current)
+    stride = 1
+    while stride < numel:
+        order = min(64, numel // stride)
         factor = _hadamard_matrix(order, rows.device)
-        torch.matmul(result.view(digits), factor, out=product.view(digits))
-        result.view(count, order, -1).copy_(product.view(digits).transpose(1, 2))
-        remaining //= order
-    return result
+        if stride == 1:
+            torch.mm(current.view(-1, order), factor, out=other.view(-1, order))
+        else:
+            shape = (-1, order, stride)
+            torch.matmul(factor, current.view(shape), out=other.view(shape))
+        current, other = other, current
+        stride *= order
+    return current
