@@ -160,8 +160,9 @@ class CompressedAdam(torch.optim.Optimizer):
         is_warm_up = t <= self.freeze_step
         momenta = gradients if is_warm_up else self._own_momenta(gradients, states)
         # One number per parameter, which is 1-D and therefore travels exactly, in the same payload.
-        sizes = torch.tensor([g.numel() for g in gradients], device=gradients[0].device)
-        powers = torch.stack(torch._foreach_norm(gradients)).square_() / sizes
+        norms = torch._foreach_norm(gradients)
+        torch._foreach_div_(norms, [max(1, g.numel()) ** 0.5 for g in gradients])
+        powers = torch.stack(norms).square_()
         self.exchange.average_(
             {**dict(zip(self._names(), momenta, strict=True)), POWERS: powers},
             compress=not is_warm_up,

@@ -159,8 +159,8 @@ class Sharded(Route):
                 owned, received[rank], uplink[own], rank, alpha=1 / ranks, add=rank > 0
             )
         health = total_health(received)
-        active = [row_norms(rows.matrix) != 0 for rows in self._remembered]
         if self._memory:
+            active = [row_norms(rows.matrix) != 0 for rows in self._remembered]
             for rows, is_active in zip(self._remembered, active, strict=True):
                 self._memory.compensate(rows, is_active, scale)
         mean = self._format.encode(owned, downlink[own], own, health)
