@@ -1,6 +1,7 @@
 # make demo   train a small GPT once per method and compare them (10 minutes)
 # make test   lint, type-check and test
-# make bench  print the tables of the README
+# make bench  print the operators' tables of the README
+# make studies  repeat the papers' comparisons on small tasks (an hour)
 # Each makes its own virtual environment in .venv first.
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench studies clean
 
 demo: $(READY)
 	$(BIN)/comm-hooks compare
@@ -25,10 +26,15 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/operators.py
 
+studies: $(READY)
+	$(BIN)/python -m benchmarks.studies.safl
+	$(BIN)/python -m benchmarks.studies.fed_lamb
+	$(BIN)/python -m benchmarks.studies.local_steps
+
 $(READY): setup.cfg pyproject.toml .ci/install_torch.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python .ci/install_torch.py "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[compare,test,lint]"
+	$(BIN)/python -m pip install --quiet --editable ".[compare,studies,test,lint]"
 	touch $@
 
 clean:

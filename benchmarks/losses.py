@@ -1,7 +1,7 @@
 """What methods cost in loss, over several seeds, as a Markdown table.
 
-    python benchmarks/losses.py                      # 6 methods x 3 seeds, about 15 minutes
-    python benchmarks/losses.py --steps 450 --hooks all_reduce,none,sign+compressed_adam
+    python benchmarks/losses.py                      # 8 methods x 3 seeds, about 20 minutes
+    python benchmarks/losses.py --steps 450 --hooks all_reduce,none,local_adamw:fragments=8
 
 Runs ``comm-hooks compare`` once per seed and puts its records side by side: losses are compared
 with all-reduce of the same seed, which has the same weights and batches.
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 HOOKS = (
-    "all_reduce,none,count_sketch:ratio=0.02,count_sketch:ratio=0.05,"
-    "topk+compressed_adam,sign+compressed_adam"
+    "all_reduce,none,local_adamw,local_adamw:fragments=8,"
+    "topk:density=0.0222+local_adamw:local_steps=30:outer_lr=2,"
+    "local_variance_adam,sign+local_variance_adam,count_sketch:ratio=0.017+safl"
 )
 
 
@@ -46,8 +47,11 @@ def main() -> None:
     runs = [run(seed, arguments.hooks, arguments.steps, arguments.out) for seed in arguments.seeds]
     seeds = ", ".join(map(str, arguments.seeds))
     print(f"\n{arguments.steps} steps, seeds {seeds}; loss on all data, minus that of all-reduce\n")
-    print("| method | loss, mean | each seed | minus all-reduce, mean | each seed | bytes/step |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| method | loss, mean | each seed | minus all-reduce, mean | each seed "
+        "| sent per step, whole run | after warm-up |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for method in runs[0]:
         losses = [figures[method]["loss"] for figures in runs]
         gaps = [figures[method]["loss"] - figures["all_reduce"]["loss"] for figures in runs]
@@ -55,7 +59,8 @@ def main() -> None:
             f"| {method} | {statistics.mean(losses):.3f} "
             f"| {', '.join(f'{loss:.3f}' for loss in losses)} | {statistics.mean(gaps):+.3f} "
             f"| {', '.join(f'{gap:+.3f}' for gap in gaps)} "
-            f"| {runs[0][method]['sent_per_step'] / 1e3:,.0f} kB |"
+            f"| {runs[0][method]['bytes_sent'] / arguments.steps / 1e3:,.1f} kB "
+            f"| {runs[0][method]['sent_per_step'] / 1e3:,.1f} kB |"
         )
 
 

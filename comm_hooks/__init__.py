@@ -2,8 +2,10 @@
 
 from comm_hooks.compressors import (
     SRHT,
+    Cocktail,
     Compressor,
     CountSketch,
+    DCTTopK,
     GaussianSketch,
     Identity,
     PermK,
@@ -15,19 +17,23 @@ from comm_hooks.compressors import (
 from comm_hooks.errors import ConfigMismatchError
 from comm_hooks.exchange import Exchange
 from comm_hooks.hook import CompressionState, compression_hook, register, skip_hook
-from comm_hooks.memory import ErrorFeedback, Memory
+from comm_hooks.memory import Differences, ErrorFeedback, Memory, MomentumCorrection
 
 __all__ = [
     "SRHT",
+    "Cocktail",
     "CompressionState",
     "Compressor",
     "ConfigMismatchError",
     "CountSketch",
+    "DCTTopK",
+    "Differences",
     "ErrorFeedback",
     "Exchange",
     "GaussianSketch",
     "Identity",
     "Memory",
+    "MomentumCorrection",
     "PermK",
     "Quantize",
     "RandomK",

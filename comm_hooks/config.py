@@ -2,13 +2,16 @@
 
 import dataclasses
 import difflib
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
 from comm_hooks.compressors import (
     SRHT,
+    Cocktail,
     Compressor,
     CountSketch,
+    DCTTopK,
     GaussianSketch,
     Identity,
     PermK,
@@ -17,13 +20,15 @@ from comm_hooks.compressors import (
     Sign,
     TopK,
 )
-from comm_hooks.memory import ErrorFeedback, Memory
+from comm_hooks.memory import Differences, ErrorFeedback, Memory, MomentumCorrection
 
 COMPRESSORS: dict[str, type[Compressor]] = {
     "count_sketch": CountSketch,
     "srht": SRHT,
     "gaussian_sketch": GaussianSketch,
     "topk": TopK,
+    "cocktail": Cocktail,
+    "dct_topk": DCTTopK,
     "random_k": RandomK,
     "perm_k": PermK,
     "sign": Sign,
@@ -31,7 +36,11 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "identity": Identity,
 }
 
-MEMORIES: tuple[str, ...] = ("auto", "none", "error_feedback")
+MEMORIES: dict[str, type[Memory]] = {
+    "error_feedback": ErrorFeedback,
+    "differences": Differences,
+    "momentum_correction": MomentumCorrection,
+}
 
 
 def build_compressor(name: str, **options: Any) -> Compressor:
@@ -60,22 +69,37 @@ def build_compressor(name: str, **options: Any) -> Compressor:
     return kind(**options)
 
 
-def build_memory(memory: Memory | str | None, compressor: Compressor) -> Memory | None:
+def build_memory(
+    memory: Memory | str | None, compressor: Compressor, **options: Any
+) -> Memory | None:
     """Return the memory that a name stands for; a memory or None as it is.
 
-    ``"auto"`` is error feedback where the compressor is biased and tolerates it, else nothing.
+    ``"auto"`` is error feedback where the compressor is biased and tolerates it, else nothing;
+    ``"none"`` is nothing.
+
+    Args:
+        options: the memory's own arguments.
 
     Raises:
-        ValueError: for an unknown name, with the nearest known one.
+        ValueError: for an unknown name or option, with the nearest known one.
     """
-    if memory is None or isinstance(memory, Memory):
-        return memory
+    if memory == "auto":
+        fits = compressor.contractive and not compressor.unbiased
+        memory = "error_feedback" if fits else "none"
+    if not isinstance(memory, str) or memory == "none":
+        if options:
+            raise ValueError(
+                f"{', '.join(options)} cannot be set: memory is {memory!r}, not one of "
+                f"{', '.join(MEMORIES)} by name"
+            )
+        return None if memory == "none" else memory  # type: ignore[return-value]
     if memory not in MEMORIES:
-        raise ValueError(unknown("memory", memory, MEMORIES))
-    wanted = memory == "error_feedback" or (
-        memory == "auto" and compressor.contractive and not compressor.unbiased
-    )
-    return ErrorFeedback() if wanted else None
+        raise ValueError(unknown("memory", memory, ["auto", "none", *MEMORIES]))
+    known = list(inspect.signature(MEMORIES[memory]).parameters)
+    for option in options:
+        if option not in known:
+            raise ValueError(unknown(f"option of {memory}", option, known))
+    return MEMORIES[memory](**options)
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:

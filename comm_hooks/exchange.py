@@ -4,25 +4,29 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from comm_hooks.checks import (
+    Collective,
+    check_agreement,
+    check_combination,
+    require_dense_floats,
+    supported_collectives,
+)
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.collectives.routes import OneShot, Route, Sharded, row_norms
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor, require_choice, require_positive
 from comm_hooks.compressors.identity import Identity
-from comm_hooks.errors import ConfigMismatchError
 from comm_hooks.layout import Granularity, Layout, Segment
 from comm_hooks.memory.base import Memory
 from comm_hooks.randomness import derive_key
 
 logger = logging.getLogger(__name__)
-
-Collective = Literal["auto", "all_reduce", "all_gather", "sharded"]
 
 
 class Exchange:
@@ -48,6 +52,8 @@ class Exchange:
             ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one that moves the fewest bytes.
         seed: where random draws come from; equal on all ranks.
         min_numel: parameters with fewer elements, or at most one dimension, are not compressed.
+        exempt_bits: how those travel: 32 (float32) or 16 (bfloat16; what rounding drops is not
+            remembered).
         granularity: ``"parameter"`` compresses each parameter on its own; ``"bucket"`` the whole
             bucket as one vector (whose random draws then depend on what is in the bucket).
         transport: how ranks reach each other; by default ``torch.distributed`` over
@@ -84,6 +90,7 @@ class Exchange:
         seed: int = 0,
         *,
         min_numel: int = 1024,
+        exempt_bits: int = 32,
         granularity: Granularity = "parameter",
         transport: Transport | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -104,24 +111,29 @@ class Exchange:
         require_positive(self, "min_numel", min_numel)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"Exchange: seed must be an integer, got {seed!r}")
-        _check_combination(compressor, memory, collective, granularity)
+        self._exempt = Identity(exempt_bits)
         self.compressor = compressor
         self.memory = memory
         self.collective = collective
         self.seed = seed
         self.min_numel = min_numel
         self.granularity = granularity
+        self._check(compressor)
         self.step = 0
         # What else must be equal on all ranks, added by whoever uses this exchange.
         self.owner_settings: dict[str, Any] = {}
-        self._server_memory = memory.fresh() if memory else None
+        self._server_memory = memory.for_server() if memory else None
         self._transport = transport
         self._process_group = process_group
         self._agreed = False
         self._layouts: dict[tuple[tuple[Segment, ...], torch.device], Layout] = {}
-        self._routes: dict[tuple[Layout, bool], Route] = {}
+        self._routes: dict[tuple[Layout, Identity, Compressor], Route] = {}
         self._bytes = 0
         self._bytes_uncompressed = 0
+
+    @property
+    def exempt_bits(self) -> int:
+        return self._exempt.bits
 
     @property
     def transport(self) -> Transport:
@@ -134,10 +146,11 @@ class Exchange:
         return {
             "compressor": type(self.compressor).__name__,
             **asdict(self.compressor),  # type: ignore[call-overload]  # compressors are dataclasses
-            "memory": self.memory.settings() if self.memory else None,
+            "memory": repr(self.memory),
             "collective": self.collective,
             "seed": self.seed,
             "min_numel": self.min_numel,
+            "exempt_bits": self.exempt_bits,
             "granularity": self.granularity,
             "step": self.step,
             **self.owner_settings,
@@ -148,7 +161,7 @@ class Exchange:
         if self._agreed:
             return
         configs = yield AllGatherObject(self.config())
-        _check_agreement(configs)
+        check_agreement(configs)
         if self.transport.world_size == 1:
             warnings.warn(
                 "world size is 1: gradients are compressed and decompressed, but no communication "
@@ -157,11 +170,17 @@ class Exchange:
             )
         self._agreed = True
 
-    def round(self, tensors: Mapping[str, torch.Tensor], *, compress: bool = True) -> Round[None]:
+    def round(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        compress: bool | Compressor = True,
+        memory: Memory | None = None,
+    ) -> Round[None]:
         """Return a round that replaces each tensor, in place, by its mean over ranks.
 
         For whoever drives several ranks (:class:`~comm_hooks.collectives.Simulated`); with a
-        process group use :meth:`average_`.  Counts as one step.
+        process group use :meth:`average_`, which takes the same arguments.
         """
         if not tensors:
             raise ValueError("there is nothing to average: no tensors were given")
@@ -171,18 +190,32 @@ class Exchange:
             [Segment(n, tuple(t.shape), self.exempts(t.shape)) for n, t in tensors.items()],
             next(iter(tensors.values())).device,
         )
-        yield from self.bucket_round(layout, list(tensors.values()), compress=compress)
+        yield from self.bucket_round(
+            layout, list(tensors.values()), compress=compress, memory=memory
+        )
         self.step += 1
 
-    def average_(self, tensors: Mapping[str, torch.Tensor], *, compress: bool = True) -> None:
-        """Replace each tensor, in place, by its mean over ranks; blocking.
+    def average_(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        compress: bool | Compressor = True,
+        memory: Memory | None = None,
+    ) -> None:
+        """Replace each tensor, in place, by its mean over ranks; blocking.  Counts as one step.
 
         Args:
             tensors: parameter name -> floating-point tensor, the same names and shapes in the same
                 order on all ranks.
-            compress: False averages exactly, for warm-up steps.
+            compress: False averages exactly, for warm-up steps; a compressor takes the place of
+                the exchange's own in this round.
+            memory: takes the place of the exchange's own: another client's, say.
+
+        Raises:
+            ValueError: for tensors that are not dense and floating-point, and for a compressor
+                that cannot go with the exchange's other settings.
         """
-        self.transport.run(self.round(tensors, compress=compress))
+        self.transport.run(self.round(tensors, compress=compress, memory=memory))
 
     def exempts(self, shape: Sequence[int]) -> bool:
         """Return whether a parameter of this shape travels uncompressed."""
@@ -207,7 +240,8 @@ class Exchange:
         layout: Layout,
         tensors: Sequence[torch.Tensor],
         *,
-        compress: bool = True,
+        compress: bool | Compressor = True,
+        memory: Memory | None = None,
         scale: float = 1.0,
     ) -> Round[None]:
         """Return a round on one bucket of a step that may have several.
@@ -216,15 +250,17 @@ class Exchange:
             layout: from :meth:`layout`.
             tensors: dense, of one floating-point dtype, shaped like the layout's segments;
                 overwritten with the mean.
-            compress: False averages exactly.
+            compress, memory: see :meth:`average_`.
             scale: the factor by which the tensors are scaled at present.
         """
+        if isinstance(compress, Compressor):
+            self._check(compress)
         yield from self.agree()
         route = self._route(layout, compress)
         layout.load(tensors)
-        memory = self.memory if compress else None
+        memory = (memory or self.memory) if compress else None
         norms = [row_norms(rows.matrix) for rows in layout.groups]
-        active = [norm != 0 for norm in norms]
+        active = [memory.active(norm) for norm in norms] if memory else []
         if layout.exempt:
             norms.append(row_norms(layout.exempt.matrix))
         # 0 if all elements are finite, else NaN.  A norm that overflows float32 counts as infinite.
@@ -235,8 +271,9 @@ class Exchange:
 
         def settle(accept: torch.Tensor) -> None:
             assert memory
+            key = derive_key(self.seed, self.step, f"memory of rank {self.transport.rank}")
             for rows, is_active in zip(layout.groups, active, strict=True):
-                memory.retain(rows, is_active & accept, scale)
+                memory.retain(rows, is_active & accept, scale, key)
 
         self._bytes += route.traffic
         ranks = self.transport.world_size
@@ -313,92 +350,34 @@ class Exchange:
             self._server_memory.load_state_dict(state["server_memory"])
         self.step = state["step"]
 
-    def _route(self, layout: Layout, compress: bool) -> Route:
-        if (layout, compress) not in self._routes:
-            compressor = self.compressor if compress else Identity()
+    def _check(self, compressor: Compressor) -> None:
+        check_combination(compressor, self.memory, self.collective, self.granularity, self._exempt)
+
+    def _route(self, layout: Layout, compress: bool | Compressor) -> Route:
+        compressor: Compressor = Identity()
+        if compress:
+            compressor = self.compressor if compress is True else compress
+        exempt = self._exempt if compress else Identity()
+        key = (layout, exempt, compressor)
+        if key not in self._routes:
+            parts = [compressor] * len(layout.compressed)
+            parts = [exempt, *parts] if layout.exempt else parts
             routes: dict[str, Route] = {}
-            for collective in supported_collectives(compressor, self.granularity):
-                if self.collective in ("auto", collective) or not compress:
-                    routes[collective] = (
-                        Sharded(layout, compressor, self.transport, self._server_memory)
-                        if collective == "sharded"
-                        else OneShot(
-                            layout,
-                            compressor,
-                            self.transport,
-                            sum_on_wire=collective == "all_reduce",
-                        )
+            collectives = ["all_reduce"]
+            if compress:
+                collectives = supported_collectives(compressor, self.granularity, exempt)
+            for collective in collectives:
+                if compress and self.collective not in ("auto", collective):
+                    continue
+                routes[collective] = (
+                    Sharded(layout, parts, self.transport, self._server_memory)
+                    if collective == "sharded"
+                    else OneShot(
+                        layout, parts, self.transport, sum_on_wire=collective == "all_reduce"
                     )
-                if not compress:
-                    break
+                )
             # min() keeps the first of equals, and the simplest routes come first.
             chosen = min(routes, key=lambda name: routes[name].traffic)
             logger.info("%d elements travel by %s", layout.work.numel(), chosen)
-            self._routes[layout, compress] = routes[chosen]
-        return self._routes[layout, compress]
-
-
-def require_dense_floats(tensor: torch.Tensor) -> None:
-    """Raise ``ValueError`` for tensors that no compressor takes."""
-    if not tensor.is_floating_point() or tensor.is_sparse:
-        raise ValueError(
-            f"gradients must be dense and of a floating-point dtype to be compressed, got "
-            f"{tensor.dtype} ({tensor.layout})"
-        )
-
-
-def supported_collectives(compressor: Compressor, granularity: Granularity) -> list[str]:
-    """Return the collectives that can carry a compressor's payloads, the simplest first."""
-    collectives = ["all_reduce"] if compressor.linear else []
-    collectives.append("all_gather")
-    if granularity == "parameter" and not compressor.per_rank:
-        collectives.append("sharded")
-    return collectives
-
-
-def _check_combination(
-    compressor: Compressor, memory: Memory | None, collective: str, granularity: Granularity
-) -> None:
-    name = type(compressor).__name__
-    supported = supported_collectives(compressor, granularity)
-    if collective not in ("auto", *supported):
-        reasons = {
-            "all_reduce": f"the payloads of {name} cannot be summed",
-            "sharded": (
-                f"{name} gives each rank its own elements"
-                if compressor.per_rank
-                else "a whole bucket has no shards that outlast DDP's rebuilding of buckets"
-            ),
-        }
-        raise ValueError(
-            f"collective {collective!r} cannot be used: {reasons[collective]}; "
-            f"choose from auto, {', '.join(supported)}"
-        )
-    if memory and not compressor.contractive:
-        raise ValueError(
-            f"{compressor} cannot be used with error feedback: it is not contractive, so the "
-            f"residual would grow without bound. Use memory=None; its noise averages out over "
-            f"steps" + (" (or RandomK(unbiased=False))" if name == "RandomK" else "")
-        )
-
-
-def _check_agreement(configs: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ConfigMismatchError`` naming the settings in which ranks differ."""
-    differences = []
-    for setting in dict.fromkeys(key for config in configs for key in config):
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, config in enumerate(configs):
-            value = repr(config[setting]) if setting in config else "absent"
-            ranks_by_value.setdefault(value, []).append(rank)
-        if len(ranks_by_value) > 1:
-            listed = ", ".join(
-                f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-                for value, ranks in ranks_by_value.items()
-            )
-            differences.append(f"{setting} is {listed}")
-    if differences:
-        raise ConfigMismatchError(
-            "ranks are configured differently: "
-            + "; ".join(differences)
-            + ". Give every rank the same settings"
-        )
+            self._routes[key] = routes[chosen]
+        return self._routes[key]

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from comm_hooks.checks import Collective, require_dense_floats
 from comm_hooks.collectives.base import completed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.config import build_compressor, build_memory
-from comm_hooks.exchange import Collective, Exchange, require_dense_floats
+from comm_hooks.exchange import Exchange
 from comm_hooks.layout import Granularity, Layout, Segment
 from comm_hooks.memory.base import Memory
 from comm_hooks.sparse_gradients import average_sparse
@@ -33,9 +34,10 @@ class CompressionState:
         compressor: for instance ``TopK(density=1 / 64)``.
         memory: for instance ``ErrorFeedback()``; None for nothing.
         collective: ``"auto"``, ``"all_reduce"``, ``"all_gather"`` or ``"sharded"``; see
-            :class:`~comm_hooks.exchange.Exchange`, also for the next three.
+            :class:`~comm_hooks.exchange.Exchange`, also for the next four.
         seed: equal on all ranks.
         min_numel: parameters with fewer elements, or at most one dimension, are not compressed.
+        exempt_bits: 32 or 16.
         granularity: ``"parameter"`` or ``"bucket"``.
         process_group: the group that DDP was given; the default group if None.
         named_parameters: ``model.named_parameters()``, which ties saved state to names.  Without
@@ -65,17 +67,24 @@ class CompressionState:
         seed: int = 0,
         *,
         min_numel: int = 1024,
+        exempt_bits: int = 32,
         granularity: Granularity = "parameter",
         process_group: dist.ProcessGroup | None = None,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
         loss_scale: Callable[[], float] | None = None,
     ) -> None:
+        if memory is not None and memory.sends_changes:
+            raise ValueError(
+                f"CompressionState: {memory} sends changes, which an optimizer behind a hook would "
+                "take for gradients: use ErrorFeedback(), or optim.EF21 or CDAdam with skip_hook"
+            )
         self.exchange = Exchange(
             compressor,
             memory,
             collective,
             seed,
             min_numel=min_numel,
+            exempt_bits=exempt_bits,
             granularity=granularity,
             process_group=process_group,
         )
@@ -99,7 +108,8 @@ class CompressionState:
             ValueError: if the state is not this rank's or names parameters that this model lacks;
                 nothing is changed.
         """
-        saved = set(state.get("memory", ()))
+        memory = self.exchange.memory
+        saved = memory.parameters_in(state.get("memory", {})) if memory else set()
         if self._names and not saved <= set(self._names.values()):
             strangers = ", ".join(sorted(saved - set(self._names.values()))[:3])
             raise ValueError(
@@ -202,6 +212,7 @@ def register(
     collective: Collective = "auto",
     seed: int = 0,
     min_numel: int = 1024,
+    exempt_bits: int = 32,
     granularity: Granularity = "parameter",
     loss_scale: Callable[[], float] | None = None,
     **options: Any,
@@ -216,7 +227,8 @@ def register(
         memory: an object, None, ``"none"``, ``"error_feedback"``, or ``"auto"``: error feedback
             where the compressor is biased.
         options: arguments of the compressor, when it is given by name.
-        collective, seed, min_numel, granularity, loss_scale: see :class:`CompressionState`.
+        collective, seed, min_numel, exempt_bits, granularity, loss_scale: see
+            :class:`CompressionState`.
 
     Raises:
         ValueError: for bad settings, and if ``model`` is not a DDP model.
@@ -246,6 +258,7 @@ def register(
         collective,
         seed,
         min_numel=min_numel,
+        exempt_bits=exempt_bits,
         granularity=granularity,
         process_group=ddp.process_group,
         named_parameters=ddp.module.named_parameters(),

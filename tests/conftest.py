@@ -2,8 +2,12 @@ from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
+import torch
 
 from tests.ranks import Ranks
+
+# Where something else keeps a core busy, threads that wait for each other take ten times as long.
+torch.set_num_threads(1)
 
 hypothesis.settings.register_profile(
     "default", deadline=None, max_examples=40, derandomize=True, print_blob=True

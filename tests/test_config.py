@@ -12,7 +12,7 @@ def test_every_name_builds_with_its_defaults(name: str) -> None:
 
 
 def test_the_fixed_names_are_there() -> None:
-    fixed = "count_sketch srht gaussian_sketch topk random_k perm_k sign quantize"
+    fixed = "count_sketch srht gaussian_sketch topk random_k perm_k sign quantize cocktail dct_topk"
     assert set(fixed.split()) <= set(COMPRESSORS)
 
 
@@ -34,8 +34,17 @@ def test_options_reach_the_compressor() -> None:
         ("topk", {"density": float("nan")}, "TopK: density .* got nan"),
         ("topk", {"density": "0.1"}, "TopK: density .* got '0.1'"),
         ("topk", {"density": True}, "TopK: density .* got True"),
-        ("topk", {"value_bits": 2}, "TopK: value_bits must be one of 1, 16, 32, got 2"),
+        ("topk", {"value_bits": 3}, "TopK: value_bits must be one of 1, 2, 4, 16, 32, got 3"),
         ("topk", {"block_size": 70000}, "TopK: block_size must be at most 65536"),
+        ("cocktail", {"mask": 0}, "Cocktail: mask .* must lie in \\(0, 1\\], got 0"),
+        ("cocktail", {"density": 1.1}, "Cocktail: density .* got 1.1"),
+        ("cocktail", {"value_bits": 8}, "Cocktail: value_bits must be one of 1, 2, 4, 16, 32"),
+        ("cocktail", {"block_size": 70000}, "Cocktail: block_size must be at most 65536"),
+        ("dct_topk", {"chunk": 0}, "DCTTopK: chunk must be an integer of at least 1, got 0"),
+        ("dct_topk", {"chunk": 64.0}, "DCTTopK: chunk must be an integer of at least 1, got 64.0"),
+        ("dct_topk", {"chunk": 257}, "DCTTopK: chunk must be at most 256, got 257"),
+        ("dct_topk", {"density": 0}, "DCTTopK: density .* got 0"),
+        ("dct_topk", {"value_bits": True}, "DCTTopK: value_bits must be one of"),
         ("random_k", {"density": 2}, "RandomK: density .* got 2"),
         ("sign", {"block_size": 1.5}, "Sign: block_size must be an integer"),
         ("quantize", {"bits": 3}, "Quantize: bits must be one of 1, 2, 4, 8, got 3"),

@@ -22,8 +22,8 @@ from comm_hooks import (
     Sign,
     TopK,
 )
+from comm_hooks.checks import supported_collectives
 from comm_hooks.collectives import Simulated
-from comm_hooks.exchange import supported_collectives
 
 WITH_FEEDBACK = [
     TopK(density=0.1),
@@ -38,7 +38,7 @@ WITHOUT_FEEDBACK = [CountSketch(0.1), SRHT(0.1), GaussianSketch(0.2), RandomK(0.
 ROUTES = [
     (compressor, collective)
     for compressor in [*WITH_FEEDBACK, *WITHOUT_FEEDBACK]
-    for collective in supported_collectives(compressor, "parameter")
+    for collective in supported_collectives(compressor, "parameter", Identity())
 ]
 every_route = pytest.mark.parametrize(("compressor", "collective"), ROUTES, ids=str)
 
@@ -263,7 +263,7 @@ def test_auto_takes_the_route_of_fewest_bytes() -> None:
     for compressor in (TopK(0.1), Sign(), CountSketch(0.1), PermK()):
         for size in (2, 3, 8):
             sent = {}
-            for collective in ("auto", *supported_collectives(compressor, "parameter")):
+            for collective in ("auto", *supported_collectives(compressor, "parameter", Identity())):
                 world = World(size, compressor, collective=collective)
                 world.average(world.gradients("abcdef"))
                 sent[collective] = world.exchanges[0].stats()["bytes_sent"]
@@ -332,7 +332,7 @@ def test_another_ranks_state_is_refused() -> None:
         ({"seed": 7}, "seed is 0 on ranks 0, 1, 7 on rank 2"),
         ({"compressor": TopK(density=0.2)}, "density is 0.1 on ranks 0, 1, 0.2 on rank 2"),
         ({"compressor": Sign()}, "compressor is 'TopK' on ranks 0, 1, 'Sign' on rank 2"),
-        ({"memory": None}, "memory is {'name': 'error_feedback', 'bits': 32} on ranks 0, 1, None"),
+        ({"memory": None}, "memory is 'ErrorFeedback(bits=32)' on ranks 0, 1, 'None'"),
         ({"collective": "sharded"}, "collective is 'auto' on ranks 0, 1, 'sharded' on rank 2"),
     ],
     ids=str,

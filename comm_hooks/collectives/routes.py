@@ -16,7 +16,6 @@ import torch
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Round
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.compressors.identity import Identity
 from comm_hooks.layout import Layout, Rows
 from comm_hooks.memory.base import Memory
 from comm_hooks.randomness import fork
@@ -27,7 +26,7 @@ Settle = Callable[[torch.Tensor], None]
 
 
 class Route(ABC):
-    """How one layout's payloads travel."""
+    """How one layout's payloads travel.  Made with one compressor for each part of the layout."""
 
     @property
     @abstractmethod
@@ -53,17 +52,19 @@ class OneShot(Route):
     """One collective per round."""
 
     def __init__(
-        self, layout: Layout, compressor: Compressor, transport: Transport, *, sum_on_wire: bool
+        self,
+        layout: Layout,
+        compressors: Sequence[Compressor],
+        transport: Transport,
+        *,
+        sum_on_wire: bool,
     ) -> None:
         self._layout = layout
         self._transport = transport
         self._sum_on_wire = sum_on_wire
         self._matrices = [part.matrix for part in layout.parts()]
         self._format = PayloadFormat(
-            [
-                (c, *m.shape)
-                for c, m in zip(part_compressors(layout, compressor), self._matrices, strict=True)
-            ],
+            [(c, *m.shape) for c, m in zip(compressors, self._matrices, strict=True)],
             transport.world_size,
         )
 
@@ -105,7 +106,7 @@ class Sharded(Route):
     def __init__(
         self,
         layout: Layout,
-        compressor: Compressor,
+        compressors: Sequence[Compressor],
         transport: Transport,
         memory: Memory | None,
     ) -> None:
@@ -124,10 +125,7 @@ class Sharded(Route):
         ]
         self._remembered = self._owned[1:] if layout.exempt else self._owned
         self._format = PayloadFormat(
-            [
-                (c, *rows.matrix.shape)
-                for c, rows in zip(part_compressors(layout, compressor), self._owned, strict=True)
-            ],
+            [(c, *rows.matrix.shape) for c, rows in zip(compressors, self._owned, strict=True)],
             ranks,
         )
 
@@ -160,7 +158,7 @@ class Sharded(Route):
             )
         health = total_health(received)
         if self._memory:
-            active = [row_norms(rows.matrix) != 0 for rows in self._remembered]
+            active = [self._memory.active(row_norms(rows.matrix)) for rows in self._remembered]
             for rows, is_active in zip(self._remembered, active, strict=True):
                 self._memory.compensate(rows, is_active, scale)
         mean = self._format.encode(owned, downlink[own], own, health)
@@ -172,7 +170,7 @@ class Sharded(Route):
         accept = torch.isfinite(health)
         if self._memory:
             for rows, is_active in zip(self._remembered, active, strict=True):
-                self._memory.retain(rows, is_active & accept, scale)
+                self._memory.retain(rows, is_active & accept, scale, downlink[own][0][0])
         if settle:
             self._merge(shards)
             settle(accept)
@@ -191,12 +189,6 @@ class Sharded(Route):
     def _merge(self, shards: Sequence[torch.Tensor]) -> None:
         for matrix, part in zip(self._matrices, shards, strict=True):
             matrix.copy_(part.transpose(0, 1).flatten(1)[:, : matrix.shape[1]])
-
-
-def part_compressors(layout: Layout, compressor: Compressor) -> list[Compressor]:
-    """Return the compressor of each of the layout's parts."""
-    compressors = [compressor] * len(layout.compressed)
-    return [Identity(), *compressors] if layout.exempt else compressors
 
 
 def row_norms(matrix: torch.Tensor) -> torch.Tensor:

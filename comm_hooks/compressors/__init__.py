@@ -1,6 +1,8 @@
 """Vector to payload and back: pure math, no state, no communication."""
 
 from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.cocktail import Cocktail
+from comm_hooks.compressors.dct import DCTTopK
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.compressors.quantize import Quantize, Sign
 from comm_hooks.compressors.sketch import SRHT, CountSketch, GaussianSketch
@@ -8,8 +10,10 @@ from comm_hooks.compressors.sparse import PermK, RandomK, TopK
 
 __all__ = [
     "SRHT",
+    "Cocktail",
     "Compressor",
     "CountSketch",
+    "DCTTopK",
     "GaussianSketch",
     "Identity",
     "PermK",

@@ -1,19 +1,25 @@
 """No compression: the control, and the way small parameters travel."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from comm_hooks.compressors.base import Compressor, write
+from comm_hooks.compressors.base import Compressor, require_choice, word_aligned, write
 
 
 @dataclass(frozen=True)
 class Identity(Compressor):
-    """Sends every element as float32.
+    """Sends every element, as float32 or rounded to bfloat16.
 
     With ``collective="all_reduce"`` this is plain averaging through the same code as everything
     else, which makes it the control to compare with.
+
+    Args:
+        bits: 32 (float32) or 16 (bfloat16, whose payloads cannot be summed on the wire).
+
+    Shapes: vector (d,) -> payload (d,) float32, or uint8 of 2 d bytes.
 
     Example::
 
@@ -21,20 +27,37 @@ class Identity(Compressor):
         tensor([1., 2.])
     """
 
-    linear = True
-    unbiased = True
+    bits: int = 32
+
+    def __post_init__(self) -> None:
+        require_choice(self, "bits", self.bits, (16, 32))
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]  # a constant of most classes
+        return self.bits == 32
+
+    @property
+    def unbiased(self) -> bool:
+        return self.bits == 32
+
     contractive = True
 
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
-        return 4 * numel
+        return word_aligned(numel * self.bits // 8)
 
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
-        return 1.0
+        return 1.0 if self.linear else math.inf
 
     def _compress(
         self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
     ) -> torch.Tensor:
-        return rows
+        if self.linear:
+            return rows
+        payload = torch.zeros(
+            len(keys), self.payload_nbytes(rows.shape[1]), dtype=torch.uint8, device=rows.device
+        )
+        payload[:, : 2 * rows.shape[1]] = rows.bfloat16().view(torch.uint8)
+        return payload
 
     def _decode(
         self,
@@ -46,4 +69,5 @@ class Identity(Compressor):
         alpha: float,
         add: bool,
     ) -> None:
-        write(out, payloads.view(torch.float32), alpha, add)
+        dtype = torch.float32 if self.linear else torch.bfloat16
+        write(out, payloads.view(dtype)[:, : out.shape[1]].float(), alpha, add)

@@ -152,7 +152,7 @@ class Quantize(Compressor):
         header = 4 * blocks.count
         payload[:, :header] = low.contiguous().view(torch.uint8)
         payload[:, header : 2 * header] = unit.contiguous().view(torch.uint8)
-        packed = pack_bits(codes.bool()) if self.bits == 1 else pack_codes(codes, self.bits)
+        packed = pack_codes(codes, self.bits)
         payload[:, 2 * header :][:, : packed.shape[1]] = packed
         return payload
 

@@ -22,6 +22,7 @@ from comm_hooks.compressors.base import (
     write,
 )
 from comm_hooks.randomness import (
+    SIGN_TABLE_SIZE,
     SIGN_WINDOW,
     fork,
     multiply_signs_,
@@ -30,6 +31,10 @@ from comm_hooks.randomness import (
     sign_table,
     stratified_indices,
 )
+
+# Below this width a Count-Sketch takes many rows at once, about _BATCH elements.
+_NARROW = 512
+_BATCH = 1 << 16
 
 
 class _Sketch(Compressor):
@@ -110,11 +115,65 @@ class CountSketch(_Sketch):
                 )
             )
 
+    def _batches(
+        self, numel: int, keys: Sequence[int], device: torch.device
+    ) -> Iterator[Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]]:
+        """Yield, per key, (start, stop, rotations, signs) of batches of whole rows.
+
+        For sketches so narrow that rows one by one take longer to ask for than to compute.
+        Rotations have the shape (rows, 1), signs (rows, width); the last batch may be padded.
+        """
+        width = self.width(numel)
+        count = -(-numel // width)
+        rotations, offsets = (
+            torch.from_numpy(random_below(fork(keys, stream), count, bound)).to(device)
+            for stream, bound in enumerate((width, SIGN_TABLE_SIZE))
+        )
+        columns = torch.arange(width, device=device)
+        step = max(1, _BATCH // width)
+        for row_rotations, row_offsets in zip(rotations, offsets, strict=True):
+            yield (
+                (
+                    first * width,
+                    min((first + step) * width, numel),
+                    row_rotations[first : first + step, None],
+                    sign_table(device)[row_offsets[first : first + step, None] + columns],
+                )
+                for first in range(0, count, step)
+            )
+
+    def _compress_narrow(self, rows: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
+        width = self.width(rows.shape[1])
+        columns = torch.arange(width, device=rows.device)
+        sums = torch.zeros(len(keys), width, device=rows.device)
+        for row, total, batches in zip(
+            rows, sums, self._batches(rows.shape[1], keys, rows.device), strict=True
+        ):
+            for start, stop, rotations, signs in batches:
+                padding = signs.numel() - (stop - start)
+                lines = torch.nn.functional.pad(row[start:stop], (0, padding)).view_as(signs)
+                total += (lines * signs).gather(1, (columns - rotations) % width).sum(0)
+        return sums
+
+    def _decode_narrow(
+        self, out: torch.Tensor, sketch: torch.Tensor, keys: Sequence[int], add: bool
+    ) -> None:
+        width = sketch.shape[1]
+        columns = torch.arange(width, device=out.device)
+        for row, total, batches in zip(
+            out, sketch, self._batches(out.shape[1], keys, out.device), strict=True
+        ):
+            for start, stop, rotations, signs in batches:
+                values = total[(columns + rotations) % width].mul_(signs)
+                write(row[start:stop], values.flatten()[: stop - start], 1.0, add)
+
     def _compress(
         self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
     ) -> torch.Tensor:
         numel = rows.shape[1]
         width = self.width(numel)
+        if width < _NARROW:
+            return self._compress_narrow(rows, keys)
         signs = sign_table(rows.device)
         # Twice the width: a rotated piece stays contiguous, and the halves are added at the end.
         sums = torch.zeros(len(keys), 2 * width, device=rows.device)
@@ -139,6 +198,9 @@ class CountSketch(_Sketch):
         numel = out.shape[1]
         signs = sign_table(out.device)
         sketch = payloads.view(torch.float32) * alpha
+        if sketch.shape[1] < _NARROW:
+            self._decode_narrow(out, sketch, keys, add)
+            return
         sketch = torch.cat([sketch, sketch], dim=1)
         for row, total, pieces in zip(out, sketch, self._pieces(numel, keys), strict=True):
             for start, stop, place, offset in pieces:

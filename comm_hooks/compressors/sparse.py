@@ -16,8 +16,10 @@ from comm_hooks.compressors.base import (
     write,
 )
 from comm_hooks.randomness import fork, random_below, stratified_indices
-from comm_hooks.wire.bits import pack_bits, packed_nbytes, unpack_bits
 from comm_hooks.wire.elias_fano import EliasFano
+from comm_hooks.wire.values import VALUE_BITS, ValueCode
+
+MAX_BLOCK_SIZE = 65536
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,9 @@ class TopK(Compressor):
     Args:
         density: the fraction of elements that is kept, in (0, 1].
         block_size: the largest block, 1 to 65536 elements.
-        value_bits: 32 (float32), 16 (bfloat16), or 1: the sign times the block's mean magnitude of
-            kept elements (bfloat16), which costs little with error feedback.
+        value_bits: 32 (float32), 16 (bfloat16), or the sign and 0, 1 or 3 bits of magnitude: 1, 2
+            or 4 (:class:`~comm_hooks.wire.values.ValueCode`), of which 1 and 2 cost little with
+            error feedback.
 
     Shapes: vector (d,) -> payload uint8.  Elements equal in magnitude are chosen among arbitrarily.
     Use with :class:`~comm_hooks.memory.ErrorFeedback`: alone it drops the rest for ever.
@@ -54,11 +57,7 @@ class TopK(Compressor):
     value_bits: int = 16
 
     def __post_init__(self) -> None:
-        require_fraction(self, "density", self.density)
-        require_positive(self, "block_size", self.block_size)
-        if self.block_size > 65536:
-            raise ValueError(f"TopK: block_size must be at most 65536, got {self.block_size}")
-        require_choice(self, "value_bits", self.value_bits, (1, 16, 32))
+        require_selection(self, self.density, self.block_size, self.value_bits)
 
     @property
     def unbiased(self) -> bool:
@@ -66,17 +65,20 @@ class TopK(Compressor):
 
     contractive = True
 
+    @property
+    def _values(self) -> ValueCode:
+        return ValueCode(self.value_bits)
+
     def _plan(self, numel: int) -> tuple[Blocks, EliasFano]:
         blocks = Blocks(numel, self.block_size)
         return blocks, EliasFano(blocks.size, math.ceil(self.density * blocks.size))
 
-    def _value_nbytes(self, blocks: Blocks, code: EliasFano) -> int:
-        scales = 2 * blocks.count if self.value_bits == 1 else 0
-        return word_aligned(scales + packed_nbytes(blocks.count * code.count, self.value_bits))
+    def _values_nbytes(self, blocks: Blocks, code: EliasFano) -> int:
+        return word_aligned(self._values.nbytes(blocks.count, code.count))
 
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
         blocks, code = self._plan(numel)
-        return self._value_nbytes(blocks, code) + word_aligned(code.nbytes(blocks.count))
+        return self._values_nbytes(blocks, code) + word_aligned(code.nbytes(blocks.count))
 
     def _compress(
         self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
@@ -84,20 +86,12 @@ class TopK(Compressor):
         blocks, code = self._plan(rows.shape[1])
         vectors = blocks.split(rows)
         places = vectors.abs().topk(code.count, dim=2, sorted=False).indices.sort(dim=2).values
-        values = vectors.gather(2, places)
         payload = torch.zeros(
             len(keys), self.payload_nbytes(rows.shape[1]), dtype=torch.uint8, device=rows.device
         )
-        sections = [payload[:, : self._value_nbytes(blocks, code)]]
-        sections.append(payload[:, sections[0].shape[1] :])
-        if self.value_bits == 1:
-            scales = values.abs().mean(dim=2).bfloat16().view(torch.uint8)
-            signs = pack_bits((values >= 0).flatten(1))
-            _fill(sections[0], torch.cat([scales, signs], dim=1))
-        else:
-            dtype = torch.bfloat16 if self.value_bits == 16 else torch.float32
-            _fill(sections[0], values.flatten(1).to(dtype).view(torch.uint8))
-        _fill(sections[1], code.encode(places))
+        split = self._values_nbytes(blocks, code)
+        _fill(payload[:, :split], self._values.encode(vectors.gather(2, places)))
+        _fill(payload[:, split:], code.encode(places))
         return payload
 
     def _decode(
@@ -110,25 +104,30 @@ class TopK(Compressor):
         alpha: float,
         add: bool,
     ) -> None:
-        blocks, code = self._plan(out.shape[1])
-        count = blocks.count * code.count
-        octets = payloads[:, : self._value_nbytes(blocks, code)]
-        if self.value_bits == 1:
-            scales = octets[:, : 2 * blocks.count].view(torch.bfloat16).float()
-            signs = unpack_bits(octets[:, 2 * blocks.count :], count)
-            values = signs.reshape(len(keys), blocks.count, -1).float().mul_(2).sub_(1)
-            values = values.mul_(scales[:, :, None]).flatten(1)
-        else:
-            dtype = torch.bfloat16 if self.value_bits == 16 else torch.float32
-            values = octets.view(dtype)[:, :count].float()
-        places = code.decode(payloads[:, octets.shape[1] :], blocks.count)
+        numel = out.shape[1]
+        blocks, code = self._plan(numel)
+        split = self._values_nbytes(blocks, code)
+        values = self._values.decode(payloads[:, :split], blocks.count, code.count)
+        places = code.decode(payloads[:, split:], blocks.count)
         starts = torch.arange(0, blocks.padded, blocks.size, device=out.device)[:, None]
         places = (places + starts).flatten(1)
-        # A block of zeros may keep places in the padding, where the value is zero as well.
-        places.clamp_(max=out.shape[1] - 1)
+        # If fewer elements of the last block than are kept are not zero, some of the places may lie
+        # in its padding, where a coarse code turns the zero into something else.
+        values = values.flatten(1).masked_fill(places >= numel, 0.0)
         if not add:
             out.zero_()
-        out.scatter_add_(1, places, values * alpha)
+        out.scatter_add_(1, places.clamp_(max=numel - 1), values * alpha)
+
+
+def require_selection(owner: object, density: float, block_size: int, value_bits: int) -> None:
+    """Raise ``ValueError`` unless these are arguments of :class:`TopK`."""
+    require_fraction(owner, "density", density)
+    require_positive(owner, "block_size", block_size)
+    if block_size > MAX_BLOCK_SIZE:
+        raise ValueError(
+            f"{type(owner).__name__}: block_size must be at most {MAX_BLOCK_SIZE}, got {block_size}"
+        )
+    require_choice(owner, "value_bits", value_bits, VALUE_BITS)
 
 
 def _fill(section: torch.Tensor, octets: torch.Tensor) -> None:

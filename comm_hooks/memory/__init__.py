@@ -1,6 +1,8 @@
-"""What a rank remembers between rounds: error feedback."""
+"""What a rank remembers between rounds: error feedback, differences, momentum."""
 
 from comm_hooks.memory.base import Memory
+from comm_hooks.memory.differences import Differences
 from comm_hooks.memory.error_feedback import ErrorFeedback
+from comm_hooks.memory.momentum_correction import MomentumCorrection
 
-__all__ = ["ErrorFeedback", "Memory"]
+__all__ = ["Differences", "ErrorFeedback", "Memory", "MomentumCorrection"]

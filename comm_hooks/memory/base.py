@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -13,15 +14,32 @@ class Memory(ABC):
 
     A memory is tied to parameter names: a row of :class:`Rows` may be found in another matrix, at
     another place, in the next round.
+
+    ``sends_changes``: a round returns the mean of changes that the receiver must add up, not a mean
+    of vectors.
     """
+
+    sends_changes: ClassVar[bool] = False
 
     @abstractmethod
     def fresh(self) -> "Memory":
-        """Return an empty memory with the same settings, for another place in the exchange."""
+        """Return an empty memory with the same settings: another client's."""
 
     @abstractmethod
-    def settings(self) -> dict[str, object]:
-        """Return what must be equal on all ranks."""
+    def for_server(self) -> "Memory":
+        """Return an empty memory for who averages what others sent and compresses it again."""
+
+    @abstractmethod
+    def __repr__(self) -> str:
+        """Return all settings, which must be equal on all ranks."""
+
+    def active(self, norms: torch.Tensor) -> torch.Tensor:
+        """Return which rows take part in a round, booleans (n, 1), given the norms of the vectors.
+
+        A row without any gradient is left alone, since DDP discards what is returned for a
+        parameter that no rank used.
+        """
+        return norms != 0
 
     @abstractmethod
     def compensate(self, rows: Rows, active: torch.Tensor, scale: float) -> None:
@@ -29,16 +47,16 @@ class Memory(ABC):
 
         Args:
             rows: this round's vectors.
-            active: booleans (n, 1); a row without any gradient is left alone, since DDP discards
-                what is returned for a parameter that no rank used.
+            active: from :meth:`active`.
             scale: the factor by which gradients are scaled at present (loss scaling).
         """
 
     @abstractmethod
-    def retain(self, rows: Rows, accept: torch.Tensor, scale: float) -> None:
+    def retain(self, rows: Rows, accept: torch.Tensor, scale: float, key: int) -> None:
         """Remember ``rows.matrix``, what was left of the vectors after sending, where ``accept``.
 
-        Where ``accept`` (n, 1) is false the row's memory stays as it was.
+        Where ``accept`` (n, 1) is false the row's memory stays as it was.  ``key`` is this rank's
+        and round's own, for memories that draw.
         """
 
     @abstractmethod
@@ -47,7 +65,11 @@ class Memory(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return one tensor per parameter name."""
+        """Return what to save, as a flat dictionary of tensors."""
+
+    def parameters_in(self, state: Mapping[str, torch.Tensor]) -> set[str]:
+        """Return the names of the parameters that a state is about."""
+        return set(state)
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:

@@ -48,6 +48,8 @@ def pack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
         >>> pack_codes(torch.tensor([1, 2, 3]), 4)
         tensor([33,  3], dtype=torch.uint8)
     """
+    if width == 1:
+        return pack_bits(codes.bool())
     if width == 8:
         return codes.to(torch.uint8)
     if width in (2, 4):
@@ -65,6 +67,8 @@ def pack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
 
 def unpack_codes(octets: torch.Tensor, count: int, width: int) -> torch.Tensor:
     """Return ``count`` codes of ``width`` bits: uint8 up to 8 bits, int64 above."""
+    if width == 1:
+        return unpack_bits(octets, count)
     if width == 8:
         return octets[..., :count]
     if width in (2, 4):

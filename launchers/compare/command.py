@@ -52,7 +52,7 @@ def compare(
         typer.Option(
             metavar="LIST",
             help="Methods, separated by commas: CROSSING[:option=value...][+OPTIMIZER], for "
-            f"example topk:density=1/64+compressed_adam. [default: {DEFAULT_METHODS}]",
+            f"example topk:density=1/64+local_variance_adam. [default: {DEFAULT_METHODS}]",
         ),
     ] = None,
     nproc: Annotated[int, typer.Option(help="Ranks, each a process on this machine.")] = 2,
@@ -82,6 +82,8 @@ def compare(
     try:
         methods = parse_methods(hooks or (QUICK_METHODS if quick else DEFAULT_METHODS))
         settings = _make_settings(nproc, steps, seed, eval_every, quick)
+        for method in methods:
+            method.check(settings)
         if timeout <= 0:
             raise ValueError(f"--timeout must be positive, got {timeout:g}")
         corpus = load_corpus(data)

@@ -51,7 +51,7 @@ def run_method(
         The record, with ``failure`` set if the run crashed, hung or diverged.
     """
     run = Run(method.spec, method.note, settings)
-    told: str | None = None  # what the first worker that failed said
+    told: dict[int, str] = {}  # what each worker that failed said, first things first
     with (
         tempfile.TemporaryDirectory(prefix="comm-hooks-") as scratch,
         _Job(method, settings, corpus, log, Path(scratch)) as job,
@@ -69,14 +69,13 @@ def run_method(
                 elif event["event"] == "figures":
                     run.figures = Figures(**values)
                 elif event["event"] == "error":
-                    # The others then complain of a closed connection.
-                    told = told or values["reason"]
+                    told[values["rank"]] = values["reason"]
                 watch(event)
             time.sleep(_POLL_SECONDS)
     if run.figures is None:
         output = log.read_text(errors="replace")
         hung = f"hung: no progress for {stall_timeout:g} s" if running else None
-        run.failure = hung or find_killed_rank(output) or told or last_words(output)
+        run.failure = hung or cause_of_failure(told, output)
     return run
 
 
@@ -191,14 +190,25 @@ _KILLED = re.compile(r"Root Cause.*?rank +: (\d+).*?Signal \d+ \((\w+)\)", re.DO
 _EXCEPTION = re.compile(r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)")
 
 
-def find_killed_rank(log: str) -> str | None:
-    """Return which rank a signal ended, by torchrun's account, if one did.
+def cause_of_failure(told: dict[int, str], log: str) -> str:
+    """Return why a run failed, from what its ranks told before they ended and its output.
 
     A process that is killed (out of memory, a crash in native code) cannot say so itself, and what
-    the others then say, that the connection is gone, hides the cause.
+    the others then say, that the connection is gone, hides the cause. One that told its error first
+    and was ended by a signal on its way out (native threads may abort a process that leaves a
+    collective unfinished) has given the cause.
     """
+    killed = find_killed_rank(log)
+    if killed is not None and killed[0] not in told:
+        return f"rank {killed[0]} was ended by {killed[1]}"
+    # The first to fail; the others then complain of a closed connection.
+    return next(iter(told.values()), None) or last_words(log)
+
+
+def find_killed_rank(log: str) -> tuple[int, str] | None:
+    """Return which rank a signal ended, and which signal, by torchrun's account, if one did."""
     killed = _KILLED.search(log)
-    return f"rank {killed[1]} was ended by {killed[2]}" if killed else None
+    return (int(killed[1]), killed[2]) if killed else None
 
 
 def last_words(log: str) -> str:

@@ -70,9 +70,12 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy, in nats per byte, of predicting ``targets``."""
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits (batch, time, 256) of the byte after each of ``tokens``."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), self.tokens.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.linear(self.norm(x), self.tokens.weight)

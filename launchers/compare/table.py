@@ -113,8 +113,9 @@ def make_conclusions(runs: list[Run]) -> list[str]:
             f"Worse than no communication at all: {', '.join(worse)}. This is no bug but a "
             "warning about the pair of what is compressed and which optimizer uses it. Under "
             "Adam, for instance, error feedback turns a gradient into rare pulses, to which the "
-            "second moment answers with tiny steps; compressing the momentum (compressed_adam) "
-            "avoids that. A method may also need more steps than these to pay off."
+            "second moment answers with tiny steps; dividing before the exchange "
+            "(local_variance_adam, local_adamw) avoids that. A method may also need more steps "
+            "than these to pay off."
         )
     return paragraphs
 

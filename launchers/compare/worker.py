@@ -12,7 +12,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from comm_hooks.launchers.compare.corpus import shard_bounds, window_starts
-from comm_hooks.launchers.compare.methods import Method, Trainer, parse_method
+from comm_hooks.launchers.compare.methods import Method, parse_method
 from comm_hooks.launchers.compare.model import GPT
+from comm_hooks.launchers.compare.optimizers import Trainer
 from comm_hooks.launchers.compare.runs import Figures, Point, Settings
 
 _EVAL_BATCH = 16
@@ -48,7 +49,11 @@ def train(method: Method, settings: Settings, tokens: Tensor) -> Iterator[dict[s
         sent, received = totals[-1]
         yield {"event": "step", "step": step, "loss": loss, "bytes_sent": sent}
         if step % settings.eval_every == 0 or step == settings.steps:
-            loss = evaluate(model, tokens, settings.window, settings.eval_windows)
+            if step == settings.steps:
+                trainer.finish()
+                totals[-1] = sent, received = trainer.traffic(step)
+            with trainer.shared_model():
+                loss = evaluate(model, tokens, settings.window, settings.eval_windows)
             point = Point(step, loss, sent, received, sum(durations))
             yield {"event": "point", **asdict(point)}
 
@@ -73,19 +78,26 @@ def _steps(
 ) -> Iterator[tuple[int, float, float]]:
     """Yield (step, this rank's loss, seconds it took) after each step, counted from 1."""
     batches = draw_batches(tokens, settings, dist.get_rank())
-    warmup = LambdaLR(trainer.optimizer, lambda done: min(1.0, (done + 1) / settings.warmup))
+    warmup = LambdaLR(trainer.scheduled, lambda done: min(1.0, (done + 1) / settings.warmup))
     for step in range(1, settings.steps + 1):
         started = time.perf_counter()
-        windows = next(batches)
-        loss = trainer.ddp(windows[:, :-1], windows[:, 1:])
-        loss.backward()
-        trainer.optimizer.step()
+        value = float(trainer.optimizer.step(_closure(trainer, next(batches))))
         warmup.step()
-        trainer.optimizer.zero_grad()
-        value = loss.item()
         if not math.isfinite(value):
             raise FloatingPointError(f"diverged: the loss is {value} at step {step}")
         yield step, value, time.perf_counter() - started
+
+
+def _closure(trainer: Trainer, windows: Tensor) -> Callable[[], Tensor]:
+    """Return what computes the gradients of one batch; some optimizers call it more than once."""
+
+    def closure() -> Tensor:
+        trainer.optimizer.zero_grad()
+        loss: Tensor = trainer.ddp(windows[:, :-1], windows[:, 1:])
+        loss.backward()
+        return loss.detach()
+
+    return closure
 
 
 def draw_batches(tokens: Tensor, settings: Settings, rank: int) -> Iterator[Tensor]:
@@ -177,7 +189,8 @@ def main() -> None:
                     report(event)
         except Exception as error:
             first_line = str(error).strip().split("\n")[0]
-            report({"event": "error", "reason": f"{type(error).__name__}: {first_line}"})
+            reason = f"{type(error).__name__}: {first_line}"
+            report({"event": "error", "rank": int(os.environ["RANK"]), "reason": reason})
             raise
     dist.destroy_process_group()
 

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from comm_hooks.launchers.compare.launch import Event, find_killed_rank, last_words, run_method
+from comm_hooks.launchers.compare.launch import (
+    Event,
+    cause_of_failure,
+    find_killed_rank,
+    last_words,
+    run_method,
+)
 from comm_hooks.launchers.compare.methods import parse_method
 from comm_hooks.launchers.compare.model import GPTConfig
 from comm_hooks.launchers.compare.runs import Run, Settings
@@ -180,4 +186,19 @@ Root Cause (first observed failure):
     failed = log.format(exit=1, traceback="To enable traceback see: https://pytorch.org")
     killed = log.format(exit=-11, traceback="Signal 11 (SIGSEGV) received by PID 5206")
     assert find_killed_rank(failed) is None
-    assert find_killed_rank(killed) == "rank 0 was ended by SIGSEGV"
+    assert find_killed_rank(killed) == (0, "SIGSEGV")
+
+
+def test_what_a_rank_told_before_it_was_aborted_is_the_cause() -> None:
+    aborted = """\
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -6 (pid: 5206)
+  traceback : Signal 6 (SIGABRT) received by PID 5206
+"""
+    assert cause_of_failure({}, aborted) == "rank 0 was ended by SIGABRT"
+    assert cause_of_failure({1: "closed"}, aborted) == "rank 0 was ended by SIGABRT"
+    assert cause_of_failure({1: "diverged", 0: "closed"}, aborted) == "diverged"
+    assert cause_of_failure({0: "diverged"}, "") == "diverged"
+    assert cause_of_failure({}, "ValueError: no") == "ValueError: no"

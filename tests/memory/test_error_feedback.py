@@ -24,7 +24,7 @@ def recall(memory: ErrorFeedback, where: Rows) -> torch.Tensor:
 
 def remember(memory: ErrorFeedback, where: Rows, values: torch.Tensor) -> None:
     where.matrix.copy_(values)
-    memory.retain(where, torch.ones(len(where.names), 1, dtype=torch.bool), 1.0)
+    memory.retain(where, torch.ones(len(where.names), 1, dtype=torch.bool), 1.0, key=0)
 
 
 @every_width
@@ -75,7 +75,7 @@ def test_rows_that_are_not_accepted_keep_what_they_had() -> None:
     memory, place = ErrorFeedback(), rows("a", "b")
     remember(memory, place, torch.ones(2, 600))
     place.matrix.fill_(5)
-    memory.retain(place, torch.tensor([[True], [False]]), 1.0)
+    memory.retain(place, torch.tensor([[True], [False]]), 1.0, key=0)
     assert recall(memory, place)[:, 0].tolist() == [5, 1]
 
 
@@ -90,7 +90,7 @@ def test_inactive_rows_are_left_alone() -> None:
 def test_residuals_are_kept_in_unscaled_units() -> None:
     memory, place = ErrorFeedback(), rows("a")
     place.matrix.fill_(1024)
-    memory.retain(place, torch.tensor([[True]]), 1024.0)
+    memory.retain(place, torch.tensor([[True]]), 1024.0, key=0)
     place.matrix.zero_()
     memory.compensate(place, torch.tensor([[True]]), 8.0)
     assert place.matrix.unique().tolist() == [8]

@@ -1,0 +1,1 @@
+"""Studies: how methods compare on real tasks, one command each."""

@@ -1,0 +1,10 @@
+"""FED-LAMB against Fed-AMS and Fed-SGD: many clients, half of them in each round.
+
+The comparison of "Layerwise and Dimensionwise Locally Adaptive Federated Learning" (Karimi, Li &
+Li, UAI 2023), section 4::
+
+    python -m benchmarks.studies.fed_lamb            # digits, 15 minutes on one core
+    python -m benchmarks.studies.fed_lamb --quick
+
+``methods`` says what is compared and how a run goes, ``figures`` what people read.
+"""

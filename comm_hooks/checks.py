@@ -1,0 +1,93 @@
+"""What is refused before anything is sent."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.errors import ConfigMismatchError
+from comm_hooks.layout import Granularity
+from comm_hooks.memory.base import Memory
+
+Collective = Literal["auto", "all_reduce", "all_gather", "sharded"]
+
+
+def require_dense_floats(tensor: torch.Tensor) -> None:
+    """Raise ``ValueError`` for tensors that no compressor takes."""
+    if not tensor.is_floating_point() or tensor.is_sparse:
+        raise ValueError(
+            f"gradients must be dense and of a floating-point dtype to be compressed, got "
+            f"{tensor.dtype} ({tensor.layout})"
+        )
+
+
+def supported_collectives(
+    compressor: Compressor, granularity: Granularity, exempt: Compressor
+) -> list[str]:
+    """Return the collectives that can carry a compressor's payloads, the simplest first.
+
+    ``exempt`` is what compresses the parameters that the compressor does not see.
+    """
+    collectives = ["all_reduce"] if compressor.linear and exempt.linear else []
+    collectives.append("all_gather")
+    if granularity == "parameter" and not compressor.per_rank:
+        collectives.append("sharded")
+    return collectives
+
+
+def check_combination(
+    compressor: Compressor,
+    memory: Memory | None,
+    collective: str,
+    granularity: Granularity,
+    exempt: Compressor,
+) -> None:
+    """Raise ``ValueError`` for a compressor that the other settings cannot go with."""
+    name = type(compressor).__name__
+    supported = supported_collectives(compressor, granularity, exempt)
+    if collective not in ("auto", *supported):
+        reasons = {
+            "all_reduce": (
+                "exempt parameters in bfloat16 cannot be summed"
+                if compressor.linear
+                else f"the payloads of {name} cannot be summed"
+            ),
+            "sharded": (
+                f"{name} gives each rank its own elements"
+                if compressor.per_rank
+                else "a whole bucket has no shards that outlast DDP's rebuilding of buckets"
+            ),
+        }
+        raise ValueError(
+            f"collective {collective!r} cannot be used: {reasons[collective]}; "
+            f"choose from auto, {', '.join(supported)}"
+        )
+    if memory and not compressor.contractive:
+        raise ValueError(
+            f"{compressor} cannot be used with error feedback: it is not contractive, so the "
+            f"residual would grow without bound. Use memory=None; its noise averages out over "
+            f"steps" + (" (or RandomK(unbiased=False))" if name == "RandomK" else "")
+        )
+
+
+def check_agreement(configs: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ConfigMismatchError`` naming the settings in which ranks differ."""
+    differences = []
+    for setting in dict.fromkeys(key for config in configs for key in config):
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, config in enumerate(configs):
+            value = repr(config[setting]) if setting in config else "absent"
+            ranks_by_value.setdefault(value, []).append(rank)
+        if len(ranks_by_value) > 1:
+            listed = ", ".join(
+                f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+                for value, ranks in ranks_by_value.items()
+            )
+            differences.append(f"{setting} is {listed}")
+    if differences:
+        raise ConfigMismatchError(
+            "ranks are configured differently: "
+            + "; ".join(differences)
+            + ". Give every rank the same settings"
+        )

@@ -1,0 +1,116 @@
+"""Top-k in the frequency domain."""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from comm_hooks.compressors.base import Compressor, require_positive, write
+from comm_hooks.compressors.sparse import MAX_BLOCK_SIZE, TopK, require_selection
+
+MAX_CHUNK = math.isqrt(MAX_BLOCK_SIZE)
+
+
+@dataclass(frozen=True)
+class DCTTopK(Compressor):
+    """The largest coefficients of the discrete cosine transform of every chunk of the vector.
+
+    DeMo (Peng, Quesnelle & Kingma, 2024, section 3): where neighbours move together, a few
+    coefficients say what many elements do.
+
+    1. cut the vector into chunks of chunk x chunk consecutive elements, the last one padded with
+       zeros, and see each as a square X;
+    2. Y = D X D^T with the orthonormal DCT-II, D[k, j] = sqrt(2 / chunk) cos(pi (2 j + 1) k /
+       (2 chunk)), and D[0, j] = 1 / sqrt(chunk);
+    3. send the ``density`` largest in magnitude of each Y, as :class:`~comm_hooks.TopK` does;
+    4. decode by D^T Y D, and drop the padding.
+
+    A vector of fewer than chunk^2 elements is one smaller chunk: the smallest square that holds it.
+
+    Differences to the authors' code: a chunk is a piece of the flattened parameter, not a rectangle
+    of its two axes (the same thing where a matrix has ``chunk`` columns), because a compressor sees
+    vectors, and shards of vectors; the mean of a coefficient is over all ranks, not over those that
+    sent it; an index takes 2 + log2(1/density) bits rather than 64.  The momentum, its decay and
+    the sign of the update are an optimizer's affair.
+
+    Args:
+        chunk: the side of a chunk, 1 to 256.
+        density: the fraction of coefficients that is kept, in (0, 1]; DeMo's 32 of 64 x 64 are
+            1/128.
+        value_bits: 1, 2, 4, 16 or 32, as in :class:`~comm_hooks.TopK`.
+
+    Shapes: vector (d,) -> payload uint8.
+    Cost: 2 chunk multiplications per element each way, in matrix products, beside that of TopK.
+    Use with :class:`~comm_hooks.memory.ErrorFeedback`: alone it drops the rest for ever.
+    Not supported: summing payloads (each rank sends other coefficients).
+
+    Example::
+
+        >>> dct = DCTTopK(density=1 / 4096, value_bits=32)
+        >>> payload = dct.compress(torch.full((4096,), 3.0), key=0)
+        >>> payload.nbytes, dct.decompress(payload, 4096, key=0).mean()
+        (8, tensor(3.))
+    """
+
+    chunk: int = 64
+    density: float = 1 / 128
+    value_bits: int = 16
+
+    def __post_init__(self) -> None:
+        require_positive(self, "chunk", self.chunk)
+        if self.chunk > MAX_CHUNK:
+            raise ValueError(f"DCTTopK: chunk must be at most {MAX_CHUNK}, got {self.chunk}")
+        require_selection(self, self.density, self.chunk**2, self.value_bits)
+
+    unbiased = False
+    contractive = True
+
+    def _plan(self, numel: int) -> tuple[int, int, TopK]:
+        """Return the side of a chunk, the number of elements with padding, and what selects."""
+        side = min(self.chunk, math.isqrt(numel - 1) + 1)
+        padded = -(-numel // side**2) * side**2
+        return side, padded, TopK(self.density, side**2, self.value_bits)
+
+    def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
+        _, padded, top_k = self._plan(numel)
+        return top_k.payload_nbytes(padded)
+
+    def _compress(
+        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
+    ) -> torch.Tensor:
+        numel = rows.shape[1]
+        side, padded, top_k = self._plan(numel)
+        if padded != numel:
+            rows = torch.nn.functional.pad(rows, (0, padded - numel))
+        matrix = dct_matrix(side, rows.device)
+        coefficients = matrix @ rows.reshape(-1, side, side) @ matrix.T
+        return top_k._compress(coefficients.view(-1, padded), keys, rank, world_size)
+
+    def _decode(
+        self,
+        out: torch.Tensor,
+        payloads: torch.Tensor,
+        keys: Sequence[int],
+        rank: int,
+        world_size: int,
+        alpha: float,
+        add: bool,
+    ) -> None:
+        numel = out.shape[1]
+        side, padded, top_k = self._plan(numel)
+        coefficients = torch.empty(len(keys), padded, device=out.device)
+        top_k._decode(coefficients, payloads, keys, rank, world_size, 1.0, add=False)
+        matrix = dct_matrix(side, out.device)
+        chunks = matrix.T @ coefficients.view(-1, side, side) @ matrix
+        write(out, chunks.view(-1, padded)[:, :numel], alpha, add)
+
+
+@functools.lru_cache(maxsize=32)
+def dct_matrix(order: int, device: torch.device) -> torch.Tensor:
+    """Return the orthonormal DCT-II, float32: ``dct_matrix(n, device) @ x`` transforms x (n, m)."""
+    index = torch.arange(order, dtype=torch.float64)
+    matrix = torch.cos(math.pi / order * torch.outer(index, index + 0.5)) * math.sqrt(2 / order)
+    matrix[0] = 1 / math.sqrt(order)
+    return matrix.float().to(device)

@@ -1,0 +1,89 @@
+"""Where a memory keeps one vector per parameter, whatever layout the parameter is in."""
+
+from collections.abc import Callable, Iterator, Mapping
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+
+from comm_hooks.layout import Rows
+
+
+class NamedRows:
+    """Vectors that live as the rows of matrices and are found by parameter name.
+
+    A round touches one matrix per group of parameters.  When the grouping changes (DDP has rebuilt
+    its buckets) the rows move to the new matrices by name.
+
+    Args:
+        empty: returns the matrix that is stored for a group's vectors (n, numel) at first; its rows
+            may be of another dtype and width.
+    """
+
+    def __init__(self, empty: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._empty = empty
+        self._matrices: WeakKeyDictionary[Rows, torch.Tensor] = WeakKeyDictionary()
+        self._owners: WeakValueDictionary[str, Rows] = WeakValueDictionary()
+        self._rows: dict[str, torch.Tensor] = {}
+        self._numels: dict[str, int] = {}
+
+    def matrix(self, rows: Rows) -> torch.Tensor:
+        """Return what is stored for ``rows``, one row each, to be changed in place.
+
+        Raises:
+            ValueError: if a stored row belongs to a parameter of another size.
+        """
+        if rows in self._matrices:
+            return self._matrices[rows]
+        matrix = self._empty(rows.matrix)
+        for row, name in zip(matrix, rows.names, strict=True):
+            known = self._rows.get(name)
+            if known is not None and known.shape != row.shape:
+                raise ValueError(
+                    f"the residual of {name!r} has {known.numel()} elements, but the parameter "
+                    f"needs {row.numel()}: the state belongs to another model"
+                )
+            if known is not None:
+                row.copy_(known)
+            if name in self._owners:
+                # Should that group come back, it must fetch its rows anew.
+                self._matrices.pop(self._owners[name], None)
+            self._owners[name] = rows
+            self._rows[name] = row
+            self._numels[name] = rows.matrix.shape[1]
+        self._matrices[rows] = matrix
+        return matrix
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor, int]]:
+        """Yield the name, the stored row and the number of elements of each parameter in use."""
+        return (
+            (name, row, self._numels[name])
+            for name, row in self._rows.items()
+            if name in self._numels
+        )
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return a copy of each row, on the CPU."""
+        return {name: row.detach().cpu().clone() for name, row in self._rows.items()}
+
+    def check(self, state: Mapping[str, torch.Tensor], dtype: torch.dtype, owner: object) -> None:
+        """Raise ``ValueError`` if a saved row is not of ``dtype``."""
+        for name, row in state.items():
+            if row.dtype != dtype:
+                raise ValueError(
+                    f"the saved residual of {name!r} is {row.dtype}, but {owner} stores "
+                    f"{dtype}: load it into a memory with the settings it was saved with"
+                )
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Replace all rows; they move into matrices when their parameters come by."""
+        self._rows = {name: row.clone() for name, row in state.items()}
+        self._matrices.clear()
+
+
+def replace_(old: torch.Tensor, new: torch.Tensor, accept: torch.Tensor) -> None:
+    """Copy the rows of ``new`` for which ``accept`` (n, 1) is true to ``old``."""
+    if accept.device.type == "cpu" and accept.all():
+        old.copy_(new)
+    else:
+        # Without asking the device whether all rows are accepted, which would wait for it.
+        old.copy_(torch.where(accept, new, old))

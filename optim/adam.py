@@ -1,0 +1,312 @@
+"""Adam and AMSGrad as the servers of federated learning run them: without bias correction."""
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from comm_hooks.optim.exact_state import ExactStateOptimizer
+from comm_hooks.optim.hyperparameters import check_hyperparameters
+
+
+class _Adam(ExactStateOptimizer):
+    """Both of them; they differ in whether the second moment may fall again."""
+
+    _amsgrad: bool
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "bias_correction": bias_correction,
+                "foreach": foreach,
+                "maximize": maximize,
+            },
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with hyperparameters of its own or else the defaults.
+
+        Raises:
+            ValueError: for hyperparameters out of range; nothing is changed.
+        """
+        settings = {**self.defaults, **param_group}
+        checked = {key: settings[key] for key in ("betas", "lr", "eps", "weight_decay")}
+        check_hyperparameters(self, **checked)
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            # Checkpoints of torch.optim.AdamW do not have all of the settings.
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take a step with the parameters that have a gradient; the others stay as they are.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Raises:
+            ValueError: for sparse or complex gradients; nothing is changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [
+            (group, [p for p in group["params"] if p.grad is not None])
+            for group in self.param_groups
+        ]
+        for _, parameters in work:
+            for parameter in parameters:
+                self._require_dense_and_real(parameter.grad)
+        for group, parameters in work:
+            if group["foreach"] is False:
+                for parameter in parameters:
+                    self._update(parameter, group)
+                continue
+            # The fast kernels take lists of one device and one dtype.
+            alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+            for parameter in parameters:
+                alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+            for members in alike.values():
+                self._update_foreach(members, group)
+        return loss
+
+    def _require_dense_and_real(self, gradient: torch.Tensor) -> None:
+        name = type(self).__name__
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"{name} does not support sparse gradients: use sparse=False in embeddings"
+            )
+        if gradient.is_complex():
+            raise ValueError(
+                f"{name} does not support complex gradients: make the real and the imaginary part "
+                "parameters, see torch.view_as_complex"
+            )
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0)
+        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        for name in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * self._amsgrad:
+            # Each for itself, so that AMSGrad can go on from a checkpoint of Adam.
+            if name not in state:
+                state[name] = torch.zeros_like(parameter, dtype=dtype)
+            # From torch's optimizers, or from a model in another dtype.
+            elif state[name].dtype != dtype:
+                state[name] = state[name].to(dtype)
+        return state
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter, in the words of the algorithm."""
+        state = self._state_of(parameter)
+        m, v = state["exp_avg"], state["exp_avg_sq"]
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        assert parameter.grad is not None
+        u = parameter.grad.to(m.dtype)
+
+        state["step"] += 1
+        m.mul_(beta1).add_(u, alpha=1 - beta1)
+        v.mul_(beta2).add_(u * u, alpha=1 - beta2)
+        if self._amsgrad:
+            v = torch.maximum(state["max_exp_avg_sq"], v, out=state["max_exp_avg_sq"])
+        if group["bias_correction"]:
+            # In float32 the difference of 1 and a power of 0.999 has 4 digits.
+            t = state["step"].double()
+            m = m / (1 - beta1**t)
+            v = v / (1 - beta2**t)
+        direction = m / (v.sqrt() + group["eps"])
+        if group["maximize"]:
+            direction = -direction
+        x = parameter.to(m.dtype) * (1 - lr * group["weight_decay"])
+        parameter.copy_(x - lr * direction)
+
+    def _update_foreach(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """Do the same to parameters of one device and dtype, with few kernels and little memory."""
+        states = [self._state_of(p) for p in parameters]
+        steps = [s["step"] for s in states]
+        m = [s["exp_avg"] for s in states]
+        v = [s["exp_avg_sq"] for s in states]
+        lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
+        # No copies, unless the parameters are narrower than the state.
+        x = [p.to(m[0].dtype) for p in parameters]
+        u = [p.grad.to(m[0].dtype) for p in parameters if p.grad is not None]
+
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(m, u, 1 - beta1)
+        torch._foreach_mul_(v, beta2)
+        torch._foreach_addcmul_(v, u, u, 1 - beta2)
+        if self._amsgrad:
+            largest = [s["max_exp_avg_sq"] for s in states]
+            torch._foreach_maximum_(largest, v)
+            v = largest
+        roots = torch._foreach_sqrt(v)
+        if group["bias_correction"]:
+            # (m / c1) / (sqrt(v / c2) + eps) = m / (sqrt(v) c1 / sqrt(c2) + c1 eps)
+            t = torch.stack(steps).double()
+            c1, c2 = 1 - beta1**t, 1 - beta2**t
+            torch._foreach_mul_(roots, _numbers(c1 / c2.sqrt()))
+            torch._foreach_add_(roots, _numbers(c1 * eps))
+        else:
+            torch._foreach_add_(roots, eps)
+
+        if torch.compiler.is_compiling():
+            # A number would be part of the graph, compiled anew for each that a scheduler sets.
+            lr = lr * torch.ones((), dtype=torch.float64)
+        if group["weight_decay"]:
+            torch._foreach_mul_(x, 1 - lr * group["weight_decay"])
+        signed = lr if group["maximize"] else -lr
+        if torch.compiler.is_compiling():
+            directions = torch._foreach_div(m, roots)
+            torch._foreach_mul_(directions, signed)
+            torch._foreach_add_(x, directions)
+        else:
+            torch._foreach_addcdiv_(x, m, roots, value=signed)
+        if parameters[0].dtype != m[0].dtype:
+            for parameter, precise in zip(parameters, x, strict=True):
+                # _foreach_copy_ has no rule for the DTensors of a sharded model.
+                parameter.copy_(precise)
+
+
+def _numbers(values: torch.Tensor) -> list[float] | list[torch.Tensor]:
+    """Return the elements of a vector on the CPU as what a foreach function takes."""
+    if torch.compiler.is_compiling():
+        # Reading numbers would end the graph.
+        return list(values.unbind())
+    return values.tolist()
+
+
+class Adam(_Adam):
+    r"""Adam as federated learning runs it on the server.
+
+    An ordinary optimizer for gradients that are the same on all ranks: those that a comm hook has
+    averaged, or the mean displacement of :class:`~comm_hooks.optim.rounds.LocalRounds`.  The step
+    is deterministic, so ranks that start alike stay alike, bit for bit.  With u the gradient and
+    m = v = 0 at first:
+
+    1. m = beta1 m + (1 - beta1) u;
+    2. v = beta2 v + (1 - beta2) u^2;
+    3. x = (1 - lr weight_decay) x - lr m / (sqrt(v) + eps).
+
+    With ``bias_correction`` step 3 uses m / (1 - beta1^t) and v / (1 - beta2^t) instead, and this
+    is :class:`torch.optim.AdamW`.  Without it m and v both start too small, and m catches up
+    sooner: in the first steps m / sqrt(v) of a constant gradient rises to 6.6 with betas
+    (0.9, 0.999), to 2.1 with (0.9, 0.99).  Let the learning rate warm up, or correct the bias.
+
+    For u = eta g, SAFL's update after one local step of size eta, the step is that for the gradient
+    g itself with eps / eta for eps.
+
+    Source: SAFL (Chen, Li & Banerjee, "Sketched Adaptive Federated Deep Learning"), Algorithm 1
+    with Adam for ADA_OPT; Adam is Kingma & Ba, ICLR 2015; decoupled weight decay is Loshchilov &
+    Hutter, ICLR 2019.
+
+    Args:
+        params: parameters, named parameters or parameter groups; a group may have its own value of
+            any other argument.
+        lr: learning rate (SAFL's kappa).  Schedulers may change it; it does not make
+            ``torch.compile`` compile ``step`` again.
+        betas: decay of the first and the second moment, each in [0, 1).
+        eps: added to the denominator.
+        weight_decay: decoupled (AdamW): times ``lr``, and apart from the moments.
+        bias_correction: divide the moments by 1 - beta^t; t counts a parameter's own steps.
+        foreach: False updates one parameter at a time, slower and in less memory; otherwise
+            parameters of one device and dtype are updated together.
+        maximize: ascend.
+
+    State per parameter: ``step``, a float32 number on the CPU, and in the parameter's shape
+    ``exp_avg`` (m) and ``exp_avg_sq`` (v).  They are float32 for float16 and bfloat16 parameters,
+    also in checkpoints; the new parameter is computed in float32 and rounded once.  Changes that
+    are too small for a bfloat16 parameter are lost: keep the parameters in float32 and train under
+    ``torch.autocast``.  A checkpoint of :class:`torch.optim.AdamW` can be loaded.  Parameters that
+    FSDP2 has sharded (DTensors) have a state that is sharded alike.
+
+    Raises:
+        ValueError: for hyperparameters out of range.
+
+    Not supported: sparse and complex gradients; a learning rate that is a tensor; ``capturable``,
+    ``differentiable`` and ``fused``.  Gradients that are not finite are not looked for: that is for
+    a ``GradScaler`` or ``clip_grad_norm_(..., error_if_nonfinite=True)``.
+
+    Example::
+
+        >>> from comm_hooks import register
+        >>> state = register(ddp_model, "count_sketch", ratio=0.05, granularity="bucket")
+        >>> optimizer = Adam(ddp_model.named_parameters(), lr=1e-3, betas=(0.9, 0.99))
+        >>> ddp_model(torch.ones(1, 8)).square().sum().backward()
+        >>> optimizer.step()
+    """
+
+    _amsgrad = False
+
+
+class AMSGrad(_Adam):
+    r"""AMSGrad, the server's optimizer in SAFL's analysis: Adam whose second moment never falls.
+
+    With u the gradient, the same on all ranks, and m = v = v_hat = 0 at first:
+
+    1. m = beta1 m + (1 - beta1) u;
+    2. v = beta2 v + (1 - beta2) u^2;
+    3. v_hat = max(v_hat, v);
+    4. x = (1 - lr weight_decay) x - lr m / (sqrt(v_hat) + eps).
+
+    With ``bias_correction`` step 4 uses m / (1 - beta1^t) and v_hat / (1 - beta2^t), and this is
+    :class:`torch.optim.AdamW` with ``amsgrad=True``: the maximum is that of the *uncorrected* v.
+    The other order, the maximum of the corrected v, would keep the estimate from the first gradient
+    alone for ever.  The price: while 1 - beta2^t still grows, denominators may fall after all, and
+    that they do not is what AMSGrad is for.  It holds without the correction, the default here.
+
+    One large gradient is remembered for ever, and every later step is smaller for it: clip.
+
+    Source: SAFL (Chen, Li & Banerjee, "Sketched Adaptive Federated Deep Learning"), Algorithm 2;
+    Reddi, Kale & Kumar, ICLR 2018, Algorithm 2.
+
+    Args:
+        params, lr, betas, eps, weight_decay, bias_correction, foreach, maximize: see :class:`Adam`,
+            also for the size of the first steps, precision, errors, and what is not supported.
+
+    State per parameter: that of :class:`Adam`, and ``max_exp_avg_sq`` (v_hat), a third tensor of
+    the parameter's shape.  In a checkpoint of ``Adam`` it is missing, and starts at zero.
+
+    Raises:
+        ValueError: for hyperparameters out of range.
+
+    Not supported: what :class:`Adam` does not support.
+
+    Example::
+
+        >>> from comm_hooks import register
+        >>> state = register(ddp_model, "srht", ratio=0.05, granularity="bucket")
+        >>> optimizer = AMSGrad(ddp_model.named_parameters(), lr=1e-3, betas=(0.9, 0.99))
+        >>> ddp_model(torch.ones(1, 8)).square().sum().backward()
+        >>> torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), 1.0).isfinite()
+        tensor(True)
+        >>> optimizer.step()
+    """
+
+    _amsgrad = True

@@ -1,0 +1,74 @@
+"""Signs of a momentum of which each rank sends the fast-moving part."""
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from comm_hooks.exchange import Exchange
+from comm_hooks.memory.error_feedback import ErrorFeedback
+from comm_hooks.optim.exchanging import ExchangingOptimizer
+from comm_hooks.optim.hyperparameters import check_hyperparameters
+
+
+class DeMo(ExchangingOptimizer):
+    r"""Decoupled momentum: each rank sends the largest part of its own and keeps the rest.
+
+    DeMo (Peng, Quesnelle & Kingma, 2024, section 3).  A rank's momentum delta_i is the exchange's
+    residual, whose decay is that of the momentum.  Per step and parameter:
+
+    1. each rank: delta_i = decay delta_i + g_i;
+    2. it sends q_i, the largest DCT coefficients of delta_i, and delta_i = delta_i - q_i
+       (:class:`~comm_hooks.DCTTopK` and :class:`~comm_hooks.memory.ErrorFeedback`);
+    3. theta = (1 - lr weight_decay) theta - lr sign(mean_i q_i), with sign(0) = 0.
+
+    Exempt parameters send all of delta_i, so that nothing stays in it: they take steps of
+    lr sign(mean_i g_i).  The authors treat one-dimensional parameters like the others.
+
+    Differences to the authors' code: lr is not a factor of g_i in step 1, so that a schedule of lr
+    does not reweigh what ranks still hold; a coefficient is averaged over all ranks, where theirs
+    is averaged over those that sent it.  Each coefficient keeps its sign either way, but one that
+    few ranks sent weighs less here, in sums of several coefficients; with TopK, which has elements
+    instead of coefficients, the two are equal.
+
+    Args:
+        params: parameters, or better ``model.named_parameters()``.
+        exchange: with DCTTopK (or TopK) and ErrorFeedback(decay=0.999), 0.999 being the authors'.
+        lr: learning rate, of the size of AdamW's, since steps are signs.
+        weight_decay: decoupled.
+
+    State: none.  The momenta are the exchange's and differ between ranks: save
+    ``exchange.state_dict()`` on every rank.
+
+    Cost: the collectives of the exchange (sharded: two), and one number read back from the device.
+
+    Raises:
+        ValueError: for hyperparameters out of range, and for an exchange that cannot be used.
+
+    Not supported: sparse gradients, parameters on several devices.
+
+    Example::
+
+        >>> from comm_hooks import skip_hook
+        >>> from comm_hooks.compressors.dct import DCTTopK
+        >>> ddp_model.register_comm_hook(None, skip_hook)
+        >>> exchange = Exchange(DCTTopK(chunk=64, density=1 / 128), ErrorFeedback(decay=0.999))
+        >>> optimizer = DeMo(ddp_model.named_parameters(), exchange, lr=1e-3)
+    """
+
+    def __init__(
+        self, params: ParamsT, exchange: Exchange, *, lr: float = 1e-3, weight_decay: float = 0.0
+    ) -> None:
+        check_hyperparameters(self, lr=lr, weight_decay=weight_decay)
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, exchange, {})
+        if not isinstance(exchange.memory, ErrorFeedback):
+            raise ValueError(
+                "DeMo: the momentum is the exchange's residual; give it memory="
+                f"ErrorFeedback(decay=0.999), not {exchange.memory}"
+            )
+
+    def _step(self, gradients: list[torch.Tensor]) -> None:
+        if not self._average(self._named(gradients)):
+            return
+        torch._foreach_sign_(gradients)
+        for own, group in self._groups():
+            torch._foreach_mul_(group["params"], 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(group["params"], gradients[own], alpha=-group["lr"])

@@ -1,0 +1,204 @@
+"""Exact gradients now and then; in between, compressed differences."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import overload
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from comm_hooks.exchange import Exchange
+from comm_hooks.optim.exchanging import ExchangingOptimizer
+from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.randomness import derive_key, random_unit
+
+COIN = "<coin>"
+
+
+class Marina(ExchangingOptimizer):
+    r"""SGD with an estimate of the gradient that compressed differences keep up to date.
+
+    MARINA (Gorbunov et al., ICML 2021, algorithm 1; on minibatches: VR-MARINA's online form, except
+    that exact steps take the closure's minibatch, not a larger one).  What is compressed shrinks
+    with the steps, so that the compressor's noise does, too, without error feedback.  With
+    :class:`~comm_hooks.PermK` (Szlendak et al., ICLR 2022) it costs 1/N of the elements and no
+    indices, and is exact where the ranks' differences agree.
+
+    g is the estimate, the same on all ranks.  The first step finds g = mean_i grad_i(x), exactly,
+    and leaves x where it is.  Every later step, on its minibatch:
+
+    1. x' = (1 - lr weight_decay) x - lr g;
+    2. all ranks draw the same coin c ~ Bernoulli(p);
+    3. if c: g = mean_i grad_i(x'), exactly; else g = g + mean_i Q(grad_i(x') - grad_i(x));
+    4. x = x'.
+
+    So the gradient that a step finds moves x in the next one: with ``p=1`` step t + 1 is the step t
+    of gradient descent.
+
+    The closure is called twice where c is 0, at x and then at x', with the same state of torch's
+    random number generators, so that dropout drops the same; random numbers from elsewhere it must
+    repeat itself.  It sees zeroed gradients.  What it changes in passing (the running statistics of
+    batch normalization) it changes twice.
+
+    If any rank's gradients are not finite, all ranks return to x and keep g; the next minibatch
+    tries the same x' again.
+
+    Args:
+        params: parameters, or better ``model.named_parameters()``.
+        exchange: with an unbiased compressor (PermK, RandomK, Quantize(stochastic=True), sketches,
+            Identity), without memory.
+        lr: learning rate.  Theory: 1 / (L (1 + sqrt((1 - p) omega / (p N)))), with omega the
+            compressor's relative mean squared error.
+        p: the probability of an exact gradient, in (0, 1].  The traffic of both kinds of steps is
+            equal in the mean for p = payload / uncompressed.
+        weight_decay: decoupled.
+
+    State per parameter: ``step`` and ``estimate`` (g), float32, equal on all ranks.
+
+    Cost: one collective per step, up to two forward and backward passes, and one number read back
+    from the device.  Temporary memory: a copy of the parameters and one of the gradients.
+
+    Raises:
+        ValueError: for hyperparameters out of range, and for an exchange that cannot be used.
+
+    Not supported: steps without a closure, ``GradScaler`` (which refuses closures), sparse
+    gradients, parameters on several devices.
+
+    Example::
+
+        >>> from comm_hooks import PermK, skip_hook
+        >>> ddp_model.register_comm_hook(None, skip_hook)
+        >>> optimizer = Marina(ddp_model.named_parameters(), Exchange(PermK()), lr=0.1, p=0.1)
+        >>> minibatch = torch.randn(4, 8)
+        >>> def closure():
+        ...     optimizer.zero_grad()
+        ...     loss = ddp_model(minibatch).square().mean()
+        ...     loss.backward()
+        ...     return loss
+        >>> loss = optimizer.step(closure)
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        exchange: Exchange,
+        *,
+        lr: float,
+        p: float,
+        weight_decay: float = 0.0,
+    ) -> None:
+        check_hyperparameters(self, lr=lr, weight_decay=weight_decay)
+        if not 0 < p <= 1:
+            raise ValueError(f"Marina: p is a probability and must lie in (0, 1], got {p!r}")
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, exchange, {"p": p})
+        if not exchange.compressor.unbiased:
+            raise ValueError(
+                f"Marina: the compressor must be unbiased, for the errors of differences add up; "
+                f"got {exchange.compressor}"
+            )
+        if exchange.memory is not None:
+            raise ValueError(
+                f"Marina: differences need no error feedback; use memory=None, not "
+                f"{exchange.memory}"
+            )
+        self.p = p
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step on all ranks together.
+
+        Args:
+            closure: zeroes the gradients, computes the loss of one minibatch, the same whenever it
+                is called in this step, calls ``backward()`` and returns the loss.
+
+        Returns:
+            The loss at the new parameters.
+
+        Raises:
+            ValueError: without a closure, for one that returns None, and for sparse gradients;
+                parameters and estimate stay as they were.
+            ConfigMismatchError: in the first step, if ranks are configured differently.
+        """
+        if closure is None:
+            raise ValueError(
+                "Marina: step() needs a closure that computes the gradients of one minibatch, "
+                "because it may do so at two points"
+            )
+        states = self._states("estimate")
+        is_first = int(states[0]["step"]) == 0
+        is_exact = is_first or self._coin()
+        old = None
+        if not is_exact:
+            with self._random_numbers_kept():
+                _, old = self._evaluate(closure)
+        parameters = self._parameters()
+        before = [p.clone() for p in parameters]
+        try:
+            if not is_first:
+                self._move([s["estimate"] for s in states])
+            loss, gradients = self._evaluate(closure)
+            self._step(gradients, old, before)
+        except BaseException:
+            torch._foreach_copy_(parameters, before)
+            raise
+        return loss
+
+    def _step(
+        self,
+        gradients: list[torch.Tensor],
+        old: list[torch.Tensor] | None = None,
+        before: list[torch.Tensor] | None = None,
+    ) -> None:
+        """Update the estimate from the gradients at x', or return to x.
+
+        Args:
+            gradients: at x'; overwritten.
+            old: at x; None for an exact step.
+            before: x itself; None if x' is x.
+        """
+        if old is not None:
+            torch._foreach_sub_(gradients, old)
+        if not self._average(self._named(gradients), compress=old is not None):
+            if before is not None:
+                torch._foreach_copy_(self._parameters(), before)
+            return
+        states = self._states("estimate")
+        estimate = [s["estimate"] for s in states]
+        if old is None:
+            torch._foreach_copy_(estimate, gradients)
+        else:
+            torch._foreach_add_(estimate, gradients)
+        torch._foreach_add_([s["step"] for s in states], 1)
+
+    def _coin(self) -> bool:
+        key = derive_key(self.exchange.seed, self.exchange.step, COIN)
+        return bool(random_unit([key], 1)[0, 0] < self.p)
+
+    def _move(self, estimate: list[torch.Tensor]) -> None:
+        for own, group in self._groups():
+            torch._foreach_mul_(group["params"], 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(group["params"], estimate[own], alpha=-group["lr"])
+
+    def _evaluate(self, closure: Callable[[], float]) -> tuple[float, list[torch.Tensor]]:
+        """Return the loss and this rank's gradients at the present parameters."""
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        if loss is None:
+            raise ValueError(
+                "Marina: the closure returned None; it must call backward() and return the loss"
+            )
+        return loss, self._gradients()
+
+    def _random_numbers_kept(self) -> AbstractContextManager[None]:
+        """Return a context at whose end torch's generators are as they were at its start."""
+        devices = {p.device for p in self._parameters() if p.device.type != "cpu"}
+        kinds = {device.type for device in devices}
+        return torch.random.fork_rng(
+            [device.index for device in devices], device_type=kinds.pop() if kinds else "cuda"
+        )

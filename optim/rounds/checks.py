@@ -1,0 +1,53 @@
+"""What rounds of local work refuse before anything is sent."""
+
+from torch.optim import Optimizer
+
+from comm_hooks.compressors.base import require_positive
+from comm_hooks.exchange import Exchange
+from comm_hooks.optim.rounds.participation import Participation
+
+
+def check_rounds(
+    owner: object,
+    inner: Optimizer,
+    exchange: Exchange,
+    server: Optimizer | None,
+    local_steps: int | None,
+    fragments: int,
+    participation: Participation | None,
+) -> None:
+    """Raise ``ValueError`` for rounds of local work that cannot be."""
+    name = type(owner).__name__
+    if not isinstance(inner, Optimizer):
+        raise ValueError(f"{name}: inner must be an optimizer, got {inner!r}")
+    if not isinstance(exchange, Exchange):
+        raise ValueError(f"{name}: exchange must be an Exchange, got {exchange!r}")
+    if exchange.memory is not None and exchange.memory.sends_changes:
+        raise ValueError(
+            f"{name}: {exchange.memory} sends changes of a vector, but every round's delta is "
+            "a new one: use ErrorFeedback() or no memory"
+        )
+    if server is not None:
+        if not isinstance(server, Optimizer):
+            raise ValueError(f"{name}: server must be an optimizer or None, got {server!r}")
+        own = {p for group in inner.param_groups for p in group["params"]}
+        if own != {p for group in server.param_groups for p in group["params"]}:
+            raise ValueError(
+                f"{name}: server and inner must hold the same parameters: make both from "
+                "model.named_parameters()"
+            )
+    if local_steps is not None:
+        require_positive(owner, "local_steps", local_steps)
+    elif participation is None:
+        raise ValueError(f"{name}: local_steps is needed: the steps between two exchanges")
+    require_positive(owner, "fragments", fragments)
+    if fragments > 1 and participation is not None:
+        raise ValueError(f"{name}: fragments cannot be combined with participation")
+    if local_steps is not None and fragments > local_steps:
+        raise ValueError(
+            f"{name}: {fragments} fragments cannot each have a step of their own in "
+            f"{local_steps} local steps: at most fragments={local_steps}"
+        )
+    count = sum(len(group["params"]) for group in inner.param_groups)
+    if fragments > count:
+        raise ValueError(f"{name}: {count} parameters cannot be dealt into {fragments} fragments")

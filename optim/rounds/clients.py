@@ -1,0 +1,82 @@
+"""What the clients that a rank plays remember between their turns."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from comm_hooks.memory.base import Memory
+
+
+class ClientStates:
+    """The residual and the inner optimizer's state of every client played by this rank.
+
+    Args:
+        inner: the optimizer that all clients share; its state is swapped.
+        memory: what each client's memory is made like; None for no memory.
+        keep_inner: whether the inner state lasts from turn to turn.
+    """
+
+    def __init__(self, inner: Optimizer, memory: Memory | None, *, keep_inner: bool) -> None:
+        self._inner = inner
+        self._template = memory
+        self._keep_inner = keep_inner
+        self._states: dict[int, dict[Any, Any]] = {}
+        self._memories: dict[int, Memory] = {}
+
+    def enter(self, client: int) -> None:
+        """Give the inner optimizer this client's state."""
+        self._inner.state.clear()
+        self._inner.state.update(self._states.get(client, {}))
+
+    def leave(self, client: int) -> None:
+        """Keep the inner optimizer's state as this client's."""
+        if self._keep_inner:
+            self._states[client] = dict(self._inner.state)
+
+    def forget_inner(self, client: int) -> None:
+        """Let this client's inner optimizer start anew."""
+        self._states.pop(client, None)
+
+    def memory(self, client: int) -> Memory | None:
+        """Return this client's memory, made at the first call."""
+        if self._template is None:
+            return None
+        return self._memories.setdefault(client, self._template.fresh())
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """Return per client its inner state, by the parameters' places, and its memory's state."""
+        places = {p: place for place, p in enumerate(self._parameters())}
+        return {
+            client: {
+                "inner": {
+                    places[parameter]: dict(state)
+                    for parameter, state in self._states.get(client, {}).items()
+                },
+                "memory": self._memories[client].state_dict() if client in self._memories else {},
+            }
+            for client in sorted({*self._states, *self._memories})
+        }
+
+    def load_state_dict(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Replace everything by what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: if a memory's state is of another kind; nothing is changed.
+        """
+        parameters = self._parameters()
+        memories: dict[int, Memory] = {}
+        for client, saved in state.items():
+            if self._template and saved["memory"]:
+                memories[client] = self._template.fresh()
+                memories[client].load_state_dict(saved["memory"])
+        self._memories = memories
+        self._states = {
+            client: {parameters[place]: dict(own) for place, own in saved["inner"].items()}
+            for client, saved in state.items()
+            if saved["inner"]
+        }
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self._inner.param_groups for p in group["params"]]

@@ -1,0 +1,58 @@
+"""Which clients take part in a round, and which rank plays them."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from comm_hooks.compressors.base import require_fraction, require_positive
+from comm_hooks.randomness import derive_key, random_bits
+
+
+@dataclass(frozen=True)
+class Participation:
+    """Draws the clients of each round, the same on all ranks, without communication.
+
+    Args:
+        clients: how many there are, numbered from 0.  Client c is always played by rank
+            c mod N, so that what it remembers never has to move.
+        fraction: of them that take part in each round, in (0, 1]; ``ceil(fraction * clients)``,
+            drawn without replacement.
+        seed: equal on all ranks.
+
+    Raises:
+        ValueError: if no client could be drawn.
+
+    Example::
+
+        >>> half = Participation(clients=50, fraction=0.5, seed=0)
+        >>> len(half.draw(round_index=7))
+        25
+        >>> half.turns(round_index=7, world_size=2)[0] == half.turns(7, 2)[0]
+        True
+    """
+
+    clients: int
+    fraction: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive(self, "clients", self.clients)
+        require_fraction(self, "fraction", self.fraction)
+
+    def draw(self, round_index: int) -> list[int]:
+        """Return the clients of a round, counted from 0, in ascending order."""
+        count = math.ceil(self.fraction * self.clients)
+        bits = random_bits([derive_key(self.seed, round_index, "participation")], self.clients)[0]
+        return sorted(np.argsort(bits, kind="stable")[:count].tolist())
+
+    def turns(self, round_index: int, world_size: int) -> list[list[int | None]]:
+        """Return who plays whom: for each turn one client per rank, None where a rank sits out."""
+        hands = [
+            [client for client in self.draw(round_index) if client % world_size == rank]
+            for rank in range(world_size)
+        ]
+        return [
+            [hand[turn] if turn < len(hand) else None for hand in hands]
+            for turn in range(max(map(len, hands)))
+        ]

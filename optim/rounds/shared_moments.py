@@ -1,0 +1,198 @@
+"""The local optimizers of Fed-AMS and FED-LAMB: own moments, a shared bound on the second."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from comm_hooks.optim.exact_state import ExactStateOptimizer
+from comm_hooks.optim.hyperparameters import check_hyperparameters
+
+
+class LocalAMSGrad(ExactStateOptimizer):
+    """AMSGrad on one client, with a maximum v_hat that all clients share.
+
+    Chen, Li & Li, "Toward communication efficient adaptive gradient method" (FODS 2020), where it
+    is called local AMSGrad.  v_hat is the server's and stays for a round.  Per local step, t
+    counting this client's own:
+
+    1. m = beta1 m + (1 - beta1) g,  m_hat = m / (1 - beta1^t);
+    2. v = beta2 v + (1 - beta2) g^2;
+    3. p = m_hat / sqrt(max(v_hat, v) + eps);
+    4. theta = theta - lr (p + weight_decay theta).
+
+    At the end of a round v_hat = max(v_hat, mean of the clients' v); it starts at eps.
+
+    Args:
+        params: parameters, better named.
+        lr: learning rate.
+        betas: decay of the moments.
+        eps: added *under* the root, where v starts too.
+        weight_decay: lambda, decoupled.
+
+    State per parameter: ``step``, ``exp_avg``, ``exp_avg_sq``, this client's own; and v_hat, the
+    same on all clients, which :class:`~comm_hooks.optim.LocalRounds` keeps in step.
+
+    Not supported: sparse gradients; exchanging v compressed.
+
+    Example::
+
+        >>> from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad
+        >>> optimizer = LocalAMSGrad(model.named_parameters(), lr=1e-3)
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        check_hyperparameters(self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay)
+        if not eps > 0:
+            raise ValueError(f"{type(self).__name__}: eps must be positive: v_hat starts there")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+        self._v_hat: dict[torch.Tensor, torch.Tensor] = {
+            p: torch.full_like(p, group["eps"], dtype=torch.float32)
+            for group in self.param_groups
+            for p in group["params"]
+        }
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one local step; parameters without a gradient are left alone."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                directions = self._directions(parameters, group)
+                torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
+                self._move(parameters, directions, group)
+        return loss
+
+    def statistics(self) -> dict[str, torch.Tensor]:
+        """Return this client's v, under the places of the parameters."""
+        return {
+            f"v.{place}": self._own(p)["exp_avg_sq"].clone() for place, p in enumerate(self._v_hat)
+        }
+
+    def set_statistics(self, mean: Mapping[str, torch.Tensor]) -> None:
+        """Raise v_hat to the mean of the clients' v where that is larger."""
+        means = [mean[f"v.{place}"] for place in range(len(self._v_hat))]
+        torch._foreach_maximum_(list(self._v_hat.values()), means)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the client's state and v_hat."""
+        return {**super().state_dict(), "v_hat": [v.clone() for v in self._v_hat.values()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        state_dict = dict(state_dict)
+        torch._foreach_copy_(list(self._v_hat.values()), state_dict.pop("v_hat"))
+        super().load_state_dict(state_dict)
+
+    def _own(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["exp_avg_sq"] = self._initial(parameter)
+        return state
+
+    def _initial(self, parameter: torch.Tensor) -> torch.Tensor:
+        eps = next(g["eps"] for g in self.param_groups if any(p is parameter for p in g["params"]))
+        return torch.full_like(parameter, eps, dtype=torch.float32)
+
+    def _directions(
+        self, parameters: list[torch.Tensor], group: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        beta1, beta2 = group["betas"]
+        states = [self._own(p) for p in parameters]
+        gradients = [p.grad.float() for p in parameters if p.grad is not None]
+        torch._foreach_add_([s["step"] for s in states], 1)
+        m = [s["exp_avg"] for s in states]
+        v = [s["exp_avg_sq"] for s in states]
+        torch._foreach_lerp_(m, gradients, 1 - beta1)
+        torch._foreach_mul_(v, beta2)
+        torch._foreach_addcmul_(v, gradients, gradients, value=1 - beta2)
+        roots = torch._foreach_maximum(v, [self._v_hat[p] for p in parameters])
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_sqrt_(roots)
+        directions = torch._foreach_div(m, roots)
+        torch._foreach_div_(directions, [1 - beta1 ** int(s["step"]) for s in states])
+        return list(directions)
+
+    def _move(
+        self, parameters: list[torch.Tensor], directions: list[torch.Tensor], group: dict[str, Any]
+    ) -> None:
+        torch._foreach_add_(parameters, directions, alpha=-group["lr"])
+
+
+class LocalLAMB(LocalAMSGrad):
+    """LAMB on one client, with a maximum v_hat that all clients share: FED-LAMB's local step.
+
+    Karimi, Li & Li, UAI 2023, Algorithm 2, lines 6 to 13.  Steps 1 to 3 are those of
+    :class:`LocalAMSGrad`; then per layer, which is a parameter tensor:
+
+    4. theta = theta - lr phi(|theta|) (p + weight_decay theta) / |p + weight_decay theta|.
+
+    A layer whose norm or direction is zero takes the step of :class:`LocalAMSGrad` instead (as in
+    LAMB): with phi(0) = 0 a bias that starts at zero would otherwise never move.
+
+    Args:
+        phi: maps a 0-dim tensor per layer, stacked to (layers,), to positive scales of that shape;
+            the identity by default.
+        params, lr, betas, eps, weight_decay: see :class:`LocalAMSGrad`.
+
+    Raises:
+        ValueError: for hyperparameters out of range, and if phi is not positive for the layers'
+            norms at the start.
+
+    Not supported: see :class:`LocalAMSGrad`.
+
+    Example::
+
+        >>> from comm_hooks.optim.rounds.shared_moments import LocalLAMB
+        >>> optimizer = LocalLAMB(model.named_parameters(), phi=lambda norm: norm.clamp(0.01, 10))
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        phi: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self.phi = phi or (lambda norms: norms)
+        norms = torch.stack([torch.linalg.vector_norm(p.detach().float()) for p in self._v_hat])
+        scales = self.phi(norms)
+        if not bool((scales[norms > 0] > 0).all()) or bool((scales < 0).any()):
+            raise ValueError(
+                f"LocalLAMB: phi must be positive, but for layers of norms {norms.tolist()} it is "
+                f"{scales.tolist()}"
+            )
+
+    def _move(
+        self, parameters: list[torch.Tensor], directions: list[torch.Tensor], group: dict[str, Any]
+    ) -> None:
+        scales = self.phi(torch.stack(torch._foreach_norm(parameters)))
+        norms = torch.stack(torch._foreach_norm(directions))
+        ratios = torch.where((scales > 0) & (norms > 0), scales / norms, 1.0)
+        torch._foreach_mul_(directions, list(ratios.unbind()))
+        torch._foreach_add_(parameters, directions, alpha=-group["lr"])

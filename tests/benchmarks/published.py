@@ -1,0 +1,104 @@
+"""Small data sets in the formats that the real ones are published in."""
+
+import pickle
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+
+def cifar10_batch(pixels: np.ndarray, labels: list[int], dtype: bytes = b"u1") -> bytes:
+    """A batch as Python 2 and its NumPy pickled it: strings of bytes, module ``numpy.core``."""
+
+    def string(value: bytes) -> bytes:
+        return pickle.BINSTRING + struct.pack("<i", len(value)) + value
+
+    def integer(value: int) -> bytes:
+        return pickle.BININT + struct.pack("<i", value)
+
+    def call(module: str, name: str, *arguments: bytes) -> bytes:
+        function = pickle.GLOBAL + f"{module}\n{name}\n".encode()
+        return function + pickle.MARK + b"".join(arguments) + pickle.TUPLE + pickle.REDUCE
+
+    def build(*state: bytes) -> bytes:
+        return pickle.MARK + b"".join(state) + pickle.TUPLE + pickle.BUILD
+
+    def sequence(values: Iterable[int]) -> bytes:
+        return pickle.MARK + b"".join(map(integer, values))
+
+    array = call(
+        "numpy.core.multiarray",
+        "_reconstruct",
+        pickle.GLOBAL + b"numpy\nndarray\n",
+        integer(0) + pickle.TUPLE1,
+        string(b"b"),
+    )
+    kind = call("numpy", "dtype", string(dtype), integer(0), integer(1))
+    kind += build(integer(3), string(b"|"), pickle.NONE * 3, integer(-1) * 2, integer(0))
+    shape = sequence(pixels.shape) + pickle.TUPLE
+    array += build(integer(1), shape, kind, pickle.NEWFALSE, string(pixels.tobytes()))
+    entries = [
+        string(b"batch_label") + string(b"a batch"),
+        string(b"labels") + pickle.EMPTY_LIST + sequence(labels) + pickle.APPENDS,
+        string(b"data") + array,
+    ]
+    start = pickle.PROTO + b"\x02" + pickle.EMPTY_DICT + pickle.MARK
+    return start + b"".join(entries) + pickle.SETITEMS + pickle.STOP
+
+
+def write_cifar10(folder: Path, per_batch: int = 20) -> tuple[np.ndarray, np.ndarray]:
+    """Write ``cifar-10-batches-py`` and return the training images, as pickled, and labels.
+
+    An image's class is told by its stripes: five periods, along rows and along columns, which
+    neither shifts nor flips change.
+    """
+    root = folder / "cifar-10-batches-py"
+    root.mkdir()
+    names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+    written = []
+    for seed, name in enumerate(names):
+        labels = np.arange(per_batch) % 10
+        images = np.random.default_rng(seed).integers(0, 100, (per_batch, 3, 32, 32))
+        for image, label in zip(images, labels, strict=True):
+            bright = np.arange(32) // 2 ** (label // 2) % 2 * 150
+            image += bright[:, None] if label % 2 else bright
+        pixels = images.astype(np.uint8).reshape(per_batch, -1)
+        (root / name).write_bytes(cifar10_batch(pixels, labels.tolist()))
+        written.append((pixels, labels))
+    all_pixels, all_labels = zip(*written[:-1], strict=True)
+    return np.concatenate(all_pixels), np.concatenate(all_labels)
+
+
+def reviews(count: int, seed: int) -> list[tuple[str, int]]:
+    """Texts that a word gives away, among words that say nothing."""
+    random = np.random.default_rng(seed)
+    telling = (("dull", "awful", "tedious"), ("great", "moving", "witty"))
+    texts = []
+    for i in range(count):
+        neutral = ["the", "film", "is", "an", "actor", ",", "by"]
+        words = random.choice(neutral, size=random.integers(4, 9)).tolist()
+        words[random.integers(len(words))] = random.choice(telling[i % 2])
+        texts.append((" ".join(words), i % 2))
+    return texts
+
+
+def write_sst2(folder: Path, training: int = 200, held_out: int = 60) -> None:
+    """Write ``SST-2`` with its two labelled files."""
+    root = folder / "SST-2"
+    root.mkdir()
+    for name, count, seed in (("train.tsv", training, 0), ("dev.tsv", held_out, 1)):
+        lines = [f"{text} \t{label}\n" for text, label in reviews(count, seed)]
+        (root / name).write_text("sentence\tlabel\n" + "".join(lines))
+
+
+def write_imdb(folder: Path, training: int = 200, held_out: int = 60) -> None:
+    """Write ``aclImdb`` with a file per review; ``unsup`` is there to be left alone."""
+    for part, count, seed in (("train", training, 0), ("test", held_out, 1)):
+        for i, (text, label) in enumerate(reviews(count, seed)):
+            path = folder / "aclImdb" / part / ("neg", "pos")[label] / f"{i}_{3 + 5 * label}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    unlabelled = folder / "aclImdb" / "train" / "unsup"
+    unlabelled.mkdir()
+    (unlabelled / "0_0.txt").write_text("great")

@@ -1,0 +1,156 @@
+"""Training runs of the studies against loops of their own."""
+
+import copy
+import itertools
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from benchmarks.studies.flat import FlatModel
+from benchmarks.studies.local_steps.methods import Study, make_methods
+from benchmarks.studies.training import Plan, batch_generator, constant, cosine, new_model
+from tests.benchmarks.studying import digits, nothing
+
+
+class Gated(nn.Module):
+    """Parameters of several shapes, one of them shared, and a mode that matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.again = self.first
+        self.drop = nn.Dropout(p=1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.again(self.norm(self.first(x))))
+
+
+def test_a_flat_model_is_the_module_in_one_parameter() -> None:
+    torch.manual_seed(0)
+    module = Gated()
+    flat = FlatModel(copy.deepcopy(module))
+    (parameter,) = flat.parameters()
+    assert parameter.shape == (1, 4 * 4 + 4 + 4 + 4)
+    inputs = torch.randn(3, 4)
+    flat.eval()
+    module.eval()
+    outputs = flat(inputs)
+    assert torch.equal(outputs, module(inputs))
+    outputs.square().sum().backward()
+    module(inputs).square().sum().backward()
+    expected = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+    assert parameter.grad is not None
+    assert torch.equal(parameter.grad[0], expected)
+    assert flat.train()(inputs).count_nonzero() == 0
+
+
+def test_copies_of_a_flat_model_are_apart() -> None:
+    flat = FlatModel(nn.Linear(2, 2))
+    other = copy.deepcopy(flat)
+    with torch.no_grad():
+        other.flat.add_(1)
+    assert not torch.equal(flat(torch.ones(1, 2)), other(torch.ones(1, 2)))
+
+
+def test_all_reduce_equals_adamw_on_the_mean_gradient() -> None:
+    """A loop of its own, one model, clients one after the other."""
+    task = digits(2)
+    plan = Plan(rounds=6, local_steps=1, batch=8, points=3, schedule=cosine)
+    study = Study([task] * 4, plan, lr=0.01, server_lrs=[1.0], fragments=1)
+    method = make_methods(study, local_steps=[], densities=[])[0]
+    curve = method.train({"lr": 0.01}, 3, nothing)
+
+    model = new_model(task, 3, "cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    batches = [c.batches(8, batch_generator(3, i)) for i, c in enumerate(task.clients)]
+    expected = []
+    for step in range(6):
+        optimizer.param_groups[0]["lr"] = 0.01 * cosine(step / 6)
+        optimizer.zero_grad()
+        for own in batches:
+            (task.loss(model, next(own)) / 2).backward()
+        optimizer.step()
+        if step % 2:
+            expected.append(task.evaluate(model))
+    assert [point.round for point in curve] == [2, 4, 6]
+    for point, figures in zip(curve, expected, strict=True):
+        assert point.loss == pytest.approx(figures["loss"], rel=1e-4)
+        assert point.error == pytest.approx(figures["error"], abs=0.006)
+    # A ring of two sends the gradient once, and a header.
+    numel = sum(p.numel() for p in model.parameters())
+    assert curve[-1].bytes_sent == 6 * (4 * numel + 4)
+
+
+def test_without_communication_the_mean_over_clients_is_judged() -> None:
+    task = digits(3, partition="classes", classes_per_client=4)
+    plan = Plan(rounds=4, local_steps=1, batch=8, points=1, schedule=constant)
+    study = Study([task], plan, lr=0.01, server_lrs=[1.0], fragments=1)
+    alone = make_methods(study, local_steps=[], densities=[])[1]
+    (point,) = alone.train({"lr": 0.01}, 0, nothing)
+    losses = []
+    for index, client in enumerate(task.clients):
+        model = new_model(task, 0, "cpu")
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1
+        )
+        for batch in itertools.islice(client.batches(8, batch_generator(0, index)), 4):
+            optimizer.zero_grad()
+            task.loss(model, batch).backward()
+            optimizer.step()
+        losses.append(task.evaluate(model)["loss"])
+    assert point.loss == pytest.approx(statistics.mean(losses), rel=1e-5)
+    assert point.bytes_sent == 0
+
+
+@pytest.mark.parametrize(("steps", "local_steps", "fragments"), [(6, 3, 1), (7, 3, 1), (6, 3, 2)])
+def test_every_step_is_in_the_model_at_the_end(
+    steps: int, local_steps: int, fragments: int
+) -> None:
+    """With exact deltas what has been exchanged is the mean of the clients' models."""
+    task = digits(2)
+    plan = Plan(steps, 1, 8, points=1, schedule=constant)
+    study = Study([task], plan, 0.01, server_lrs=[1.0], fragments=fragments)
+    exact = make_methods(study, local_steps=[local_steps], densities=[])[2]
+    (point,) = exact.train({"lr": 0.01, "server lr": 1.0}, 0, nothing)
+    numel = sum(p.numel() for p in new_model(task, 0, "cpu").parameters())
+    # What of the model is exchanged a third time in 6 steps is the second of two fragments, a
+    # seventh, which are due after steps 3 and 6, and 1 and 4.
+    expected = math.ceil(steps / local_steps) + (2210 / numel if fragments == 2 else 0)
+    assert point.bytes_sent / (4 * numel) == pytest.approx(expected, rel=2e-3)
+
+
+def test_the_schedule_is_a_cosine() -> None:
+    values = [cosine(i / 10) for i in range(11)]
+    assert values[0] == 1
+    assert values[-1] == pytest.approx(1e-3)
+    assert values[5] == pytest.approx((1 + 1e-3) / 2)
+    assert values == sorted(values, reverse=True)
+
+
+@given(rounds=st.integers(1, 300), points=st.integers(1, 300))
+def test_points_are_spread_evenly_and_end_at_the_end(rounds: int, points: int) -> None:
+    points = min(points, rounds)
+    plan = Plan(rounds, 1, 1, points, constant)
+    due = [r for r in range(1, rounds + 1) if plan.is_due(r)]
+    assert len(due) == points
+    assert due[-1] == rounds
+    gaps = [after - before for before, after in itertools.pairwise([0, *due])]
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_what_is_not_finite_is_told_with_the_points_before() -> None:
+    task = digits(2)
+    plan = Plan(rounds=12, local_steps=1, batch=8, points=12, schedule=constant)
+    study = Study([task], plan, lr=1.0, server_lrs=[], fragments=1)
+    method = make_methods(study, local_steps=[], densities=[])[0]
+    run = method.run({"lr": 1e30}, 0, nothing)
+    assert run.diverged
+    assert run.loss == math.inf
+    assert len(run.curve) < 12
+    assert all(math.isfinite(point.loss) for point in run.curve)

@@ -1,0 +1,84 @@
+"""TopK: what it sends, in how many bits, and that nothing makes the error longer."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from comm_hooks import Cocktail, Compressor, DCTTopK, TopK
+from comm_hooks.wire.values import VALUE_BITS
+
+values = st.floats(-1e6, 1e6, width=32).map(lambda x: x if abs(x) > 1e-15 else 0.0)
+
+
+def through(compressor: TopK, vector: torch.Tensor) -> torch.Tensor:
+    return compressor.decompress(compressor.compress(vector, key=0), vector.numel(), key=0)
+
+
+@pytest.mark.parametrize(
+    ("value_bits", "per_kept"), [(1, 9.25), (2, 10.5), (4, 12.5), (16, 24), (32, 40)]
+)
+def test_bits_per_kept_element(value_bits: int, per_kept: float) -> None:
+    """64 of 4096: 511/64 bits of index, the value, and its share of the block's levels."""
+    compressor = TopK(density=1 / 64, value_bits=value_bits)
+    assert 8 * compressor.payload_nbytes(3200 * 4096) == 3200 * (64 * per_kept - 1)
+
+
+@pytest.mark.parametrize("value_bits", VALUE_BITS)
+def test_the_largest_of_every_block_arrive_with_their_signs(value_bits: int) -> None:
+    vector = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    kept = through(TopK(0.05, 1000, value_bits), vector.flatten()).view(3, 1000)
+    # Below half a step of 4 bits a value is rounded to zero, which no value kept here is.
+    expected = torch.zeros_like(vector)
+    places = vector.abs().topk(50, dim=1).indices
+    expected.scatter_(1, places, vector.gather(1, places))
+    assert torch.equal(kept.sign(), expected.sign())
+
+
+@pytest.mark.parametrize("value_bits", VALUE_BITS)
+@given(
+    members=st.lists(values, min_size=1, max_size=60),
+    block_size=st.integers(1, 12),
+    density=st.sampled_from([0.01, 0.3, 0.9, 1.0]),
+)
+def test_contractive_for_any_vector_and_block(
+    value_bits: int, members: list[float], block_size: int, density: float
+) -> None:
+    vector = torch.tensor(members)
+    error = (through(TopK(density, block_size, value_bits), vector) - vector).double().numpy()
+    size = np.linalg.norm(vector.double().numpy())
+    assert np.linalg.norm(error) <= size * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("value_bits", VALUE_BITS)
+def test_padding_sends_nothing(value_bits: int) -> None:
+    """Ten elements in blocks of three: the last block is one element and two of padding."""
+    vector = torch.tensor([1.0, 2.0, 3.0] * 3 + [-6.0])
+    last = through(TopK(density=1.0, block_size=3, value_bits=value_bits), vector)[-1]
+    # The padding counts as zeros where a mean is taken.
+    assert last == (-2.0 if value_bits == 1 else -6.0)
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        *(TopK(density=0.1, block_size=64, value_bits=bits) for bits in VALUE_BITS),
+        Cocktail(mask=0.5),
+        DCTTopK(chunk=8, density=0.1),
+    ],
+    ids=repr,
+)
+def test_with_error_feedback_everything_arrives_in_the_end(compressor: Compressor) -> None:
+    """Sent over and over, a vector's residual settles, so the mean of what was sent approaches it.
+
+    A residual that grew with the steps, as that of sketches does, would double in each half.
+    """
+    vector, residual = torch.randn(300, generator=torch.Generator().manual_seed(0)), 0.0
+    norms = []
+    for step in range(120):
+        total = residual + vector
+        payload = compressor.compress(total, key=step)
+        residual = total - compressor.decompress(payload, 300, key=step)
+        norms.append(residual.norm() / vector.norm())
+    assert max(norms[60:]) <= 1.25 * max(norms[:60])

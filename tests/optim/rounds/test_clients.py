@@ -1,0 +1,259 @@
+"""More clients than ranks: against a NumPy reference, and whatever an absent client must keep."""
+
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from comm_hooks import CountSketch, ErrorFeedback, Exchange, Identity, TopK
+from comm_hooks.compressors import Compressor
+from comm_hooks.optim.rounds import LocalRounds, Participation
+from tests.optim.rounds.problem import (
+    SHAPES,
+    Arrays,
+    Client,
+    gradient,
+    largest,
+    make_parameters,
+    set_gradients,
+    start,
+    values,
+)
+from tests.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+CLIENTS, ROUNDS, K = 7, 10, 3
+LR, MOMENTUM = 0.05, 0.5
+PARTICIPATION = Participation(clients=CLIENTS, fraction=0.5, seed=1)
+
+
+def make(
+    compressor: Compressor, client_state: str = "keep"
+) -> tuple[dict[str, nn.Parameter], LocalRounds]:
+    parameters = make_parameters()
+    memory = ErrorFeedback() if isinstance(compressor, TopK) else None
+    collective: Any = "all_gather" if memory else "auto"
+    exchange = Exchange(compressor, memory, collective, min_numel=16)
+    inner = torch.optim.SGD(parameters.items(), lr=LR, momentum=MOMENTUM)
+    rounds = LocalRounds(inner, exchange, participation=PARTICIPATION, client_state=client_state)
+    return parameters, rounds
+
+
+def play(parameters: dict[str, nn.Parameter], rounds: LocalRounds, count: int) -> list[list[int]]:
+    played = []
+    for _ in range(count):
+        index = rounds.round_index
+        turn = []
+        for client in rounds.clients():
+            turn.append(client)
+            for k in range(K):
+                set_gradients(parameters, index * K + k, client)
+                rounds.step()
+        played.append(turn)
+    return played
+
+
+def train(compressor: Compressor, client_state: str) -> tuple[Arrays, list[list[int]]]:
+    parameters, rounds = make(compressor, client_state)
+    played = play(parameters, rounds, ROUNDS)
+    return values(parameters), played
+
+
+def reference(compress: Callable[[np.ndarray], np.ndarray] | None, keep: bool) -> Arrays:
+    shared = start()
+    clients = [Client() for _ in range(CLIENTS)]
+    for index in range(ROUNDS):
+        drawn = PARTICIPATION.draw(index)
+        sent: dict[str, list[np.ndarray]] = {n: [] for n in SHAPES}
+        for number in drawn:
+            client = clients[number]
+            if not keep:
+                client.state = {n: np.zeros(s) for n, s in SHAPES.items()}
+            for name in SHAPES:
+                x = shared[name]
+                for k in range(K):
+                    g = gradient(name, index * K + k, number, x)
+                    client.state[name] = MOMENTUM * client.state[name] + g
+                    x = x - LR * client.state[name]
+                sent[name].append(client.message(name, shared[name] - x, compress))
+        shared = {n: shared[n] - np.mean(sent[n], axis=0) for n in SHAPES}
+    return shared
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("client_state", ["keep", "reset"])
+@pytest.mark.parametrize(
+    ("compressor", "compress"),
+    [(Identity(), None), (TopK(density=0.05, value_bits=32), largest)],
+    ids=["identity", "topk"],
+)
+@pytest.mark.filterwarnings("ignore:world size is 1")
+def test_matches_the_reference_on_any_number_of_ranks(
+    ranks_of: RanksOf,
+    compressor: Compressor,
+    compress: Callable[[np.ndarray], np.ndarray] | None,
+    client_state: str,
+    ranks: int,
+) -> None:
+    outcomes = ranks_of(ranks).run(train, compressor, client_state)
+    expected = reference(compress, client_state == "keep")
+    for parameters, _ in outcomes:
+        for name in SHAPES:
+            assert np.array_equal(parameters[name], outcomes[0][0][name]), "replicas must agree"
+            np.testing.assert_allclose(parameters[name], expected[name], atol=2e-5)
+    everybody = [
+        sorted(client for turn in turns for client in turn)
+        for turns in zip(*(played for _, played in outcomes), strict=True)
+    ]
+    assert everybody == [PARTICIPATION.draw(r) for r in range(ROUNDS)]
+
+
+def sketch_once() -> tuple[Arrays, int, Arrays]:
+    """Return the model after a round of sketches, the exchanges made, and sketches by hand."""
+    parameters, rounds = make(CountSketch(ratio=0.25))
+    before, exchange = values(parameters), rounds.exchange
+    play(parameters, rounds, 1)
+    total = np.zeros(SHAPES["weight"])
+    for number in PARTICIPATION.draw(0):
+        x, m = before["weight"].astype(float), 0.0
+        for k in range(K):
+            m = MOMENTUM * m + gradient("weight", k, number, x)
+            x = x - LR * m
+        total += before["weight"] - x
+    mean = torch.from_numpy(total / len(PARTICIPATION.draw(0))).float()
+    by_hand = {"weight": mean}
+    exchange.step = 0
+    exchange.average_(by_hand)
+    exchange.step -= 1
+    return (
+        values(parameters),
+        exchange.step,
+        {"weight": before["weight"] - by_hand["weight"].numpy()},
+    )
+
+
+def test_all_clients_of_a_round_share_one_sketch(ranks_of: RanksOf) -> None:
+    for after, exchanges, expected in ranks_of(2).run(sketch_once):
+        assert exchanges == 0  # the first of both
+        np.testing.assert_allclose(after["weight"], expected["weight"], atol=1e-5)
+
+
+def fail_one(compressor: Compressor) -> tuple[list[str], Arrays, Arrays]:
+    """Return the warnings and the model after a round in which one client fails, and without it."""
+    parameters, rounds = make(compressor)
+    failing = PARTICIPATION.draw(0)[1]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for client in rounds.clients():
+            for k in range(K):
+                set_gradients(parameters, k, client)
+                if client == failing:
+                    parameters["bias"].grad = torch.full((9,), float("inf"))
+                rounds.step()
+    expected = {}
+    for name in SHAPES:
+        deltas = []
+        for number in PARTICIPATION.draw(0):
+            x = start()[name]
+            m = np.zeros_like(x)
+            for k in range(K):
+                m = MOMENTUM * m + gradient(name, k, number, x)
+                x = x - LR * m
+            if number != failing:
+                deltas.append(Client().message(name, start()[name] - x, None))
+        expected[name] = start()[name] - np.mean(deltas, axis=0)
+    after = values(parameters)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="round .* left out")
+        play(parameters, rounds, 5)  # it is drawn again and well
+    assert any(failing in PARTICIPATION.draw(r) for r in range(1, 6))
+    return [str(w.message) for w in caught], after, expected
+
+
+def test_a_client_that_fails_is_named_and_the_others_are_averaged(ranks_of: RanksOf) -> None:
+    failing = PARTICIPATION.draw(0)[1]
+    for reports, parameters, expected in ranks_of(2).run(fail_one, Identity()):
+        (report,) = [r for r in reports if "left out" in r]
+        assert f"client {failing}; the mean is over the other 3 of 4" in report
+        for name in SHAPES:
+            np.testing.assert_allclose(parameters[name], expected[name], atol=2e-5)
+
+
+def stale() -> bool:
+    """Residuals of clients that are absent do not change, and come back with them."""
+    parameters, rounds = make(TopK(density=0.05))
+    for index in range(6):
+        before = rounds.state_dict()["clients"]
+        play(parameters, rounds, 1)
+        after = rounds.state_dict()["clients"]
+        for client, saved in before.items():
+            same = torch.equal(saved["memory"]["weight"], after[client]["memory"]["weight"])
+            assert same == (client not in PARTICIPATION.draw(index))
+    return set(after) == {
+        c for r in range(6) for c in PARTICIPATION.draw(r) if c % 2 == dist.get_rank()
+    }
+
+
+def test_residuals_of_absent_clients_are_kept(ranks_of: RanksOf) -> None:
+    assert ranks_of(2).run(stale) == [True, True]
+
+
+def resume() -> bool:
+    parameters, rounds = make(TopK(density=0.05))
+    play(parameters, rounds, 4)
+    file = io.BytesIO()
+    torch.save([{n: p.data for n, p in parameters.items()}, rounds.state_dict()], file)
+    play(parameters, rounds, 4)
+    expected = values(parameters)
+    file.seek(0)
+    model, state = torch.load(file, weights_only=True)
+    parameters, rounds = make(TopK(density=0.05))
+    with torch.no_grad():
+        for name, p in parameters.items():
+            p.copy_(model[name])
+    rounds.load_state_dict(state)
+    play(parameters, rounds, 4)
+    return all(np.array_equal(expected[n], x) for n, x in values(parameters).items())
+
+
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(ranks_of: RanksOf) -> None:
+    assert ranks_of(2).run(resume) == [True, True]
+
+
+def leave_early() -> bool:
+    parameters, rounds = make(TopK(density=0.05))
+    play(parameters, rounds, 2)
+    before, state = values(parameters), rounds.round_index
+    clients: Iterator[int] = rounds.clients()
+    client = next(clients)
+    set_gradients(parameters, 0, client)
+    rounds.step()
+    clients.close()  # type: ignore[attr-defined]
+    same = all(np.array_equal(before[n], x) for n, x in values(parameters).items())
+    play(parameters, rounds, 1)
+    return same and rounds.round_index == state + 1
+
+
+def test_leaving_a_round_early_leaves_the_model_of_before(ranks_of: RanksOf) -> None:
+    assert ranks_of(2).run(leave_early) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"fragments": 2, "local_steps": 4}, "fragments cannot be combined with participation")],
+)
+def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
+    parameters = make_parameters()
+    with pytest.raises(ValueError, match=message):
+        LocalRounds(
+            torch.optim.SGD(parameters.items(), lr=0.1),
+            Exchange(Identity()),
+            participation=PARTICIPATION,
+            **options,
+        )

@@ -1,0 +1,312 @@
+"""Adam and AMSGrad against an independent NumPy reference and against torch's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from comm_hooks.optim.adam import Adam, AMSGrad
+from tests.optim.gradients import HYPER, SHAPES, STEPS, gradient, parameters_of, run, start
+
+each_class = pytest.mark.parametrize("optimizer_class", [Adam, AMSGrad])
+each_correction = pytest.mark.parametrize("bias_correction", [False, True])
+each_path = pytest.mark.parametrize("foreach", [None, False])
+
+
+def reference(
+    amsgrad: bool, bias_correction: bool, weight_decay: float, maximize: bool
+) -> dict[str, np.ndarray]:
+    """The docstrings' algorithm, without any of the library."""
+    lr, (beta1, beta2), eps = HYPER["lr"], HYPER["betas"], HYPER["eps"]
+    results = {}
+    for name in SHAPES:
+        x = start(name)
+        m = v = v_hat = np.zeros_like(x)
+        t = 0
+        for step in range(STEPS):
+            u = gradient(name, step)
+            if u is None:
+                continue
+            t += 1
+            m = beta1 * m + (1 - beta1) * u
+            v = beta2 * v + (1 - beta2) * u**2
+            v_hat = np.maximum(v_hat, v)
+            second = v_hat if amsgrad else v
+            c1, c2 = (1 - beta1**t, 1 - beta2**t) if bias_correction else (1.0, 1.0)
+            direction = (m / c1) / (np.sqrt(second / c2) + eps)
+            x = (1 - lr * weight_decay) * x - lr * (-direction if maximize else direction)
+        results[name] = x
+    return results
+
+
+@each_class
+@each_correction
+@each_path
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_matches_the_reference(
+    optimizer_class: type[Adam] | type[AMSGrad],
+    bias_correction: bool,
+    foreach: bool | None,
+    weight_decay: float,
+    maximize: bool,
+) -> None:
+    parameters = parameters_of()
+    optimizer = optimizer_class(
+        parameters.values(),
+        **HYPER,
+        weight_decay=weight_decay,
+        bias_correction=bias_correction,
+        foreach=foreach,
+        maximize=maximize,
+    )
+    actual = run(parameters, optimizer)
+    is_amsgrad = optimizer_class is AMSGrad
+    expected = reference(is_amsgrad, bias_correction, weight_decay, maximize)
+    for name in SHAPES:
+        np.testing.assert_allclose(actual[name].numpy(), expected[name], rtol=1e-11, atol=1e-13)
+
+
+@each_class
+@each_path
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: CosineAnnealingLR(o, STEPS),
+        # It changes betas[0], too.
+        lambda o: OneCycleLR(o, max_lr=0.1, total_steps=STEPS + 1),
+    ],
+    ids=["cosine", "one cycle"],
+)
+def test_with_bias_correction_it_is_torchs_adamw_also_under_schedulers(
+    optimizer_class: type[Adam] | type[AMSGrad],
+    foreach: bool | None,
+    weight_decay: float,
+    schedule: Callable[[torch.optim.Optimizer], LRScheduler],
+) -> None:
+    hyper = HYPER | {"weight_decay": weight_decay, "foreach": foreach}
+    ours, theirs = parameters_of(), parameters_of()
+    optimizer = optimizer_class(ours.values(), **hyper, bias_correction=True)
+    is_amsgrad = optimizer_class is AMSGrad
+    peer: torch.optim.Optimizer = torch.optim.AdamW(theirs.values(), **hyper, amsgrad=is_amsgrad)
+    if not weight_decay:
+        peer = torch.optim.Adam(theirs.values(), **hyper, amsgrad=is_amsgrad)
+    actual = run(ours, optimizer, schedule(optimizer))
+    expected = run(theirs, peer, schedule(peer))
+    for name in SHAPES:
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-11, atol=1e-13)
+
+
+@each_class
+@each_correction
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_both_paths_agree(
+    optimizer_class: type[Adam] | type[AMSGrad], bias_correction: bool, dtype: torch.dtype
+) -> None:
+    results = []
+    for foreach in (True, False):
+        parameters = parameters_of(dtype)
+        optimizer = optimizer_class(
+            parameters.values(),
+            **HYPER,
+            weight_decay=0.3,
+            bias_correction=bias_correction,
+            foreach=foreach,
+        )
+        results.append((run(parameters, optimizer), optimizer))
+    (together, many), (alone, single) = results
+    for name in SHAPES:
+        # In float32 a few roundings; else the same numbers, but for the last place now and then.
+        tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+        torch.testing.assert_close(together[name], alone[name], rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(many.state.values(), single.state.values(), strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            torch.testing.assert_close(ours[key], theirs[key], rtol=1e-5, atol=1e-7)
+
+
+class Kernels(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@each_class
+@each_correction
+def test_kernels_do_not_multiply_with_parameters_and_wait_for_nothing(
+    optimizer_class: type[Adam] | type[AMSGrad], bias_correction: bool
+) -> None:
+    launched = []
+    for count in (2, 20):
+        xs = [nn.Parameter(torch.ones(3)) for _ in range(count)]
+        optimizer = optimizer_class(xs, weight_decay=0.1, bias_correction=bias_correction)
+        for _ in range(2):
+            for x in xs:
+                x.grad = torch.ones(3)
+            with Kernels() as kernels:
+                optimizer.step()
+        launched.append(kernels.names)
+    assert launched[0] == launched[1]
+    assert not any("_local_scalar_dense" in name for name in launched[0])
+
+
+@given(
+    scale=st.integers(-20, 20).map(lambda k: 2.0**k),
+    seed=st.integers(0, 1000),
+    amsgrad=st.booleans(),
+    bias_correction=st.booleans(),
+    foreach=st.sampled_from([None, False]),
+)
+def test_steps_do_not_depend_on_the_scale_of_gradients_but_by_eps(
+    scale: float, seed: int, amsgrad: bool, bias_correction: bool, foreach: bool | None
+) -> None:
+    """For c times the gradients the step is that for eps / c: SAFL's update is such a multiple."""
+    generator = torch.Generator().manual_seed(seed)
+    gradients = torch.randn(5, 8, generator=generator)
+    results = []
+    for factor in (1.0, scale):
+        x = nn.Parameter(torch.ones(8))
+        optimizer = (AMSGrad if amsgrad else Adam)(
+            [x], eps=1e-3 * factor, bias_correction=bias_correction, foreach=foreach
+        )
+        for g in gradients:
+            x.grad = g * factor
+            optimizer.step()
+        results.append(x.detach())
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=0)
+
+
+def test_amsgrads_second_moment_never_falls_and_adams_does() -> None:
+    fallen = {}
+    for optimizer_class in (Adam, AMSGrad):
+        parameters = parameters_of()
+        optimizer = optimizer_class(parameters.values(), **HYPER)
+        key = "exp_avg_sq" if optimizer_class is Adam else "max_exp_avg_sq"
+        before, fallen[optimizer_class] = torch.zeros(6, 5), False
+        for t in range(STEPS):
+            run(parameters, optimizer, steps=[t])
+            now = optimizer.state[parameters["weight"]][key].clone()
+            fallen[optimizer_class] |= bool((now < before).any())
+            before = now
+    assert fallen == {Adam: True, AMSGrad: False}
+
+
+@pytest.mark.parametrize(("beta2", "peak"), [(0.999, 6.57), (0.99, 2.13)])
+def test_the_largest_step_without_bias_correction(beta2: float, peak: float) -> None:
+    x = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    optimizer = Adam([x], lr=1.0, betas=(0.9, beta2))
+    places = [0.0]
+    for _ in range(40):
+        x.grad = torch.ones_like(x)
+        optimizer.step()
+        places.append(float(x.detach()))
+    assert -min(np.diff(places)) == pytest.approx(peak, abs=0.005)
+
+
+@each_path
+def test_low_precision_parameters_have_a_precise_state(foreach: bool | None) -> None:
+    """In bfloat16, 0.999 v + 0.001 stands still at half of its limit or less."""
+    x = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = AMSGrad([x], foreach=foreach)
+    for _ in range(2000):
+        x.grad = torch.ones_like(x)
+        optimizer.step()
+    state = optimizer.state[x]
+    for key, value in {"exp_avg": 1.0, "exp_avg_sq": 1 - 0.999**2000}.items():
+        assert state[key].dtype == torch.float32
+        torch.testing.assert_close(state[key], torch.full((4,), value), rtol=1e-3, atol=0)
+    torch.testing.assert_close(state["max_exp_avg_sq"], state["exp_avg_sq"])
+
+
+@each_class
+@each_path
+def test_low_precision_parameters_are_rounded_once(
+    optimizer_class: type[Adam] | type[AMSGrad], foreach: bool | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    narrow = nn.Parameter(torch.randn(1000, generator=generator).bfloat16())
+    wide = nn.Parameter(narrow.detach().float())
+    wide.grad = torch.randn(1000, generator=generator).bfloat16().float()
+    narrow.grad = wide.grad.bfloat16()
+    for x in (narrow, wide):
+        optimizer_class([x], lr=0.01, weight_decay=0.1, foreach=foreach).step()
+    assert torch.equal(narrow, wide.bfloat16())
+    assert not torch.equal(wide, narrow.float())
+
+
+@each_class
+def test_one_group_may_mix_dtypes(optimizer_class: type[Adam] | type[AMSGrad]) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.bfloat16]
+    results = []
+    for together in (True, False):
+        xs = [nn.Parameter(torch.linspace(1, 2, 9, dtype=d)) for d in dtypes]
+        for x in xs:
+            x.grad = x.detach() - 1.5
+        groups: list[Any] = [xs] if together else [[x] for x in xs]
+        for members in groups:
+            optimizer_class(members, lr=0.1, weight_decay=0.1).step()
+        results.append(xs)
+    for mixed, alone in zip(*results, strict=True):
+        assert mixed.dtype == alone.dtype
+        assert torch.equal(mixed, alone)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"lr": -1.0}, "lr must not be negative, got -1.0"),
+    ({"eps": -1e-8}, "eps must not be negative, got -1e-08"),
+    ({"weight_decay": float("nan")}, "weight_decay must not be negative, got nan"),
+    ({"betas": (1.0, 0.9)}, r"betas must lie in \[0, 1\), got \(1.0, 0.9\)"),
+    ({"betas": (0.9, -0.1)}, r"betas must lie in \[0, 1\), got \(0.9, -0.1\)"),
+]
+
+
+@each_class
+@pytest.mark.parametrize(("options", "message"), BAD, ids=str)
+def test_bad_hyperparameters_are_refused(
+    optimizer_class: type[Adam] | type[AMSGrad], options: dict[str, Any], message: str
+) -> None:
+    x, y = (nn.Parameter(torch.zeros(2)) for _ in "ab")
+    message = f"^{optimizer_class.__name__}: {message}$"
+    with pytest.raises(ValueError, match=message):
+        optimizer_class([x], **options)
+    with pytest.raises(ValueError, match=message):
+        optimizer_class([{"params": [x], **options}])
+    optimizer = optimizer_class([x])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [y], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@each_class
+@each_path
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_a_refused_gradient_changes_nothing(
+    optimizer_class: type[Adam] | type[AMSGrad], foreach: bool | None, kind: str
+) -> None:
+    x = nn.Parameter(torch.ones(2))
+    x.grad = torch.ones(2)
+    if kind == "sparse":
+        table = nn.Embedding(4, 2, sparse=True)
+        table(torch.tensor([1])).sum().backward()
+        bad = table.weight
+    else:
+        bad = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        bad.grad = torch.ones_like(bad)
+    optimizer = optimizer_class([{"params": [x]}, {"params": [bad]}], foreach=foreach)
+    message = f"^{optimizer_class.__name__} does not support {kind} gradients: "
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(x, torch.ones(2))
+    assert not optimizer.state

@@ -1,0 +1,313 @@
+"""Adam and AMSGrad with what surrounds an optimizer: scalers, compilers, checkpoints, ranks."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ExponentialLR
+
+from comm_hooks import register
+from comm_hooks.optim.adam import Adam, AMSGrad
+from tests.optim.gradients import HYPER, SHAPES, STEPS, parameters_of, run
+from tests.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+
+each_class = pytest.mark.parametrize("optimizer_class", [Adam, AMSGrad])
+each_path = pytest.mark.parametrize("foreach", [None, False])
+
+
+@each_class
+def test_groups_names_and_closures(optimizer_class: type[Adam] | type[AMSGrad]) -> None:
+    model = nn.Linear(4, 3)
+    (weight, bias), x = model.parameters(), torch.ones(2, 4)
+    named = list(model.named_parameters())
+    optimizer = optimizer_class(
+        [{"params": named[:1], "weight_decay": 0.5}, {"params": named[1:], "lr": 0.0}], lr=0.002
+    )
+    assert [g["param_names"] for g in optimizer.param_groups] == [["weight"], ["bias"]]
+    scheduler = ExponentialLR(optimizer, 0.5)
+    before = [weight.detach().clone(), bias.detach().clone()]
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    losses = [optimizer.step(closure) for _ in range(5)]
+    scheduler.step()
+    assert losses[-1] < losses[0]
+    assert not torch.equal(weight, before[0])
+    assert torch.equal(bias, before[1])
+    assert [g["lr"] for g in optimizer.param_groups] == [0.001, 0.0]
+
+
+@each_class
+@each_path
+def test_clipping_bounds_what_one_gradient_does(
+    optimizer_class: type[Adam] | type[AMSGrad], foreach: bool | None
+) -> None:
+    parameters = parameters_of()
+    optimizer = optimizer_class(parameters.values(), foreach=foreach)
+
+    def clipped_step() -> None:
+        for p in parameters.values():
+            if p.grad is not None:
+                p.grad *= 1e6
+        torch.nn.utils.clip_grad_norm_(parameters.values(), 0.5)
+        optimizer.step()
+
+    run(parameters, optimizer, step=clipped_step)
+    largest = max(float(s["exp_avg_sq"].max()) for s in optimizer.state.values())
+    assert 0 < largest <= 0.5**2
+
+
+@each_class
+@each_path
+def test_under_a_grad_scaler(
+    optimizer_class: type[Adam] | type[AMSGrad], foreach: bool | None
+) -> None:
+    """Scaling by powers of two changes no bit, and a step that overflows did not happen."""
+    models = [nn.Linear(5, 3) for _ in "ab"]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [optimizer_class(m.parameters(), lr=0.05, foreach=foreach) for m in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for t in range(8):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(t))
+        overflows = t in (2, 5)
+        optimizers[0].zero_grad()
+        loss = models[0](x).square().mean() * (float("inf") if overflows else 1)
+        scaler.scale(loss).backward()
+        scaler.step(optimizers[0])
+        scaler.update()
+        if not overflows:
+            optimizers[1].zero_grad()
+            models[1](x).square().mean().backward()
+            optimizers[1].step()
+        assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    assert all(s["step"] == 6 for s in optimizers[0].state.values())
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"),
+    [
+        (Adam, {"bias_correction": True, "maximize": True}),
+        (AMSGrad, {"weight_decay": 0.1}),
+        (AMSGrad, {"bias_correction": True, "foreach": False}),
+    ],
+)
+def test_the_step_compiles_to_one_graph_whatever_the_learning_rate(
+    optimizer_class: type[Adam] | type[AMSGrad], options: dict[str, Any]
+) -> None:
+    results = []
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        parameters = parameters_of(torch.float32)
+        optimizer = optimizer_class(parameters.values(), **HYPER, **options)
+        update: Callable[[], object] = optimizer.step
+        if compiled:
+            update = torch.compile(optimizer.step, backend=counter, fullgraph=True)
+
+        def step(optimizer: Adam | AMSGrad = optimizer, update: Any = update) -> None:
+            update()
+            optimizer.param_groups[0]["lr"] *= 0.9
+
+        # Only such in which all parameters have gradients.
+        steps = range(0, STEPS, 3)
+        results.append(run(parameters, optimizer, steps=steps, step=step))
+    for name in SHAPES:
+        torch.testing.assert_close(results[1][name], results[0][name], rtol=1e-6, atol=1e-6)
+    # Once without and once with a state; the second learning rate makes it a variable.
+    assert counter.frame_count <= 3
+
+
+@each_class
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
+    optimizer_class: type[Adam] | type[AMSGrad], dtype: torch.dtype
+) -> None:
+    def make() -> tuple[dict[str, nn.Parameter], Adam | AMSGrad]:
+        parameters = parameters_of(dtype)
+        return parameters, optimizer_class(parameters.items(), **HYPER, bias_correction=True)
+
+    parameters, optimizer = make()
+    model = run(parameters, optimizer, steps=range(10))
+    file = io.BytesIO()
+    torch.save([model, optimizer.state_dict()], file)
+    expected = run(parameters, optimizer, steps=range(10, STEPS))
+    file.seek(0)
+    model, state = torch.load(file, weights_only=True)
+    parameters, optimizer = make()
+    for name, parameter in parameters.items():
+        parameter.data.copy_(model[name])
+    optimizer.load_state_dict(state)
+    actual = run(parameters, optimizer, steps=range(10, STEPS))
+    for name in SHAPES:
+        assert torch.equal(actual[name], expected[name])
+
+
+@each_class
+def test_copies_step_alike(optimizer_class: type[Adam] | type[AMSGrad]) -> None:
+    """A deep copy does without ``__init__``."""
+    x = nn.Parameter(torch.ones(3))
+    optimizer = optimizer_class([x], lr=0.1)
+    x.grad = torch.tensor([1.0, -2.0, 3.0])
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    (y,) = twin.param_groups[0]["params"]
+    y.grad = x.grad.clone()
+    optimizer.step()
+    twin.step()
+    assert y is not x
+    assert torch.equal(x, y)
+
+
+@each_class
+def test_it_goes_on_where_torchs_adamw_stopped(
+    optimizer_class: type[Adam] | type[AMSGrad],
+) -> None:
+    theirs, ours = parameters_of(), parameters_of()
+    is_amsgrad = optimizer_class is AMSGrad
+    peer = torch.optim.AdamW(theirs.values(), **HYPER, amsgrad=is_amsgrad)
+    for name, value in run(theirs, peer, steps=range(9)).items():
+        ours[name].data.copy_(value)
+    optimizer = optimizer_class(ours.values(), bias_correction=True)
+    optimizer.load_state_dict(copy.deepcopy(peer.state_dict()))
+    expected = run(theirs, peer, steps=range(9, STEPS))
+    actual = run(ours, optimizer, steps=range(9, STEPS))
+    for name in SHAPES:
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float64),
+        (torch.float64, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_in_another_precision_is_brought_to_this_ones(
+    saved: torch.dtype, own: torch.dtype
+) -> None:
+    """Torch's AdamW has bfloat16 moments for bfloat16 parameters."""
+    theirs, ours = parameters_of(saved), parameters_of(own)
+    peer = torch.optim.AdamW(theirs.values(), **HYPER, amsgrad=True)
+    run(theirs, peer, steps=range(3))
+    optimizer = AMSGrad(ours.values())
+    optimizer.load_state_dict(copy.deepcopy(peer.state_dict()))
+    run(ours, optimizer, steps=[3])
+    for parameter in ours.values():
+        state = optimizer.state[parameter]
+        assert state["step"] > 2
+        precise = torch.promote_types(own, torch.float32)
+        assert {v.dtype for k, v in state.items() if k != "step"} == {precise}
+
+
+def test_amsgrad_goes_on_where_adam_stopped() -> None:
+    """From then on it takes the maximum."""
+    parameters = parameters_of()
+    adam, amsgrad = (c(parameters.values(), **HYPER) for c in (Adam, AMSGrad))
+    run(parameters, adam, steps=range(9))
+    amsgrad.load_state_dict(copy.deepcopy(adam.state_dict()))
+    run(parameters, adam, steps=[9])
+    run(parameters, amsgrad, steps=[9])
+    for parameter in parameters.values():
+        v = adam.state[parameter]["exp_avg_sq"]
+        assert torch.equal(amsgrad.state[parameter]["max_exp_avg_sq"], v)
+
+
+def train_sketched(
+    optimizer_class: type[Adam] | type[AMSGrad], amp: bool
+) -> tuple[list[bool], list[float], list[bytes]]:
+    """Return which steps moved the model, losses, and the model and the state after each step."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 1))
+    ddp = DistributedDataParallel(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=amp)
+    register(ddp, "count_sketch", ratio=0.25, granularity="bucket", loss_scale=scaler.get_scale)
+    optimizer = optimizer_class(ddp.named_parameters(), lr=0.02, betas=(0.9, 0.99))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(32, 40, generator=generator)
+    y = x[:, :1] - x[:, 1:2]
+    moved, losses, snapshots = [], [], []
+    for step in range(12):
+        optimizer.zero_grad()
+        loss = (ddp(x) - y).square().mean()
+        losses.append(float(loss.detach()))
+        if amp and step == 5 and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        moved.append(not all(map(torch.equal, before, model.parameters())))
+        tensors = [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
+        snapshots.append(b"".join(t.detach().numpy().tobytes() for t in tensors))
+    return moved, losses, snapshots
+
+
+@each_class
+@pytest.mark.parametrize("amp", [False, True])
+def test_replicas_stay_bit_identical_behind_a_sketching_hook(
+    ranks_of: RanksOf, optimizer_class: type[Adam] | type[AMSGrad], amp: bool
+) -> None:
+    (moved, losses, snapshots), other = ranks_of(2).run(train_sketched, optimizer_class, amp)
+    assert snapshots == other[2]
+    assert losses != other[1], "ranks must have data of their own"
+    assert moved == other[0] == [not (amp and step == 5) for step in range(12)]
+    assert losses[-1] < losses[0]
+
+
+def train_sharded(
+    optimizer_class: type[Adam] | type[AMSGrad], dtype: torch.dtype, foreach: bool | None
+) -> bool:
+    models = []
+    for is_sharded in (True, False):
+        torch.manual_seed(7)
+        model = nn.Linear(4, 3).to(dtype)
+        if is_sharded:
+            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = optimizer_class(
+            model.parameters(), lr=0.02, weight_decay=0.1, bias_correction=True, foreach=foreach
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            model(x.to(dtype)).square().mean().backward()
+            optimizer.step()
+        models.append(model)
+    sharded, whole = ([*model.parameters()] for model in models)
+    assert all(isinstance(p, DTensor) for p in sharded)
+    return all(torch.equal(p.full_tensor(), q) for p, q in zip(sharded, whole, strict=True))
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch has no FSDP2 on the CPU"
+)
+@each_class
+@each_path
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sharded_parameters(
+    ranks_of: RanksOf,
+    optimizer_class: type[Adam] | type[AMSGrad],
+    foreach: bool | None,
+    dtype: torch.dtype,
+) -> None:
+    """FSDP's parameters are DTensors, for which not every foreach function is there."""
+    assert all(ranks_of(2).run(train_sharded, optimizer_class, dtype, foreach))

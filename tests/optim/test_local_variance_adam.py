@@ -1,0 +1,166 @@
+"""LocalVarianceAdam against an independent NumPy reference, and the property that it is for."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK
+from comm_hooks.compressors import Compressor
+from comm_hooks.optim.local_variance_adam import LocalVarianceAdam
+from tests.optim.test_compressed_adam import (
+    SHAPES,
+    STEPS,
+    gradient,
+    largest,
+    sign_blocks,
+    start,
+)
+from tests.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+# With a small eps all normalized gradients of the first step are 1: top-k would be a draw.
+HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 0.1, "weight_decay": 0.1}
+
+
+def train(compressor: Compressor) -> dict[str, np.ndarray]:
+    parameters = {n: nn.Parameter(torch.from_numpy(start(n)).float()) for n in SHAPES}
+    memory = None if isinstance(compressor, Identity) else ErrorFeedback()
+    exchange = Exchange(compressor, memory, "all_gather", min_numel=16)
+    optimizer = LocalVarianceAdam(parameters.items(), exchange, **HYPER)
+    for step in range(STEPS):
+        for name, parameter in parameters.items():
+            parameter.grad = torch.from_numpy(gradient(name, step, dist.get_rank())).float()
+        if step == 7 and dist.get_rank() == 0:
+            before = parameters["bias"].detach().clone()
+            second = optimizer.state[parameters["weight"]]["exp_avg_sq"].clone()
+        if step == 7:
+            # An overflow on one rank: all ranks skip, nothing is remembered, and try again.
+            good = parameters["weight"].grad
+            assert good is not None
+            if dist.get_rank() == dist.get_world_size() - 1:
+                parameters["weight"].grad = good * float("inf")
+            optimizer.step()
+            parameters["weight"].grad = good
+        if step == 7 and dist.get_rank() == 0:
+            assert torch.equal(before, parameters["bias"])
+            assert torch.equal(second, optimizer.state[parameters["weight"]]["exp_avg_sq"])
+        optimizer.step()
+    return {name: p.detach().numpy() for name, p in parameters.items()}
+
+
+def reference(compress: Callable[[np.ndarray], np.ndarray], ranks: int) -> dict[str, np.ndarray]:
+    beta1, beta2 = HYPER["betas"]
+    results = {}
+    for name in SHAPES:
+        x, n = start(name), np.zeros(SHAPES[name])
+        v = [np.zeros_like(x) for _ in range(ranks)]
+        errors = [np.zeros_like(x) for _ in range(ranks)]
+        for step in range(STEPS):
+            t = step + 1
+            sent = []
+            for rank in range(ranks):
+                g = gradient(name, step, rank)
+                v[rank] = beta2 * v[rank] + (1 - beta2) * g**2
+                u = g / (np.sqrt(v[rank] / (1 - beta2**t)) + HYPER["eps"])
+                own = beta1 * n + (1 - beta1) * u
+                if name == "weight":
+                    own = own + errors[rank]
+                    errors[rank] = own - compress(own)
+                    own = compress(own)
+                sent.append(own)
+            n = np.mean(sent, axis=0)
+            x = x * (1 - HYPER["lr"] * HYPER["weight_decay"])
+            x = x - HYPER["lr"] * n / (1 - beta1**t)
+        results[name] = x
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("compressor", "compress"),
+    [
+        (Identity(), lambda x: x),
+        (Sign(block_size=64), lambda x: sign_blocks(x, 64)),
+        (TopK(density=0.05, value_bits=32), lambda x: largest(x, 32)),
+    ],
+    ids=["identity", "sign", "topk"],
+)
+@pytest.mark.filterwarnings("ignore:world size is 1")
+def test_matches_the_reference(
+    ranks_of: RanksOf,
+    compressor: Compressor,
+    compress: Callable[[np.ndarray], np.ndarray],
+    ranks: int,
+) -> None:
+    replicas = ranks_of(ranks).run(train, compressor)
+    expected = reference(compress, ranks)
+    for replica in replicas:
+        for name in SHAPES:
+            assert np.array_equal(replica[name], replicas[0][name]), "replicas must not drift"
+            np.testing.assert_allclose(replica[name], expected[name], atol=2e-5)
+
+
+def account() -> tuple[np.ndarray, np.ndarray]:
+    """Return all that was applied plus what is owed, and all normalized gradients' mean."""
+    beta1, beta2, world = 0.9, 0.95, dist.get_world_size()
+    weight = nn.Parameter(torch.zeros(64, 64))
+    exchange = Exchange(TopK(density=1 / 64), ErrorFeedback())
+    optimizer = LocalVarianceAdam([weight], exchange, betas=(beta1, beta2))
+    applied = np.zeros((64, 64))
+    computed = np.zeros((64, 64))
+    v = np.zeros((world, 64, 64))
+    for t in range(1, 61):
+        g = np.stack([np.random.default_rng([t, r]).normal(0.5, 1, (64, 64)) for r in range(world)])
+        v = beta2 * v + (1 - beta2) * g**2
+        computed += (g / np.sqrt(v / (1 - beta2**t))).mean(0)
+        weight.grad = torch.from_numpy(g[dist.get_rank()]).float()
+        optimizer.step()
+        applied += optimizer.state[weight]["exp_avg"].double().numpy()
+    assert exchange.memory
+    residual = exchange.memory.state_dict()["0"].view(64, 64)
+    dist.all_reduce(residual)
+    momentum = optimizer.state[weight]["exp_avg"].double().numpy()
+    owed = (residual.double().numpy() / world + beta1 * momentum) / (1 - beta1)
+    return applied + owed, computed
+
+
+def test_what_is_applied_and_what_is_owed_add_up_to_what_was_computed(ranks_of: RanksOf) -> None:
+    for accounted, computed in ranks_of(2).run(account):
+        # Residuals of up to 60, in float32, divided by 1 - beta1.
+        np.testing.assert_allclose(accounted, computed, atol=1e-3)
+
+
+@pytest.mark.parametrize(("betas", "moved"), [((0.9, 0.95), 5.7), ((0.9, 0.999), 7.9)])
+def test_what_adam_makes_of_a_coordinate_that_arrives_once_in_64_steps(
+    betas: tuple[float, float], moved: float
+) -> None:
+    """The trouble that LocalVarianceAdam avoids: 64 gradients at once move 6 or 8, not 64."""
+    weight = nn.Parameter(torch.zeros(1))
+    adam = torch.optim.Adam([weight], lr=1.0, betas=betas)
+    for t in range(1, 64 * 40 + 1):
+        if t == 64 * 39 + 1:
+            before = weight.item()
+        weight.grad = torch.tensor([64.0 if t % 64 == 0 else 0.0])
+        adam.step()
+    assert before - weight.item() == pytest.approx(moved, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must not be negative"),
+        ({"betas": (0.9, 1.0)}, r"betas must lie in \[0, 1\)"),
+        ({"exchange": 3}, "exchange must be an Exchange"),
+    ],
+    ids=str,
+)
+def test_bad_hyperparameters_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LocalVarianceAdam(
+            [nn.Parameter(torch.zeros(2))],
+            **{"exchange": Exchange(Sign()), **options},  # type: ignore[arg-type]
+        )
