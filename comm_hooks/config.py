@@ -3,9 +3,12 @@
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch.distributed as dist
+
+from comm_hooks.collectives.base import Transport
 from comm_hooks.compressors import (
     SRHT,
     Cocktail,
@@ -20,6 +23,7 @@ from comm_hooks.compressors import (
     Sign,
     TopK,
 )
+from comm_hooks.exchange import Exchange
 from comm_hooks.memory import Differences, ErrorFeedback, Memory, MomentumCorrection
 
 COMPRESSORS: dict[str, type[Compressor]] = {
@@ -69,8 +73,11 @@ def build_compressor(name: str, **options: Any) -> Compressor:
     return kind(**options)
 
 
+_EXCHANGE_OPTIONS = ("collective", "seed", "min_numel", "exempt_bits", "granularity")
+
+
 def build_memory(
-    memory: Memory | str | None, compressor: Compressor, **options: Any
+    memory: Memory | str | Mapping[str, Any] | None, compressor: Compressor, **options: Any
 ) -> Memory | None:
     """Return the memory that a name stands for; a memory or None as it is.
 
@@ -78,21 +85,33 @@ def build_memory(
     ``"none"`` is nothing.
 
     Args:
+        memory: a key of :data:`MEMORIES`, ``"auto"`` or ``"none"``, or a mapping with such a name
+            as ``"type"`` and the memory's own arguments beside it.
         options: the memory's own arguments.
 
     Raises:
         ValueError: for an unknown name or option, with the nearest known one.
     """
+    if isinstance(memory, Mapping):
+        if "type" not in memory:
+            raise ValueError(
+                f"memory as a mapping needs its name under 'type', one of {', '.join(MEMORIES)}; "
+                f"got only {', '.join(map(repr, memory)) or 'an empty one'}"
+            )
+        options = {**{k: v for k, v in memory.items() if k != "type"}, **options}
+        memory = memory["type"]
     if memory == "auto":
         fits = compressor.contractive and not compressor.unbiased
         memory = "error_feedback" if fits else "none"
+    if memory is not None and not isinstance(memory, (str, Memory)):
+        raise ValueError(f"memory must be a name, a mapping or a Memory, got {memory!r}")
     if not isinstance(memory, str) or memory == "none":
         if options:
             raise ValueError(
                 f"{', '.join(options)} cannot be set: memory is {memory!r}, not one of "
                 f"{', '.join(MEMORIES)} by name"
             )
-        return None if memory == "none" else memory  # type: ignore[return-value]
+        return None if isinstance(memory, str) else memory
     if memory not in MEMORIES:
         raise ValueError(unknown("memory", memory, ["auto", "none", *MEMORIES]))
     known = list(inspect.signature(MEMORIES[memory]).parameters)
@@ -100,6 +119,67 @@ def build_memory(
         if option not in known:
             raise ValueError(unknown(f"option of {memory}", option, known))
     return MEMORIES[memory](**options)
+
+
+def build_exchange(
+    settings: Mapping[str, Any],
+    *,
+    path: str = "comm_hooks",
+    transport: Transport | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Exchange:
+    """Return the exchange that a block of a JSON configuration describes.
+
+    Args:
+        settings: ``compressor``, a key of :data:`COMPRESSORS`, and the compressor's own options
+            beside it; ``memory`` (default ``"auto"``; see :func:`build_memory`); and
+            ``collective``, ``seed``, ``min_numel``, ``exempt_bits`` and ``granularity`` (see
+            :class:`~comm_hooks.exchange.Exchange`).
+        path: where the block stands in the configuration, for messages.
+        transport, process_group: see :class:`~comm_hooks.exchange.Exchange`.
+
+    Raises:
+        ValueError: for anything unknown, with its path and the nearest that is known, and for
+            values and combinations that cannot work.
+
+    Example::
+
+        >>> build_exchange({"compressor": "topk", "density": 0.01, "memory": "none"}).compressor
+        TopK(density=0.01, block_size=4096, value_bits=16)
+    """
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{path}: must be an object with a 'compressor', got {settings!r}")
+    if "compressor" not in settings:
+        raise ValueError(f"{path}.compressor: missing; choose from {', '.join(COMPRESSORS)}")
+    name = settings["compressor"]
+    if not isinstance(name, str) or name not in COMPRESSORS:
+        raise ValueError(f"{path}.compressor: {unknown('compressor', name, COMPRESSORS)}")
+    fields = dataclasses.fields(COMPRESSORS[name])  # type: ignore[arg-type]
+    of_compressor = [field.name for field in fields]
+    known = ["compressor", *of_compressor, "memory", *_EXCHANGE_OPTIONS]
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"{path}.{key}: {unknown(f'setting with {name}', key, known)}")
+    try:
+        compressor = build_compressor(
+            name, **{k: settings[k] for k in of_compressor if k in settings}
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    try:
+        memory = build_memory(settings.get("memory", "auto"), compressor)
+    except ValueError as error:
+        raise ValueError(f"{path}.memory: {error}") from None
+    try:
+        return Exchange(
+            compressor,
+            memory,
+            **{key: settings[key] for key in _EXCHANGE_OPTIONS if key in settings},
+            transport=transport,
+            process_group=process_group,
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:

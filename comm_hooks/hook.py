@@ -208,7 +208,7 @@ def register(
     model: torch.nn.Module,
     compressor: Compressor | str,
     *,
-    memory: Memory | str | None = "auto",
+    memory: Memory | str | Mapping[str, Any] | None = "auto",
     collective: Collective = "auto",
     seed: int = 0,
     min_numel: int = 1024,
@@ -224,8 +224,8 @@ def register(
     Args:
         model: a ``DistributedDataParallel``, or what ``torch.compile`` made of one.
         compressor: an object, or a name from ``comm_hooks.config.COMPRESSORS``.
-        memory: an object, None, ``"none"``, ``"error_feedback"``, or ``"auto"``: error feedback
-            where the compressor is biased.
+        memory: an object, None, ``"none"``, ``"error_feedback"``, ``{"type": "error_feedback",
+            "bits": 4}``, or ``"auto"``: error feedback where the compressor is biased.
         options: arguments of the compressor, when it is given by name.
         collective, seed, min_numel, exempt_bits, granularity, loss_scale: see
             :class:`CompressionState`.

@@ -3,7 +3,7 @@
 import pytest
 
 from comm_hooks import SRHT, ErrorFeedback, TopK
-from comm_hooks.config import COMPRESSORS, build_compressor, build_memory
+from comm_hooks.config import COMPRESSORS, build_compressor, build_exchange, build_memory
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -67,3 +67,65 @@ def test_memory_by_name() -> None:
     assert build_memory(memory, TopK()) is memory
     with pytest.raises(ValueError, match="unknown memory 'feedback': did you mean"):
         build_memory("feedback", TopK())
+
+
+def test_a_memory_may_be_a_mapping() -> None:
+    memory = build_memory({"type": "error_feedback", "bits": 4, "decay": 0.5}, TopK())
+    assert repr(memory) == "ErrorFeedback(bits=4, decay=0.5)"
+    assert build_memory({"type": "none"}, TopK()) is None
+
+
+def test_an_exchange_from_one_flat_block() -> None:
+    exchange = build_exchange(
+        {
+            "compressor": "quantize",
+            "bits": 8,
+            "memory": {"type": "error_feedback", "bits": 16},
+            "collective": "all_gather",
+            "seed": 3,
+            "min_numel": 5,
+            "exempt_bits": 16,
+            "granularity": "bucket",
+        }
+    )
+    config = exchange.config()
+    assert config["compressor"] == "Quantize"
+    assert config["bits"] == 8
+    assert config["memory"] == "ErrorFeedback(bits=16)"
+    assert [config[k] for k in ("collective", "seed", "min_numel")] == ["all_gather", 3, 5]
+    assert [config[k] for k in ("exempt_bits", "granularity")] == [16, "bucket"]
+    assert repr(build_exchange({"compressor": "topk"}).memory) == "ErrorFeedback(bits=32)"
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ([], r"ds.json: must be an object with a 'compressor', got \[\]"),
+        ({}, "ds.json.compressor: missing; choose from count_sketch"),
+        ({"compressor": 3}, "ds.json.compressor: unknown compressor 3: known are"),
+        ({"compressor": "top_k"}, "ds.json.compressor: unknown compressor 'top_k': did you mean"),
+        (
+            {"compressor": "topk", "densty": 1},
+            "ds.json.densty: unknown setting with topk 'densty': did you mean 'density'?",
+        ),
+        ({"compressor": "topk", "density": 2}, "ds.json: TopK: density .* got 2"),
+        ({"compressor": "topk", "ratio": 0.1}, "ds.json.ratio: unknown setting with topk"),
+        ({"compressor": "topk", "memory": "errorfeedback"}, "ds.json.memory: unknown memory"),
+        ({"compressor": "topk", "memory": 4}, "ds.json.memory: memory must be a name"),
+        ({"compressor": "topk", "memory": {"bits": 4}}, "ds.json.memory: .* needs its name"),
+        (
+            {"compressor": "topk", "memory": {"type": "error_feedback", "bit": 4}},
+            "ds.json.memory: unknown option of error_feedback 'bit': did you mean 'bits'?",
+        ),
+        ({"compressor": "sign", "collective": "all_reduce"}, "ds.json: collective 'all_reduce'"),
+        ({"compressor": "sign", "seed": "a"}, "ds.json: Exchange: seed must be an integer"),
+        (
+            {"compressor": "count_sketch", "memory": "error_feedback"},
+            "ds.json: CountSketch.* cannot be used with error feedback",
+        ),
+    ],
+)
+def test_bad_blocks_name_the_place(block: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        build_exchange(block, path="ds.json")
+    assert "\n" not in str(caught.value)
