@@ -25,6 +25,7 @@ from comm_hooks.compressors.identity import Identity
 from comm_hooks.layout import Granularity, Layout, Segment
 from comm_hooks.memory.base import Memory
 from comm_hooks.randomness import derive_key
+from comm_hooks.resuming import check_complete, check_memory, check_own, merge_memories
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ class Exchange:
         self._agreed = False
         self._layouts: dict[tuple[tuple[Segment, ...], torch.device], Layout] = {}
         self._routes: dict[tuple[Layout, Identity, Compressor], Route] = {}
+        self._numels: dict[str, int] = {}  # of all parameters that the memory may know
         self._bytes = 0
         self._bytes_uncompressed = 0
 
@@ -233,6 +235,7 @@ class Exchange:
                 layout = self._layouts.pop(old)
                 self._routes = {k: r for k, r in self._routes.items() if k[0] is not layout}
             self._layouts[key] = Layout(*key, self.granularity)
+            self._numels.update({s.name: s.numel for s in segments if not s.exempt})
         return self._layouts[key]
 
     def bucket_round(
@@ -313,7 +316,8 @@ class Exchange:
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank must save: plain numbers and tensors, safe for ``weights_only``.
 
-        Every rank's residual differs: save one file per rank.
+        Every rank's residual differs: save one file per rank.  All of them together can be loaded
+        on another number of ranks (:meth:`load_state_dicts`).
         """
         state: dict[str, Any] = {
             "step": self.step,
@@ -323,32 +327,61 @@ class Exchange:
         if self.memory and self._server_memory:
             state["memory"] = self.memory.state_dict()
             state["server_memory"] = self._server_memory.state_dict()
+            state["numels"] = dict(self._numels)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned on this rank.
 
         Raises:
-            ValueError: if the state is another rank's, of another number of ranks, or of another
-                kind of memory; nothing is changed.
+            ValueError: if the state is another rank's, of another number of ranks, of another kind
+                of memory, or of shards that this exchange does not have; nothing is changed.
         """
-        here = {"rank": self.transport.rank, "world_size": self.transport.world_size}
-        for setting, value in here.items():
-            if state.get(setting) != value:
-                raise ValueError(
-                    f"this state was saved with {setting} {state.get(setting)}, but this is "
-                    f"{setting} {value}: every rank loads the state that it saved itself"
-                )
-        if ("memory" in state) != (self.memory is not None):
+        check_own(state, self.transport.rank, self.transport.world_size)
+        check_memory(state, self.memory)
+        if state.get("server_memory") and not self._may_shard:
             raise ValueError(
-                "the state was saved "
-                + ("with" if "memory" in state else "without")
-                + " a memory, but this exchange is configured the other way"
+                "the state has what owners of shards had not passed on, but nothing is sharded "
+                "with these settings: load the states of all ranks with load_state_dicts()"
             )
         if self.memory and self._server_memory:
             self.memory.load_state_dict(state["memory"])
             self._server_memory.load_state_dict(state["server_memory"])
+            self._numels = dict(state["numels"])
         self.step = state["step"]
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore what :meth:`state_dict` returned on *all* ranks, on any number of ranks.
+
+        On as many ranks as then, each loads its own.  On another number (or where there were shards
+        and are none), all start with the mean over ranks of what the ranks remembered, and what the
+        owners of shards had not passed on is added to it: what the mean over ranks still has to
+        receive is the same as before.
+
+        Args:
+            states: in rank order; the same on all ranks.
+
+        Raises:
+            ValueError: if states are missing, out of order, of different steps or of another kind
+                of memory; nothing is changed.
+        """
+        check_complete(states)
+        has_shards = any(state.get("server_memory") for state in states)
+        if len(states) == self.transport.world_size and (self._may_shard or not has_shards):
+            self.load_state_dict(states[self.transport.rank])
+            return
+        for state in states:
+            check_memory(state, self.memory)
+        if self.memory and self._server_memory:
+            self.memory.load_state_dict(merge_memories(states, self.memory, self._server_memory))
+            self._server_memory.load_state_dict({})
+            self._numels = {name: n for state in states for name, n in state["numels"].items()}
+        self.step = states[0]["step"]
+
+    @property
+    def _may_shard(self) -> bool:
+        possible = supported_collectives(self.compressor, self.granularity, self._exempt)
+        return self.collective in ("auto", "sharded") and "sharded" in possible
 
     def _check(self, compressor: Compressor) -> None:
         check_combination(compressor, self.memory, self.collective, self.granularity, self._exempt)

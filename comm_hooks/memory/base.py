@@ -1,7 +1,7 @@
 """What a rank remembers from one round to the next."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -26,7 +26,7 @@ class Memory(ABC):
         """Return an empty memory with the same settings: another client's."""
 
     @abstractmethod
-    def for_server(self) -> "Memory":
+    def for_server(self) -> "Remainder":
         """Return an empty memory for who averages what others sent and compresses it again."""
 
     @abstractmethod
@@ -78,3 +78,57 @@ class Memory(ABC):
         Raises:
             ValueError: if a tensor's dtype is not what this memory stores; nothing is changed.
         """
+
+    @abstractmethod
+    def merge(
+        self,
+        states: Sequence[Mapping[str, torch.Tensor]],
+        unsent: Mapping[str, torch.Tensor],
+        numels: Mapping[str, int],
+    ) -> dict[str, torch.Tensor]:
+        """Return a state for every rank of a run that continues one with other ranks.
+
+        What the mean over ranks still has to receive stays the same, however many ranks there are.
+
+        Args:
+            states: of all ranks of the run that was, in rank order.
+            unsent: what its servers had not passed on, (numel,) float32 per parameter: a part of
+                the mean itself.
+            numels: the number of elements of each parameter.
+
+        Raises:
+            ValueError: as :meth:`load_state_dict`.
+        """
+
+
+class Remainder(Memory):
+    """A memory of what is still to be sent, and of nothing else: what a server can have."""
+
+    @abstractmethod
+    def vectors(
+        self, state: Mapping[str, torch.Tensor], numels: Mapping[str, int]
+    ) -> dict[str, torch.Tensor]:
+        """Return what a state remembers as vectors (numel,), float32.
+
+        Raises:
+            ValueError: as :meth:`load_state_dict`.
+        """
+
+
+def mean_rows(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the mean over ranks of each row; a rank without a row has zeros there."""
+    total: dict[str, torch.Tensor] = {}
+    for state in states:
+        for name, row in state.items():
+            total[name] = total[name] + row if name in total else row
+    return {name: row / len(states) for name, row in total.items()}
+
+
+def add_rows(
+    rows: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor], alpha: float = 1.0
+) -> dict[str, torch.Tensor]:
+    """Return rows + alpha others, where a missing row is zero."""
+    result = dict(rows)
+    for name, other in others.items():
+        result[name] = result[name] + alpha * other if name in result else alpha * other
+    return result

@@ -1,13 +1,13 @@
 """Differences: send only how far the vector has moved from what the others believe it to be."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 
 from comm_hooks.layout import Rows
-from comm_hooks.memory.base import Memory
+from comm_hooks.memory.base import Memory, add_rows, mean_rows
 from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.memory.named_rows import NamedRows, replace_
 
@@ -76,6 +76,17 @@ class Differences(Memory):
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         self._estimates.check(state, torch.float32, self)
         self._estimates.load_state_dict(state)
+
+    def merge(
+        self,
+        states: Sequence[Mapping[str, torch.Tensor]],
+        unsent: Mapping[str, torch.Tensor],
+        numels: Mapping[str, int],
+    ) -> dict[str, torch.Tensor]:
+        for state in states:
+            self._estimates.check(state, torch.float32, self)
+        # What the receivers believe is the mean of the estimates without what never reached them.
+        return add_rows(mean_rows(states), unsent, alpha=-1)
 
 
 class _Remainder(ErrorFeedback):

@@ -8,12 +8,12 @@ import torch
 from comm_hooks.compressors.base import require_choice
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.layout import Rows
-from comm_hooks.memory.base import Memory
+from comm_hooks.memory.base import Remainder, add_rows, mean_rows
 from comm_hooks.memory.named_rows import NamedRows, replace_
 from comm_hooks.randomness import derive_key
 
 
-class ErrorFeedback(Memory):
+class ErrorFeedback(Remainder):
     """Keeps the compression error of every parameter and adds it to the next vector.
 
     Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.  Per round and parameter:
@@ -91,6 +91,24 @@ class ErrorFeedback(Memory):
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         self._residuals.check(state, self._dtype, self)
         self._residuals.load_state_dict(state)
+
+    def vectors(
+        self, state: Mapping[str, torch.Tensor], numels: Mapping[str, int]
+    ) -> dict[str, torch.Tensor]:
+        self._residuals.check(state, self._dtype, self)
+        return {name: self._decode(row[None], numels[name])[0] for name, row in state.items()}
+
+    def merge(
+        self,
+        states: Sequence[Mapping[str, torch.Tensor]],
+        unsent: Mapping[str, torch.Tensor],
+        numels: Mapping[str, int],
+    ) -> dict[str, torch.Tensor]:
+        mean = mean_rows([self.vectors(state, numels) for state in states])
+        return {
+            name: self._encode(vector[None], (0,))[0]
+            for name, vector in add_rows(mean, unsent).items()
+        }
 
     def _encode(self, matrix: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
         if self._codec is None:

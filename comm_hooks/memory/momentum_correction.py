@@ -1,13 +1,13 @@
 """Momentum correction: what waits to be sent gathers momentum meanwhile."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 
 from comm_hooks.layout import Rows
-from comm_hooks.memory.base import Memory
+from comm_hooks.memory.base import Memory, add_rows, mean_rows
 from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.memory.named_rows import NamedRows, replace_
 
@@ -90,10 +90,25 @@ class MomentumCorrection(Memory):
         return {name.removeprefix(_VELOCITY).removeprefix(_RESIDUAL) for name in state}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        parts = []
+        self._check(state)
         for prefix, part in {_VELOCITY: self._velocities, _RESIDUAL: self._residuals}.items():
-            own = {n.removeprefix(prefix): row for n, row in state.items() if n.startswith(prefix)}
-            part.check(own, torch.float32, self)
-            parts.append((part, own))
-        for part, own in parts:
-            part.load_state_dict(own)
+            part.load_state_dict(_strip(state, prefix))
+
+    def merge(
+        self,
+        states: Sequence[Mapping[str, torch.Tensor]],
+        unsent: Mapping[str, torch.Tensor],
+        numels: Mapping[str, int],
+    ) -> dict[str, torch.Tensor]:
+        for state in states:
+            self._check(state)
+        return add_rows(mean_rows(states), {_RESIDUAL + n: row for n, row in unsent.items()})
+
+    def _check(self, state: Mapping[str, torch.Tensor]) -> None:
+        for prefix, part in {_VELOCITY: self._velocities, _RESIDUAL: self._residuals}.items():
+            part.check(_strip(state, prefix), torch.float32, self)
+
+
+def _strip(state: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Return the rows under a prefix, by parameter name."""
+    return {n.removeprefix(prefix): row for n, row in state.items() if n.startswith(prefix)}

@@ -1,0 +1,204 @@
+"""A run that goes on with another number of ranks loses nothing of what was still to be sent."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from comm_hooks import Differences, ErrorFeedback, Exchange, MomentumCorrection, Sign, TopK
+from comm_hooks.collectives import Simulated
+from comm_hooks.compressors import Compressor
+from comm_hooks.memory import Memory
+
+SHAPES = {"a": (40, 33), "b": (7, 5), "norm": (9,), "c": (40, 33)}
+
+
+class World:
+    """Simulated ranks with an exchange each, and what crossed so far, in float64."""
+
+    def __init__(
+        self,
+        ranks: int,
+        memory: Callable[[], Memory],
+        collective: str = "sharded",
+        compressor: Compressor | None = None,
+    ) -> None:
+        self.simulated = Simulated(ranks)
+        self.exchanges = [
+            Exchange(
+                compressor or TopK(0.3, block_size=64, value_bits=32),
+                memory(),
+                collective,  # type: ignore[arg-type]
+                min_numel=1,
+                transport=transport,
+            )
+            for transport in self.simulated
+        ]
+        self.given = {n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()}
+        self.received = {n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()}
+
+    def average(self, steps: int, *, silent: bool = False) -> None:
+        """Run rounds; with ``silent`` on almost-zero gradients, so that only debts are paid."""
+        for _ in range(steps):
+            gradients = [{n: torch.randn(s) for n, s in SHAPES.items()} for _ in self.exchanges]
+            if silent:
+                gradients = [{n: g * 1e-12 for n, g in own.items()} for own in gradients]
+            for own in gradients:
+                for name, gradient in own.items():
+                    self.given[name] += gradient.double() / len(gradients)
+            self.simulated.run([e.round(g) for e, g in zip(self.exchanges, gradients, strict=True)])
+            for name, mean in gradients[0].items():
+                self.received[name] += mean.double()
+
+    def resume(self, other: "World") -> None:
+        states = [exchange.state_dict() for exchange in other.exchanges]
+        for exchange in self.exchanges:
+            exchange.load_state_dicts(states)
+        self.given = {n: v.clone() for n, v in other.given.items()}
+        self.received = {n: v.clone() for n, v in other.received.items()}
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 5), st.sampled_from([32, 16, 4]),
+    st.sampled_from(["sharded", "all_gather"]), st.sampled_from(["sharded", "all_gather"]),
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:world size is 1")
+def test_nothing_is_lost_on_another_number_of_ranks(
+    before: int, after: int, bits: int, collective: str, other: str
+) -> None:
+    torch.manual_seed(before * 7 + after)
+    world = World(before, lambda: ErrorFeedback(bits), collective)
+    world.average(4)
+    resumed = World(after, lambda: ErrorFeedback(bits), other)
+    resumed.average(1)  # what it remembers by now is replaced
+    resumed.resume(world)
+    assert all(exchange.step == 4 for exchange in resumed.exchanges)
+    resumed.average(12, silent=True)
+    for name, given_ in resumed.given.items():
+        # What is left to be sent has been sent by now, but for what rounding of residuals costs.
+        missing = (given_ - resumed.received[name]).norm() / given_.norm()
+        assert missing < {32: 1e-5, 16: 0.03, 4: 0.3}[bits], name
+
+
+@pytest.mark.filterwarnings("ignore:world size is 1")
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_receivers_still_believe_the_same(after: int) -> None:
+    """Differences: the mean of the estimates is what the receivers have added up."""
+    world = World(3, Differences)
+    world.average(5)
+    resumed = World(after, Differences)
+    resumed.resume(world)
+    for exchange in resumed.exchanges:
+        for name, estimate in exchange.state_dict()["memory"].items():
+            expected = world.received[name].flatten()
+            torch.testing.assert_close(estimate.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:world size is 1")
+def test_velocities_are_averaged_and_what_waits_is_kept() -> None:
+    world = World(3, MomentumCorrection)
+    world.average(3)
+    memories = [exchange.state_dict()["memory"] for exchange in world.exchanges]
+    servers = [exchange.state_dict()["server_memory"] for exchange in world.exchanges]
+    resumed = World(2, MomentumCorrection)
+    resumed.resume(world)
+    for exchange in resumed.exchanges:
+        state = exchange.state_dict()["memory"]
+        assert set(state) == set(memories[0])
+        for name in ("a", "b", "c"):
+            velocity = sum(m[f"velocity.{name}"] for m in memories) / 3
+            unsent = torch.cat([s[name] for s in servers])[: velocity.numel()]
+            residual = sum(m[f"residual.{name}"] for m in memories) / 3 + unsent
+            torch.testing.assert_close(state[f"velocity.{name}"], velocity)
+            torch.testing.assert_close(state[f"residual.{name}"], residual)
+
+
+def test_as_many_ranks_load_their_own() -> None:
+    world = World(3, ErrorFeedback)
+    world.average(3)
+    resumed = World(3, ErrorFeedback)
+    resumed.resume(world)
+    for ours, theirs in zip(resumed.exchanges, world.exchanges, strict=True):
+        for part in ("memory", "server_memory"):
+            saved = theirs.state_dict()[part]
+            assert all(torch.equal(v, saved[k]) for k, v in ours.state_dict()[part].items())
+            assert set(ours.state_dict()[part]) == set(saved)
+
+
+def test_one_state_with_shards_is_refused_where_there_are_none() -> None:
+    world = World(2, ErrorFeedback, "sharded")
+    world.average(2)
+    state = world.exchanges[0].state_dict()
+    for settings in ({"collective": "all_gather"}, {"granularity": "bucket"}):
+        other = Exchange(
+            TopK(0.3),
+            ErrorFeedback(),
+            **settings,  # type: ignore[arg-type]
+            transport=Simulated(2)[0],
+        )
+        with pytest.raises(ValueError, match="nothing is sharded with these"):
+            other.load_state_dict(state)
+
+
+def test_resuming_twice_without_a_round_between_changes_nothing() -> None:
+    world = World(2, ErrorFeedback)
+    world.average(3)
+    once = World(4, ErrorFeedback)
+    once.resume(world)
+    twice = World(3, ErrorFeedback)
+    twice.resume(once)
+    expected = once.exchanges[0].state_dict()["memory"]
+    for name, row in twice.exchanges[2].state_dict()["memory"].items():
+        torch.testing.assert_close(row, expected[name])
+
+
+def test_a_rank_that_lacks_a_parameter_remembers_zeros_of_it() -> None:
+    world = World(2, ErrorFeedback, "all_gather")
+    world.average(2)
+    states = [exchange.state_dict() for exchange in world.exchanges]
+    expected = states[0]["memory"]["a"] / 2
+    del states[1]["memory"]["a"]
+    exchange = World(3, ErrorFeedback, "all_gather").exchanges[1]
+    exchange.load_state_dicts(states)
+    torch.testing.assert_close(exchange.state_dict()["memory"]["a"], expected)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda states: [], "no states were given"),
+        (lambda states: states[:2], r"in rank order, got ranks \[0, 1\] of 3"),
+        (lambda states: states[::-1], r"in rank order, got ranks \[2, 1, 0\] of 3"),
+        (lambda states: [*states[:2], {**states[2], "step": 9}], r"different steps: \[2, 2, 9\]"),
+        (
+            lambda states: [*states[:2], {k: v for k, v in states[2].items() if k != "memory"}],
+            "the state was saved without a memory",
+        ),
+        (
+            lambda states: [
+                {**s, "memory": {n: row.half() for n, row in s["memory"].items()}} for s in states
+            ],
+            "is torch.float16, but ErrorFeedback",
+        ),
+    ],
+)
+def test_states_that_cannot_be_right_are_refused(
+    spoil: Callable[[list[dict[str, object]]], list[dict[str, object]]], message: str
+) -> None:
+    world = World(3, ErrorFeedback)
+    world.average(2)
+    exchange = World(2, ErrorFeedback).exchanges[0]
+    with pytest.raises(ValueError, match=message):
+        exchange.load_state_dicts(spoil([e.state_dict() for e in world.exchanges]))
+    assert exchange.step == 0
+    assert exchange.state_dict()["memory"] == {}
+
+
+@pytest.mark.filterwarnings("ignore:world size is 1")
+def test_an_exchange_without_memory_resumes_on_any_number() -> None:
+    states = [{"step": 5, "rank": r, "world_size": 2} for r in range(2)]
+    exchange = Exchange(Sign(), transport=Simulated(1)[0])
+    exchange.load_state_dicts(states)
+    assert exchange.step == 5
