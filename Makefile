@@ -1,6 +1,7 @@
 # make demo   train a small GPT once per method and compare them (10 minutes)
 # make test   lint, type-check and test
 # make bench  print the operators' tables of the README
+# make docs   build the documentation site into docs/_build
 # make studies  repeat the papers' comparisons on small tasks (an hour)
 # Each makes its own virtual environment in .venv first.
 
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench studies clean
+.PHONY: demo test lint bench docs studies clean
 
 demo: $(READY)
 	$(BIN)/comm-hooks compare
@@ -26,6 +27,9 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/operators.py
 
+docs: $(READY)
+	$(BIN)/sphinx-build -W --keep-going docs docs/_build
+
 studies: $(READY)
 	$(BIN)/python -m benchmarks.studies.safl
 	$(BIN)/python -m benchmarks.studies.fed_lamb
@@ -34,8 +38,8 @@ studies: $(READY)
 $(READY): setup.cfg pyproject.toml .ci/install_torch.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python .ci/install_torch.py "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[compare,studies,test,lint]"
+	$(BIN)/python -m pip install --quiet --editable ".[launch,compare,studies,docs,test,lint]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist docs/_build docs/reference/generated *.egg-info

@@ -2,12 +2,27 @@
 
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+# Modules that cannot be imported without a package which need not be installed.
+_OPTIONAL = {
+    "accelerate.py": ["accelerate"],
+    "lightning.py": ["lightning", "pytorch_lightning"],
+    "transformers.py": ["transformers"],
+}
+collect_ignore = [
+    f"comm_hooks/frameworks/{module}"
+    for module, packages in _OPTIONAL.items()
+    if not any(map(find_spec, packages))
+]
+if not find_spec("mpi4py"):
+    collect_ignore.append("comm_hooks/collectives/mpi.py")
 
 
 @pytest.fixture(autouse=True)

@@ -5,18 +5,18 @@ and refuses strings.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks.checks import Collective, require_dense_floats
 from comm_hooks.collectives.base import completed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.config import build_compressor, build_memory
+from comm_hooks.ddp import AccumulationWatch, DataParallelModel, require_bucket
 from comm_hooks.exchange import Exchange
 from comm_hooks.layout import Granularity, Layout, Segment
 from comm_hooks.memory.base import Memory
@@ -49,6 +49,9 @@ class CompressionState:
 
     Raises:
         ValueError: for a combination that cannot work.
+
+    Warns once if gradients are averaged a second time because nobody cleared them: accumulate
+    under ``no_sync()``.
 
     Not supported: the same state in two models; DDP's ``python_reducer``.
 
@@ -92,6 +95,7 @@ class CompressionState:
         self._names = {p: name for name, p in named_parameters} if named_parameters else {}
         # Weak: the exchange drops a layout when DDP has rebuilt its bucket.
         self._layouts: WeakValueDictionary[tuple[int, ...], Layout] = WeakValueDictionary()
+        self._accumulation = AccumulationWatch()
 
     def stats(self) -> dict[str, float]:
         """Return what this rank moved; see :meth:`~comm_hooks.exchange.Exchange.stats`."""
@@ -108,6 +112,22 @@ class CompressionState:
             ValueError: if the state is not this rank's or names parameters that this model lacks;
                 nothing is changed.
         """
+        self._refuse_strangers(state)
+        self.exchange.load_state_dict(state)
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore what :meth:`state_dict` returned on *all* ranks, on any number of ranks.
+
+        See :meth:`~comm_hooks.exchange.Exchange.load_state_dicts`.
+
+        Raises:
+            ValueError: also if a state names parameters that this model lacks; nothing is changed.
+        """
+        for state in states:
+            self._refuse_strangers(state)
+        self.exchange.load_state_dicts(states)
+
+    def _refuse_strangers(self, state: Mapping[str, Any]) -> None:
         memory = self.exchange.memory
         saved = memory.parameters_in(state.get("memory", {})) if memory else set()
         if self._names and not saved <= set(self._names.values()):
@@ -115,7 +135,6 @@ class CompressionState:
             raise ValueError(
                 f"the state has residuals of parameters that this model does not have: {strangers}"
             )
-        self.exchange.load_state_dict(state)
 
     def layout(self, bucket: dist.GradBucket) -> Layout:  # type: ignore[name-defined]
         """Return the workspace for a bucket's parameters."""
@@ -160,13 +179,20 @@ def compression_hook(
     Returns:
         A future of the averaged bucket.
 
+    Raises:
+        ValueError: under DDP's ``python_reducer``, which would ignore the result.
+
     Example::
 
         >>> from comm_hooks import CompressionState, CountSketch, compression_hook
         >>> state = CompressionState(CountSketch(ratio=0.05))
         >>> ddp_model.register_comm_hook(state, compression_hook)
     """
+    require_bucket(bucket)
     exchange, buffer = state.exchange, bucket.buffer()
+    # An overflow under a GradScaler leaves gradients standing as well.
+    if state.loss_scale is None and bucket.index() == 0:
+        state._accumulation.look(bucket)
     if buffer.is_sparse:
         # DDP gives a sparse gradient a bucket of its own.
         future = average_sparse(exchange, buffer)
@@ -201,6 +227,7 @@ def skip_hook(
         >>> from comm_hooks import skip_hook
         >>> ddp_model.register_comm_hook(None, skip_hook)
     """
+    require_bucket(bucket)
     return completed(bucket.buffer())
 
 
@@ -222,18 +249,27 @@ def register(
     All ranks must call it: it compares their configurations.
 
     Args:
-        model: a ``DistributedDataParallel``, or what ``torch.compile`` made of one.
+        model: a ``DistributedDataParallel``, or what has one inside: what ``torch.compile``,
+            Fabric's ``setup`` and Accelerate's ``prepare`` return, a ``LightningModule`` in
+            training, a module of your own.  Or what the composable ``replicate`` was applied to.
         compressor: an object, or a name from ``comm_hooks.config.COMPRESSORS``.
         memory: an object, None, ``"none"``, ``"error_feedback"``, ``{"type": "error_feedback",
             "bits": 4}``, or ``"auto"``: error feedback where the compressor is biased.
+        loss_scale: see :class:`CompressionState`; by default that of Fabric or Lightning where
+            they scale the loss.
         options: arguments of the compressor, when it is given by name.
-        collective, seed, min_numel, exempt_bits, granularity, loss_scale: see
-            :class:`CompressionState`.
+        collective, seed, min_numel, exempt_bits, granularity: see :class:`CompressionState`.
 
     Raises:
-        ValueError: for bad settings, and if ``model`` is not a DDP model.
+        ValueError: for bad settings; if there is not exactly one DDP model in ``model``; if it has
+            a hook already (DDP takes one; ``mixed_precision=`` and an optimizer that runs in the
+            backward pass need it too); if its hooks are ignored (``python_reducer``) or not always
+            called (``skip_all_reduce_unused_params=True``).  In the first forward pass, if that is
+            under ``no_sync()`` with ``static_graph=True``.
         ConfigMismatchError: if ranks are configured differently.
-        RuntimeError: if the model has a hook already (DDP takes one).
+
+    Not supported: FSDP (``comm_hooks.frameworks.fsdp``), DeepSpeed
+    (``comm_hooks.frameworks.deepspeed``) and ``replicate_with_fsdp``.
 
     Example::
 
@@ -244,7 +280,7 @@ def register(
         >>> state.stats()["steps"]
         1
     """
-    ddp = _find_ddp(model)
+    replicas = DataParallelModel(model)
     if isinstance(compressor, str):
         compressor = build_compressor(compressor, **options)
     elif options:
@@ -260,21 +296,11 @@ def register(
         min_numel=min_numel,
         exempt_bits=exempt_bits,
         granularity=granularity,
-        process_group=ddp.process_group,
-        named_parameters=ddp.module.named_parameters(),
-        loss_scale=loss_scale,
+        process_group=replicas.process_group,
+        named_parameters=replicas.named_parameters(),
+        loss_scale=loss_scale or replicas.loss_scale,
     )
     state.exchange.transport.run(state.exchange.agree())
-    ddp.register_comm_hook(state, compression_hook)
+    replicas.register_comm_hook(state, compression_hook)
     logger.info("registered %s with %s", compressor, state.exchange.memory)
     return state
-
-
-def _find_ddp(model: torch.nn.Module) -> DistributedDataParallel:
-    inner = getattr(model, "_orig_mod", model)
-    if not isinstance(inner, DistributedDataParallel):
-        raise ValueError(
-            f"register() needs a DistributedDataParallel model, got {type(inner).__name__}: wrap "
-            f"the model first"
-        )
-    return inner

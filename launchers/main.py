@@ -1,11 +1,11 @@
-"""The ``comm-hooks`` command. Its subcommands need the extra ``compare``."""
+"""The ``comm-hooks`` command. A subcommand is imported when it is asked for, with what it needs."""
 
+import importlib
 import importlib.util
 import sys
+from typing import Annotated, Any
 
-_missing = [
-    name for name in ("typer", "rich", "matplotlib", "jinja2") if not importlib.util.find_spec(name)
-]
+_missing = [name for name in ("typer", "rich") if not importlib.util.find_spec(name)]
 if _missing:
     print(
         f"comm-hooks: the command line needs {', '.join(_missing)}: "
@@ -15,17 +15,69 @@ if _missing:
     raise SystemExit(2)
 
 import typer  # noqa: E402
+import typer.core  # noqa: E402
+import typer.main  # noqa: E402
 
-from comm_hooks.launchers.compare.command import compare  # noqa: E402
+_COMMANDS = {
+    # The module that has a function of the command's name, and the extra with what it imports.
+    "compare": ("comm_hooks.launchers.compare.command", "compare"),
+    "launch": ("comm_hooks.launchers.launch.command", "launch"),
+    "preflight": ("comm_hooks.launchers.preflight.command", "launch"),
+    "advise": ("comm_hooks.launchers.advise.command", "compare"),
+    "report": ("comm_hooks.launchers.report.command", "compare"),
+}
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-app.command()(compare)
+
+class _Commands(typer.core.TyperGroup):
+    """Imports only the subcommand that runs: nodes that train need no matplotlib."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _COMMANDS:
+            return None
+        path, extra = _COMMANDS[cmd_name]
+        # What follows a script's name belongs to the script, also if it looks like our option;
+        # a report is made of files alone.
+        settings = {"allow_interspersed_args": cmd_name == "report"}
+        try:
+            function = getattr(importlib.import_module(path), cmd_name)
+        except ModuleNotFoundError as error:
+            if str(error.name).startswith("comm_hooks"):
+                raise
+            function = _explain(cmd_name, error.name, extra)
+            settings["ignore_unknown_options"] = True
+        single = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+        )
+        single.command(cmd_name, context_settings=settings)(function)
+        return typer.main.get_command(single)
+
+
+def _explain(command: str, missing: str | None, extra: str) -> Any:
+    """Return a command that says what is missing, so that ``--help`` still lists the others."""
+    line = f'needs {missing}: pip install "comm-hooks[{extra}]"'
+
+    def say(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+        typer.echo(f"comm-hooks {command}: {line}", err=True)
+        raise typer.Exit(2)
+
+    say.__doc__ = f"({line})"
+    return say
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 
 
 @app.callback()
 def _comm_hooks() -> None:
     """Gradient compression for distributed PyTorch."""
-    # With a callback, typer keeps "compare" a subcommand even while it is the only one.
 
 
 if __name__ == "__main__":

@@ -38,10 +38,10 @@ class OneBitAdam(ExchangingOptimizer):
 
     The price is in the word frozen: v belongs to the first steps, whose gradients are larger and
     scaled otherwise than later ones, so the longer the run, the further it falls behind Adam.
-    :class:`~comm_hooks.optim.CompressedAdam` is the same scheme without this: its
-    ``variance="tracked"`` keeps the scale of v alive, it corrects the bias and can let coordinates
-    compete in the units of the step (``scaled``).  Use OneBitAdam to compare with what is published
-    or to go on from DeepSpeed.
+    :class:`~comm_hooks.optim.CompressedAdam` is the same scheme without this: it freezes the shape
+    of v but keeps its scale alive, corrects the bias and can let coordinates compete in the units
+    of the step (``scaled``).  Use OneBitAdam to compare with what is published or to go on from
+    DeepSpeed.
 
     Differences to the published code (DeepSpeed): the scale of signs is contractive (see
     :class:`~comm_hooks.Sign`), residuals are saved and restored, and padding takes no part in a

@@ -1,13 +1,14 @@
 """How payloads move between ranks.
 
 ``requests`` says what a round may ask for, ``routes`` in which order it asks (one all-reduce, one
-all-gather, or sharded), and the transports (``torch_distributed``, ``simulated``, ``threads``)
-carry it out.
+all-gather, or sharded), and the transports (``torch_distributed``, ``mpi``, ``simulated``,
+``threads``) carry it out.
 """
 
 from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.mpi import MPITransport
 from comm_hooks.collectives.simulated import Simulated
 from comm_hooks.collectives.threads import run_ranks
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 
-__all__ = ["Simulated", "TorchDistributed", "Transport", "run_ranks"]
+__all__ = ["MPITransport", "Simulated", "TorchDistributed", "Transport", "run_ranks"]

@@ -21,9 +21,9 @@ from comm_hooks.wire.bits import pack_bits, pack_codes, packed_nbytes, unpack_bi
 class Sign(Compressor):
     """One bit per element: its sign, times the mean magnitude of its block.
 
-    The scale is the L1 mean |x|_1 / c, which makes the compressor contractive (Karimireddy et al.,
-    ICML 2019); DeepSpeed's 1-bit Adam uses the root mean square, which does not.  Zero counts as
-    positive.
+    The scale is the L1 mean ``|x|_1 / c``, which makes the compressor contractive (Karimireddy et
+    al., ICML 2019); DeepSpeed's 1-bit Adam uses the root mean square, which does not.  Zero counts
+    as positive.
 
     Args:
         block_size: the largest block that shares a scale (float32).
@@ -90,6 +90,7 @@ class Quantize(Compressor):
     """Every element rounded to one of 2^bits levels between its block's minimum and maximum.
 
     As in MicroAdam (Modoranu et al., NeurIPS 2024, procedure Q):
+
     1. low and high are the block's extremes, unit = (high - low) / (2^bits - 1);
     2. code = floor((x - low) / unit + 1/2), or, ``stochastic``, floor((x - low) / unit + xi) with
        xi uniform in [0, 1), which is unbiased;

@@ -3,7 +3,7 @@
 All three follow SAFL (sk(v) = R v, desk(s) = R^T s, R in R^{b x d} the same on all ranks within a
 round): ``compress`` is linear, so sketches are summed on the wire, and E[R^T R] = I, so the
 decompressed mean is unbiased.  No error feedback belongs to them: R^T R v is off by sqrt(d/b) times
-|v|, which feedback would amplify.  The noise averages out over steps, through the momentum.
+``|v|``, which feedback would amplify.  The noise averages out over steps, through the momentum.
 """
 
 import functools

@@ -38,9 +38,9 @@ class ValueCode:
       from the mean; both are the mean where one of them is empty;
     * 4: min(a) + (max(a) - min(a)) j / 7, j = 0 ... 7, to the nearest.
 
-    All are contractive, |x - decode(encode(x))| <= |x| over a set: a mean l of n magnitudes takes
-    n l^2 off their squares (n l^2 (1 - r^2) when bfloat16 rounds it to (1 + r) l), and with 4 bits
-    the nearest level is no further from a than min(a) is, which is one of them.
+    All are contractive, ``|x - decode(encode(x))| <= |x|`` over a set: a mean l of n magnitudes
+    takes n l^2 off their squares (n l^2 (1 - r^2) when bfloat16 rounds it to (1 + r) l), and with 4
+    bits the nearest level is no further from a than min(a) is, which is one of them.
 
     Shapes: values (n, sets, count) float32 <-> bytes (n, ``nbytes(sets, count)``).
 

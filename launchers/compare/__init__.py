@@ -2,6 +2,7 @@
 
 One idea per file, in the order a comparison goes through them: ``command`` (the options),
 ``corpus`` (the text), ``methods`` (what can be compared), ``launch`` (torchrun, one method at a
-time), ``progress`` (how it goes), ``worker`` and ``model`` (one rank), ``runs`` (what was
-measured), ``table``, ``plots`` and ``report`` (what people read).
+time), ``progress`` (how it goes), ``worker`` and ``model`` (one rank), ``runs`` and ``plain``
+(what was measured), ``groups`` (means over seeds), ``conclusions``, ``table``, ``looks`` and
+``plots`` (what people read). The page is that of ``comm-hooks report``.
 """

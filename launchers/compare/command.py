@@ -24,10 +24,11 @@ from comm_hooks.launchers.compare.methods import (
     parse_methods,
 )
 from comm_hooks.launchers.compare.model import GPT, GPTConfig
+from comm_hooks.launchers.compare.plots import write_plots
 from comm_hooks.launchers.compare.progress import open_display
-from comm_hooks.launchers.compare.report import write_report
 from comm_hooks.launchers.compare.runs import Run, Settings
 from comm_hooks.launchers.compare.table import print_table
+from comm_hooks.launchers.report.page import write_page
 
 _QUICK_MODEL = GPTConfig(layers=2)
 _QUICK_STEPS = 60
@@ -103,14 +104,15 @@ def compare(
     # Being asked to end (by timeout, CI or a scheduler) is treated as Ctrl-C is.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        for run in _run_methods(methods, settings, corpus.content, out, timeout, console):
+        for run in _run_methods(methods, settings, facts, corpus.content, out, timeout, console):
             runs.append(run)
     except KeyboardInterrupt:
         interrupted = True
     if runs:
         print_table(runs, console)
-        page = write_report(runs, facts, out)
-        console.print(Text(f"Report: {page}"), soft_wrap=True)
+        write_plots(runs, out)
+        write_page(runs, out / "report.html")
+        console.print(Text(f"Report: {out / 'report.html'}"), soft_wrap=True)
     if interrupted:
         typer.echo(
             f"comm-hooks compare: interrupted, {len(runs)} of {len(methods)} methods finished",
@@ -124,6 +126,7 @@ def compare(
 def _run_methods(
     methods: list[Method],
     settings: Settings,
+    facts: dict[str, str],
     text: bytes,
     out: Path,
     timeout: float,
@@ -143,6 +146,7 @@ def _run_methods(
             slug = re.sub(r"[^\w.=+-]", "_", method.spec)
             log = out / "logs" / f"{index + 1}-{slug}.log"
             run = run_method(method, settings, corpus, log, timeout, display.watch)
+            run.facts = facts
             records.write(run.to_json() + "\n")
             records.flush()
             display.finish(run)
@@ -207,7 +211,7 @@ def _make_facts(
         f"{model.width}, {model.heads} heads, context {model.context}",
         "Training": f"{settings.steps} steps, batch {settings.batch} per rank, learning rate "
         f"{settings.learning_rate:g} after {settings.warmup} steps of warm-up, betas "
-        f"{settings.betas}, weight decay {settings.weight_decay:g}, seed {settings.seed}",
+        f"{settings.betas}, weight decay {settings.weight_decay:g}",
         "Machine": f"{settings.nproc} ranks, {threads_per_rank(settings.nproc)} threads each, on "
         f"{available_cores()} cores ({platform.machine()}, {platform.system()}); gloo, loopback",
         "Versions": f"comm-hooks {_own_version()}, torch {torch.__version__}, Python "

@@ -1,4 +1,4 @@
-"""The three plots of a report: loss against steps, against bytes, against time."""
+"""The three plots as files, for documents: loss against steps, against bytes, against time."""
 
 from pathlib import Path
 from typing import Any
@@ -7,20 +7,37 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
+from comm_hooks.launchers.compare.looks import assign_looks
 from comm_hooks.launchers.compare.runs import Run
-from comm_hooks.launchers.compare.table import BASELINE, CONTROL
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, without its black and its
 # yellow: black and grey are for the two that the others are measured by, and yellow on white is
 # hard to see for everybody.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_COLOURS = {
+    "baseline": "#18181b",
+    "control": "#8a8a93",
+    **dict(zip("012345", _OKABE_ITO, strict=True)),
+}
 _DASHES = ("solid", "dashed", "dotted")
 _LOSS = "loss on all data (nats per byte)"
 
 
 def write_plots(runs: list[Run], folder: Path) -> list[Path]:
-    """Write ``loss-vs-{step,bytes,time}.png`` for the runs that have a curve; return the paths."""
-    styled = {run.method: style for run, style in zip(runs, _styles(runs), strict=True)}
+    """Write ``loss-vs-{step,bytes,time}.png`` for the runs that have a curve; return the paths.
+
+    Args:
+        runs: of one comparison: each method once.
+        folder: where to write.
+    """
+    styled = {
+        run.method: {
+            "linewidth": 1.8,
+            "color": _COLOURS[look.colour],
+            "linestyle": _DASHES[look.dash],
+        }
+        for run, look in zip(runs, assign_looks(run.method for run in runs), strict=True)
+    }
     drawn = [run for run in runs if run.curve]
     paths = []
     for name, draw in {"step": _by_step, "bytes": _by_bytes, "time": _by_time}.items():
@@ -36,23 +53,6 @@ def write_plots(runs: list[Run], folder: Path) -> list[Path]:
         paths.append(folder / f"loss-vs-{name}.png")
         figure.savefig(paths[-1], dpi=160)
     return paths
-
-
-def _styles(runs: list[Run]) -> list[dict[str, Any]]:
-    """Give each method a look that is its own, the same in all plots."""
-    styles: list[dict[str, Any]] = []
-    coloured = 0
-    for run in runs:
-        if run.method == BASELINE:
-            look = {"color": "#18181b"}
-        elif run.method == CONTROL:
-            look = {"color": "#8a8a93", "linestyle": "dashed"}
-        else:
-            lap, colour = divmod(coloured, len(_COLOURS))
-            look = {"color": _COLOURS[colour], "linestyle": _DASHES[lap % len(_DASHES)]}
-            coloured += 1
-        styles.append({"linewidth": 1.8, **look})
-    return styles
 
 
 def _plot(axes: Axes, run: Run, x: list[float], style: dict[str, Any]) -> None:

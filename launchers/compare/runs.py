@@ -5,12 +5,15 @@ workers, the workers' figures come back as a :class:`Run`, and ``runs.jsonl`` ke
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from comm_hooks.launchers.compare.model import GPTConfig
+from comm_hooks.launchers.compare.plain import rebuild
+
+RECORD_VERSION = 1
+"""Of the lines of ``runs.jsonl``; to be raised when a field changes its name or meaning."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,14 @@ class Settings:
     @classmethod
     def from_json(cls, line: str) -> "Settings":
         """Rebuild settings written by :meth:`to_json`."""
-        return cls._from_dict(json.loads(line))
+        return rebuild(cls, json.loads(line))
 
-    @classmethod
-    def _from_dict(cls, values: dict[str, Any]) -> "Settings":
-        first, second = values["betas"]
-        model = GPTConfig(**values["model"])
-        return cls(**{**values, "betas": (first, second), "model": model})
+
+@dataclass(frozen=True)
+class LogSettings:
+    """All that the log of somebody's own training tells about how it was run."""
+
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Figures:
     """What a finished method is judged by. Bytes are those of one rank (rank 0)."""
 
     loss: float  # on text from all shards, mean over the replicas
-    drift: float  # the largest |p_r - p_0| / |p_0| over ranks; 0 where replicas agree
+    drift: float | None  # the largest |p_r - p_0| / |p_0| over ranks; None if not measured
     step_ms: float  # median after the warm-up
     sent_per_step: float  # mean after the warm-up, as is received_per_step
     received_per_step: float
@@ -76,37 +80,40 @@ class Figures:
 
 @dataclass
 class Run:
-    """One method's record: a line of ``runs.jsonl``. Exactly one of the last two is given."""
+    """One method's record: a line of ``runs.jsonl``, or a log of somebody's own training.
+
+    ``facts`` are what a reader must know to judge the figures or to repeat them (command, text,
+    machine, versions), by name. A run that did not finish has a ``failure`` and no ``figures``.
+    """
 
     method: str
     note: str
-    settings: Settings
+    settings: Settings | LogSettings
     curve: list[Point] = field(default_factory=list)
     figures: Figures | None = None
     failure: str | None = None
+    facts: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return the record as one line that :func:`read_runs` reads."""
-        return json.dumps(asdict(self))
+        """Return the record as one line that :func:`parse_run` reads."""
+        return json.dumps({"version": RECORD_VERSION, **asdict(self)})
 
 
-def read_runs(path: Path) -> list[Run]:
-    """Read the records of a ``runs.jsonl``."""
-    return [_run_from_dict(json.loads(line)) for line in path.read_text().splitlines()]
+def parse_run(values: Mapping[str, Any]) -> Run:
+    """Rebuild a record written by :meth:`Run.to_json`.
 
-
-def _run_from_dict(values: dict[str, Any]) -> Run:
-    figures = values["figures"]
-    return Run(
-        method=values["method"],
-        note=values["note"],
-        settings=Settings._from_dict(values["settings"]),
-        curve=[Point(**point) for point in values["curve"]],
-        figures=Figures(**figures) if figures else None,
-        failure=values["failure"],
-    )
-
-
-def figures_of(runs: Iterable[Run], method: str) -> Figures | None:
-    """Return what the named method reached, or None if it failed or was not compared."""
-    return next((run.figures for run in runs if run.method == method), None)
+    Raises:
+        ValueError: if it was written by another version, or a field is missing, unknown or of the
+            wrong type.
+    """
+    fields = dict(values)
+    version = fields.pop("version", None)
+    if version != RECORD_VERSION:
+        raise ValueError(
+            f"a record of version {json.dumps(version)}, and this comm-hooks reads version "
+            f"{RECORD_VERSION}: run the comparison again"
+        )
+    run: Run = rebuild(Run, fields)
+    if (run.figures is None) == (run.failure is None):
+        raise ValueError("exactly one of figures and failure must be null")
+    return run

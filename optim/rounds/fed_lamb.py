@@ -58,8 +58,8 @@ class FedLAMB(LocalRounds):
     """Layerwise and dimensionwise local adaptive steps: FED-LAMB.
 
     Karimi, Li & Li, UAI 2023, Algorithm 2.  As :class:`FedAMS`, with local steps whose length is
-    set layer by layer: theta = theta - lr phi(|theta|) (p + lambda theta) / |p + lambda theta|; see
-    :class:`~comm_hooks.optim.rounds.shared_moments.LocalLAMB`.
+    set layer by layer: ``theta = theta - lr phi(|theta|) (p + lambda theta) / |p + lambda theta|``;
+    see :class:`~comm_hooks.optim.rounds.shared_moments.LocalLAMB`.
 
     Differences to the paper's listing: m_hat does not overwrite m; beta1^t counts the steps that a
     client has taken in all, since its m lasts as long; a layer of norm zero moves.

@@ -146,7 +146,7 @@ class LocalLAMB(LocalAMSGrad):
     Karimi, Li & Li, UAI 2023, Algorithm 2, lines 6 to 13.  Steps 1 to 3 are those of
     :class:`LocalAMSGrad`; then per layer, which is a parameter tensor:
 
-    4. theta = theta - lr phi(|theta|) (p + weight_decay theta) / |p + weight_decay theta|.
+    4. ``theta = theta - lr phi(|theta|) (p + weight_decay theta) / |p + weight_decay theta|``.
 
     A layer whose norm or direction is zero takes the step of :class:`LocalAMSGrad` instead (as in
     LAMB): with phi(0) = 0 a bias that starts at zero would otherwise never move.

@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from comm_hooks.launchers.compare import command
 from comm_hooks.launchers.compare.methods import Method
-from comm_hooks.launchers.compare.runs import Figures, Run, Settings, read_runs
+from comm_hooks.launchers.compare.runs import Figures, Run, Settings
 from comm_hooks.launchers.main import app
+from comm_hooks.launchers.report.reading import read_runs
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +95,7 @@ def test_an_interruption_keeps_what_is_finished(
     assert "interrupted, 1 of 3 methods finished" in result.stderr
     assert "all_reduce 2.500" in " ".join(result.stdout.split())
     assert [run.method for run in read_runs(tmp_path / "r" / "runs.jsonl")] == ["all_reduce"]
-    assert "<td>all_reduce</td>" in (tmp_path / "r" / "report.html").read_text()
+    assert 'data-value="all_reduce"' in (tmp_path / "r" / "report.html").read_text()
 
 
 def test_help_and_no_command_name_what_there_is() -> None:

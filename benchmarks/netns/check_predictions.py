@@ -1,0 +1,170 @@
+"""What ``comm-hooks advise`` predicts, against what training takes in a network of capped links.
+
+    python -m benchmarks.netns.check_predictions                  # about 10 minutes, needs root
+    python -m benchmarks.netns.check_predictions --rates 100mbit --methods all_reduce,sign
+
+Trains the GPT of ``comm-hooks compare`` with 2 ranks.  Steps with and without exchange take turns,
+so that a machine that is busy with other things slows both down alike.  A step ends when the slower
+of the two ranks has ended it.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+from benchmarks.netns.bed import Bed
+from benchmarks.netns.links import NetnsError
+from comm_hooks.launchers.advise.advice import Case
+from comm_hooks.launchers.advise.cost_model import predict
+from comm_hooks.launchers.advise.links import measure_links, network_of
+from comm_hooks.launchers.advise.ranks import find_place, joined
+from comm_hooks.launchers.advise.rehearsal import Rehearsals, of_slowest_rank, slowest
+from comm_hooks.launchers.advise.step import Step
+from comm_hooks.launchers.compare.methods import Method, parse_method, parse_methods
+from comm_hooks.launchers.compare.model import GPT, VOCABULARY
+from comm_hooks.launchers.compare.optimizers import Trainer
+from comm_hooks.launchers.compare.runs import Settings
+
+METHODS = "all_reduce,bf16,topk,sign,count_sketch,local_adamw"
+RATES = "100mbit,1gbit,10mbit"
+_UNCOMPRESSED = ("all_reduce", "bf16")  # 10 to 20 s per step at 10 Mbit: nothing new is learnt
+_SLOW = ("10mbit",)
+_TIMEOUT_SECONDS = 1800.0
+
+_WARM_UP_STEPS = 3
+_LEAST_STEPS = 8
+_LEAST_PERIODS = 3
+
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def check(
+    rates: Annotated[str, typer.Option(help="Of the links, separated by commas.")] = RATES,
+    methods: Annotated[str, typer.Option(help="As in comm-hooks compare.")] = METHODS,
+    limit: Annotated[float, typer.Option(help="Percent by which a prediction may be off.")] = 20.0,
+) -> None:
+    """Print a table; exit with 1 if a prediction is off by more than --limit."""
+    parse_methods(methods)
+    print("| link | method | without exchange, ms | predicted, ms | measured, ms | error |")
+    print("|---|---|---|---|---|---|")
+    worst = 0.0
+    try:
+        for rate in rates.split(","):
+            for row in _measure_in_bed(rate, methods):
+                error = 100 * (row["predicted"] / row["measured"] - 1)
+                worst = max(worst, abs(error))
+                print(
+                    f"| {rate} | `{row['method']}` | {row['control']:.0f} "
+                    f"| {row['predicted']:.0f} | {row['measured']:.0f} | {error:+.0f} % |",
+                    flush=True,
+                )
+    except NetnsError as error:
+        typer.echo(f"check_predictions: {error}", err=True)
+        raise typer.Exit(77) from None
+    raise typer.Exit(worst > limit)
+
+
+@app.command(hidden=True)
+def worker(methods: str) -> None:
+    """Run one rank; rank 0 prints a JSON object per method."""
+    place = find_place()
+    torch.set_num_threads(1)
+    with joined(place, "gloo", _TIMEOUT_SECONDS):
+        for row in _compare([parse_method(spec) for spec in methods.split(",")]):
+            if place.rank == 0:
+                print(json.dumps(row), flush=True)
+
+
+def _measure_in_bed(rate: str, methods: str) -> Iterator[dict[str, Any]]:
+    specs = [m.spec for m in parse_methods(methods)]
+    if rate in _SLOW:
+        specs = [spec for spec in specs if spec not in _UNCOMPRESSED]
+    command = [sys.executable, "-m", "benchmarks.netns.check_predictions", "worker"]
+    with Bed(2, rate=rate) as bed:
+        root = Path(__file__).parents[2]
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "cwd": root}
+        ranks = [bed.start(rank, [*command, ",".join(specs)], **options) for rank in range(2)]
+        assert ranks[0].stdout
+        for line in ranks[0].stdout:
+            yield json.loads(line)
+        if any(bed.wait(ranks, timeout=60)):
+            raise NetnsError(f"a rank failed at {rate}")
+
+
+def _compare(methods: list[Method]) -> Iterator[dict[str, Any]]:
+    """Predict and measure each method. Collective."""
+    place = find_place()
+    device = torch.device("cpu")
+    settings = Settings()
+    links, nodes = measure_links(place, device)
+    network = network_of(links, nodes, "gloo")
+    shapes = tuple(tuple(p.shape) for p in GPT(settings.model).parameters())
+    rehearsals = Rehearsals(Step(shapes, milliseconds=1.0), network.ranks, device)
+    control = _connect(parse_method("none"), settings)
+    _time_steps(control, settings, _WARM_UP_STEPS)
+    for method in methods:
+        trainer = _connect(method, settings)
+        period = getattr(trainer.optimizer, "local_steps", 1)
+        _time_steps(trainer, settings, max(_WARM_UP_STEPS, period))
+        plan = of_slowest_rank(rehearsals.plan(method))
+        optimizer = slowest(rehearsals.optimizer_seconds())
+        without, measured = _time_in_turns([control, trainer], settings, period)
+        case = Case(Step(shapes, 1e3 * without), network, optimizer)
+        yield {
+            "method": method.spec,
+            "control": 1e3 * without,
+            "predicted": 1e3 * predict(plan, case.compute, network).step,
+            "measured": 1e3 * measured,
+        }
+
+
+def _connect(method: Method, settings: Settings) -> Trainer:
+    torch.manual_seed(settings.seed)
+    return method.connect(GPT(settings.model), settings)
+
+
+def _time_in_turns(trainers: list[Trainer], settings: Settings, period: int) -> list[float]:
+    """Return the seconds of a step of each trainer: the median over periods of their means."""
+    means: list[list[float]] = [[] for _ in trainers]
+    for _ in range(max(_LEAST_PERIODS, _LEAST_STEPS // period)):
+        durations = [
+            [_time_steps(trainer, settings, 1)[0] for trainer in trainers] for _ in range(period)
+        ]
+        for of_trainer, steps in zip(means, zip(*durations, strict=True), strict=True):
+            of_trainer.append(statistics.mean(steps))
+    return [statistics.median(of_trainer) for of_trainer in means]
+
+
+def _time_steps(trainer: Trainer, settings: Settings, count: int) -> list[float]:
+    """Return the seconds of each of ``count`` steps on the slower rank."""
+    windows = torch.randint(VOCABULARY, (settings.batch, settings.window))
+
+    def closure() -> torch.Tensor:
+        trainer.optimizer.zero_grad()
+        loss: torch.Tensor = trainer.ddp(windows[:, :-1], windows[:, 1:])
+        loss.backward()
+        return loss.detach()
+
+    durations = []
+    for _ in range(count):
+        dist.barrier()
+        started = time.perf_counter()
+        trainer.optimizer.step(closure)
+        durations.append(slowest(time.perf_counter() - started))
+    return durations
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] != "worker":
+        sys.argv.insert(1, "check")
+    app()

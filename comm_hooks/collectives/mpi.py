@@ -1,0 +1,189 @@
+"""Requests over an MPI communicator, for training loops without torch.distributed."""
+
+import ctypes
+import os
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from comm_hooks.collectives.base import Transport, completed
+from comm_hooks.collectives.requests import (
+    AllGather,
+    AllGatherObject,
+    AllReduce,
+    AllToAll,
+    Request,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# How MPI libraries that cannot be asked are told to accept device memory.
+_CUDA_VARIABLES = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")
+
+
+class MPITransport(Transport):
+    """A transport over an mpi4py communicator: nothing else of a training loop changes.
+
+    Payloads travel as buffers, without pickling and without a copy: ``MPI_Allreduce``,
+    ``MPI_Allgather`` and ``MPI_Alltoall``, and their non-blocking forms for :meth:`start`.  The
+    aggregate is bit-identical on all ranks: MPI requires identical results of an all-reduce, and
+    gathered payloads are decoded in rank order.  Only settings, once before the first gradient, are
+    pickled.  Payloads may be larger than 2 GiB.
+
+    Start the program with ``mpiexec -n 4 python -m mpi4py train.py``.  MPI has no timeout: if one
+    rank raises an exception, the others wait for it forever, unless mpi4py's runner ends all of
+    them (``MPI_Abort``).  Without it a warning says so.
+
+    Tensors on a GPU are given to MPI as they are if it can read them: if
+    ``MPIX_Query_cuda_support`` says so, if ``mpi_memory_alloc_kinds`` of ``MPI.COMM_WORLD`` (MPI
+    4.1) has ``cuda``, or if ``MPICH_GPU_SUPPORT_ENABLED``, ``MV2_USE_CUDA`` or ``MVP_USE_CUDA`` is
+    1.
+
+    Args:
+        comm: an intracommunicator; ``MPI.COMM_WORLD`` if None.  It is duplicated, which is
+            collective and never undone: make one transport and share it among exchanges.
+
+    Raises:
+        ImportError: without mpi4py or an MPI library.
+        ValueError: if ``comm`` is no intracommunicator.  In a round, before the payload is sent:
+            for tensors that this MPI cannot read.
+
+    Not supported: accelerators other than CUDA; an MPI without ``MPI_THREAD_MULTIPLE`` works, but
+    its :meth:`start` blocks.
+
+    Example::
+
+        >>> from comm_hooks import Exchange, TopK
+        >>> from comm_hooks.collectives import MPITransport
+        >>> transport = MPITransport()
+        >>> exchange = Exchange(TopK(density=0.5), transport=transport)
+        >>> exchange.average_({"weight": torch.ones(64, 64)})
+        >>> transport.rank, transport.world_size
+        (0, 1)
+    """
+
+    def __init__(self, comm: "MPI.Intracomm | None" = None) -> None:
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise ImportError(
+                "MPITransport needs mpi4py and an MPI library: "
+                f'pip install "comm-hooks[mpi]" ({error})'
+            ) from error
+        comm = MPI.COMM_WORLD if comm is None else comm
+        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+            raise ValueError(
+                f"MPITransport: comm must be an mpi4py intracommunicator that this process belongs "
+                f"to, such as MPI.COMM_WORLD, got {comm!r}"
+            )
+        self._mpi = MPI
+        # Its own, so that no message of the program can meet one of ours.
+        self._comm = comm.Dup()
+        self._worker: ThreadPoolExecutor | None = None
+        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="MPITransport")
+        self._cuda_aware: bool | None = None
+        if self.world_size > 1 and "mpi4py.run" not in sys.modules:
+            warnings.warn(
+                "an exception on one rank would leave the others waiting forever: start with "
+                "mpiexec -n N python -m mpi4py SCRIPT, which ends all of them",
+                stacklevel=2,
+            )
+
+    @property
+    def rank(self) -> int:
+        return self._comm.Get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return self._comm.Get_size()
+
+    def perform(self, request: Request) -> Any:
+        if isinstance(request, AllGatherObject):
+            return self._comm.allgather(request.payload)
+        payload = self._readable(request.payload)
+        if isinstance(request, AllReduce):
+            self._comm.Allreduce(self._mpi.IN_PLACE, payload)
+            return payload
+        if isinstance(request, AllGather):
+            reply = payload.new_empty(self.world_size, payload.numel())
+            self._comm.Allgather(payload, reply)
+            return reply
+        if isinstance(request, AllToAll):
+            reply = torch.empty_like(payload)
+            self._comm.Alltoall(payload, reply)
+            return reply
+        raise TypeError(f"no such request: {request}")
+
+    def start(self, request: Request) -> torch.futures.Future[Any]:
+        if self._worker is None or isinstance(request, AllGatherObject):
+            return completed(self.perform(request))
+        payload = self._readable(request.payload)
+        if isinstance(request, AllReduce):
+            reply = payload
+            pending = self._comm.Iallreduce(self._mpi.IN_PLACE, payload)
+        elif isinstance(request, AllGather):
+            reply = payload.new_empty(self.world_size, payload.numel())
+            pending = self._comm.Iallgather(payload, reply)
+        elif isinstance(request, AllToAll):
+            reply = torch.empty_like(payload)
+            pending = self._comm.Ialltoall(payload, reply)
+        else:
+            raise TypeError(f"no such request: {request}")
+        is_accelerated = reply.device.type != "cpu"
+        future: torch.futures.Future[Any] = torch.futures.Future(
+            devices=[reply.device] if is_accelerated else None
+        )
+
+        def wait() -> None:
+            try:
+                pending.Wait()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(reply)
+
+        # One worker, so that futures complete in the order of the requests on all ranks.
+        self._worker.submit(wait)
+        return future
+
+    def _readable(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return the payload as MPI needs it: contiguous, reachable and complete."""
+        device = payload.device
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"MPITransport: MPI cannot read tensors on {device}")
+        if device.type == "cuda":
+            if self._cuda_aware is None:
+                self._cuda_aware = is_cuda_aware()
+            if not self._cuda_aware:
+                library = self._mpi.Get_library_version().split("\n")[0].strip("\0 ,")
+                raise ValueError(
+                    f"MPITransport: the tensors are on {device}, but this MPI ({library}) was "
+                    "built without CUDA support: use one that was built with it, or an exchange "
+                    "over torch.distributed"
+                )
+            # MPI knows nothing of streams.
+            torch.cuda.current_stream(device).synchronize()
+        return payload.contiguous()
+
+
+def is_cuda_aware() -> bool:
+    """Return whether the MPI library says that it reads CUDA memory."""
+    from mpi4py import MPI
+
+    try:
+        # Open MPI and MPICH have it, but mpi4py does not pass it on.
+        if ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support():
+            return True
+    except (AttributeError, OSError):
+        pass
+    info = MPI.COMM_WORLD.Get_info()
+    kinds = (info.Get("mpi_memory_alloc_kinds") or "").split(",")
+    info.Free()
+    if any(kind.split(":")[0].strip() == "cuda" for kind in kinds):
+        return True
+    return any(os.environ.get(variable) == "1" for variable in _CUDA_VARIABLES)

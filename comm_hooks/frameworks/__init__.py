@@ -1,0 +1,1 @@
+"""Compressed exchanges inside other frameworks, one module each."""

@@ -1,0 +1,119 @@
+"""Putting an exchange into a DeepSpeed engine."""
+
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from comm_hooks.checks import check_agreement
+from comm_hooks.collectives.requests import AllGatherObject
+from comm_hooks.collectives.torch_distributed import TorchDistributed
+from comm_hooks.config import build_exchange
+from comm_hooks.exchange import Exchange
+from comm_hooks.frameworks.deepspeed import checkpoint, optimizers, reductions
+from comm_hooks.frameworks.deepspeed.configuration import BLOCK
+from comm_hooks.frameworks.deepspeed.unsupported import check_averaging, check_parallelism
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCompression:
+    """What an engine that compresses has as ``engine.comm_hooks``.
+
+    Attributes:
+        exchange: the :class:`~comm_hooks.Exchange`; the optimizer's own, if it has one.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+
+    def stats(self) -> dict[str, float]:
+        """Return what this rank moved; see :meth:`~comm_hooks.exchange.Exchange.stats`.
+
+        ``steps`` counts exchanges: one per step of the optimizer, or at ZeRO stage 2 one per
+        backward pass.  The parameters that DeepSpeed gathers at ZeRO stages 1 and 2 are not
+        counted.
+        """
+        return self.exchange.stats()
+
+
+def attach(engine: Any, block: Mapping[str, Any] | None) -> EngineCompression | None:
+    """Put an exchange in the place of an engine's all-reduce; again, it changes nothing.
+
+    All ranks must call it.
+
+    Args:
+        engine: a ``DeepSpeedEngine``.
+        block: the ``comm_hooks`` block of its configuration, if it has one.
+
+    Returns:
+        ``engine.comm_hooks``; None if there is nothing to exchange.
+
+    Raises:
+        ValueError: for a feature of DeepSpeed that compression does not support.
+        ConfigMismatchError: if ranks are configured differently.
+    """
+    attached: EngineCompression | None = engine.__dict__.get("comm_hooks")
+    if attached is not None:
+        return attached
+    if block is not None and engine.basic_optimizer is None:
+        warnings.warn(
+            f"{BLOCK}: this engine has no optimizer, so no gradients are exchanged", stacklevel=2
+        )
+        return None
+    owned = optimizers.attach(engine)
+    # An engine that lacks what the others have would leave them waiting at the first exchange.
+    presence = {BLOCK: "absent" if owned is None and block is None else "present"}
+    presences = TorchDistributed().perform(AllGatherObject(presence))
+    check_agreement(presences)
+    if owned is not None:
+        exchange = owned
+        check_parallelism(engine)
+    elif block is not None:
+        check_parallelism(engine)
+        check_averaging(engine)
+        exchange = build_exchange(block, path=BLOCK, process_group=engine.seq_data_parallel_group)
+        if exchange.memory is not None and exchange.memory.sends_changes:
+            raise ValueError(
+                f"{BLOCK}.memory: {exchange.memory} sends changes, which the optimizer would take "
+                "for gradients: use error_feedback, or the optimizers EF21 or CDAdam"
+            )
+        exchange.owner_settings = {"zero_stage": engine.zero_optimization_stage()}
+        reductions.replace(engine, exchange)
+    else:
+        return None
+    exchange.transport.run(exchange.agree())
+    checkpoint.include(engine, exchange)
+    attached = engine.comm_hooks = EngineCompression(exchange)
+    logger.info("DeepSpeed exchanges through %s, %s", exchange.compressor, exchange.memory)
+    return attached
+
+
+def require(engine: Any) -> EngineCompression:
+    """Return ``engine.comm_hooks``, or raise if the engine exchanges uncompressed gradients.
+
+    DeepSpeed ignores blocks that it does not know, so a program that forgets to switch compression
+    on trains without it, in silence.  One call after the engine is made turns that into an error.
+
+    Args:
+        engine: a ``DeepSpeedEngine``.
+
+    Raises:
+        ValueError: if nothing is attached to the engine.
+
+    Example::
+
+        >>> from comm_hooks.frameworks.deepspeed import require
+        >>> require(model)
+        Traceback (most recent call last):
+        ...
+        ValueError: Linear exchanges gradients uncompressed: ...
+    """
+    attached: EngineCompression | None = engine.__dict__.get("comm_hooks")
+    if attached is None:
+        raise ValueError(
+            f"{type(engine).__name__} exchanges gradients uncompressed: give its configuration a "
+            f"{BLOCK!r} block, and make it with comm_hooks.frameworks.deepspeed.initialize or "
+            "after importing comm_hooks.frameworks.deepspeed.auto"
+        )
+    return attached

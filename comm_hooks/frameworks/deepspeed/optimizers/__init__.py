@@ -1,0 +1,26 @@
+"""``"optimizer": {"type": "OneBitAdam", ...}`` in a DeepSpeed configuration.
+
+:func:`prepare` turns the block into an optimizer before an engine is constructed, :func:`attach`
+lets the engine drive it, and the rest is for checkpoints.
+"""
+
+from comm_hooks.frameworks.deepspeed.optimizers.checkpoint import (
+    load_state_dict,
+    load_state_dicts,
+    state_dict,
+)
+from comm_hooks.frameworks.deepspeed.optimizers.in_engine import attach
+from comm_hooks.frameworks.deepspeed.optimizers.safl import SAFL
+from comm_hooks.frameworks.deepspeed.optimizers.settings import owns_exchange, prepare
+from comm_hooks.frameworks.deepspeed.optimizers.types import TYPES
+
+__all__ = [
+    "SAFL",
+    "TYPES",
+    "attach",
+    "load_state_dict",
+    "load_state_dicts",
+    "owns_exchange",
+    "prepare",
+    "state_dict",
+]

@@ -1,0 +1,167 @@
+"""An optimizer as a DeepSpeed engine drives it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from comm_hooks.collectives.requests import AllReduce
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.exchange import Exchange
+from comm_hooks.optim import Adam, AMSGrad
+from comm_hooks.optim.exchanging import ExchangingOptimizer
+
+# The sum over ranks of gradient norms from which squares may leave float32's range on some rank.
+_LARGEST_NORM = 1e19
+
+
+class InEngine(ExchangingOptimizer):
+    """What an engine needs of an optimizer, mixed into one of ours by :func:`in_engine`.
+
+    Attributes:
+        is_ready: False while the engine is constructed.  DeepSpeed's wrapper for 16-bit models
+            takes a step with zero gradients there, so that torch's optimizers make their state; an
+            exchanging one would send zeros, count a step and decay the weights.
+        overflow: whether the last step was skipped, on all ranks alike, because some rank's
+            gradient was not finite.  The engine reads it: it counts such a step in
+            ``skipped_steps`` and holds the learning rate's schedule.
+    """
+
+    is_ready = False
+    overflow = False
+
+    def _step(self, gradients: list[torch.Tensor]) -> None:
+        self.overflow = False
+        if self.is_ready:
+            super()._step(gradients)  # type: ignore[safe-super]  # of the class it is mixed into
+
+    def _average(
+        self, message: Mapping[str, torch.Tensor], *, compress: bool | Compressor = True
+    ) -> bool:
+        is_finite = super()._average(message, compress=compress)
+        self.overflow = not is_finite
+        return is_finite
+
+
+def in_engine(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """Return what an engine can drive: of an exchanging class a subclass of the same name."""
+    if not issubclass(kind, ExchangingOptimizer):
+        return kind
+    return type(kind.__name__, (InEngine, kind), {"__doc__": kind.__doc__})
+
+
+class SharedNorm:
+    """One gradient norm for all ranks, in place of each rank's own, in DeepSpeed's 16-bit wrapper.
+
+    The wrapper (``FP16_UnfusedOptimizer``) keeps float32 copies of a bfloat16 or float16 model's
+    parameters, scales the loss, skips steps that overflowed and clips.  It takes gradients for
+    averaged: it would clip each rank's by that rank's norm, and a norm that leaves float32's range
+    on one rank only would make that rank skip a step in which the others wait for it.
+
+    The norm here is the mean over ranks of the norms of their gradients, an upper bound of the norm
+    of their mean; it is what DeepSpeed itself clips by in float32.  One all-reduce of 4 bytes per
+    step, in place of DeepSpeed's own.
+    """
+
+    def __init__(self, wrapper: Any, exchange: Exchange) -> None:
+        self._wrapper = wrapper
+        self._exchange = exchange
+        self._norm = 0.0
+        self._unscale_and_clip = wrapper.unscale_and_clip_grads
+        wrapper.overflow_checker.check = self.overflows
+        wrapper.unscale_and_clip_grads = self.unscale_and_clip
+
+    def overflows(self, param_groups: object = None) -> bool:
+        """Return whether any rank's gradients are not finite; the same on all ranks."""
+        parameters = [p for group in self._wrapper.fp16_groups for p in group]
+        norms = [
+            torch.linalg.vector_norm(p.grad, dtype=torch.float32)
+            for p in parameters
+            if p.grad is not None
+        ]
+        device = parameters[0].device
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        transport = self._exchange.transport
+        request = AllReduce(norm.to(device).reshape(1))
+        total = float(transport.perform(request))
+        self._exchange.count_traffic(request.traffic(transport.world_size), 0)
+        self._norm = total / transport.world_size
+        return not total <= _LARGEST_NORM  # NaN, too
+
+    def unscale_and_clip(self, total_norm: float, apply_scale: bool = True) -> float:
+        """Let the wrapper unscale its gradients, and clip them by the shared norm."""
+        scale = self._unscale_and_clip(self._norm, apply_scale)
+        self._wrapper._global_grad_norm = self._norm / self._wrapper.loss_scale
+        return float(scale)
+
+
+def _scale_loss(engine: Any) -> None:
+    """Let ``engine.backward`` scale the loss of a float16 model, where DeepSpeed forgets to.
+
+    Since it hands the scaling to its ZeRO optimizers (0.19), it does not scale at stage 0, but its
+    wrapper still divides the gradients by the scale: small ones vanish, and nothing is clipped.
+    """
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+    wrapper = engine.optimizer
+    leaves_it = hasattr(ZeROOptimizer, "scale_if_loss") and not hasattr(wrapper, "scale_if_loss")
+    if wrapper.low_precision_dtype != torch.float16 or not leaves_it:
+        return
+    backward = engine.backward
+
+    def scaled_backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        scale = wrapper.loss_scale
+        result: torch.Tensor = backward(loss.float() * scale, *args, **kwargs)
+        return result / scale
+
+    engine.backward = scaled_backward
+
+
+def attach(engine: Any) -> Exchange | None:
+    """Let an engine that is complete drive the optimizer that it was constructed with.
+
+    Call it right after the construction, whatever the optimizer is.  For an
+    :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`, also one that the user passed, the
+    engine stops averaging gradients.  Sends nothing.
+
+    Returns:
+        The optimizer's exchange; None for an optimizer without.
+
+    Raises:
+        ValueError: if DeepSpeed has put the optimizer behind a wrapper that divides parameters or
+            gradients between ranks, or took a step with it that it cannot take back.
+    """
+    # Older releases have no attribute where there is no optimizer.
+    optimizer, wrapper = getattr(engine, "basic_optimizer", None), engine.optimizer
+    keeps_copies = type(wrapper).__name__ == "FP16_UnfusedOptimizer"
+    if isinstance(optimizer, Adam | AMSGrad) and keeps_copies:
+        # The step with zero gradients has decayed the copies.
+        optimizer.state.clear()
+        wrapper.refresh_fp32_params()
+    if not isinstance(optimizer, ExchangingOptimizer):
+        return None
+    name = type(optimizer).__name__
+    if wrapper is not optimizer:
+        if engine.pipeline_parallelism:
+            raise ValueError(
+                f"{name} works in a PipelineModule in float32 only: switch bf16 and fp16 off"
+            )
+        if not keeps_copies:
+            raise ValueError(
+                f"{name} cannot work inside DeepSpeed's {type(wrapper).__name__}, which does not "
+                "keep whole parameters on every rank: use ZeRO stage 0"
+            )
+        if not isinstance(optimizer, InEngine):
+            raise ValueError(
+                f"{name} was passed as an object, and DeepSpeed took a step with zero gradients "
+                "before it could be stopped, as it does for bf16 and fp16: name the optimizer in "
+                f'the configuration instead, "optimizer": {{"type": "{name}", ...}}'
+            )
+        SharedNorm(wrapper, optimizer.exchange)
+        _scale_loss(engine)
+    if isinstance(optimizer, InEngine):
+        optimizer.is_ready = True
+    engine.enable_backward_allreduce = False
+    if hasattr(engine, "pipeline_enable_backward_allreduce"):
+        engine.pipeline_enable_backward_allreduce = False
+    return optimizer.exchange

@@ -1,0 +1,275 @@
+"""What the ``optimizer`` block of a DeepSpeed configuration asks for."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from comm_hooks.config import build_exchange, unknown
+from comm_hooks.exchange import Exchange
+from comm_hooks.frameworks.deepspeed.optimizers.in_engine import in_engine
+from comm_hooks.frameworks.deepspeed.optimizers.types import REFUSED, TYPES, OptimizerType
+from comm_hooks.optim.exchanging import ExchangingOptimizer
+
+BLOCK = "comm_hooks"
+_KEYS = ("type", "params", "legacy_fusion")
+# DeepSpeed never minded the case of its own optimizers' names.
+_SPELLINGS = {key.lower(): key for key in (*TYPES, *REFUSED)}
+
+
+def prepare(
+    config: Mapping[str, Any], *, model: torch.nn.Module, optimizer: Any, model_parameters: Any
+) -> Any:
+    """Return the optimizer that an engine shall be constructed with.
+
+    1. An optimizer that the user passed stays what it is, and decides, as in DeepSpeed.
+    2. Else, if ``optimizer.type`` is a key of :data:`TYPES` (case does not matter), it is a
+       function from parameters to that optimizer, for DeepSpeed to call after it has moved and
+       cast the model.  One that owns its exchange gets it from the ``comm_hooks`` block; a block
+       without a ``compressor`` changes the published exchange.
+    3. Else it is None, and DeepSpeed goes on by itself.
+
+    Everything that the configuration can get wrong is found here, before anything is sent.
+
+    Args:
+        config: of DeepSpeed; not changed.
+        model: not yet moved or cast; names the parameters.
+        optimizer: what the user passed.
+        model_parameters: what the user passed; not read, DeepSpeed hands it to the function.
+
+    Raises:
+        ValueError: for an unknown name or parameter, with its path and the nearest known one; for
+            values out of range; for an exchange that the optimizer cannot use; for ZeRO stages
+            above 0 and other settings under which no rank has whole gradients of its own.
+
+    Not supported: ZeRO, tensor, sequence and expert parallelism, and pipelines of several stages
+    for optimizers that own their exchange.
+
+    Example::
+
+        >>> config = {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 100}}}
+        >>> make = prepare(config, model=model, optimizer=None, model_parameters=None)
+        >>> make(list(model.parameters())).freeze_step
+        100
+    """
+    if optimizer is not None:
+        name = _name(config)
+        if name.lower() in _SPELLINGS:
+            warnings.warn(
+                f"optimizer.type: {name} is not used, because an optimizer was passed to "
+                "initialize(): pass none, or remove the block",
+                stacklevel=3,
+            )
+        if isinstance(optimizer, ExchangingOptimizer):
+            _check_engine(config, type(optimizer).__name__)
+            if BLOCK in config:
+                raise ValueError(
+                    f"{BLOCK}: the {type(optimizer).__name__} that was passed has an exchange of "
+                    "its own: remove the block, or name the optimizer in the configuration"
+                )
+        return optimizer
+    chosen = _chosen(config)
+    if chosen is None:
+        return None
+    block = config["optimizer"]
+    for key in block:
+        if key not in _KEYS:
+            raise ValueError(f"optimizer.{key}: {unknown('setting', key, _KEYS)}")
+    kind = TYPES[chosen]
+    params = _params(chosen, kind, block.get("params") or {})
+    make = in_engine(kind.optimizer)
+    if kind.exchange is None:
+        _try(make, "optimizer.params", params)
+        if kind.needs_block and BLOCK not in config:
+            raise ValueError(
+                f"{BLOCK}: missing; {chosen} is for gradients that an exchange averages, for "
+                'instance {"compressor": "count_sketch", "ratio": 0.05}'
+            )
+        if chosen == "SAFL":
+            _check_sketch(config[BLOCK])
+        return lambda members: make(named_groups(members, model), **params)
+
+    _check_engine(config, chosen)
+    # With the published exchange first, so that what is wrong can be told apart.
+    _try(make, "optimizer.params", {"exchange": build_exchange(kind.exchange), **params})
+    exchange = _exchange(kind, config.get(BLOCK))
+    _try(make, BLOCK, {"exchange": exchange, **params})
+    return lambda members: make(named_groups(members, model), exchange=exchange, **params)
+
+
+def owns_exchange(config: Mapping[str, Any], optimizer: Any) -> bool:
+    """Return whether the ``comm_hooks`` block belongs to the optimizer that :func:`prepare` makes.
+
+    Such a block may leave out the ``compressor``; it is checked by :func:`prepare`.
+
+    Args:
+        config: of DeepSpeed.
+        optimizer: what the user passed.
+    """
+    if optimizer is not None:
+        return isinstance(optimizer, ExchangingOptimizer)
+    chosen = _chosen(config)
+    return chosen is not None and TYPES[chosen].exchange is not None
+
+
+def named_groups(members: Iterable[Any], model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return parameter groups in which every trainable parameter has its name in the model.
+
+    Args:
+        members: parameters or groups of them.
+        model: whose ``named_parameters()`` have the names.
+
+    Raises:
+        ValueError: for a group with ``non_freeze``, which 1-bit Adam in DeepSpeed knew.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    members = list(members)
+    groups = members if members and isinstance(members[0], Mapping) else [{"params": members}]
+    result = []
+    for index, group in enumerate(groups):
+        group = dict(group)
+        if group.get("non_freeze"):
+            raise ValueError(
+                f"parameter group {index}: non_freeze is not supported: parameters with at most "
+                f"one dimension or fewer than {BLOCK}.min_numel elements travel exactly anyway"
+            )
+        if group.pop("exp_avg_mask", None) is not None:
+            warnings.warn(
+                f"parameter group {index}: exp_avg_mask is not needed and not used: elements "
+                "without a gradient in the warm-up take no steps",
+                stacklevel=2,
+            )
+        parameters = group["params"]
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        # DeepSpeed leaves the others out, too, but later, when they have been given names.
+        parameters = [p for p in parameters if p.requires_grad and p.numel()]
+        group["params"] = [(names.get(p, f"parameter.{i}"), p) for i, p in enumerate(parameters)]
+        if parameters:
+            result.append(group)
+    return result
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    """Return ``optimizer.type``; an empty string for none."""
+    block = config.get("optimizer")
+    name = block.get("type") if isinstance(block, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
+def _chosen(config: Mapping[str, Any]) -> str | None:
+    """Return the key of TYPES that a configuration names; None for what DeepSpeed knows."""
+    name = _name(config)
+    key = _SPELLINGS.get(name.lower())
+    if key is not None and key in REFUSED:
+        raise ValueError(f"optimizer.type: {key} cannot be used: {REFUSED[key]}")
+    if key is None and name and not _is_known_to_deepspeed(name):
+        if get_close_matches(name.lower(), _SPELLINGS, n=1, cutoff=0.7):
+            raise ValueError(
+                f"optimizer.type: {unknown('optimizer', name, TYPES)}, and those of DeepSpeed and "
+                "torch.optim"
+            )
+    return key
+
+
+def _is_known_to_deepspeed(name: str) -> bool:
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    return hasattr(torch.optim, name) or name.lower() in DEEPSPEED_OPTIMIZERS
+
+
+def _params(name: str, kind: OptimizerType, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of an optimizer's class."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"optimizer.params: must be an object, got {given!r}")
+    signature = inspect.signature(kind.optimizer).parameters
+    own = {k: p for k, p in signature.items() if k not in ("params", "exchange")}
+    known = [*own, *(k for k in (*kind.ignored, *kind.refused) if k not in own)]
+    params = dict(kind.defaults)
+    ignored = []
+    for key, value in given.items():
+        path = f"optimizer.params.{key}"
+        if key not in known:
+            raise ValueError(f"{path}: {unknown(f'parameter of {name}', key, known)}")
+        if key in kind.refused:
+            if value:
+                raise ValueError(f"{path}: not supported: {kind.refused[key]}")
+        elif key in kind.ignored:
+            ignored.append(key)
+        else:
+            params[key] = _value(path, key, value)
+    if ignored:
+        warnings.warn(
+            f"optimizer.params: {', '.join(ignored)} of {name} decide nothing here and are not "
+            "used: ranks reach each other over torch.distributed, there is no bias correction, and "
+            "eps is added to the root",
+            stacklevel=4,
+        )
+    for key, parameter in own.items():
+        if parameter.default is inspect.Parameter.empty and key not in params:
+            raise ValueError(f"optimizer.params.{key}: missing; {name} has no default for it")
+    return params
+
+
+def _value(path: str, key: str, value: Any) -> Any:
+    """Return a value of the JSON in the type that optimizers take."""
+    if key != "betas":
+        return value
+    is_pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
+    if not is_pair or any(isinstance(b, bool) or not isinstance(b, int | float) for b in value):
+        raise ValueError(f"{path}: must be two numbers, got {value!r}")
+    return tuple(value)
+
+
+def _exchange(kind: OptimizerType, block: Any) -> Exchange:
+    """Return the exchange of a user's block, completed by what is published or needed."""
+    assert kind.exchange is not None
+    block = {} if block is None else block
+    if isinstance(block, Mapping):
+        block = {**(kind.needs if "compressor" in block else kind.exchange), **block}
+    return build_exchange(block, path=BLOCK)
+
+
+def _check_engine(config: Mapping[str, Any], name: str) -> None:
+    """Raise for settings under which a rank has no whole gradients of its own."""
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if stage:
+        raise ValueError(
+            f"zero_optimization.stage: {name} exchanges something else than gradients and needs "
+            f"all of them on every rank, but ZeRO stage {stage} divides them: use stage 0, or "
+            f"AdamW with a {BLOCK} block, which works at stages 0 to 2"
+        )
+    if config.get("gradient_allreduce_op", "mean") != "mean":
+        raise ValueError(
+            f"gradient_allreduce_op: {name} takes the mean over ranks, not the "
+            f"{config['gradient_allreduce_op']}: remove it and scale the learning rate"
+        )
+    compile_ = config.get("compile")
+    if isinstance(compile_, Mapping) and compile_.get("deepcompile"):
+        raise ValueError(
+            f"compile.deepcompile: averages gradients inside the compiled graph, before {name} "
+            "sees them: remove it"
+        )
+
+
+def _check_sketch(block: Any) -> None:
+    """Raise unless gradients cross through a sketch."""
+    compressor = build_exchange(block, path=BLOCK).compressor
+    if not (compressor.linear and compressor.unbiased):
+        raise ValueError(
+            f"{BLOCK}.compressor: SAFL needs a sketch (count_sketch, srht, gaussian_sketch), got "
+            f"{block['compressor']}: use that with AMSGrad"
+        )
+
+
+def _try(
+    make: Callable[..., torch.optim.Optimizer], path: str, arguments: Mapping[str, Any]
+) -> None:
+    """Construct an optimizer of one number, so that it refuses what it must before all else."""
+    try:
+        make([torch.nn.Parameter(torch.zeros(1))], **arguments)
+    except (ValueError, TypeError) as error:  # torch's own compare a string with a number
+        raise ValueError(f"{path}: {error}") from None

@@ -1,0 +1,137 @@
+"""The names that ``optimizer.type`` may have, and what each of them stands for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from comm_hooks.frameworks.deepspeed.optimizers.safl import SAFL
+from comm_hooks.optim import (
+    DGC,
+    EF21,
+    AMSGrad,
+    CDAdam,
+    CocktailSGD,
+    CompressedAdam,
+    DeMo,
+    FetchSGD,
+    LocalVarianceAdam,
+    MicroAdam,
+    OneBitAdam,
+    ZeroOneAdam,
+)
+
+# Names that DeepSpeed's own optimizers took, and that decide nothing here; read and not used there
+# already, but for the two of the communication backend.
+_DEEPSPEED_ONLY = (
+    "cuda_aware",
+    "comm_backend_name",
+    "bias_correction",
+    "eps_inside_sqrt",
+)
+_SIGNS = {"compressor": "sign", "memory": "error_feedback", "collective": "sharded"}
+_LARGEST = {"compressor": "topk", "density": 1 / 64, "value_bits": 1, "memory": "error_feedback"}
+
+
+@dataclass(frozen=True)
+class OptimizerType:
+    """One name.
+
+    Attributes:
+        optimizer: the class whose keyword arguments are the ``params``.
+        exchange: the ``comm_hooks`` block of an optimizer that owns its exchange, as published;
+            None for one that works on gradients which were averaged before.
+        needs: what a user's block gets in addition where it says nothing, because the optimizer
+            works with nothing else.
+        defaults: of ``params``, where they differ from the class's.
+        ignored: ``params`` that are accepted and change nothing.
+        refused: ``params`` that must not be true, and why.
+        needs_block: whether a configuration without a ``comm_hooks`` block is a mistake.
+    """
+
+    optimizer: type[torch.optim.Optimizer]
+    exchange: Mapping[str, Any] | None = None
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    needs_block: bool = False
+
+
+_DEEPSPEED_REFUSED = {
+    "amsgrad": "there is no AMSGrad variant, as in DeepSpeed: use CDAdam, which is AMSGrad",
+    "max_grad_norm": "use gradient_clipping at the top level, as in DeepSpeed",
+}
+_DIFFERENCES = {"memory": "differences"}
+_SHARDED_MEMORY = {
+    "memory": {"type": "error_feedback", "bits": 4, "stochastic": True},
+    "collective": "sharded",
+}
+_MOMENTUM = {"memory": "momentum_correction"}
+_DECAYING = {"memory": {"type": "error_feedback", "decay": 0.999}}
+
+TYPES: Mapping[str, OptimizerType] = {
+    "OneBitAdam": OptimizerType(
+        OneBitAdam,
+        _SIGNS,
+        defaults={"freeze_step": 100_000},
+        ignored=_DEEPSPEED_ONLY,
+        refused=_DEEPSPEED_REFUSED,
+    ),
+    "ZeroOneAdam": OptimizerType(
+        ZeroOneAdam,
+        _SIGNS,
+        defaults={"var_freeze_step": 100_000},
+        ignored=_DEEPSPEED_ONLY,
+        refused=_DEEPSPEED_REFUSED,
+    ),
+    "CompressedAdam": OptimizerType(CompressedAdam, _LARGEST),
+    "LocalVarianceAdam": OptimizerType(LocalVarianceAdam, _LARGEST),
+    "CDAdam": OptimizerType(
+        CDAdam, {"compressor": "sign", **_DIFFERENCES, "collective": "sharded"}, _DIFFERENCES
+    ),
+    "EF21": OptimizerType(
+        EF21, {"compressor": "topk", "density": 1 / 64, **_DIFFERENCES}, _DIFFERENCES
+    ),
+    "MicroAdam": OptimizerType(
+        MicroAdam,
+        {"compressor": "topk", "density": 0.01, "value_bits": 4, **_SHARDED_MEMORY},
+        _SHARDED_MEMORY,
+    ),
+    "CocktailSGD": OptimizerType(
+        CocktailSGD,
+        {
+            "compressor": "cocktail",
+            "mask": 0.1,
+            "density": 0.2,
+            "memory": "error_feedback",
+            "collective": "sharded",
+        },
+    ),
+    "DGC": OptimizerType(DGC, {"compressor": "topk", "density": 0.001, **_MOMENTUM}, _MOMENTUM),
+    "DeMo": OptimizerType(
+        DeMo, {"compressor": "dct_topk", "chunk": 64, "density": 1 / 128, **_DECAYING}, _DECAYING
+    ),
+    "FetchSGD": OptimizerType(FetchSGD, {"compressor": "count_sketch", "ratio": 0.01}),
+    "SAFL": OptimizerType(SAFL, needs_block=True),
+    "AMSGrad": OptimizerType(AMSGrad),
+    # AdamW under a name that DeepSpeed refuses where comm-hooks was forgotten.
+    "CommHooksAdamW": OptimizerType(torch.optim.AdamW, needs_block=True),
+}
+
+_ROUNDS = (
+    "it works in rounds of local steps, between which replicas differ, and the engine evaluates "
+    "and saves rank 0's: use LocalVarianceAdam, or comm_hooks.optim.{name} without DeepSpeed"
+)
+REFUSED: Mapping[str, str] = {
+    "OneBitLamb": "there is no 1-bit LAMB here: use OneBitAdam, which has the same parameters but "
+    "for LAMB's coefficients, or LocalVarianceAdam, which needs no warm-up",
+    "Marina": "it needs the gradients of a minibatch at two points, for which the engine calls "
+    "backward() once: use EF21, or comm_hooks.optim.Marina without DeepSpeed",
+    "LocalAdamW": _ROUNDS.format(name="LocalRounds"),
+    **{
+        name: _ROUNDS.format(name=name)
+        for name in ("LocalRounds", "DiLoCo", "SparseLoCo", "FedAvg", "FedAMS", "FedLAMB")
+    },
+}

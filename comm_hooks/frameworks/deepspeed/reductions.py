@@ -1,0 +1,127 @@
+"""Where DeepSpeed averages gradients: methods of one engine, replaced by rounds of an exchange.
+
+What DeepSpeed does before (scaling the loss, accumulating) and after (overflow, clipping, the
+optimizer) stays its own.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from comm_hooks.exchange import Exchange
+from comm_hooks.layout import Segment
+from comm_hooks.sparse_gradients import average_sparse
+
+
+def replace(engine: Any, exchange: Exchange) -> None:
+    """Let an engine average its gradients through an exchange.
+
+    Args:
+        engine: of ZeRO stage 0, 1 or 2.
+        exchange: over the engine's data-parallel group.
+    """
+    if hasattr(engine.optimizer, "gradient_reduction_w_predivide"):
+        _replace_partitioned(engine, exchange)
+    else:
+        _replace_whole(engine, exchange)
+
+
+def _replace_whole(engine: Any, exchange: Exchange) -> None:
+    """For ZeRO stage 0, BF16_Optimizer and pipelines: once per step, on whole gradients."""
+
+    @torch.no_grad()
+    def reduce(grads: Sequence[Any], elements_per_buffer: int) -> None:
+        scale = _loss_scale(engine)
+        for segments, tensors in _buckets(_whole(engine, exchange, grads), elements_per_buffer):
+            layout = exchange.layout(segments, tensors[0].device)
+            exchange.transport.run(exchange.bucket_round(layout, tensors, scale=scale))
+        exchange.step += 1
+
+    engine._reduce_non_expert_gradients = reduce
+
+
+def _whole(
+    engine: Any, exchange: Exchange, grads: Sequence[Any]
+) -> Iterator[tuple[Segment, torch.Tensor]]:
+    """Yield every dense gradient with its parameter's name; average sparse ones."""
+    flat_groups = getattr(engine.optimizer, "fp32_groups_gradients", None)
+    if flat_groups is not None:
+        # BF16_Optimizer passes one flat tensor per parameter group; these are views of it.
+        for parameters, views in zip(engine.optimizer.bf16_groups, flat_groups, strict=True):
+            for parameter, view in zip(parameters, views, strict=True):
+                yield _segment(engine, exchange, parameter, view.shape), view
+        return
+    parameters = [p for p in engine.module.parameters() if p.requires_grad and p.numel() > 0]
+    for parameter, gradient in zip(parameters, grads, strict=True):
+        if isinstance(gradient, torch.Tensor):
+            yield _segment(engine, exchange, parameter, gradient.shape), gradient
+        else:
+            # DeepSpeed's wrapper of a sparse gradient, which it would put back like this.
+            parameter.grad.data = average_sparse(exchange, parameter.grad.data).value()
+
+
+def _segment(
+    engine: Any, exchange: Exchange, parameter: torch.Tensor, shape: Sequence[int]
+) -> Segment:
+    return Segment(engine.param_names[parameter], tuple(shape), exchange.exempts(parameter.shape))
+
+
+def _buckets(
+    items: Iterable[tuple[Segment, torch.Tensor]], limit: int
+) -> Iterator[tuple[list[Segment], list[torch.Tensor]]]:
+    """Yield buckets of one dtype, each closed by what makes it exceed ``limit`` elements."""
+    open_: dict[torch.dtype, tuple[list[Segment], list[torch.Tensor]]] = {}
+    for segment, tensor in items:
+        segments, tensors = open_.setdefault(tensor.dtype, ([], []))
+        segments.append(segment)
+        tensors.append(tensor)
+        if sum(s.numel for s in segments) > limit:
+            yield open_.pop(tensor.dtype)
+    yield from open_.values()
+
+
+def _replace_partitioned(engine: Any, exchange: Exchange) -> None:
+    """For ZeRO stages 1 and 2: a bucket at a time, in the place of one function of ZeRO.
+
+    With ``reduce_scatter`` off, ZeRO passes whole buckets to ``gradient_reduction_w_predivide`` and
+    takes this rank's part out of the mean afterwards.
+    """
+    optimizer = engine.optimizer
+    finish = optimizer.overlapping_partition_gradients_reduce_epilogue
+    has_exchanged = False
+
+    @torch.no_grad()
+    def reduce(bucket: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        nonlocal has_exchanged
+        if bucket.numel() == 0:
+            return bucket
+        # Without a dtype: DeepSpeed before 0.17.6, where there is one bucket.
+        entries = optimizer.ipg_buckets[dtype].params if dtype else optimizer.params_in_ipg_bucket
+        parameters = [optimizer.param_dict[entry[2]] for entry in entries]
+        segments = [_segment(engine, exchange, p, (p.numel(),)) for p in parameters]
+        mean = bucket if dtype is None else bucket.to(dtype)
+        tensors = mean.split([segment.numel for segment in segments])
+        layout = exchange.layout(segments, bucket.device)
+        exchange.transport.run(exchange.bucket_round(layout, tensors, scale=_loss_scale(engine)))
+        has_exchanged = True
+        if mean is not bucket:
+            bucket.copy_(mean)
+        return mean
+
+    def finish_and_count(*args: Any, **kwargs: Any) -> None:
+        # Whatever comes next belongs to other gradients of the same parameters.
+        nonlocal has_exchanged
+        finish(*args, **kwargs)
+        exchange.step += has_exchanged
+        has_exchanged = False
+
+    optimizer.reduce_scatter = False
+    optimizer.gradient_reduction_w_predivide = reduce
+    optimizer.overlapping_partition_gradients_reduce_epilogue = finish_and_count
+
+
+def _loss_scale(engine: Any) -> float:
+    """Return the factor by which gradients are scaled at present."""
+    scale = getattr(engine.optimizer, "loss_scale", None)  # None for bfloat16, too
+    return 1.0 if scale is None else float(scale)

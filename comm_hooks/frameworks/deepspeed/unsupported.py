@@ -1,0 +1,106 @@
+"""What DeepSpeed can do and compression cannot go with: one line each, before the first step."""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from comm_hooks.frameworks.deepspeed.configuration import BLOCK
+
+
+def check_parallelism(engine: Any) -> None:
+    """Raise ``ValueError`` unless all ranks hold the same whole model, and nothing else."""
+    module = engine.module
+    _refuse(
+        [
+            (
+                engine.has_moe_layers,
+                "mixture-of-experts layers: their gradients are averaged over other groups",
+            ),
+            (
+                getattr(module, "num_stages", 1) > 1,
+                "a pipeline of several stages: tied parameters would be exchanged by each stage "
+                "on its own and drift apart. PipelineModule(num_stages=1) works",
+            ),
+            (
+                engine.sequence_parallel_size > 1,
+                "sequence parallelism: gradients are sums over a sequence group there",
+            ),
+            (
+                _has_tensor_parallelism(engine),
+                "tensor parallelism: each rank has other parameters under the same names",
+            ),
+        ]
+    )
+
+
+def check_averaging(engine: Any) -> None:
+    """Raise ``ValueError`` if DeepSpeed would average gradients past our exchange."""
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    name = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    offers_zenflow = getattr(engine, "zenflow", False)
+    autocast = getattr(engine, "torch_autocast_enabled", lambda: False)()
+    is_partitioned = stage in (1, 2)
+    _refuse(
+        [
+            (
+                stage == 3,
+                "zero_optimization.stage 3: a rank's gradients are cut into shards while they are "
+                "averaged, and no method of DeepSpeed gives access to them before. Use stage 0, 1 "
+                "or 2",
+            ),
+            (
+                is_partitioned and not getattr(optimizer, "contiguous_gradients", True),
+                "zero_optimization.contiguous_gradients false: gradients are not in one bucket. "
+                "Leave it out",
+            ),
+            (offers_zenflow, "zero_optimization.zenflow: it exchanges and delays gradients itself"),
+            (
+                stage > 0 and "Muon" in name,
+                "optimizer.type Muon with ZeRO: it needs matrices that are cut by ZeRO. Use stage "
+                "0",
+            ),
+            (
+                engine.is_deepcompile_enabled(),
+                "compile.deepcompile: gradients are reduced inside the compiled graph",
+            ),
+            (
+                not engine.gradient_average,
+                'gradient_allreduce_op "sum": the exchange averages. Use "mean", and scale the '
+                "learning rate",
+            ),
+            (
+                not engine.postscale_gradients(),
+                "prescale_gradients: the exchange divides in float32. Leave it out",
+            ),
+            (
+                engine.gradient_predivide_factor() != 1.0,
+                "gradient_predivide_factor: the exchange divides in float32. Leave it out",
+            ),
+            (
+                autocast and engine.torch_autocast_dtype() == torch.float16,
+                "torch_autocast with float16: use the fp16 block, or bfloat16",
+            ),
+        ]
+    )
+    if engine._config.communication_data_type is not None:
+        warnings.warn(
+            f"communication_data_type is ignored for what the {BLOCK} block averages: the block "
+            "decides what travels",
+            stacklevel=3,
+        )
+
+
+def _has_tensor_parallelism(engine: Any) -> bool:
+    sizes = [getattr(engine, "autotp_size", lambda: 0)()]
+    world_size = getattr(engine.mpu, "get_model_parallel_world_size", None)
+    if world_size is not None:
+        sizes.append(world_size())
+    return max(sizes) > 1
+
+
+def _refuse(features: Iterable[tuple[bool, str]]) -> None:
+    for is_used, feature in features:
+        if is_used:
+            raise ValueError(f"{BLOCK} cannot be used with {feature}")

@@ -1,0 +1,181 @@
+"""Lightning's Trainer: a callback that compresses, logs, and checkpoints every rank's residuals.
+
+It works with both packages, ``lightning`` and ``pytorch_lightning``.  Fabric needs no module of its
+own: ``comm_hooks.register(fabric.setup(model), ...)``.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
+from comm_hooks.frameworks.watch import StatsLogger
+from comm_hooks.hook import CompressionState, register
+
+try:
+    from lightning.pytorch import Callback
+except ModuleNotFoundError:
+    try:
+        from pytorch_lightning import Callback
+    except ModuleNotFoundError:
+        raise ImportError(
+            'comm_hooks.frameworks.lightning needs Lightning: pip install "comm-hooks[lightning]"'
+        ) from None
+
+
+class CompressionCallback(Callback):
+    """Compresses the gradient exchange of a Trainer with ``strategy="ddp"``, on CPU and CUDA.
+
+    1. when fitting starts and the model is wrapped, :func:`~comm_hooks.register` is called, with
+       the loss scale of ``precision="16-mixed"``;
+    2. every ``log_every_n_steps`` steps of the Trainer, ``state.stats()`` goes to its loggers, and
+       ``compression_ratio`` to the progress bar;
+    3. with every checkpoint each rank writes a file of its own to the folder ``<checkpoint>
+       .comm_hooks``, through the Trainer's ``CheckpointIO``; it is removed with the checkpoint;
+    4. ``fit(ckpt_path=...)`` restores them, also on another number of ranks.
+
+    Accumulation (``accumulate_grad_batches``) and clipping work as always: Lightning accumulates
+    without communication, and clips the mean.
+
+    Args:
+        compressor, settings: see :func:`~comm_hooks.register`.
+
+    Attributes:
+        state: the :class:`~comm_hooks.CompressionState` from the start of fitting on, else None.
+
+    Raises:
+        ValueError: at the start of ``fit``, for bad settings, for another strategy, and if the
+            strategy was given a ``ddp_comm_hook``; when resuming, if files of ranks are missing or
+            belong to another checkpoint.  If all are missing there is a warning.
+
+    Not supported: strategies other than those that derive from ``DDPStrategy`` (``"ddp"``,
+    ``"ddp_spawn"``, ``"ddp_find_unused_parameters_true"`` ...).  With those that start processes
+    from the main one (``"ddp_spawn"``) ``state`` stays None in the main process.
+
+    Example::
+
+        >>> import torch
+        >>> from comm_hooks.frameworks.lightning import CompressionCallback
+        >>> callback = CompressionCallback("topk", density=1 / 64)
+        >>> callback.state is None
+        True
+
+    and ``Trainer(strategy="ddp", devices=2, callbacks=[callback])``.
+    """
+
+    def __init__(self, compressor: Compressor | str, **settings: Any) -> None:
+        super().__init__()
+        self.state: CompressionState | None = None
+        self._register: Callable[..., CompressionState] = functools.partial(
+            register, compressor=compressor, **settings
+        )
+        self._watch: StatsLogger | None = None
+        self._logged = 0
+        self._module: object = None
+        self._saved: Mapping[str, Any] | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse what cannot work, and see to it that checkpoints have files of all ranks."""
+        if stage != "fit":
+            return
+        strategy = trainer.strategy
+        _require_ddp(strategy)
+        if not isinstance(strategy.save_checkpoint, functools.partial):
+            strategy.save_checkpoint = functools.partial(
+                self._save_checkpoint, strategy, strategy.save_checkpoint
+            )
+            strategy.remove_checkpoint = functools.partial(
+                _remove_checkpoint, strategy, strategy.remove_checkpoint
+            )
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Register with the model that the strategy has wrapped by now, and restore."""
+        before = self.state if self._module is pl_module else None
+        self.state, self._module = self._register(pl_module), pl_module
+        if before is not None:  # fitted before: go on with what that left
+            self.state.load_state_dict(before.state_dict())
+        if self._saved is not None and trainer.ckpt_path is not None:
+            load_rank_files(
+                self.state,
+                _folder(trainer.ckpt_path),
+                step=self._saved["steps"],
+                read=functools.partial(_read, trainer.strategy.checkpoint_io),
+            )
+        self._saved = None
+        self._watch = StatsLogger(self.state)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what was sent, as often as the Trainer logs."""
+        assert self._watch
+        every, step = trainer.log_every_n_steps, trainer.global_step
+        if every and step % every == 0 and step != self._logged:  # not for every micro-batch
+            self._logged = step
+            values = self._watch.collect()
+            for logger in trainer.loggers:
+                logger.log_metrics({f"comm_hooks/{k}": v for k, v in values.items()}, step=step)
+            self.log("compression_ratio", values["compression_ratio"], prog_bar=True, logger=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the checkpoint itself holds: which files of ranks belong to it."""
+        return {"steps": self.state.exchange.step} if self.state else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remember what a checkpoint holds until there is a state to restore."""
+        self._saved = state_dict or None
+
+    def _save_checkpoint(
+        self,
+        strategy: Any,
+        save: Callable[..., None],
+        checkpoint: dict[str, Any],
+        filepath: Any,
+        storage_options: Any = None,
+    ) -> None:
+        save(checkpoint, filepath, storage_options=storage_options)
+        # A checkpoint of weights only has no state of callbacks.
+        if self.state is not None and "callbacks" in checkpoint:
+            save_rank_file(
+                self.state,
+                _folder(filepath),
+                write=functools.partial(
+                    strategy.checkpoint_io.save_checkpoint, storage_options=storage_options
+                ),
+            )
+
+
+def _remove_checkpoint(strategy: Any, remove: Callable[..., None], filepath: Any) -> None:
+    remove(filepath)
+    if strategy.is_global_zero:
+        strategy.checkpoint_io.remove_checkpoint(_folder(filepath))
+
+
+def _folder(filepath: Any) -> str:
+    return f"{filepath}.comm_hooks"
+
+
+def _read(checkpoint_io: Any, path: str) -> dict[str, Any]:
+    return checkpoint_io.load_checkpoint(path)
+
+
+def _require_ddp(strategy: Any) -> None:
+    """Raise ``ValueError`` for a strategy whose model takes no hook, or has one."""
+    names = [kind.__name__ for kind in type(strategy).__mro__]
+    advice = 'use Trainer(strategy="ddp"), also with devices=1'
+    if "DeepSpeedStrategy" in names:
+        advice = "see comm_hooks.frameworks.deepspeed"
+    elif "DDPStrategy" in names:
+        advice = ""
+    elif {"FSDPStrategy", "ModelParallelStrategy"} & set(names):
+        advice = "see comm_hooks.frameworks.fsdp"
+    if advice:
+        raise ValueError(
+            f"CompressionCallback works with DistributedDataParallel, not with {names[0]}: {advice}"
+        )
+    if getattr(strategy, "_ddp_comm_hook", None) is not None:
+        raise ValueError(
+            "DDPStrategy(ddp_comm_hook=...) and CompressionCallback each register a hook, and DDP "
+            "takes only one: drop one of them"
+        )

@@ -1,0 +1,125 @@
+"""The Trainer of transformers: one line that compresses, logs and checkpoints."""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
+from comm_hooks.frameworks.watch import StatsLogger
+from comm_hooks.hook import CompressionState
+from comm_hooks.hook import register as register_hook
+
+try:
+    from transformers import TrainerCallback
+    from transformers.trainer_utils import get_last_checkpoint
+except ModuleNotFoundError:
+    raise ImportError(
+        "comm_hooks.frameworks.transformers needs transformers: pip install "
+        '"comm-hooks[transformers]"'
+    ) from None
+
+
+def register(trainer: Any, compressor: Compressor | str, **settings: Any) -> "CompressionCallback":
+    """Compress the gradient exchange of a ``transformers.Trainer``; call it before ``train()``.
+
+    1. when training begins and the model is wrapped, :func:`comm_hooks.register` is called, with
+       the loss scale of ``fp16=True``;
+    2. ``state.stats()`` is added to what the Trainer logs (TensorBoard, W&B, the progress bar);
+    3. with every checkpoint each rank writes a file to ``checkpoint-<step>/comm_hooks``;
+    4. ``trainer.train(resume_from_checkpoint=...)`` restores them, also on another number of
+       ranks; if there are none, it warns.
+
+    Args:
+        trainer: it is given a callback, and its ``train`` tells that what is resumed from.
+        compressor, settings: see :func:`comm_hooks.register`.
+
+    Returns:
+        The callback; ``callback.state`` is the state from the beginning of training on.
+
+    Raises:
+        ValueError: for a Trainer that uses FSDP or DeepSpeed; and when training begins, for bad
+            settings and if there is only one process.
+
+    Not supported: hyperparameter search, whose checkpoints go elsewhere.
+
+    Example::
+
+        >>> from comm_hooks.frameworks import transformers
+        >>> callback = transformers.register(trainer, "topk", density=1 / 64)  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        raise ValueError("this Trainer uses DeepSpeed: see comm_hooks.frameworks.deepspeed")
+    if getattr(trainer, "is_fsdp_enabled", False):
+        raise ValueError("this Trainer uses FSDP: see comm_hooks.frameworks.fsdp")
+    callback = CompressionCallback(
+        trainer, functools.partial(register_hook, compressor=compressor, **settings)
+    )
+    # In front: what it adds to the logs reaches those behind it.
+    trainer.callback_handler.callbacks.insert(0, callback)
+    trainer.train = functools.partial(_train, callback, trainer.train)
+    return callback
+
+
+class CompressionCallback(TrainerCallback):
+    """What :func:`register` adds to a Trainer.
+
+    Attributes:
+        state: the :class:`~comm_hooks.CompressionState` from the beginning of training on.
+    """
+
+    def __init__(self, trainer: Any, register: Callable[..., CompressionState]) -> None:
+        self.state: CompressionState | None = None
+        self.resume_from: str | None = None
+        self._trainer = trainer
+        self._register = register
+        self._registered_with: object = None
+        self._watch: StatsLogger | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Register with the model that the Trainer has wrapped by now, and restore."""
+        model = self._trainer.model_wrapped
+        if self._registered_with is not model:  # a second train() goes on with the same model
+            scaler = getattr(self._trainer.accelerator, "scaler", None)
+            scale = {} if scaler is None else {"loss_scale": scaler.get_scale}
+            self.state = self._register(model, **scale)
+            self._registered_with = model
+        assert self.state
+        if self.resume_from is not None:
+            load_rank_files(self.state, os.path.join(self.resume_from, "comm_hooks"))
+        self._watch = StatsLogger(self.state)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write this rank's file into the checkpoint."""
+        assert self.state
+        folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+        save_rank_file(self.state, os.path.join(folder, "comm_hooks"))
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add what was sent to what is logged during training."""
+        if self._watch and logs is not None and "loss" in logs:
+            logs.update({f"comm_hooks/{k}": v for k, v in self._watch.collect().items()})
+
+
+def _train(
+    callback: CompressionCallback,
+    train: Callable[..., Any],
+    resume_from_checkpoint: str | bool | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Train, after telling the callback what is resumed from: callbacks do not hear of it."""
+    resumed = resume_from_checkpoint
+    if resumed is True:
+        resumed = get_last_checkpoint(callback._trainer.args.output_dir)
+    callback.resume_from = resumed or None
+    return train(resume_from_checkpoint, *args, **kwargs)

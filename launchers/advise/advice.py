@@ -1,0 +1,121 @@
+"""What every method would take on a network, and which one to use."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from comm_hooks.collectives.requests import AllGather
+from comm_hooks.launchers.advise.cost_model import (
+    Collective,
+    Compute,
+    Network,
+    Plan,
+    Prediction,
+    predict,
+)
+from comm_hooks.launchers.advise.losses import LossCost, loss_cost
+from comm_hooks.launchers.advise.step import Step
+from comm_hooks.launchers.compare.methods import Method
+from comm_hooks.launchers.compare.optimizers import OPTIMIZERS
+
+METHODS = (
+    "all_reduce,none,bf16,powersgd,count_sketch,topk,sign,sign+local_variance_adam,"
+    "local_variance_adam,local_adamw,local_adamw:fragments=8"
+)
+_CLOSE = 1.05
+"""A method that is faster by less than this is not worth a change."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the advice is for.
+
+    Attributes:
+        step: the user's model and its step.
+        network: between the ranks.
+        optimizer: seconds of an AdamW step on this model.
+        zero_stage: of DeepSpeed: 0, 1 or 2.
+    """
+
+    step: Step
+    network: Network
+    optimizer: float
+    zero_stage: int = 0
+
+    @property
+    def compute(self) -> Compute:
+        return Compute.of_step(self.step.milliseconds / 1e3, self.optimizer)
+
+    @property
+    def afterwards(self) -> tuple[Collective, ...]:
+        """What no method spares: under ZeRO each rank updates its part and all gather all parts."""
+        if not self.zero_stage:
+            return ()
+        ranks = self.network.ranks
+        part = math.ceil(self.step.numel / ranks) * self.step.element_bytes
+        payload = torch.empty(part, dtype=torch.uint8, device="meta")
+        return (Collective.of(AllGather(payload), ranks),)
+
+    def check(self, method: Method) -> None:
+        """Raise ``ValueError`` if the method does not work at this stage."""
+        if self.zero_stage and OPTIMIZERS[method.optimizer].crossing:
+            raise ValueError(
+                f"ZeRO stage {self.zero_stage} cuts the optimizer's state into parts, but "
+                f"{method.optimizer} exchanges by itself and needs all of it"
+            )
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One method's row."""
+
+    method: Method
+    plan: Plan
+    prediction: Prediction
+    sent: float  # bytes per step and rank
+    loss: LossCost | None
+
+
+def advise_on(case: Case, plans: Sequence[tuple[Method, Plan]]) -> list[Advice]:
+    """Return a row per method."""
+    extra = sum(collective.traffic for collective in case.afterwards)
+    return [
+        Advice(
+            method,
+            plan,
+            predict(plan, case.compute, case.network, afterwards=case.afterwards),
+            plan.sent_per_step() + extra,
+            loss_cost(method),
+        )
+        for method, plan in plans
+    ]
+
+
+def choose(rows: Sequence[Advice], max_loss: float) -> Advice | None:
+    """Return the fastest of the methods whose cost in loss is known and at most ``max_loss``.
+
+    All-reduce if that is hardly slower; None if no method qualifies.  No communication at all is
+    no method, however fast.
+    """
+    fit = [
+        row
+        for row in rows
+        if row.method.crossing != "none" and row.loss and row.loss.judged <= max_loss
+    ]
+    if not fit:
+        return None
+    fastest = min(fit, key=lambda row: row.prediction.step)
+    for row in fit:
+        plain = row.method.crossing == "all_reduce" and row.method.optimizer == "adamw"
+        if plain and row.prediction.step <= _CLOSE * fastest.prediction.step:
+            return row
+    return fastest
+
+
+def step_at(case: Case, plan: Plan, bandwidth: float) -> float:
+    """Return the seconds of a step if the link between nodes had this bandwidth, in bytes/s."""
+    between = replace(case.network.between, bandwidth=bandwidth)
+    network = replace(case.network, between=between)
+    return predict(plan, case.compute, network, afterwards=case.afterwards).step

@@ -1,0 +1,126 @@
+"""What people read in the terminal."""
+
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from comm_hooks.launchers.advise.advice import Advice, Case
+from comm_hooks.launchers.advise.links import Measured
+from comm_hooks.launchers.advise.losses import LossCost, measured
+from comm_hooks.launchers.advise.snippets import json_line, python_line
+from comm_hooks.launchers.compare.table import format_bytes
+
+_COLUMNS = (
+    "method",
+    "ms/step",
+    "vs all-reduce",
+    "codec ms",
+    "waiting ms",
+    "sent/step",
+    "residual",
+    "loss",
+)
+
+
+def print_links(links: Sequence[Measured], console: Console) -> None:
+    """Print every direction that was measured."""
+    for item in links:
+        where = "inside a node" if item.inside else "between nodes"
+        megabits = item.link.bandwidth * 8 / 1e6
+        console.print(
+            Text(
+                f"rank {item.source} to rank {item.target} ({where}): {megabits:,.4g} Mbit/s, "
+                f"{1e3 * item.link.latency:.2f} ms"
+            ),
+            soft_wrap=True,
+        )
+
+
+def print_rows(
+    case: Case, rows: Sequence[Advice], left_out: Mapping[str, str], console: Console
+) -> None:
+    """Print a line per method, the fastest first, and why some are left out."""
+    plain = next((r for r in rows if r.method.spec == "all_reduce"), None)
+    step = case.step
+    console.print(
+        Text(
+            f"{step.numel / 1e6:.3g} M parameters ({step.dtype}), {step.milliseconds:.4g} ms per "
+            f"step without exchange, {case.network.ranks} ranks, {case.network.backend}"
+        ),
+        soft_wrap=True,
+    )
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
+    for row in sorted(rows, key=lambda row: row.prediction.step):
+        codec = 1e3 * row.prediction.arithmetic - step.milliseconds
+        factor = f"{plain.prediction.step / row.prediction.step:.3g}x" if plain else "-"
+        table.add_row(
+            Text(row.method.spec),
+            f"{1e3 * row.prediction.step:,.0f}",
+            factor,
+            f"{codec:,.0f}",
+            f"{1e3 * row.prediction.waiting:,.0f}",
+            format_bytes(row.sent),
+            format_bytes(row.plan.state_bytes) if row.plan.state_bytes else "-",
+            _format_loss(row.loss),
+        )
+    console.print(table)
+    for spec, reason in left_out.items():
+        console.print(Text(f"{spec} is left out: {reason}"))
+    facts = measured()
+    notes = [
+        "codec: what the method's arithmetic adds to the step on this device; residual: what each "
+        "rank keeps for the method.",
+        f"loss: minus that of all-reduce, measured on {facts['task']}; below {facts['noise']} it "
+        "says nothing. Other models, more ranks, longer runs and data that all ranks share can "
+        "differ either way: compare on your own data before a long run (comm-hooks compare "
+        "--data). '-': not measured.",
+    ]
+    if case.network.backend != "gloo":
+        notes.append(
+            f"{case.network.backend}: full use of the link and a number of rounds that grows with "
+            "the logarithm of the ranks are assumed, not measured."
+        )
+    for note in notes:
+        console.print(Text(f"* {note}"))
+
+
+def print_zero_notes(case: Case, console: Console) -> None:
+    """Print what ZeRO changes."""
+    gathered = sum(collective.traffic for collective in case.afterwards)
+    notes = [
+        f"ZeRO stage {case.zero_stage}: the all-gather of updated parameters stays "
+        f"({format_bytes(gathered)} per step), so bytes shrink to a third at best, and a residual "
+        "on each rank takes back memory that ZeRO saves.",
+    ]
+    if case.zero_stage == 2:
+        notes.append("Stage 2 exchanges gradients at every micro-step of an accumulated batch.")
+    for note in notes:
+        console.print(Text(f"* {note}"))
+
+
+def print_choice(case: Case, chosen: Advice | None, max_loss: float, console: Console) -> None:
+    """Print what to use, in Python and in JSON."""
+    if chosen is None:
+        console.print(
+            Text(f"No method here is known to cost at most {max_loss:g} in loss: see --max-loss.")
+        )
+        return
+    console.print(Text(f"\nRecommended: {chosen.method.spec}"))
+    if not case.zero_stage:  # where there is no DDP model
+        console.print(Text(f"  Python: {python_line(chosen.method)}"), soft_wrap=True)
+    line = json_line(chosen.method)
+    none = "none: this method is made in Python"
+    console.print(Text(f"  JSON (DeepSpeed): {line or none}"), soft_wrap=True)
+
+
+def _format_loss(cost: LossCost | None) -> str:
+    if cost is None:
+        return "-"
+    if 0 in cost.by_steps:
+        return "0"
+    return ", ".join(f"{value:+.3f} ({steps} steps)" for steps, value in cost.by_steps.items())

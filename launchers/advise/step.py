@@ -1,0 +1,143 @@
+"""What advice is given for: a model's parameters, and how long a step without exchange takes."""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_LEAST_SIDE, _LEAST_MATRICES = 32, 64
+_WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """The shapes of a model's parameters, their dtype, and the milliseconds of one step.
+
+    A step is forward, backward and optimizer on one rank, with nothing exchanged.
+
+    Raises:
+        ValueError: for values that cannot be.
+
+    Example::
+
+        >>> Step.of_numel(3_000_000, milliseconds=350.0).numel
+        3000000
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    milliseconds: float
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if any(dimension < 0 for shape in self.shapes for dimension in shape):
+            raise ValueError("the dimensions of a parameter must not be negative")
+        if not self.numel:
+            raise ValueError("there is nothing to exchange: the model has no trainable parameters")
+        if not 0 < self.milliseconds < math.inf:
+            raise ValueError(f"a step must take more than 0 ms, got {self.milliseconds:g}")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
+
+    @property
+    def numel(self) -> int:
+        """The number of parameters."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one gradient."""
+        return 4 if self.dtype == "float32" else 2
+
+    @classmethod
+    def of_numel(cls, numel: int, milliseconds: float, dtype: str = "float32") -> "Step":
+        """Return a model of equal square matrices, where only the number of parameters is known."""
+        side = _LEAST_SIDE
+        while (2 * side) ** 2 * _LEAST_MATRICES <= numel:
+            side *= 2
+        matrices, rest = divmod(numel, side * side)
+        rows, rest = divmod(rest, side)
+        shapes: list[tuple[int, ...]] = [(side, side)] * matrices
+        shapes += [(rows, side)] if rows else []
+        shapes += [(rest,)] if rest else []
+        return cls(tuple(shapes), milliseconds, dtype)
+
+    def save(self, path: str | Path) -> None:
+        """Write the step as JSON, for ``comm-hooks advise --step``."""
+        Path(path).write_text(json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Step":
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ValueError: if the file cannot be read or is something else.
+        """
+        try:
+            values = json.loads(Path(path).read_text())
+            shapes = tuple(tuple(map(int, shape)) for shape in values["shapes"])
+            return cls(shapes, float(values["milliseconds"]), str(values["dtype"]))
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+        except (KeyError, TypeError, json.JSONDecodeError):
+            raise ValueError(f"{path}: not a step that measure_step(...).save() wrote") from None
+
+
+def measure_step(model: nn.Module, step: Callable[[], object], *, repeat: int = 10) -> Step:
+    """Time training steps of a model, without exchange, and return what ``advise`` needs.
+
+    Takes real steps: the model and the optimizer change.
+
+    Args:
+        model: what is trained.  Under DDP its exchange is left out (``no_sync``).
+        step: takes one step: forward, backward, optimizer.
+        repeat: timed steps after two others; the result is their median.
+
+    Raises:
+        ValueError: if ``repeat`` is below 1 or nothing in the model is trainable.
+
+    Example::
+
+        >>> from comm_hooks.launchers.advise import measure_step
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> def step() -> None:
+        ...     model(torch.ones(4, 8)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> measure_step(model, step).shapes
+        ((8, 8), (8,))
+    """
+    if repeat < 1:
+        raise ValueError(f"measure_step: repeat must be at least 1, got {repeat}")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    durations = []
+    for index in range(_WARM_UP + repeat):
+        with _without_exchange(model):
+            _synchronize(trained)
+            started = time.perf_counter()
+            step()
+            _synchronize(trained)
+        if index >= _WARM_UP:
+            durations.append(time.perf_counter() - started)
+    dtype = str(trained[0].dtype).removeprefix("torch.") if trained else "float32"
+    shapes = tuple(tuple(parameter.shape) for parameter in trained)
+    return Step(shapes, 1e3 * statistics.median(durations), dtype)
+
+
+def _without_exchange(model: nn.Module) -> AbstractContextManager[None]:
+    if isinstance(model, DistributedDataParallel):
+        return model.no_sync()
+    return nullcontext()
+
+
+def _synchronize(parameters: list[nn.Parameter]) -> None:
+    if parameters and parameters[0].device.type == "cuda":
+        torch.cuda.synchronize(parameters[0].device)

@@ -1,0 +1,186 @@
+"""The ``launch`` command: choose what starts the ranks, print it, run it."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from comm_hooks.config import unknown
+from comm_hooks.launchers.launch.hostfile import read_hostfile
+from comm_hooks.launchers.launch.job import (
+    Job,
+    parse_endpoint,
+    parse_nodes,
+    parse_variables,
+)
+from comm_hooks.launchers.launch.kubernetes import RUNTIME
+from comm_hooks.launchers.launch.network import wait_for_port
+from comm_hooks.launchers.launch.plan import LAUNCHERS, Plan, make_plan
+from comm_hooks.launchers.launch.steps import Command, Step
+from comm_hooks.launchers.launch.submission import Submission
+
+_BAD_INPUT = 2
+
+
+def launch(
+    target: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="What every rank runs.")
+    ],
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")
+    ] = False,
+    nproc: Annotated[
+        int | None, typer.Option(help="Processes per node. [default: one per GPU, else 1]")
+    ] = None,
+    nnodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|MIN:MAX",
+            help="Nodes; a range for an elastic job. [default: those of the hostfile, else 1]",
+        ),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(help="Which node this is, counted from 0. Without it torchrun decides."),
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(metavar="HOST[:PORT]", help="Where nodes meet; the same on all of them."),
+    ] = None,
+    interface: Annotated[
+        str | None, typer.Option(help="Network interface. [default: the one that leads to --head]")
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="A variable for all ranks; may be repeated."),
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(help="How often torchrun starts ranks anew.")] = 0,
+    launcher: Annotated[
+        str, typer.Option(metavar="NAME", help=f"One of {', '.join(LAUNCHERS)}.")
+    ] = "auto",
+    hostfile: Annotated[
+        Path | None, typer.Option(help="For deepspeed and mpirun: lines of 'name slots=N'.")
+    ] = None,
+    preflight: Annotated[
+        bool, typer.Option("--preflight", help="Check all nodes first; see comm-hooks preflight.")
+    ] = False,
+    config: Annotated[
+        str | None, typer.Option(help="With --preflight: a file that must be alike on all nodes.")
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait for the head to listen; 0 asks once.")
+    ] = 60.0,
+    slurm: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a file for sbatch instead.")
+    ] = None,
+    kubernetes: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a Kubeflow TrainJob instead.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the Slurm or Kubernetes job. [default: the script's]")
+    ] = None,
+    cpus: Annotated[
+        int | None, typer.Option(help="Cores per process, for --slurm and --kubernetes.")
+    ] = None,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="Ask Slurm or Kubernetes for no GPUs.")
+    ] = False,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="An #SBATCH line for --slurm; may be repeated."),
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="Container image for --kubernetes.")] = None,
+    runtime: Annotated[str, typer.Option(help="ClusterTrainingRuntime.")] = RUNTIME,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be run or written; do nothing.")
+    ] = False,
+) -> None:
+    """Start a training script on this machine, or on this node of several.
+
+    Finds out what is there (a Slurm job, mpirun, a hostfile, or nothing), prints the command for
+    it, which can be pasted into a shell, and runs it. Options go before SCRIPT. Exit codes: that of
+    the command; 2 for bad input and for a head that does not answer, before anything is started.
+    """
+    try:
+        if launcher not in LAUNCHERS:
+            raise ValueError(f"--launcher: {unknown('launcher', launcher, LAUNCHERS)}")
+        if config and not preflight:
+            raise ValueError("--config is what --preflight compares: add --preflight")
+        job = Job(
+            tuple(target),
+            module=module,
+            processes=nproc,
+            nodes=_nodes(nnodes, hostfile),
+            node_rank=node_rank,
+            head=parse_endpoint(head) if head else None,
+            interface=interface,
+            variables=parse_variables(env or ()),
+            restarts=max_restarts,
+            config=config,
+            gpus=not cpu,
+        )
+        submission = Submission(
+            slurm, kubernetes, name, cpus, cpu, tuple(sbatch or ()), image, runtime
+        )
+        if submission.wanted:
+            if launcher != "auto" or hostfile or node_rank is not None:
+                raise ValueError(
+                    "--launcher, --hostfile and --node-rank do not go with --slurm and "
+                    "--kubernetes: the scheduler starts torchrun on its nodes"
+                )
+            text = submission.render(job, check=preflight)
+            typer.echo(text.rstrip("\n") if dry_run else submission.write(text))
+            return
+        plan = make_plan(job, launcher, hostfile, os.environ, check=preflight)
+    except ValueError as error:
+        _complain(error)
+        raise typer.Exit(_BAD_INPUT) from None
+    for note in plan.notes:
+        typer.echo(f"comm-hooks launch: {note}", err=True)
+    if dry_run:
+        for step in plan.steps:
+            typer.echo(step)
+        return
+    _run(plan, wait)
+
+
+def _nodes(nnodes: str | None, hostfile: Path | None) -> tuple[int, int]:
+    if nnodes is not None:
+        return parse_nodes(nnodes)
+    count = len(read_hostfile(hostfile)) if hostfile else 1
+    return count, count
+
+
+def _run(plan: Plan, wait: float) -> None:
+    """Run all steps; the last one takes the place of this process."""
+    for step in plan.steps[:-1]:
+        _show(plan, step)
+        if code := step.run():
+            raise typer.Exit(abs(code))
+    last = plan.steps[-1]
+    assert isinstance(last, Command)
+    _show(plan, last)
+    if plan.head and plan.route:
+        reason = wait_for_port(plan.head, wait)
+        if reason:
+            _complain(
+                f"cannot reach the head at {plan.head} from {plan.route.address} "
+                f"({plan.route.interface}): {reason}, for {wait:g} s; is it started there, and is "
+                "the port open?"
+            )
+            raise typer.Exit(_BAD_INPUT)
+    try:
+        last.become()
+    except FileNotFoundError:
+        _complain(f"there is no {last.arguments[0]} on PATH")
+        raise typer.Exit(_BAD_INPUT) from None
+
+
+def _show(plan: Plan, step: Step) -> None:
+    if not plan.quiet:
+        typer.echo(step, err=True)
+
+
+def _complain(message: object) -> None:
+    typer.echo(f"comm-hooks launch: {message}", err=True)

@@ -1,0 +1,156 @@
+"""What the user wants to run, however it is started."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+DEFAULT_PORT = 29500
+"""Where ranks meet: the port that PyTorch, torchrun and DeepSpeed use."""
+
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where ranks meet: a host, by name or address, and a port that is open to all nodes."""
+
+    host: str
+    port: int = DEFAULT_PORT
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A script and how much of it.
+
+    Args:
+        target: the script, or the module's name, and its arguments.
+        module: run it as ``python -m`` does.
+        processes: per node; None for one per GPU, or one where there is none.
+        nodes: the fewest and the most nodes; they differ for an elastic job.
+        node_rank: which node this is, if the order of nodes is fixed.
+        head: where ranks meet.
+        interface: the network interface to use, or None for the one that leads to the head.
+        variables: environment variables for all ranks.
+        restarts: how often torchrun starts all ranks again after a failure.
+        config: a file that must be the same on all nodes; the preflight compares it.
+        gpus: whether a scheduler is asked for GPUs, one for each process.
+    """
+
+    target: tuple[str, ...]
+    module: bool = False
+    processes: int | None = None
+    nodes: tuple[int, int] = (1, 1)
+    node_rank: int | None = None
+    head: Endpoint | None = None
+    interface: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    restarts: int = 0
+    config: str | None = None
+    gpus: bool = True
+
+    def __post_init__(self) -> None:
+        fewest, most = self.nodes
+        if not 1 <= fewest <= most:
+            raise ValueError(
+                f"--nnodes {fewest}:{most}: needs a number of nodes, or MIN:MAX with MIN <= MAX"
+            )
+        for option, value, least in (
+            ("--nproc", self.processes, 1),
+            ("--max-restarts", self.restarts, 0),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{option} must be at least {least}, got {value}")
+        if self.node_rank is None:
+            return
+        if self.is_elastic or self.restarts:
+            other = f"--nnodes {fewest}:{most}" if self.is_elastic else "--max-restarts"
+            raise ValueError(
+                f"--node-rank {self.node_rank} fixes the order of nodes, which {other} must be "
+                f"free to change: leave --node-rank out"
+            )
+        if not 0 <= self.node_rank < most:
+            raise ValueError(
+                f"--node-rank must lie between 0 and {most - 1} with {most} nodes, got "
+                f"{self.node_rank}"
+            )
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.nodes[0] != self.nodes[1]
+
+    def fixed_nodes(self, option: str) -> int:
+        """Return the number of nodes for what cannot change it.
+
+        Raises:
+            ValueError: for a range.
+        """
+        if self.is_elastic:
+            raise ValueError(
+                f"{option} needs a fixed number of nodes, got --nnodes "
+                f"{self.nodes[0]}:{self.nodes[1]}: only torchrun started by hand takes a range"
+            )
+        return self.nodes[0]
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Return the fewest and the most nodes from ``"4"`` or ``"2:4"``.
+
+    Raises:
+        ValueError: for anything else.
+
+    Example::
+
+        >>> parse_nodes("4"), parse_nodes("2:4")
+        ((4, 4), (2, 4))
+    """
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if not found:
+        raise ValueError(f"--nnodes {text}: needs a number of nodes, or MIN:MAX as in 2:4")
+    fewest = int(found[1])
+    return fewest, int(found[2] or fewest)
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """Return an endpoint from ``HOST``, ``HOST:PORT``, an IPv6 address or ``[IPv6]:PORT``.
+
+    Raises:
+        ValueError: for anything else.
+
+    Example::
+
+        >>> parse_endpoint("node0"), parse_endpoint("[fd00::2]:29400")
+        (Endpoint(host='node0', port=29500), Endpoint(host='fd00::2', port=29400))
+    """
+    if re.fullmatch(r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*", text):
+        return Endpoint(text)
+    found = re.fullmatch(r"(?:\[([^\]]+)\]|([\w.-]+))(?::(\d+))?", text)
+    if not found:
+        raise ValueError(f"--head {text}: needs HOST or HOST:PORT, as in node0:29500")
+    port = int(found[3] or DEFAULT_PORT)
+    if not 0 < port < 2**16:
+        raise ValueError(f"--head {text}: the port must lie between 1 and 65535")
+    return Endpoint(found[1] or found[2], port)
+
+
+def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
+    """Return environment variables from ``NAME=VALUE`` each.
+
+    Raises:
+        ValueError: for anything else.
+
+    Example::
+
+        >>> parse_variables(["OMP_NUM_THREADS=4", "NOTE=a b"])
+        {'OMP_NUM_THREADS': '4', 'NOTE': 'a b'}
+    """
+    variables = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals or not _VARIABLE.fullmatch(name) or "\n" in value:
+            raise ValueError(f"--env {assignment!r}: needs NAME=VALUE in one line")
+        variables[name] = value
+    return variables

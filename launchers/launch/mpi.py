@@ -1,0 +1,114 @@
+"""mpirun: the command line for its two flavours, and what a rank of it needs for PyTorch."""
+
+import shutil
+import subprocess
+import sys
+from typing import Literal
+
+from comm_hooks.launchers.launch.hostfile import Host
+from comm_hooks.launchers.launch.job import Endpoint, Job
+from comm_hooks.launchers.launch.network import find_route
+from comm_hooks.launchers.launch.place import Place
+from comm_hooks.launchers.launch.steps import Command
+from comm_hooks.launchers.launch.torchrun import interfaces
+
+Flavour = Literal["mpich", "openmpi"]
+FLAVOURS: dict[str, Flavour] = {"mpich": "mpich", "openmpi": "openmpi"}
+
+
+def find_flavour() -> Flavour:
+    """Return which MPI the ``mpirun`` on this machine belongs to.
+
+    Intel MPI and MVAPICH are of the family of MPICH: they take the same options.
+
+    Raises:
+        ValueError: if there is none, or its family cannot be told.
+    """
+    if not shutil.which("mpirun"):
+        raise ValueError("--launcher mpirun: there is no mpirun on PATH")
+    answer = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
+    text = answer.stdout + answer.stderr
+    if "Open MPI" in text or "OpenRTE" in text:
+        return "openmpi"
+    if "HYDRA" in text or "Intel(R) MPI" in text:
+        return "mpich"
+    raise ValueError(
+        f"--launcher mpirun: cannot tell which MPI this is ({text.strip()[:60]!r}): use --launcher "
+        "mpich or openmpi"
+    )
+
+
+def build_command(
+    job: Job, flavour: Flavour, hosts: list[Host], slots: list[int], target: tuple[str, ...]
+) -> Command:
+    """Return the mpirun command line.
+
+    Args:
+        job: for the variables.
+        flavour: whose options to use.
+        hosts: where, the first one is the head; none for this machine.
+        slots: ranks on each host, or on this machine.
+        target: the program that every rank is.
+    """
+    places = [f"{host.name}:{count}" for host, count in zip(hosts, slots, strict=False)]
+    total = str(sum(slots))
+    if flavour == "openmpi":
+        arguments = ["mpirun", "-np", total]
+        arguments += ["--host", ",".join(places)] if places else []
+        for name, value in job.variables.items():
+            arguments += ["-x", f"{name}={value}"]
+    else:
+        arguments = ["mpirun", "-n", total]
+        arguments += ["-hosts", ",".join(places)] if places else []
+        for name, value in job.variables.items():
+            arguments += ["-genv", name, value]
+    return Command((*arguments, *target))
+
+
+def rank_target(job: Job, head: Endpoint | None) -> tuple[str, ...]:
+    """Return the program that every rank of mpirun is: ``comm-hooks launch`` with the script.
+
+    It finds out on its own node which interface leads to the head.
+    """
+    arguments = [sys.executable, "-m", "comm_hooks.launchers.main", "launch"]
+    arguments += ["--head", str(head)] if head else []
+    arguments += ["--interface", job.interface] if job.interface else []
+    return (*arguments, *(["--module"] if job.module else []), *job.target)
+
+
+def build_rank(job: Job, place: Place) -> Command:
+    """Return the script's own command, with what ``init_process_group()`` looks for.
+
+    Raises:
+        ValueError: if ranks are on several nodes and nobody says where they meet.
+    """
+    endpoint = meeting_point(job.head, place)
+    variables = {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "MASTER_ADDR": endpoint.host,
+        "MASTER_PORT": str(endpoint.port),
+    }
+    if place.local_size < place.world_size:
+        route = find_route(endpoint.host, job.interface)
+        variables |= {"MASTER_ADDR": route.head, **interfaces(job, route)}
+    arguments = (sys.executable, *(["-m"] if job.module else []), *job.target)
+    return Command(arguments, {**variables, **job.variables})
+
+
+def meeting_point(head: Endpoint | None, place: Place) -> Endpoint:
+    """Return where the ranks of mpirun or srun meet: the head, or this machine if it has all.
+
+    Raises:
+        ValueError: if they are on several machines and there is no head.
+    """
+    if head is not None:
+        return head
+    if place.local_size < place.world_size:
+        raise ValueError(
+            f"{place.launcher} started {place.world_size} ranks, {place.local_size} of them here: "
+            "give --head HOST:PORT, the machine of rank 0"
+        )
+    return Endpoint("127.0.0.1")

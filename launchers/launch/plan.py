@@ -1,0 +1,221 @@
+"""From a job and what is there to the commands that run it."""
+
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from comm_hooks.launchers.launch import deepspeed, mpi, slurm, torchrun
+from comm_hooks.launchers.launch.hostfile import (
+    DEEPSPEED_HOSTFILE,
+    Host,
+    read_hostfile,
+    slots_of,
+)
+from comm_hooks.launchers.launch.job import Endpoint, Job
+from comm_hooks.launchers.launch.network import Route, find_route
+from comm_hooks.launchers.launch.place import Place, find_place, in_allocation
+from comm_hooks.launchers.launch.steps import Command, Step, program
+
+LAUNCHERS = ("auto", "torchrun", "deepspeed", "mpirun", "mpich", "openmpi")
+
+_PREFLIGHT = "comm_hooks.launchers.preflight"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run.
+
+    Args:
+        steps: one after the other, until one fails; the last is the job.
+        head: where something must listen before the last step makes sense; None where this is the
+            node that listens.
+        route: how this machine gets there.
+        notes: what the user may not expect, one line each.
+        quiet: whether another process prints the same commands.
+    """
+
+    steps: list[Step]
+    head: Endpoint | None = None
+    route: Route | None = None
+    notes: list[str] = field(default_factory=list)
+    quiet: bool = False
+
+
+def make_plan(
+    job: Job, launcher: str, hostfile: Path | None, environment: Mapping[str, str], *, check: bool
+) -> Plan:
+    """Choose the launcher, unless told, and return what to run.
+
+    1. a process that torchrun or deepspeed has started does not launch again;
+    2. a rank of mpirun becomes the script, with the variables that PyTorch looks for;
+    3. a task of srun becomes torchrun, with what Slurm says about nodes;
+    4. a Slurm allocation of several nodes is filled by srun;
+    5. a hostfile, ours or the one where deepspeed looks, is for deepspeed if it is installed;
+    6. torchrun.
+
+    Args:
+        job: what to run.
+        launcher: one of :data:`LAUNCHERS`.
+        hostfile: for deepspeed and mpirun.
+        environment: ``os.environ``.
+        check: whether the preflight comes first.
+
+    Raises:
+        ValueError: for what does not go together or is not there.
+    """
+    place = find_place(environment)
+    if place and place.launcher == "torchrun":
+        raise ValueError(
+            f"this is rank {place.rank} of {place.world_size} already (RANK is set): run the "
+            "script itself here, or launch it from outside"
+        )
+    if place and launcher != "auto":
+        raise ValueError(
+            f"--launcher {launcher}: {place.launcher} started this process already, as one of "
+            f"{place.world_size}: leave --launcher out"
+        )
+    if launcher == "auto":
+        if place and place.launcher == "mpirun":
+            return Plan([_rank(job, place, check)], quiet=place.rank > 0)
+        if place:
+            return _torchrun(slurm.fill_in(job, place, environment), environment, check)
+        nodes = int(environment.get("SLURM_NNODES", 1))
+        if in_allocation(environment) and nodes > 1:
+            return Plan([slurm.build_srun(job, nodes, check)])
+        if hostfile is None and DEEPSPEED_HOSTFILE.is_file() and shutil.which("deepspeed"):
+            hostfile = DEEPSPEED_HOSTFILE
+        launcher = "deepspeed" if hostfile else "torchrun"
+    if launcher == "torchrun":
+        if hostfile:
+            raise ValueError(
+                "--hostfile is for deepspeed and mpirun: torchrun is started on each node, with "
+                "--nnodes, --head and --node-rank"
+            )
+        return _torchrun(job, environment, check)
+    if job.restarts:
+        raise ValueError(f"--max-restarts is torchrun's: {launcher} has nothing like it")
+    if launcher == "deepspeed":
+        return _deepspeed(job, hostfile, check)
+    return _mpirun(job, launcher, hostfile, check)
+
+
+def _torchrun(job: Job, environment: Mapping[str, str], check: bool) -> Plan:
+    job, notes = _count_processes(job)
+    if job.nodes == (1, 1):
+        steps = [*_preflight(job, None, check), torchrun.build_single_node(job)]
+        return Plan(steps, notes=notes)
+    if job.head is None:
+        raise ValueError(
+            f"--nnodes {job.nodes[1]} needs --head HOST[:PORT]: the node where all of them meet, "
+            "the same on each"
+        )
+    route = find_route(job.head.host, job.interface)
+    if job.node_rank == 0 and not route.is_head:
+        raise ValueError(
+            f"--node-rank 0 must run on the head, but {job.head.host} ({route.head}) is not this "
+            f"machine ({route.address})"
+        )
+    job_id = environment.get("SLURM_JOB_ID", "comm-hooks")
+    steps = [
+        *_preflight(job, job.head, check),
+        torchrun.build_multi_node(job, job.head, route, job_id),
+    ]
+    hosts = route.is_head if job.node_rank is None else job.node_rank == 0
+    return Plan(steps, None if hosts else Endpoint(route.head, job.head.port), route, notes)
+
+
+def _deepspeed(job: Job, hostfile: Path | None, check: bool) -> Plan:
+    if not shutil.which("deepspeed"):
+        raise ValueError('--launcher deepspeed: not installed: pip install "comm-hooks[deepspeed]"')
+    if hostfile is None:
+        if job.nodes != (1, 1):
+            raise ValueError("--launcher deepspeed with several nodes needs --hostfile")
+        return Plan([*_preflight(job, None, check), *deepspeed.build_single_node(job)])
+    hosts = read_hostfile(hostfile)
+    _check_count(job, hosts, hostfile)
+    if job.node_rank is None:
+        steps = deepspeed.build_over_ssh(job, hostfile, hosts)
+        if check:
+            config = ["--config", job.config] if job.config else []
+            first = replace(job, target=(_PREFLIGHT, *config), module=True)
+            steps = [*deepspeed.build_over_ssh(first, hostfile, hosts), steps[-1]]
+        return Plan(steps)
+    job = replace(job, nodes=(len(hosts), len(hosts)))
+    head = job.head or Endpoint(hosts[0].name)
+    route = find_route(head.host, job.interface)
+    steps = [
+        *_preflight(job, head, check),
+        *deepspeed.build_by_hand(job, hostfile, head, route),
+    ]
+    # The script itself opens the port, whenever it comes to that: nothing to wait for.
+    return Plan(steps)
+
+
+def _mpirun(job: Job, launcher: str, hostfile: Path | None, check: bool) -> Plan:
+    flavour = mpi.FLAVOURS.get(launcher) or mpi.find_flavour()
+    if job.node_rank is not None:
+        raise ValueError("--node-rank does not go with mpirun, which starts all nodes itself")
+    head = job.head
+    notes: list[str] = []
+    if hostfile:
+        hosts = read_hostfile(hostfile)
+        _check_count(job, hosts, hostfile)
+        slots = slots_of(hosts, job.processes, hostfile)
+        head = head or Endpoint(hosts[0].name)
+    elif job.nodes != (1, 1):
+        raise ValueError(f"--launcher {launcher} with several nodes needs --hostfile")
+    else:
+        job, notes = _count_processes(job)
+        hosts, slots = [], [job.processes or 1]
+    targets = [mpi.rank_target(job, head)]
+    if check:
+        config = ["--config", job.config] if job.config else []
+        at = ["--head", str(head)] if head else []
+        targets.insert(0, (sys.executable, "-m", _PREFLIGHT, *at, *config))
+    steps = [mpi.build_command(job, flavour, hosts, slots, target) for target in targets]
+    return Plan(list(steps), notes=notes)
+
+
+def _check_count(job: Job, hosts: list[Host], hostfile: Path) -> None:
+    # 1: the hostfile is one that was found, not one that was given.
+    if job.nodes not in ((1, 1), (len(hosts), len(hosts))):
+        raise ValueError(
+            f"--nnodes {job.nodes[1]}, but --hostfile {hostfile} names {len(hosts)} hosts"
+        )
+
+
+def _preflight(job: Job, head: Endpoint | None, check: bool) -> list[Step]:
+    """Return the preflight as one process on each node, started as the job is."""
+    if not check:
+        return []
+    arguments = [*program("comm-hooks", "comm_hooks.launchers.main"), "preflight"]
+    nodes = job.fixed_nodes("--preflight")
+    if head:
+        arguments += ["--head", str(head), "--nnodes", str(nodes)]
+        arguments += [] if job.node_rank is None else ["--node-rank", str(job.node_rank)]
+        arguments += ["--interface", job.interface] if job.interface else []
+    arguments += [] if job.processes is None else ["--nproc", str(job.processes)]
+    arguments += ["--config", job.config] if job.config else []
+    return [Command(tuple(arguments), job.variables)]
+
+
+def _rank(job: Job, place: Place, check: bool) -> Command:
+    if check and place.world_size > 1:
+        raise ValueError(
+            "--preflight must come before the ranks: comm-hooks launch --launcher mpirun "
+            "--preflight, or mpirun ... comm-hooks preflight"
+        )
+    return mpi.build_rank(job, place)
+
+
+def _count_processes(job: Job) -> tuple[Job, list[str]]:
+    """Return the job with a number of processes: one per GPU, or one."""
+    if job.processes is not None:
+        return job, []
+    if count := torch.cuda.device_count():
+        return replace(job, processes=count), []
+    return replace(job, processes=1), ["no GPU here, so one process per node: --nproc for more"]

@@ -1,0 +1,119 @@
+"""Slurm: the batch file, the srun of an allocation, and what a task of srun knows about its job."""
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from comm_hooks.launchers.launch.files import MARK
+from comm_hooks.launchers.launch.job import Endpoint, Job
+from comm_hooks.launchers.launch.place import Place, first_host
+from comm_hooks.launchers.launch.steps import Command, program
+
+# Two jobs that share a node must not meet at one port.
+_FIRST_PORT = 20000
+_PORTS = 20000
+
+
+def render_batch_file(job: Job, name: str, cpus: int, options: Sequence[str], check: bool) -> str:
+    """Return a batch file for sbatch.
+
+    One task per node, which is ``comm-hooks launch``: it finds the interface of its own node and
+    becomes torchrun, which starts the ranks.
+
+    Args:
+        job: with ``processes`` and a fixed number of nodes.
+        name: of the job.
+        cpus: cores for each process.
+        options: more for sbatch, each without its dashes, such as ``"time=01:00:00"``.
+        check: whether to run the preflight on all nodes first.
+
+    Raises:
+        ValueError: without a number of processes, or with a range of nodes.
+    """
+    nodes = job.fixed_nodes("--slurm")
+    if job.processes is None:
+        raise ValueError("--slurm needs --nproc: processes per node, each with a GPU unless --cpu")
+    requests = [
+        f"job-name={name}",
+        f"nodes={nodes}",
+        "ntasks-per-node=1",
+        f"cpus-per-task={cpus * job.processes}",
+        *([f"gpus-per-node={job.processes}"] if job.gpus else []),
+        *options,
+    ]
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in job.variables.items()]
+    launch = shlex.join(_launch(replace(job, variables={}, head=None), check, head=False))
+    target = shlex.join(_target(job))
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"# {MARK}",
+            *(f"#SBATCH --{request}" for request in requests),
+            "set -euo pipefail",
+            *exports,
+            "",
+            "# All nodes meet at the first one; the port differs between jobs that share a node.",
+            'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+            'head="${nodes%%[[:space:]]*}"',
+            f'port="$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"',
+            "",
+            "# One task per node, which becomes torchrun; srun does not inherit --cpus-per-task.",
+            'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\',
+            f'    {launch} --head "$head:$port" {target}',
+            "",
+        ]
+    )
+
+
+def build_srun(job: Job, nodes: int, check: bool) -> Command:
+    """Return the srun that starts ``comm-hooks launch`` on each node of this allocation."""
+    arguments = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    arguments.append("--kill-on-bad-exit=1")
+    if "SLURM_CPUS_PER_TASK" in os.environ:
+        arguments.append(f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}")
+    return Command((*arguments, *_launch(job, check, head=True), *_target(job)))
+
+
+def fill_in(job: Job, place: Place, environment: Mapping[str, str]) -> Job:
+    """Return the job with what Slurm tells a task: how many nodes, which one this is, the head.
+
+    Raises:
+        ValueError: if srun started several tasks on a node, each of which would start all ranks.
+    """
+    if place.local_size > 1:
+        raise ValueError(
+            f"srun started {place.local_size} tasks on this node, each of which would start "
+            "torchrun: use srun --ntasks-per-node=1 and --nproc for the ranks of a node"
+        )
+    if place.world_size == 1:
+        return replace(job, nodes=(1, 1), node_rank=None)
+    head = job.head
+    if head is None:
+        port = _FIRST_PORT + int(environment.get("SLURM_JOB_ID", 0)) % _PORTS
+        head = Endpoint(first_host(environment), port)
+    node_rank = None if job.restarts else place.rank
+    return replace(job, nodes=(place.world_size,) * 2, node_rank=node_rank, head=head)
+
+
+def _launch(job: Job, check: bool, *, head: bool) -> list[str]:
+    arguments = [*program("comm-hooks", "comm_hooks.launchers.main"), "launch"]
+    for name, value in job.variables.items():
+        arguments += ["--env", f"{name}={value}"]
+    if head and job.head:
+        arguments += ["--head", str(job.head)]
+    if job.processes is not None:
+        arguments += ["--nproc", str(job.processes)]
+    if job.interface:
+        arguments += ["--interface", job.interface]
+    if job.restarts:
+        arguments += ["--max-restarts", str(job.restarts)]
+    if check:
+        arguments.append("--preflight")
+    if job.config:
+        arguments += ["--config", job.config]
+    return arguments
+
+
+def _target(job: Job) -> list[str]:
+    return [*(["--module"] if job.module else []), *job.target]

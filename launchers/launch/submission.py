@@ -1,0 +1,86 @@
+"""A file for a scheduler: what the options say about it, checked and written."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from comm_hooks.launchers.launch.files import job_name, write_file
+from comm_hooks.launchers.launch.job import Job
+from comm_hooks.launchers.launch.kubernetes import RUNTIME, render_train_job
+from comm_hooks.launchers.launch.slurm import render_batch_file
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The options of ``comm-hooks launch`` that are about schedulers.
+
+    Raises:
+        ValueError: for options that would be ignored, or cannot be.
+    """
+
+    slurm: Path | None = None
+    kubernetes: Path | None = None
+    name: str | None = None
+    cpus: int | None = None
+    cpu: bool = False
+    sbatch: Sequence[str] = ()
+    image: str | None = None
+    runtime: str = RUNTIME
+
+    def __post_init__(self) -> None:
+        if self.slurm and self.kubernetes:
+            raise ValueError("--slurm and --kubernetes: write one file at a time")
+        if self.cpus is not None and self.cpus < 1:
+            raise ValueError(f"--cpus must be at least 1, got {self.cpus}")
+        if self.name is not None and job_name(self.name) != self.name:
+            raise ValueError(
+                f"--name {self.name}: needs lower-case letters, digits and '-', as in "
+                f"{job_name(self.name)}"
+            )
+        for line in self.sbatch:
+            if line.startswith("-") or not line.strip() or "\n" in line:
+                raise ValueError(f"--sbatch {line!r}: write it without dashes, as time=01:00:00")
+        for option, given, home in (
+            ("--name", self.name is not None, self.slurm or self.kubernetes),
+            ("--cpus", self.cpus is not None, self.slurm or self.kubernetes),
+            ("--cpu", self.cpu, self.slurm or self.kubernetes),
+            ("--sbatch", bool(self.sbatch), self.slurm),
+            ("--image", self.image is not None, self.kubernetes),
+            ("--runtime", self.runtime != RUNTIME, self.kubernetes),
+        ):
+            if given and not home:
+                raise ValueError(
+                    f"{option} would be ignored: it is about the file of --slurm or --kubernetes"
+                )
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self.slurm or self.kubernetes)
+
+    def render(self, job: Job, *, check: bool) -> str:
+        """Return the file's text.
+
+        Raises:
+            ValueError: for a job that the scheduler cannot run as told.
+        """
+        name = self.name or job_name(job.target[0])
+        if self.kubernetes:
+            return render_train_job(job, name, self.image, self.cpus, self.runtime, check)
+        if self.cpus is None:
+            raise ValueError(
+                "--slurm needs --cpus: cores per process (Slurm gives a task one core if not asked)"
+            )
+        return render_batch_file(job, name, self.cpus, self.sbatch, check)
+
+    def write(self, text: str) -> str:
+        """Write the file and return the command that submits it.
+
+        Raises:
+            ValueError: if something else is there, or nothing can be written.
+        """
+        if self.slurm:
+            write_file(self.slurm, text, "--slurm")
+            return f"sbatch {self.slurm}"
+        assert self.kubernetes
+        write_file(self.kubernetes, text, "--kubernetes")
+        return f"kubectl create -f {self.kubernetes}"

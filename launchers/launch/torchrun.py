@@ -1,0 +1,80 @@
+"""The command line of torchrun, for one node or for this one of several."""
+
+import os
+import socket
+
+from comm_hooks.launchers.launch.job import Endpoint, Job
+from comm_hooks.launchers.launch.network import Route, port_is_taken
+from comm_hooks.launchers.launch.steps import Command, program
+
+_PROGRAM = ("torchrun", "torch.distributed.run")
+
+
+def build_single_node(job: Job) -> Command:
+    """Return the command for ranks on this machine only."""
+    arguments = [*program(*_PROGRAM), "--standalone"]
+    return Command((*arguments, *_rest(job)), {**_loopback(), **job.variables})
+
+
+def build_multi_node(job: Job, head: Endpoint, route: Route, job_id: str) -> Command:
+    """Return the command for this node of several.
+
+    With ``job.node_rank`` the rendezvous is static: nodes keep their order.  Without it is c10d,
+    which is told two things that it would otherwise guess from the machine's name: whether this
+    node hosts the store (if no node thinks so, all wait for ever), and under which address the
+    others find it (else they may be sent to 127.0.0.1).
+
+    Args:
+        job: what to run.
+        head: where nodes meet.
+        route: how this machine gets there.
+        job_id: the same on all nodes; tells jobs at one endpoint apart.
+    """
+    fewest, most = job.nodes
+    nodes = f"{fewest}:{most}" if job.is_elastic else str(most)
+    arguments = [*program(*_PROGRAM), "--nnodes", nodes]
+    meeting = Endpoint(route.head, head.port)
+    if job.node_rank is not None:
+        arguments += ["--node-rank", str(job.node_rank)]
+        arguments += ["--master-addr", route.head, "--master-port", str(head.port)]
+    else:
+        # Two nodes of a rehearsal may share one machine: the second finds the store there.
+        hosts_store = route.is_head and not port_is_taken(route.head, head.port)
+        arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(meeting)]
+        arguments += ["--rdzv-id", job_id, "--rdzv-conf", f"is_host={int(hosts_store)}"]
+        arguments += ["--local-addr", route.address]
+    return Command((*arguments, *_rest(job)), {**interfaces(job, route), **job.variables})
+
+
+def interfaces(job: Job, route: Route) -> dict[str, str]:
+    """Return the variables that make gloo and NCCL use the route's interface.
+
+    What the environment says already stays, unless ``--interface`` says otherwise.
+
+    Raises:
+        ValueError: if the environment keeps gloo to this machine, and the head is another one.
+    """
+    told = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not job.interface and told.startswith("lo") and told != route.interface:
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME is {told} here, which leads to no other node: unset it, or use "
+            f"--interface {route.interface}"
+        )
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {n: route.interface for n in names if job.interface or n not in os.environ}
+
+
+def _loopback() -> dict[str, str]:
+    """Keep gloo from looking up the machine's name, which fails or takes seconds in places."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    for _, name in socket.if_nameindex():
+        if name.startswith("lo"):
+            return {"GLOO_SOCKET_IFNAME": name}
+    return {}
+
+
+def _rest(job: Job) -> list[str]:
+    arguments = ["--nproc-per-node", str(job.processes)]
+    arguments += ["--max-restarts", str(job.restarts)] if job.restarts else []
+    return [*arguments, *(["-m"] if job.module else []), *job.target]

@@ -1,0 +1,243 @@
+"""The ``preflight`` command: find the other processes, check all nodes, print what came out."""
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from comm_hooks.launchers.launch.job import Endpoint, Job, parse_endpoint
+from comm_hooks.launchers.launch.mpi import meeting_point
+from comm_hooks.launchers.launch.network import find_route
+from comm_hooks.launchers.launch.place import Place, find_place
+from comm_hooks.launchers.preflight.check import Limits, check
+from comm_hooks.launchers.preflight.facts import (
+    Facts,
+    find_complaints,
+    find_gpus,
+    find_versions,
+    gloo_address,
+    is_loopback,
+    read_config,
+)
+from comm_hooks.launchers.preflight.links import Listener
+from comm_hooks.launchers.preflight.meeting import Meeting, MeetingError, meet, meet_alone
+from comm_hooks.launchers.preflight.report import print_report
+from comm_hooks.launchers.preflight.world import check_world_size
+
+_FAILED = 1
+_BAD_INPUT = 2
+
+
+def preflight(
+    head: Annotated[
+        str | None,
+        typer.Option(metavar="HOST[:PORT]", help="Where nodes meet, as for comm-hooks launch."),
+    ] = None,
+    nnodes: Annotated[
+        int, typer.Option(help="Nodes, where this is started by hand once on each.")
+    ] = 1,
+    node_rank: Annotated[
+        int | None, typer.Option(help="Which node this is. [default: the head is 0]")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Processes per node that training will have.")
+    ] = None,
+    interface: Annotated[
+        str | None, typer.Option(help="Network interface. [default: the one that leads to --head]")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A file that must be alike on all nodes, such as ds.json.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for nodes.")] = 60.0,
+    links: Annotated[bool, typer.Option(help="Measure the links between nodes.")] = True,
+    min_bandwidth: Annotated[
+        float | None,
+        typer.Option(help="Mbit/s that every link must carry. [default: half of the median link]"),
+    ] = None,
+    max_clock_offset: Annotated[
+        float, typer.Option(help="Seconds by which clocks may differ.")
+    ] = 1.0,
+    local_rank: Annotated[str | None, typer.Option("--local_rank", hidden=True)] = None,
+) -> None:
+    """Check every node before training: versions, settings, ports, links, clocks, GPUs, disks.
+
+    Run it as training will be: under torchrun, deepspeed, mpirun or srun, or by hand once on each
+    node with --nnodes and --head; comm-hooks launch --preflight does that. Prints one line per
+    problem, or tables. Exit codes, alike on all nodes: 0, 1 for problems, 2 for bad input.
+    """
+    try:
+        for option, value in (
+            ("--timeout", timeout),
+            ("--min-bandwidth", min_bandwidth),
+            ("--max-clock-offset", max_clock_offset),
+        ):
+            if value is not None and value <= 0:
+                raise ValueError(f"{option} must be positive, got {value:g}")
+        endpoint = parse_endpoint(head) if head else None
+        settings = read_config(config) if config else {}
+        party = _find_party(endpoint, nnodes, node_rank, nproc)
+    except ValueError as error:
+        _say(str(error))
+        raise typer.Exit(_BAD_INPUT) from None
+    try:
+        facts, listener = _describe(party, interface, settings)
+        meeting = _meet(party, facts, timeout)
+        limits = Limits(
+            timeout,
+            links,
+            None if min_bandwidth is None else min_bandwidth * 1e6,
+            max_clock_offset,
+        )
+        # comm-hooks launch tells gloo which interface to use; torchrun by itself does not.
+        as_launch = party.place is None or party.place.launcher != "torchrun"
+        verdict = check(
+            meeting, facts, listener, limits, interface=facts.interface if as_launch else ""
+        )
+        if listener:
+            listener.close()
+    except (MeetingError, ValueError) as error:
+        _say(str(error))
+        raise typer.Exit(_FAILED) from None
+    if party.speaks or meeting.rank == 0:
+        for line in verdict.problems:
+            _say(line)
+        for line in verdict.notes:
+            _say(f"note: {line}")
+    if verdict.problems:
+        raise typer.Exit(_FAILED)
+    if meeting.rank == 0:
+        print_report(verdict.nodes, verdict.links)
+
+
+@dataclass(frozen=True)
+class _Party:
+    """Who meets where.
+
+    ``speaks``: whether somebody looks at this process's output, and not only at that of rank 0.
+    """
+
+    endpoint: Endpoint | None
+    rank: int | None
+    size: int
+    node: str | None
+    processes: int | None
+    hosts: bool
+    speaks: bool
+    place: Place | None = None
+
+
+def _find_party(
+    head: Endpoint | None, nnodes: int, node_rank: int | None, nproc: int | None
+) -> _Party:
+    """Return who meets where: what the launcher says, or what the options do."""
+    place = find_place(os.environ)
+    # Refuses what cannot be, in the words of comm-hooks launch.
+    Job((), processes=nproc, nodes=(nnodes, nnodes), node_rank=node_rank)
+    if place is None or (nnodes > 1 and place.launcher == "srun"):
+        if nnodes == 1:
+            return _Party(None, 0, 1, "0", nproc, hosts=True, speaks=True)
+        if head is None:
+            raise ValueError(f"--nnodes {nnodes} needs --head HOST[:PORT], the same on each node")
+        node = None if node_rank is None else str(node_rank)
+        hosts = node_rank == 0 if node_rank is not None else find_route(head.host).is_head
+        # srun brings all output to one terminal.
+        return _Party(head, node_rank, nnodes, node, nproc, hosts=hosts, speaks=place is None)
+    if nnodes != 1 or node_rank is not None:
+        raise ValueError(
+            f"--nnodes and --node-rank are for starting by hand: {place.launcher} started this "
+            f"process as rank {place.rank} of {place.world_size}"
+        )
+    if place.launcher == "torchrun" and "MASTER_ADDR" in os.environ:
+        port = int(os.environ.get("MASTER_PORT", Endpoint("").port))
+        head = Endpoint(os.environ["MASTER_ADDR"], port)
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _Party(
+        meeting_point(head, place),
+        place.rank,
+        place.world_size,
+        place.node,
+        place.local_size if nproc is None else nproc,
+        hosts=place.rank == 0 and not agent_hosts,
+        # Each node's torchrun has a terminal of its own; others bring all output to one.
+        speaks="GROUP_RANK" in os.environ and place.local_rank == 0,
+        place=place,
+    )
+
+
+def _describe(
+    party: _Party, interface: str | None, settings: dict[str, str]
+) -> tuple[Facts, Listener | None]:
+    """Return what this process tells, and where it listens."""
+    complaints, notes = find_complaints(Path(), dict(os.environ)), []
+    address = name = ""
+    listener = None
+    if party.endpoint:
+        try:
+            route = find_route(party.endpoint.host, interface)
+            address, name = route.address, route.interface
+            listener = Listener(address)
+        except (ValueError, OSError) as error:
+            complaints.append(str(error))
+    if party.place:
+        complaints += _alone(party.place)
+        default = gloo_address(dict(os.environ))
+        if default == "" or (default and is_loopback(default) and not is_loopback(address)):
+            found = f"resolves to {default}" if default else "does not resolve"
+            notes.append(
+                f"the name {socket.gethostname()} {found}, so gloo needs GLOO_SOCKET_IFNAME="
+                f"{name} (comm-hooks launch sets it)"
+            )
+    node = party.node if party.node is not None else address or socket.gethostname()
+    facts = Facts(
+        node=node,
+        host=socket.gethostname(),
+        address=address,
+        interface=name,
+        port=listener.port if listener else 0,
+        processes=party.processes,
+        versions=find_versions(),
+        config=settings,
+        gpus=find_gpus(),
+        complaints=complaints,
+        notes=notes,
+    )
+    return facts, listener
+
+
+def _alone(place: Place) -> list[str]:
+    """Return a complaint if the training script would not find the other processes."""
+    size = place.world_size
+    if place.launcher != "torchrun":
+        # RANK is not set: DeepSpeed asks mpi4py, as does anything made for MPI.
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError):
+            return []
+        size = MPI.COMM_WORLD.Get_size()
+    try:
+        check_world_size(size)
+    except RuntimeError as error:
+        return [str(error)]
+    return []
+
+
+def _meet(party: _Party, facts: Facts, seconds: float) -> Meeting:
+    if party.endpoint is None:
+        return meet_alone()
+    return meet(
+        party.endpoint,
+        party.rank,
+        party.size,
+        hosts=party.hosts,
+        seconds=seconds,
+        member="rank" if party.place else "node",
+        origin=f"{facts.address} ({facts.interface})" if facts.address else facts.host,
+        say=_say,
+    )
+
+
+def _say(line: str) -> None:
+    typer.echo(f"comm-hooks preflight: {line}", err=True)

@@ -1,0 +1,174 @@
+"""From what nodes tell and what links do to lines that say what is wrong, and where."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from comm_hooks.launchers.preflight.facts import Facts, is_loopback
+from comm_hooks.launchers.preflight.links import Link
+
+_SLOW = 0.5
+"""A link is slow if it carries less than this part of what the median link does."""
+
+_FAST = 4e9
+"""Bits per second beyond which one connection of one process measures the CPU, not the link."""
+
+_LISTED = 3
+
+
+def name_node(index: int, facts: Facts) -> str:
+    """Return how a node is called in messages."""
+    where = f", {facts.address}" if facts.address else ""
+    return f"node {index} ({facts.host}{where})"
+
+
+def find_problems(nodes: Sequence[Facts]) -> list[str]:
+    """Return what is wrong with nodes, without looking at links; one line each."""
+    names = [name_node(index, facts) for index, facts in enumerate(nodes)]
+    problems = [
+        f"{name}: {complaint}"
+        for name, facts in zip(names, nodes, strict=True)
+        for complaint in facts.complaints
+    ]
+    for what, wanted in (("", "versions"), ("config ", "config")):
+        tables: list[Mapping[str, str]] = [getattr(facts, wanted) for facts in nodes]
+        for key in dict.fromkeys(key for table in tables for key in table):
+            values = [table.get(key, "absent") for table in tables]
+            if difference := describe_difference(names, values):
+                problems.append(f"{what}{key} differs: {difference}")
+    gpus = [", ".join(facts.gpus) or "none" for facts in nodes]
+    if difference := describe_difference(names, [str(len(facts.gpus)) for facts in nodes]):
+        problems.append(f"the number of GPUs differs: {difference}")
+    for name, facts, seen in zip(names, nodes, gpus, strict=True):
+        # Where no node has one, training is meant for CPUs.
+        if facts.gpus and facts.processes is not None and facts.processes > len(facts.gpus):
+            problems.append(
+                f"{name}: {facts.processes} processes, but PyTorch sees {len(facts.gpus)} GPUs "
+                f"({seen}): lower --nproc, or look at CUDA_VISIBLE_DEVICES"
+            )
+    local = [is_loopback(facts.address) for facts in nodes]
+    if len({facts.host for facts in nodes}) > 1 and any(local):
+        for name, facts in zip(names, nodes, strict=True):
+            if is_loopback(facts.address):
+                problems.append(
+                    f"{name}: would be reached at {facts.address}, which is every machine's own: "
+                    "give --head as an address in the nodes' network"
+                )
+    return problems
+
+
+def find_notes(nodes: Sequence[Facts]) -> list[str]:
+    """Return what may surprise, but is no reason to stop."""
+    names = [name_node(index, facts) for index, facts in enumerate(nodes)]
+    notes = [
+        f"{name}: {note}" for name, facts in zip(names, nodes, strict=True) for note in facts.notes
+    ]
+    for what, values in (
+        ("processes per node differ", [str(facts.processes) for facts in nodes]),
+        ("the GPUs differ", [", ".join(facts.gpus) or "none" for facts in nodes]),
+    ):
+        if difference := describe_difference(names, values):
+            notes.append(f"{what}: {difference}")
+    return notes
+
+
+def find_link_problems(
+    nodes: Sequence[Facts], links: Sequence[Link], *, least: float | None, clock: float
+) -> list[str]:
+    """Return what is wrong between nodes; one line each.
+
+    Args:
+        nodes: for their names.
+        links: as measured.
+        least: bits per second that every link must carry; None to compare links only.
+        clock: seconds by which clocks may differ.
+    """
+    names = [name_node(index, facts) for index, facts in enumerate(nodes)]
+    problems = []
+    slow = slow_links(nodes, links, least)
+    for link in links:
+        way = f"{names[link.source]} -> {names[link.target]}"
+        if link.error:
+            target = nodes[link.target]
+            problems.append(
+                f"{way}: {link.error}; port {target.port} was tried, training uses any: open all "
+                "ports between the nodes"
+            )
+        elif link in slow:
+            reference = least or median_rate(links)
+            needed = "needed are" if least else "the median link has"
+            problems.append(
+                f"{way}: slow: {format_rate(link.bits_per_second or 0)}, {needed} "
+                f"{format_rate(reference)}"
+            )
+        offset = link.clock_offset
+        if offset is not None and abs(offset) > clock and link.source < link.target:
+            ahead = "ahead of" if offset > 0 else "behind"
+            problems.append(
+                f"the clock of {names[link.target]} is {abs(offset):.1f} s {ahead} that of "
+                f"{names[link.source]}: synchronize them (NTP)"
+            )
+    return problems
+
+
+def slow_links(nodes: Sequence[Facts], links: Sequence[Link], least: float | None) -> list[Link]:
+    """Return the links that carry less than ``least``, or than half of what the median does.
+
+    Links inside a machine (a rehearsal of several nodes on one) are never slow.
+    """
+    limit = least if least is not None else min(_FAST, _SLOW * median_rate(links))
+    return [
+        link
+        for link in links
+        if link.bits_per_second is not None
+        and link.bits_per_second < limit
+        and nodes[link.source].address != nodes[link.target].address
+    ]
+
+
+def median_rate(links: Sequence[Link]) -> float:
+    """Return the median of the bits per second; of two links the faster one."""
+    rates = [link.bits_per_second for link in links if link.bits_per_second]
+    return statistics.median_high(rates) if rates else 0.0
+
+
+def describe_difference(names: Sequence[str], values: Sequence[str]) -> str | None:
+    """Return who has which value, or None if all have the same.
+
+    Example::
+
+        >>> describe_difference(["node 0", "node 1"], ["2.6", "2.13"])
+        '2.6 on node 0; 2.13 on node 1'
+        >>> describe_difference([f"node {i}" for i in range(8)], ["a"] * 7 + ["b"])
+        'b on node 7; a on the other 7'
+    """
+    groups: dict[str, list[str]] = {}
+    for name, value in zip(names, values, strict=True):
+        groups.setdefault(value, []).append(name)
+    if len(groups) < 2:
+        return None
+    ordered = sorted(groups.items(), key=lambda group: len(group[1]))
+    if len(ordered[-1][1]) == len(ordered[0][1]):
+        ordered = list(groups.items())
+    said = []
+    for index, (value, members) in enumerate(ordered):
+        if len(members) > _LISTED:
+            last = index == len(ordered) - 1
+            more = f"the other {len(members)}" if last else f"{len(members)} nodes"
+            said.append(f"{value} on {more}")
+        else:
+            said.append(f"{value} on {', '.join(members)}")
+    return "; ".join(said)
+
+
+def format_rate(bits_per_second: float) -> str:
+    """Return a rate as networks have it.
+
+    Example::
+
+        >>> format_rate(94.3e6), format_rate(9.41e9)
+        ('94 Mbit/s', '9.4 Gbit/s')
+    """
+    if bits_per_second >= 1e9:
+        return f"{bits_per_second / 1e9:.1f} Gbit/s"
+    megabits = bits_per_second / 1e6
+    return f"{megabits:.0f} Mbit/s" if megabits >= 10 else f"{megabits:.1f} Mbit/s"

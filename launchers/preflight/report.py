@@ -1,0 +1,41 @@
+"""The tables of a preflight that found nothing wrong."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from comm_hooks.launchers.preflight.facts import Facts
+from comm_hooks.launchers.preflight.links import Link
+from comm_hooks.launchers.preflight.problems import format_rate
+
+_MOST_LINKS = 12
+_LOG_WIDTH = 140
+
+
+def print_report(nodes: Sequence[Facts], links: Sequence[Link]) -> None:
+    """Print the nodes, what they all have, and the slowest links."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_LOG_WIDTH)
+    table = Table("node", "host", "address", "interface", "processes", "GPUs")
+    for index, facts in enumerate(nodes):
+        gpus = f"{len(facts.gpus)} x {facts.gpus[0]}" if facts.gpus else "none"
+        processes = "?" if facts.processes is None else str(facts.processes)
+        table.add_row(str(index), facts.host, facts.address, facts.interface, processes, gpus)
+    console.print(table)
+    versions = ", ".join(f"{name} {version}" for name, version in nodes[0].versions.items())
+    console.print(f"All nodes: {versions}", soft_wrap=True, highlight=False, markup=False)
+    if not links:
+        return
+    table = Table("link", "round trip", "bandwidth")
+    slowest = sorted(links, key=lambda link: link.bits_per_second or 0.0)[:_MOST_LINKS]
+    for link in slowest:
+        table.add_row(
+            f"{link.source} -> {link.target}",
+            f"{1e3 * (link.round_trip or 0):.2f} ms",
+            format_rate(link.bits_per_second or 0),
+        )
+    console.print(table)
+    if len(slowest) < len(links):
+        console.print(f"(the slowest {len(slowest)} of {len(links)})", highlight=False)

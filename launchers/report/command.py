@@ -1,0 +1,53 @@
+"""The ``report`` command: read everything, then write one page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from comm_hooks.launchers.compare.runs import Run
+from comm_hooks.launchers.compare.table import print_table
+from comm_hooks.launchers.report.page import write_page
+from comm_hooks.launchers.report.reading import read_runs
+
+_BAD_INPUT = 2
+_LOG_WIDTH = 140
+
+
+def report(
+    records: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUNS.JSONL...",
+            help="The runs.jsonl of comparisons, and logs that StatsLogger wrote.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Make one HTML page from the records of several runs: a table, and curves of the loss.
+
+    Runs of one method with several seeds are shown as their mean and each seed. The page needs no
+    other file and no network. Exit codes: 0, 2 for bad input (nothing is written).
+    """
+    try:
+        runs = read_runs(*records)
+        _write(runs, out, records)
+    except ValueError as error:
+        typer.echo(f"comm-hooks report: {error}", err=True)
+        raise typer.Exit(_BAD_INPUT) from None
+    console = Console()
+    # Where nobody looks at a terminal, its width is no limit, and logs should not be wrapped.
+    console = console if console.is_terminal else Console(width=_LOG_WIDTH)
+    print_table(runs, console)
+    console.print(Text(f"Report: {out}"), soft_wrap=True)
+
+
+def _write(runs: list[Run], out: Path, records: list[Path]) -> None:
+    if out.resolve() in (path.resolve() for path in records):
+        raise ValueError(f"--out {out}: this file holds records; give another name")
+    try:
+        write_page(runs, out)
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot write there ({error.strerror})") from None

@@ -1,0 +1,255 @@
+"""Exchanges over MPI, with real processes started by mpiexec, equal those over gloo."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from comm_hooks.collectives import MPITransport, Simulated, TorchDistributed
+from comm_hooks.collectives.requests import AllGather, AllGatherObject
+from tests.collectives.test_torch_distributed import requests
+from tests.collectives.training import all_loops, in_flight
+from tests.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+ROOT = Path(__file__).parents[2]
+# Beside the interpreter if installed as a wheel into an environment that is not active.
+MPIEXEC = shutil.which("mpiexec") or shutil.which("mpiexec", path=Path(sys.executable).parent)
+
+pytest.importorskip("mpi4py", reason="needs mpi4py: pip install 'comm-hooks[mpi]'")
+needs_mpiexec = pytest.mark.skipif(MPIEXEC is None, reason="needs mpiexec (pip install mpich)")
+
+
+def launch(
+    ranks: int, what: str, *options: str, runner: bool = True
+) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        # Open MPI refuses more ranks than cores, and root.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+    script = str(Path(__file__).with_name("mpi_rank.py"))
+    python = [sys.executable, *(["-m", "mpi4py"] if runner else [])]
+    assert MPIEXEC
+    return subprocess.run(
+        [MPIEXEC, "-n", str(ranks), *python, script, what, *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def over_mpi(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What the ranks of one run returned."""
+    folder = tmp_path_factory.mktemp("mpi")
+    done = launch(request.param, "replies", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert "waiting forever" not in done.stderr
+    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+def over_gloo() -> dict[str, Any]:
+    return {"loops": all_loops(TorchDistributed()), "in_flight": in_flight(TorchDistributed())}
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("how", ["blocking", "started"])
+def test_replies_equal_those_of_a_simulated_world(over_mpi: list[dict[str, Any]], how: str) -> None:
+    ranks = len(over_mpi)
+    for index in range(3):
+        expected = Simulated(ranks)._perform([requests(r, ranks)[index] for r in range(ranks)])
+        for rank in range(ranks):
+            assert torch.equal(over_mpi[rank][how][index], expected[rank])
+
+
+@needs_mpiexec
+def test_training_over_mpi_equals_training_over_gloo(
+    over_mpi: list[dict[str, Any]], ranks_of: RanksOf
+) -> None:
+    ranks = len(over_mpi)
+    expected = ranks_of(ranks).run(over_gloo)
+    for own, other in zip(over_mpi, expected, strict=True):
+        assert list(own["loops"]) == list(other["loops"])
+        for name, result in own["loops"].items():
+            gloo = other["loops"][name]
+            # MPI and gloo need not add three numbers in the same order.
+            exactly = ranks == 2 or name not in ("identity", "random_k", "OneBitAdam")
+            tolerance = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-4, "atol": 1e-5}
+            torch.testing.assert_close(result["weights"], gloo["weights"], **tolerance)
+            assert result["stats"]["bytes_sent"] == gloo["stats"]["bytes_sent"] > 0
+        assert torch.equal(own["in_flight"], other["in_flight"])
+
+
+@needs_mpiexec
+def test_all_ranks_hold_the_same_bits(over_mpi: list[dict[str, Any]]) -> None:
+    for name in over_mpi[0]["loops"]:
+        for other in over_mpi[1:]:
+            first = over_mpi[0]["loops"][name]["weights"]
+            assert torch.equal(first, other["loops"][name]["weights"]), name
+
+
+@needs_mpiexec
+def test_a_communicator_has_ranks_of_its_own(over_mpi: list[dict[str, Any]]) -> None:
+    ranks = len(over_mpi)
+    assert over_mpi[0]["subgroup"] == (0, 1, 0.0)
+    for rank in range(1, ranks):
+        mean = sum(range(1, ranks)) / (ranks - 1)
+        assert over_mpi[rank]["subgroup"] == (ranks - 1 - rank, ranks - 1, mean)
+
+
+@needs_mpiexec
+def test_an_error_on_one_rank_ends_all() -> None:
+    done = launch(3, "raise_on_one_rank")  # a hang runs into launch's timeout
+    assert done.returncode != 0
+    assert "ValueError: the data of rank 1 are broken" in done.stderr
+
+
+@needs_mpiexec
+def test_ranks_configured_differently_all_say_so_and_a_missing_runner_is_warned_of() -> None:
+    done = launch(2, "configure_one_rank_otherwise", runner=False)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert f"rank {rank}: ranks are configured differently" in done.stdout
+    assert "seed is 0 on rank 0, 1 on rank 1" in done.stdout
+    assert "python -m mpi4py SCRIPT" in done.stderr
+
+
+@pytest.fixture
+def transport() -> MPITransport:
+    """This process, alone."""
+    return MPITransport()
+
+
+def on(device: str) -> Any:
+    """Return a stand-in for a tensor: there need not be such a device."""
+    return SimpleNamespace(device=torch.device(device), contiguous=lambda: "buffer")
+
+
+@pytest.mark.parametrize("how", ["perform", "start"])
+def test_cuda_tensors_are_refused_where_mpi_cannot_read_them(
+    transport: MPITransport, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("comm_hooks.collectives.mpi.is_cuda_aware", lambda: False)
+    with pytest.raises(ValueError, match=r"on cuda:1, but this MPI \(.*\) was built without CUDA"):
+        getattr(transport, how)(AllGather(on("cuda:1")))
+    with pytest.raises(ValueError, match="cannot read tensors on xpu:0"):
+        getattr(transport, how)(AllGather(on("xpu:0")))
+
+
+def test_a_stream_is_finished_before_mpi_reads_its_tensors(
+    transport: MPITransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: order.append("synchronized"))
+    monkeypatch.setattr("comm_hooks.collectives.mpi.is_cuda_aware", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: stream)
+    assert transport._readable(on("cuda:0")) == "buffer"
+    assert order == ["synchronized"]
+
+
+class Info(dict[str, str]):
+    Get = dict.get
+
+    def Free(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("says", "kinds", "environment", "expected"),
+    [
+        (1, None, {}, True),
+        (0, None, {}, False),
+        (None, None, {}, False),
+        (None, "mpi,system,cuda:device", {}, True),
+        (None, "mpi,system", {}, False),
+        (0, "mpi,system", {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True),
+        (None, None, {"MV2_USE_CUDA": "0"}, False),
+    ],
+)
+def test_what_tells_that_mpi_reads_cuda_memory(
+    says: int | None,
+    kinds: str | None,
+    environment: dict[str, str],
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from comm_hooks.collectives import mpi
+
+    library = SimpleNamespace()
+    if says is not None:
+        library.MPIX_Query_cuda_support = lambda: says
+    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: library)
+    info = Info({"mpi_memory_alloc_kinds": kinds} if kinds else {})
+    fake = SimpleNamespace(__file__="", COMM_WORLD=SimpleNamespace(Get_info=lambda: info))
+    monkeypatch.setattr("mpi4py.MPI", fake, raising=False)
+    for variable in mpi._CUDA_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert mpi.is_cuda_aware() is expected
+
+
+def test_this_mpi_can_be_asked() -> None:
+    from comm_hooks.collectives.mpi import is_cuda_aware
+
+    assert is_cuda_aware() in (True, False)
+
+
+def test_without_threads_in_mpi_a_start_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpi4py import MPI
+
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    transport = MPITransport()
+    # Another thread must not wait for it.
+    monkeypatch.setattr(transport, "_comm", SimpleNamespace(Get_size=lambda: 1, Allgather=copy_to))
+    future = transport.start(AllGather(torch.arange(3, dtype=torch.uint8)))
+    assert future.done()
+    assert torch.equal(future.wait(), torch.tensor([[0, 1, 2]], dtype=torch.uint8))
+
+
+def copy_to(payload: torch.Tensor, reply: torch.Tensor) -> None:
+    reply.copy_(payload)
+
+
+def test_an_error_of_mpi_reaches_who_waits(
+    transport: MPITransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait() -> None:
+        raise ArithmeticError("the network is down")
+
+    pending = SimpleNamespace(Wait=wait)
+    comm = SimpleNamespace(Get_size=lambda: 1, Iallgather=lambda payload, reply: pending)
+    monkeypatch.setattr(transport, "_comm", comm)
+    with pytest.raises(Exception, match="the network is down"):
+        transport.start(AllGather(torch.zeros(3))).wait()
+
+
+def test_objects_are_gathered(transport: MPITransport) -> None:
+    assert transport.perform(AllGatherObject({"seed": 0})) == [{"seed": 0}]
+    assert transport.start(AllGatherObject("x")).wait() == ["x"]
+
+
+def test_what_is_no_communicator_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be an mpi4py intracommunicator"):
+        MPITransport("world")  # type: ignore[arg-type]
+
+
+def test_without_mpi4py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ImportError, match=r'pip install "comm-hooks\[mpi\]"'):
+        MPITransport()

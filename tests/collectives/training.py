@@ -1,0 +1,88 @@
+"""Training loops that know nothing of what carries their exchange."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from comm_hooks import ErrorFeedback, Exchange, Identity, Quantize, RandomK, Sign, TopK
+from comm_hooks.collectives import Transport
+from comm_hooks.layout import Segment
+from comm_hooks.optim import LocalRounds, LocalVarianceAdam, OneBitAdam
+
+STEPS = 6
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "identity": {"compressor": Identity(), "collective": "all_reduce"},
+    "random_k": {"compressor": RandomK(density=0.5), "collective": "all_reduce"},
+    "topk": {"compressor": TopK(density=0.1), "collective": "all_gather"},
+    "quantize": {"compressor": Quantize(bits=4), "collective": "sharded"},
+}
+
+
+def model_and_batches(rank: int) -> tuple[nn.Module, Iterable[torch.Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 24))
+    generator = torch.Generator().manual_seed(rank)
+    return model, (torch.randn(8, 24, generator=generator) for _ in range(STEPS))
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def plain_loop(transport: Transport, name: str) -> dict[str, Any]:
+    """Average gradients with nothing but an exchange."""
+    model, batches = model_and_batches(transport.rank)
+    settings = EXCHANGES[name]
+    memory = ErrorFeedback() if name in ("topk", "quantize") else None
+    exchange = Exchange(**settings, memory=memory, min_numel=64, transport=transport)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        (model(batch) - batch).square().mean().backward()
+        exchange.average_({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+    return {"weights": weights(model), "stats": exchange.stats()}
+
+
+def optimizer_loop(transport: Transport, name: str) -> dict[str, Any]:
+    """Let an optimizer own the exchange."""
+    model, batches = model_and_batches(transport.rank)
+    compressor = TopK(density=0.1) if name == "LocalRounds" else Sign()
+    collective = "sharded" if name == "OneBitAdam" else "all_gather"
+    exchange = Exchange(compressor, ErrorFeedback(), collective, min_numel=64, transport=transport)
+    named = list(model.named_parameters())
+    optimizer: Any
+    if name == "OneBitAdam":
+        optimizer = OneBitAdam(named, exchange, lr=1e-2, freeze_step=2)
+    elif name == "LocalRounds":
+        optimizer = LocalRounds(torch.optim.AdamW(named, lr=1e-2), exchange, local_steps=2)
+    else:
+        optimizer = LocalVarianceAdam(named, exchange, lr=1e-2)
+    for batch in batches:
+        optimizer.zero_grad()
+        (model(batch) - batch).square().mean().backward()
+        optimizer.step()
+    return {"weights": weights(model), "stats": exchange.stats()}
+
+
+def all_loops(transport: Transport) -> dict[str, dict[str, Any]]:
+    results = {name: plain_loop(transport, name) for name in EXCHANGES}
+    for name in ("OneBitAdam", "LocalRounds", "LocalVarianceAdam"):
+        results[name] = optimizer_loop(transport, name)
+    return results
+
+
+def in_flight(transport: Transport) -> torch.Tensor:
+    """Start rounds of several buckets at once, as a DDP hook does."""
+    exchange = Exchange(TopK(density=0.5), ErrorFeedback(), transport=transport)
+    generator = torch.Generator().manual_seed(transport.rank)
+    buckets = [[torch.randn(64, 32, generator=generator)] for _ in range(5)]
+    futures: list[torch.futures.Future[None]] = []
+    for index, bucket in enumerate(buckets):
+        layout = exchange.layout([Segment(f"w{index}", (64, 32), False)], torch.device("cpu"))
+        futures.append(transport.run_async(exchange.bucket_round(layout, bucket)))
+    for future in futures:
+        future.wait()
+    return torch.stack([bucket[0] for bucket in buckets])

@@ -1,0 +1,252 @@
+"""Every rank's state is in the checkpoint's folder, and a resumed run ends as one that went on."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.frameworks.deepspeed.common import (
+    TOPK,
+    config,
+    digest,
+    engine_of,
+    import_deepspeed,
+    net,
+    parameters,
+    train,
+)
+from tests.ranks import Ranks
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install deepspeed")
+
+RanksOf = Callable[[int], Ranks]
+
+GATHERED = {**TOPK, "collective": "all_gather"}
+
+SETTINGS = {
+    "stage 0": (0, TOPK),
+    "stage 0, no memory": (0, {"compressor": "random_k", "density": 0.1, "min_numel": 64}),
+    "stage 1": (1, TOPK),
+    "stage 1, sharded": (1, {**TOPK, "collective": "sharded"}),
+    "stage 2, 4 bits": (2, {**TOPK, "memory": {"type": "error_feedback", "bits": 4}}),
+}
+
+
+def resumed(folder: str, stage: int, block: dict[str, Any], tag: str | None) -> dict[str, str]:
+    settings = config(stage, block, accumulation=2)
+    straight = engine_of(settings)
+    train(straight, 3)
+    straight.save_checkpoint(folder, tag)
+    train(straight, 3, first=3)
+    later = engine_of(settings, net())
+    later.load_checkpoint(folder)
+    train(later, 3, first=3)
+    forgetful = engine_of(settings, net())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        forgetful.load_checkpoint(folder, load_module_only=True)
+    return {
+        "straight": digest(straight),
+        "resumed": digest(later),
+        "steps": str(later.comm_hooks.stats()["steps"] == straight.comm_hooks.stats()["steps"]),
+        "fresh": str(forgetful.comm_hooks.exchange.step),
+    }
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_resumed_run_ends_as_one_that_went_on(
+    ranks_of: RanksOf, case: str, tmp_path: Path
+) -> None:
+    stage, block = SETTINGS[case]
+    tag = None if stage else "my_tag"
+    for report in ranks_of(2).run(resumed, str(tmp_path), stage, block, tag):
+        assert report["straight"] == report["resumed"]
+        assert report["steps"] == "True"
+        assert report["fresh"] == "0", "load_module_only must leave the exchange alone"
+    names = sorted(p.name for p in (tmp_path / (tag or "global_step3")).glob("comm_hooks*"))
+    assert names == ["comm_hooks_rank00000_of00002.pt", "comm_hooks_rank00001_of00002.pt"]
+
+
+def save(folder: str, stage: int, tag: str = "tag") -> Any:
+    engine = engine_of(config(stage, GATHERED))
+    train(engine, 3)
+    engine.save_checkpoint(folder, tag)
+    return parameters(engine), engine.comm_hooks.exchange.memory.state_dict()
+
+
+def load(folder: str, stage: int, tag: str = "tag", **more: Any) -> Any:
+    engine = engine_of(config(stage, GATHERED, **more))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.load_checkpoint(folder, tag)
+    texts = [str(w.message) for w in caught if "comm_hooks" in str(w.message)]
+    restored = parameters(engine)
+    residuals = {n: r.clone() for n, r in engine.comm_hooks.exchange.memory.state_dict().items()}
+    train(engine, 2, first=3)
+    return restored, residuals, digest(engine), texts
+
+
+def to_universal(folder: str) -> None:
+    from argparse import Namespace
+
+    import_deepspeed()
+    if dist.get_rank() == 0:
+        from deepspeed.checkpoint import ds_to_universal
+
+        ds_to_universal.main(
+            Namespace(
+                input_folder=f"{folder}/tag",
+                output_folder=f"{folder}/tag_universal",
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=True,
+            )
+        )
+    dist.barrier()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_another_number_of_ranks_keeps_what_was_not_sent(
+    ranks_of: RanksOf, stage: int, tmp_path: Path
+) -> None:
+    saved = ranks_of(3).run(save, str(tmp_path), stage)
+    tag, more = "tag", {}
+    if stage:
+        ranks_of(3).run(to_universal, str(tmp_path))
+        tag, more = "tag_universal", {"checkpoint": {"load_universal": True}}
+    loaded = ranks_of(2).run(_load_with, str(tmp_path), stage, tag, more)
+    for restored, residuals, end, texts in loaded:
+        assert texts == []
+        assert end == loaded[0][2]
+        for name, value in saved[0][0].items():
+            assert torch.equal(restored[name], value)
+        for name, residual in residuals.items():
+            mean = sum(memory[name] for _, memory in saved) / 3
+            assert float(mean.abs().max()) > 0
+            assert torch.allclose(residual, mean, atol=1e-6)
+
+
+def _load_with(folder: str, stage: int, tag: str, more: dict[str, Any]) -> Any:
+    return load(folder, stage, tag, **more)
+
+
+def refused(ranks: Ranks, folder: Path, stage: int = 0) -> list[str]:
+    """Return what every rank says when it may not load."""
+    outcomes = ranks.outcomes(load, str(folder), stage)
+    assert all(isinstance(o.error, ValueError) for o in outcomes), [o.trace for o in outcomes]
+    return [str(outcome.error) for outcome in outcomes]
+
+
+def test_a_missing_file_is_named_on_all_ranks(ranks_of: RanksOf, tmp_path: Path) -> None:
+    ranks_of(2).run(save, str(tmp_path), 0)
+    path = tmp_path / "tag" / "comm_hooks_rank00001_of00002.pt"
+    path.unlink()
+    first, second = refused(ranks_of(2), tmp_path)
+    assert first == second
+    assert "rank 1" in first
+    assert str(path) in first
+
+
+def test_a_foreign_file_is_refused_on_all_ranks(ranks_of: RanksOf, tmp_path: Path) -> None:
+    ranks_of(2).run(save, str(tmp_path), 0)
+    folder = tmp_path / "tag"
+    other = folder / "comm_hooks_rank00000_of00002.pt"
+    (folder / "comm_hooks_rank00001_of00002.pt").write_bytes(other.read_bytes())
+    for text in refused(ranks_of(2), tmp_path):
+        assert "rank 1" in text
+        assert "got ranks [0, 0]" in text
+
+
+def test_files_of_another_step_are_refused(ranks_of: RanksOf, tmp_path: Path) -> None:
+    ranks_of(2).run(save, str(tmp_path), 0)
+    for path in (tmp_path / "tag").glob("comm_hooks*"):
+        content = torch.load(path, weights_only=True)
+        content["global_steps"] = 2
+        torch.save(content, path)
+    for text in refused(ranks_of(2), tmp_path):
+        assert "is of step 2, but the checkpoint of step 3" in text
+
+
+def test_a_file_that_cannot_be_read_is_refused(ranks_of: RanksOf, tmp_path: Path) -> None:
+    ranks_of(2).run(save, str(tmp_path), 0)
+    (tmp_path / "tag" / "comm_hooks_rank00001_of00002.pt").write_bytes(b"not a checkpoint")
+    for text in refused(ranks_of(2), tmp_path):
+        assert "rank 1" in text
+
+
+def renamed(folder: str) -> None:
+    engine = engine_of(config(0, GATHERED), torch.nn.Sequential(net()))
+    engine.load_checkpoint(folder, "tag", load_module_strict=False)
+
+
+def test_residuals_of_parameters_that_are_gone_are_refused(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    ranks_of(2).run(save, str(tmp_path), 0)
+    for outcome in ranks_of(2).outcomes(renamed, str(tmp_path)):
+        assert isinstance(outcome.error, ValueError), outcome.trace
+        assert "a.weight" in str(outcome.error)
+
+
+def test_a_checkpoint_without_compression_loads_with_a_warning(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    saved = ranks_of(2).run(save, str(tmp_path), 0)
+    for path in (tmp_path / "tag").glob("comm_hooks*"):
+        path.unlink()
+    for restored, residuals, _, texts in ranks_of(2).run(load, str(tmp_path), 0):
+        assert torch.equal(restored["b.weight"], saved[0][0]["b.weight"])
+        assert residuals == {}
+        assert len(texts) == 1
+        assert "Residuals start at zero" in texts[0]
+
+
+def test_a_save_replaces_files_of_another_number_of_ranks(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    ranks_of(3).run(save, str(tmp_path), 0)
+    ranks_of(2).run(save, str(tmp_path), 0)
+    names = [path.name for path in (tmp_path / "tag").glob("comm_hooks*")]
+    assert sorted(names) == ["comm_hooks_rank00000_of00002.pt", "comm_hooks_rank00001_of00002.pt"]
+
+
+def order_of_writes(folder: str) -> list[bool]:
+    engine = engine_of(config(0, TOPK))
+    train(engine, 1)
+    there = []
+    save_engine = engine._save_checkpoint
+
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        path = Path(folder) / "tag" / f"comm_hooks_rank0000{dist.get_rank()}_of00002.pt"
+        there.append(path.exists())
+        return save_engine(*args, **kwargs)
+
+    engine._save_checkpoint = watch
+    engine.save_checkpoint(folder, tag="tag")
+    return there
+
+
+def test_side_files_are_there_before_deepspeed_writes(ranks_of: RanksOf, tmp_path: Path) -> None:
+    assert ranks_of(2).run(order_of_writes, str(tmp_path)) == [[True], [True]]
+
+
+def unwritable(folder: str) -> None:
+    engine = engine_of(config(0, TOPK))
+    if dist.get_rank() == 1:
+        Path(folder, "tag").mkdir(exist_ok=True)
+        Path(folder, "tag", "comm_hooks_rank00001_of00002.tmp").mkdir()
+    engine.save_checkpoint(folder, "tag")
+
+
+def test_a_file_that_cannot_be_written_stops_all_ranks(ranks_of: RanksOf, tmp_path: Path) -> None:
+    for outcome in ranks_of(2).outcomes(unwritable, str(tmp_path)):
+        assert isinstance(outcome.error, ValueError), outcome.trace
+        assert "rank 1" in str(outcome.error)
+        assert "cannot be written" in str(outcome.error)
+    assert not (tmp_path / "latest").exists()

@@ -1,0 +1,81 @@
+"""The example of the documentation, started by DeepSpeed's own launcher."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install deepspeed")
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[2] / "docs" / "frameworks" / "deepspeed.md"
+FILES = dict(re.findall(r'```\w+ title="([\w.]+)"\n(.*?)```', PAGE.read_text(), flags=re.DOTALL))
+ARGUMENTS = ["train.py", "--deepspeed", "--deepspeed_config", "ds_config.json"]
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def start(folder: Path, options: Sequence[str]) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(HERE / "without_compiler"),
+    }
+    return subprocess.Popen(
+        ["deepspeed", *options, *ARGUMENTS],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    try:
+        output, _ = process.communicate(timeout=280)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    return output
+
+
+def check(folder: Path, output: str) -> None:
+    (ratio,) = re.findall(r"loss [\d.]+, (\d+) times fewer bytes", output)
+    assert int(ratio) > 10
+    names = sorted(path.name for path in (folder / "checkpoints/global_step20").glob("comm_hooks*"))
+    assert names == ["comm_hooks_rank00000_of00002.pt", "comm_hooks_rank00001_of00002.pt"]
+
+
+def write_example(folder: Path) -> None:
+    for name in ("train.py", "ds_config.json"):
+        (folder / name).write_text(FILES[name])
+
+
+def test_the_launcher_runs_the_example(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    assert FILES["run"].split() == ["deepspeed", "--num_gpus", "2", *ARGUMENTS]
+    process = start(tmp_path, ["--num_gpus", "2", "--master_port", free_port()])
+    check(tmp_path, finish(process))
+
+
+def test_two_nodes_started_by_hand(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
+    options = ["--hostfile", "hosts", "--no_ssh", "--master_addr", "127.0.0.1"]
+    options += ["--master_port", free_port(), "--node_rank"]
+    nodes = [start(tmp_path, [*options, str(node)]) for node in (0, 1)]
+    outputs = [finish(node) for node in nodes]
+    check(tmp_path, "".join(outputs))

@@ -1,0 +1,204 @@
+"""Interrupted runs of optimizers named in the JSON, and checkpoints that must be refused."""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("deepspeed")
+
+from tests.frameworks.deepspeed.optimizer_runs import (
+    PARAMS,
+    minibatches,
+    new_engine,
+    settings,
+    train,
+    values,
+)
+from tests.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 2e-3}}
+BF16 = {"bf16": {"enabled": True}}
+
+
+def state_of(engine: Any) -> list[torch.Tensor]:
+    """Return everything that the next step depends on."""
+    optimizer = engine.basic_optimizer
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [optimizer.state.get(p, {}) for p in parameters]
+    tensors = [t for state in states for _, t in sorted(state.items())]
+    memory = engine.comm_hooks.exchange.state_dict().get("memory", {})
+    residuals = [t for _, t in sorted(memory.items()) if torch.is_tensor(t)]
+    copies = [t.detach().clone() for t in (*parameters, *tensors, *residuals)]
+    return values(engine.module) + copies
+
+
+def resumed(name: str, more: dict[str, Any], folder: str, at: int) -> tuple[bool, bool, bool]:
+    """Train 10 steps, and 10 with a save after ``at`` of them and a load into a new engine."""
+    config = settings(name, PARAMS.get(name), scheduler=SCHEDULER, **more)
+    steps = minibatches()
+    straight = new_engine(config)
+    train(straight, steps)
+    first = new_engine(config)
+    train(first, steps[:at])
+    first.save_checkpoint(folder)
+    second = new_engine(config)
+    second.load_checkpoint(folder)
+    came_back = all(map(torch.equal, state_of(first), state_of(second)))
+    train(second, steps[at:])
+    expected, got = state_of(straight), state_of(second)
+    same_rates = straight.get_lr() == second.get_lr()
+    return came_back, len(expected) == len(got) and all(map(torch.equal, expected, got)), same_rates
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "at"),
+    [
+        ("OneBitAdam", {}, 6),
+        ("OneBitAdam", BF16, 6),
+        ("LocalVarianceAdam", {}, 5),
+        ("LocalVarianceAdam", BF16, 5),
+        ("ZeroOneAdam", {}, 7),  # between synchronizations: replicas differ
+        ("ZeroOneAdam", BF16, 7),
+        ("CDAdam", {}, 5),
+        ("MicroAdam", {}, 5),
+        ("DGC", {}, 5),
+        ("FetchSGD", {}, 5),
+    ],
+)
+def test_resumes_bit_for_bit(
+    ranks_of: RanksOf, tmp_path: Path, name: str, more: dict[str, Any], at: int
+) -> None:
+    results = ranks_of(2).run(resumed, name, more, str(tmp_path), at)
+    assert results == [(True, True, True)] * 2
+
+
+def save(name: str, folder: str, steps: int) -> Any:
+    engine = new_engine(settings(name, PARAMS.get(name)))
+    train(engine, minibatches(steps))
+    engine.save_checkpoint(folder, tag="now")
+    return state_of(engine), engine.comm_hooks.exchange.step
+
+
+def load(name: str, folder: str) -> Any:
+    engine = new_engine(settings(name, PARAMS.get(name)))
+    engine.load_checkpoint(folder, tag="now")
+    train(engine, minibatches(1))
+    states = [engine.basic_optimizer.state[p] for p in engine.module.parameters()]
+    return states, values(engine.module)
+
+
+def test_replicas_really_differ_between_synchronizations(ranks_of: RanksOf, tmp_path: Path) -> None:
+    (first, _), (second, _) = ranks_of(2).run(save, "ZeroOneAdam", str(tmp_path), 7)
+    assert not torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "LocalVarianceAdam"])
+def test_another_number_of_ranks(ranks_of: RanksOf, tmp_path: Path, name: str) -> None:
+    ranks_of(2).run(save, name, str(tmp_path), 6)
+    results = ranks_of(3).run(load, name, str(tmp_path))
+    for _, model in results:
+        assert all(map(torch.equal, model, results[0][1])), "replicas must agree"
+
+
+def second_moments(name: str, folder: str) -> list[torch.Tensor]:
+    engine = new_engine(settings(name, PARAMS.get(name)))
+    engine.load_checkpoint(folder, tag="now")
+    return [engine.basic_optimizer.state[p]["exp_avg_sq"] for p in engine.module.parameters()]
+
+
+def test_own_second_moments_start_from_their_mean(ranks_of: RanksOf, tmp_path: Path) -> None:
+    name, folder = "LocalVarianceAdam", str(tmp_path)
+    ranks_of(2).run(save, name, folder, 6)
+    first, second = ranks_of(2).run(second_moments, name, folder)
+    assert not torch.equal(first[0], second[0])
+    for loaded in ranks_of(3).run(second_moments, name, folder):
+        for a, b, mean in zip(first, second, loaded, strict=True):
+            torch.testing.assert_close(mean, (a + b) / 2)
+
+
+def refused(ranks: Ranks, name: str, folder: Path) -> str:
+    """Return what all ranks say alike when they load."""
+    messages = set()
+    for outcome in ranks.outcomes(load, name, str(folder)):
+        assert isinstance(outcome.error, ValueError), outcome.trace
+        messages.add(str(outcome.error))
+    assert len(messages) == 1
+    return messages.pop()
+
+
+def test_unsynchronized_on_another_number_of_ranks(ranks_of: RanksOf, tmp_path: Path) -> None:
+    ranks_of(2).run(save, "ZeroOneAdam", str(tmp_path), 7)
+    assert "between synchronizations" in refused(ranks_of(3), "ZeroOneAdam", tmp_path)
+
+
+def test_another_optimizer(ranks_of: RanksOf, tmp_path: Path) -> None:
+    ranks_of(2).run(save, "OneBitAdam", str(tmp_path), 6)
+    assert "saved by OneBitAdam" in refused(ranks_of(2), "LocalVarianceAdam", tmp_path)
+
+
+def test_files_of_different_checkpoints(ranks_of: RanksOf, tmp_path: Path) -> None:
+    """Another run's model, of the same step, beside the files of this run."""
+    ranks_of(2).run(save, "OneBitAdam", str(tmp_path / "here"), 6)
+    ranks_of(2).run(save_shifted, str(tmp_path / "there"))
+    model = "now/mp_rank_00_model_states.pt"
+    shutil.copy(tmp_path / "there" / model, tmp_path / "here" / model)
+    message = refused(ranks_of(2), "OneBitAdam", tmp_path / "here")
+    assert "rank 0: the model and the optimizer that were loaded are not those" in message
+
+
+def save_shifted(folder: str) -> None:
+    engine = new_engine(settings("OneBitAdam", {**PARAMS["OneBitAdam"], "lr": 2e-3}))
+    train(engine, minibatches(6))
+    engine.save_checkpoint(folder, tag="now")
+
+
+def diverged(folder: str) -> None:
+    """Save from replicas that are not the same any more, which nothing here can bring about."""
+    engine = new_engine(settings("OneBitAdam", PARAMS["OneBitAdam"]))
+    train(engine, minibatches(6))
+    with torch.no_grad():
+        next(engine.module.parameters()).add_(dist.get_rank())
+    engine.save_checkpoint(folder, tag="now")
+
+
+def test_replicas_that_had_diverged(ranks_of: RanksOf, tmp_path: Path) -> None:
+    ranks_of(2).run(diverged, str(tmp_path))
+    message = refused(ranks_of(2), "OneBitAdam", tmp_path)
+    assert "rank 1: the model and the optimizer that were loaded are not those" in message
+    assert "rank 0" not in message
+    assert "not those that rank 1 had" in refused(ranks_of(3), "OneBitAdam", tmp_path)
+
+
+def weights_only(folder: str) -> list[torch.Tensor]:
+    engine = new_engine(settings("OneBitAdam", PARAMS["OneBitAdam"]))
+    engine.load_checkpoint(folder, tag="now", load_module_only=True)
+    return values(engine.module)
+
+
+def test_the_model_alone(ranks_of: RanksOf, tmp_path: Path) -> None:
+    (saved, _), _ = ranks_of(2).run(save, "OneBitAdam", str(tmp_path), 6)
+    for loaded in ranks_of(2).run(weights_only, str(tmp_path)):
+        assert all(map(torch.equal, loaded, saved[: len(loaded)]))
+
+
+def plain_files(folder: str) -> bool:
+    """Return whether what a rank saves can be read without executing anything."""
+    from comm_hooks.frameworks.deepspeed.optimizers import state_dict
+
+    engine = new_engine(settings("ZeroOneAdam", PARAMS["ZeroOneAdam"]))
+    train(engine, minibatches(7))
+    state = state_dict(engine)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        torch.save(state, file.name)
+        return torch.load(file.name, weights_only=True).keys() == state.keys()
+
+
+def test_side_files_are_plain(ranks_of: RanksOf, tmp_path: Path) -> None:
+    assert ranks_of(2).run(plain_files, str(tmp_path)) == [True, True]

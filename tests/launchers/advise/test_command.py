@@ -1,0 +1,157 @@
+"""The command: what it prints, what it refuses, and that it runs under launchers."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from comm_hooks.launchers.advise.command import advise
+from comm_hooks.launchers.advise.step import Step
+
+MODEL = ("--params", "3e5", "--step-ms", "50")
+GIVEN = (*MODEL, "--ranks", "2", "--bandwidth", "10mbit")
+
+
+@pytest.fixture(autouse=True)
+def _alone_in_an_empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(advise)
+    return CliRunner().invoke(app, arguments)
+
+
+def row_of(output: str, method: str) -> list[str]:
+    return next(line.split() for line in output.splitlines() if line.split()[:1] == [method])
+
+
+def test_a_link_that_is_described() -> None:
+    result = run(*GIVEN, "--methods", "all_reduce,none,bf16,local_adamw:fragments=8")
+    assert result.exit_code == 0, result.output
+    assert "0.3 M parameters (float32), 50 ms per step without exchange, 2 ranks" in result.output
+    assert row_of(result.output, "all_reduce")[5:7] == ["1.2", "MB"]
+    assert row_of(result.output, "bf16")[5:7] == ["600", "kB"]
+    assert row_of(result.output, "none")[1] == "50"
+    # 1.2 MB at 10 Mbit/s are 0.96 s, and headers and the like come on top.
+    assert 1000 < int(row_of(result.output, "all_reduce")[1].replace(",", "")) < 1500
+    assert "Recommended: local_adamw:fragments=8" in result.output
+    assert "Python: LocalRounds(torch.optim.AdamW(" in result.output
+    assert "JSON (DeepSpeed): none: this method is made in Python" in result.output
+    assert "measured on a GPT of 4.8 M parameters" in result.output
+    assert Path("advise.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_that_was_measured() -> None:
+    Step(((64, 64), (100,)), milliseconds=7.0).save("step.json")
+    methods = ("--methods", "all_reduce,sign")
+    result = run("--step", "step.json", "--ranks", "3", "--bandwidth", "1gbit", *methods)
+    assert result.exit_code == 0, result.output
+    assert "0.0042 M parameters (float32), 7 ms per step" in result.output
+    assert "3 ranks" in result.output
+
+
+def test_zero() -> None:
+    result = run(*GIVEN, "--zero-stage", "2", "--methods", "all_reduce,bf16,local_adamw")
+    assert result.exit_code == 0, result.output
+    assert row_of(result.output, "all_reduce")[5:7] == ["1.8", "MB"]
+    assert "local_adamw is left out: ZeRO stage 2 cuts the optimizer's state" in result.output
+    assert "bytes shrink to a third at best" in result.output
+    assert "at every micro-step" in result.output
+    assert 'JSON (DeepSpeed): {"communication_data_type": "bf16"}' in result.output
+    assert "Python: " not in result.output  # there is no DDP model
+
+
+def test_a_plot_in_another_format() -> None:
+    assert run(*GIVEN, "--methods", "all_reduce", "--plot", "plot.svg").exit_code == 0
+    assert "<svg" in Path("plot.svg").read_text()
+
+
+def test_no_method_that_costs_so_little() -> None:
+    result = run(*GIVEN, "--methods", "bf16", "--max-loss", "0.001")
+    assert result.exit_code == 0
+    assert "No method here is known to cost at most 0.001 in loss" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (MODEL, "one rank only, so there is nothing to compress between"),
+        ((*MODEL, "--bandwidth", "1gbit"), "one rank only"),
+        ((*GIVEN, "--methods", "topj"), "unknown method 'topj': did you mean 'topk'?"),
+        ((*GIVEN, "--methods", "topk:densty=1"), "did you mean 'density'?"),
+        ((*GIVEN, "--ranks", "1"), "--ranks must be at least 2"),
+        ((*GIVEN, "--ranks", "-2"), "--ranks must be at least 2"),
+        ((*GIVEN, "--params", "-4"), "--params must be a positive whole number, got -4"),
+        ((*GIVEN, "--params", "0.5"), "--params must be a positive whole number, got 0.5"),
+        ((*GIVEN, "--params", "nan"), "--params must be a positive whole number"),
+        ((*GIVEN, "--step-ms", "0"), "--step-ms must be positive"),
+        ((*GIVEN, "--dtype", "int8"), "dtype must be one of float32"),
+        ((*GIVEN, "--bandwidth", "fast"), "write it as 100mbit"),
+        ((*GIVEN, "--bandwidth", "0mbit"), "write it as 100mbit"),
+        ((*GIVEN, "--latency-ms", "-1"), "--latency-ms must not be negative"),
+        ((*MODEL, "--ranks", "2", "--latency-ms", "1"), "--latency-ms goes with --bandwidth"),
+        ((*GIVEN, "--zero-stage", "3"), "--zero-stage must be 0, 1 or 2, got 3"),
+        ((*GIVEN, "--timeout", "0"), "--timeout must be positive"),
+        ((*GIVEN, "--plot", "nowhere/plot.png"), "there is no such folder"),
+        ((*GIVEN, "--methods", "none", "--plot", "plot.xyz"), "--plot plot.xyz: "),
+        ((*GIVEN, "--step", "step.json"), "leave out --params and --step-ms"),
+        (("--step", "step.json", *GIVEN[4:]), "step.json: cannot be read"),
+        (GIVEN[2:], "give --params and --step-ms, or --step"),
+    ],
+)
+def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    (line,) = [line for line in result.stderr.splitlines() if line]
+    assert line.startswith("comm-hooks advise: ")
+    assert message in line
+
+
+def test_bad_input_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = run(*MODEL, "--methods", "topj")
+    assert (result.exit_code, result.stderr) == (2, "")
+
+
+def test_under_torchrun() -> None:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--standalone", "-m", "comm_hooks.launchers.main", "advise", *MODEL),
+        *("--methods", "all_reduce,sign,local_adamw"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    for ends in ("0 to rank 1", "1 to rank 0"):
+        line = rf"rank {ends} \(inside a node\): [\d.,e+]+ Mbit/s"
+        assert len(re.findall(line, done.stdout)) == 1
+    assert done.stdout.count("Recommended: ") == 1
+    assert Path("advise.png").exists()
+
+
+def test_ranks_that_do_not_come() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = str(unused.getsockname()[1])
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = subprocess.run(
+        [sys.executable, "-m", "comm_hooks.launchers.main", "advise", *MODEL, "--timeout", "1"],
+        env={**os.environ, **place},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "rank 1 of 2 did not reach the others" in done.stderr

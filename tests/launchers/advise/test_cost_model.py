@@ -1,0 +1,239 @@
+"""The cost model: what it must never say, and a few steps worked out by hand."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
+from comm_hooks.launchers.advise.cost_model import (
+    Collective,
+    Compute,
+    Exchanged,
+    Link,
+    Network,
+    Plan,
+    all_reduce,
+    predict,
+    ready_shares,
+)
+
+LINK = Link(bandwidth=12.5e6, latency=1e-3)
+NETWORK = Network(2, LINK)
+
+seconds = st.floats(0, 10)
+collectives = st.builds(
+    Collective,
+    st.sampled_from(["all_reduce", "all_gather", "all_to_all"]),
+    st.integers(0, 10**9),
+)
+rounds = st.builds(
+    Exchanged,
+    st.lists(collectives, min_size=1, max_size=3).map(tuple),
+    seconds,
+    seconds,
+    st.floats(0, 1),
+)
+plans = st.builds(
+    Plan,
+    st.lists(rounds, max_size=4).map(tuple),
+    st.lists(rounds, max_size=3).map(tuple),
+    st.integers(1, 8),
+    st.none() | seconds,
+)
+computes = st.builds(Compute, seconds, seconds)
+networks = st.builds(
+    Network,
+    st.integers(2, 4096),
+    st.builds(Link, st.floats(1e4, 1e10), st.floats(0, 0.1)),
+    st.just(1),
+    st.none(),
+    st.sampled_from(["gloo", "nccl"]),
+)
+
+
+def on_the_wire(plan: Plan, network: Network) -> float:
+    def total(exchanged: Exchanged) -> float:
+        return sum(collective.seconds(network) for collective in exchanged.collectives)
+
+    return sum(map(total, plan.in_backward)) + sum(map(total, plan.in_optimizer)) / plan.steps
+
+
+@given(plans, computes, networks)
+def test_a_step_takes_at_least_each_part_and_at_most_all(
+    plan: Plan, compute: Compute, network: Network
+) -> None:
+    prediction = predict(plan, compute, network)
+    slack = 1e-9 * (1 + prediction.step)
+    wire = on_the_wire(plan, network)
+    assert prediction.step >= max(prediction.arithmetic, wire) - slack
+    assert prediction.step <= prediction.arithmetic + wire + slack
+    own = compute.optimizer if plan.optimizer is None else plan.optimizer
+    assert prediction.arithmetic >= compute.forward_backward + own - slack
+
+
+@given(plans, computes, networks, st.floats(1, 100), st.floats(0, 0.1))
+def test_a_better_link_is_never_slower(
+    plan: Plan, compute: Compute, network: Network, factor: float, less: float
+) -> None:
+    link = network.between
+    better = Link(link.bandwidth * factor, max(0.0, link.latency - less))
+    fast = Network(network.ranks, better, backend=network.backend)
+    slack = 1e-9 * (1 + predict(plan, compute, network).step)
+    assert predict(plan, compute, fast).step <= predict(plan, compute, network).step + slack
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_bytes_are_those_of_the_requests(ranks: int) -> None:
+    payload = torch.empty(ranks, 1000, dtype=torch.uint8)
+    for request in (AllReduce(payload.float()), AllGather(payload), AllToAll(payload)):
+        assert Collective.of(request, ranks).traffic == request.traffic(ranks)
+    assert all_reduce(1000, ranks).traffic == 2 * (ranks - 1) * 1000 // ranks
+
+
+def test_a_transfer_takes_its_bytes_and_its_rounds() -> None:
+    # 0.93 of 12.5 MB/s is 11.625 MB/s; a ring of 2 has 2 rounds, one of 4 has 6.
+    assert Collective("all_reduce", 11_625_000).seconds(NETWORK) == pytest.approx(1.002)
+    assert Collective("all_reduce", 11_625_000).seconds(Network(4, LINK)) == pytest.approx(1.006)
+    assert Collective("all_gather", 8_125_000).seconds(NETWORK) == pytest.approx(1.001)
+    assert Collective("all_gather", 11_625_000).seconds(Network(4, LINK)) == pytest.approx(1.003)
+    assert Collective("all_to_all", 10_250_000).seconds(Network(4, LINK)) == pytest.approx(1.001)
+    # NCCL: the whole link, and a tree: twice 3 rounds for 8 ranks.
+    nccl = Network(8, LINK, backend="nccl")
+    assert Collective("all_reduce", 12_500_000).seconds(nccl) == pytest.approx(1.006)
+    assert Collective("all_reduce", 10**9).seconds(Network(1, LINK)) == 0
+
+
+def test_nodes_share_their_links() -> None:
+    inside = Link(bandwidth=1e10, latency=1e-5)
+    network = Network(8, LINK, ranks_per_node=4, inside=inside)
+    alone = Network(8, LINK)
+    # A ring enters and leaves each node once; in an all-to-all 4 ranks each send to 4 outside.
+    for same in (Collective("all_reduce", 10**7), Collective("all_gather", 10**7)):
+        assert same.seconds(network) == same.seconds(alone)
+    scattered = Collective("all_to_all", 7 * 10**6)
+    assert scattered.seconds(network) - LINK.latency == pytest.approx(
+        16 / 7 * (scattered.seconds(alone) - LINK.latency)
+    )
+    # One node, and a link inside that is worse than the one outside.
+    assert Network(4, LINK, 4, inside).ring == inside
+    assert Network(8, LINK, 4, Link(1e3, 1.0)).ring == Link(1e3, 1.0)
+
+
+def test_what_a_single_bucket_costs_is_added() -> None:
+    wire = Collective("all_reduce", 11_625_000)
+    plan = Plan((Exchanged((wire,), before=0.1, after=0.2),))
+    prediction = predict(plan, Compute(0.6, 0.05), NETWORK)
+    assert prediction.step == pytest.approx(0.6 + 0.1 + 1.002 + 0.2 + 0.05)
+    assert prediction.arithmetic == pytest.approx(0.6 + 0.1 + 0.2 + 0.05)
+    assert prediction.waiting == pytest.approx(1.002)
+
+
+def test_early_buckets_travel_during_the_backward_pass() -> None:
+    """Forward ends at 1 s, backward at 3 s; one bucket is ready in the middle, at 2 s."""
+
+    def step(first: int, last: int, **more: float) -> float:
+        sizes = (int(first * 11.625e6), int(last * 11.625e6))
+        buckets = zip(sizes, (0.5, 1.0), strict=True)
+        network = Network(2, Link(12.5e6, 0.0))
+        in_backward = tuple(
+            Exchanged((Collective("all_reduce", size),), ready=ready, **more)
+            for size, ready in buckets
+        )
+        return predict(Plan(in_backward), Compute(3.0), network).step
+
+    assert step(1, 0) == pytest.approx(3)  # over when the backward pass is
+    assert step(4, 0) == pytest.approx(6)
+    assert step(1, 4) == pytest.approx(7)
+    assert step(2, 4) == pytest.approx(8)  # the second waits until 4 s
+    # Encoding the first delays everything, decoding it what comes after; the last's is at the end.
+    assert step(1, 1, before=0.25, after=0.125) == pytest.approx(3 + 0.5 + 0.125 + 1 + 0.125)
+
+
+def test_a_hook_waits_for_all_collectives_of_a_round_but_the_last() -> None:
+    wire = Collective("all_reduce", 11_625_000)
+    network = Network(2, Link(12.5e6, 0.0))
+    early = Plan((Exchanged((wire, wire), ready=0.0),))
+    # Forward ends at 1 s; the first takes until 2 s, the second runs beside 2 s of backward.
+    assert predict(early, Compute(3.0), network).step == pytest.approx(4)
+
+
+def test_rounds_of_the_optimizer_are_spread_over_its_steps() -> None:
+    wire = Collective("all_reduce", 11_625_000)
+    plan = Plan(in_optimizer=(Exchanged((wire,)),), steps=8, optimizer=0.1)
+    assert predict(plan, Compute(1.0, 0.05), NETWORK).step == pytest.approx(1.1 + 1.002 / 8)
+    assert plan.sent_per_step() == 11_625_000 / 8
+
+
+def test_what_comes_afterwards_comes_at_every_step() -> None:
+    gathered = Collective("all_gather", 8_125_000)
+    step = predict(Plan(), Compute(1.0), NETWORK, afterwards=(gathered,)).step
+    assert step == pytest.approx(2.001)
+
+
+def test_an_optimizer_takes_no_more_than_the_step() -> None:
+    assert Compute.of_step(1.0, 0.25) == Compute(0.75, 0.25)
+    assert Compute.of_step(1.0, 2.0) == Compute(0.0, 1.0)
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=40), st.integers(1, 10**6))
+def test_buckets_are_filled_from_the_last_parameter(sizes: list[int], cap: int) -> None:
+    buckets = ready_shares(sizes, cap, cap)
+    backwards = sizes[::-1]
+    assert [i for members, _ in buckets for i in members] == list(range(len(sizes)))
+    for members, ready in buckets:
+        filled = [backwards[i] for i in members]
+        assert sum(filled[:-1]) < cap
+        assert sum(filled) >= cap or members.stop == len(sizes)
+        assert ready == pytest.approx(sum(backwards[: members.stop]) / sum(sizes))
+    assert math.isclose(buckets[-1][1], 1.0)
+
+
+@pytest.mark.parametrize(("given", "first", "cap"), [(None, 1, 25), (3, 3, 3)])
+def test_buckets_are_those_of_ddp(given: int | None, first: int, cap: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 256 * (1 + i % 3), bias=i % 2 == 0) for i in range(9)))
+    seen: list[list[int]] = []
+
+    def hook(
+        state: object,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 0:
+            seen.clear()
+        seen.append([p.numel() for p in bucket.parameters()])
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = DistributedDataParallel(_SumOfLayers(model), bucket_cap_mb=given)
+        ddp.register_comm_hook(None, hook)
+        for _ in range(3):  # buckets are made anew after the first step
+            ddp(torch.ones(1, 512)).backward()
+    finally:
+        dist.destroy_process_group()
+    numels = [p.numel() for p in model.parameters()]
+    buckets = ready_shares([4 * n for n in numels], first << 20, cap << 20)
+    assert len(buckets) > 1
+    assert [sum(numels[::-1][i] for i in members) for members, _ in buckets] == list(map(sum, seen))
+
+
+class _SumOfLayers(nn.Module):
+    """Layers of which each one's output matters to the next one's input, by one number."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(())
+        for layer in self.layers:
+            total = layer(x + total).sum()
+        return total

@@ -1,0 +1,105 @@
+"""Who measures with whom, and that what is measured is the link."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.netns import Bed, why_not
+from comm_hooks.launchers.advise.cost_model import Link
+from comm_hooks.launchers.advise.links import (
+    Measured,
+    edges_of,
+    measure_links,
+    network_of,
+    nodes_of,
+)
+from comm_hooks.launchers.advise.ranks import Place, find_place, joined
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=9))
+def test_every_neighbour_is_measured_and_no_rank_twice_at_once(sizes: list[int]) -> None:
+    labels = [f"node {node}" for node, size in enumerate(sizes) for _ in range(size)]
+    nodes = nodes_of(labels)
+    assert [len(node) for node in nodes] == sizes
+    assert sorted(rank for node in nodes for rank in node) == list(range(len(labels)))
+    turns = edges_of(nodes)
+    for turn in turns:
+        busy = [rank for one, other, _ in turn for rank in (one, other)]
+        assert len(set(busy)) == len(busy)
+    edges = [edge for turn in turns for edge in turn]
+    inside = {(one, other) for one, other, is_inside in edges if is_inside}
+    between = {frozenset((one, other)) for one, other, is_inside in edges if not is_inside}
+    assert inside == {(node[0], node[1]) for node in nodes if len(node) > 1}
+    first = [node[0] for node in nodes]
+    ring = {frozenset(pair) for pair in zip(first, [*first[1:], first[0]], strict=True)}
+    assert between == {pair for pair in ring if len(pair) == 2}
+    assert len(edges) == len(inside) + len(between)
+
+
+def test_ranks_of_a_node_need_not_be_neighbours() -> None:
+    assert nodes_of(["a", "b", "a", "b"]) == [[0, 2], [1, 3]]
+
+
+def test_the_network_is_as_slow_as_its_slowest_links() -> None:
+    links = [
+        Measured(0, 2, False, Link(100.0, 0.1)),
+        Measured(2, 0, False, Link(50.0, 0.05)),
+        Measured(0, 1, True, Link(1000.0, 0.01)),
+        Measured(1, 0, True, Link(2000.0, 0.02)),
+    ]
+    network = network_of(links, [[0, 1], [2]], "gloo")
+    assert network.between == Link(50.0, 0.1)
+    assert network.inside == Link(1000.0, 0.02)
+    assert (network.ranks, network.ranks_per_node) == (3, 2)
+    assert network_of(links[:2], [[0], [2]], "gloo").inside is None
+    # One node: its links are the only ones.
+    assert network_of(links[2:], [[0, 1]], "gloo").ring == Link(1000.0, 0.02)
+
+
+def _measure() -> tuple[list[Measured], list[list[int]]]:
+    place = Place(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+    return measure_links(place, torch.device("cpu"))
+
+
+def test_all_ranks_learn_the_same(ranks_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, nodes), *others = ranks_of(3).run(_measure)
+    assert all(other == (first, nodes) for other in others)
+    assert nodes == [[0, 1, 2]]
+    assert [(m.source, m.target, m.inside) for m in first] == [(0, 1, True), (1, 0, True)]
+    assert all(m.link.bandwidth > 0 and m.link.latency > 0 for m in first)
+
+
+def print_links() -> None:
+    """Be one rank in a bed."""
+    place = find_place()
+    with joined(place, "gloo", 60.0):
+        links, _ = measure_links(place, torch.device("cpu"))
+    if place.rank == 0:
+        print(json.dumps({m.source: 8e-6 * m.link.bandwidth for m in links if not m.inside}))
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
+def test_each_direction_is_measured_by_itself() -> None:
+    script = "from tests.launchers.advise.test_links import print_links; print_links()"
+    with Bed(2) as bed:
+        bed.set_rate("10mbit", ranks=[0], direction="up")
+        bed.set_rate("40mbit", ranks=[1], direction="up")
+        options: dict[str, Any] = {"cwd": Path(__file__).parents[3]}
+        ranks = [
+            bed.start(rank, [sys.executable, "-c", script], stdout=subprocess.PIPE, **options)
+            for rank in range(2)
+        ]
+        assert bed.wait(ranks, timeout=120) == [0, 0]
+        assert ranks[0].stdout
+        megabits = json.loads(ranks[0].stdout.read())
+    # Headers take 4 %, and a machine that is busy may take more.
+    assert 5 < megabits["0"] < 10
+    assert 20 < megabits["1"] < 40

@@ -1,0 +1,179 @@
+"""Bad input gets one line and exit code 2, before anything is run or written."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from comm_hooks.launchers.launch.hostfile import read_hostfile
+from comm_hooks.launchers.launch.job import Endpoint, parse_endpoint, parse_nodes
+from comm_hooks.launchers.launch.network import wait_for_port
+from comm_hooks.launchers.launch.steps import Command, WriteFile
+from tests.launchers.launch.commands import complaint
+
+HEAD = ["--head", "127.0.0.1"]
+IN_RANK = {"RANK": "1", "WORLD_SIZE": "4"}
+STEP = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
+MPI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_may_be_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("something was run")
+
+    for kind, method in ((Command, "run"), (Command, "become"), (WriteFile, "run")):
+        monkeypatch.setattr(kind, method, refuse)
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not [path for path in tmp_path.iterdir() if path.name != "hosts"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--launcher", "torchrn"], "did you mean 'torchrun'?"),
+        (["--nproc", "0"], "--nproc must be at least 1, got 0"),
+        (["--nnodes", "two"], "--nnodes two: needs a number of nodes"),
+        (["--nnodes", "4:2"], "MIN:MAX with MIN <= MAX"),
+        (["--nnodes", "0"], "needs a number of nodes"),
+        (["--nnodes", "2"], "--nnodes 2 needs --head HOST[:PORT]"),
+        (["--nnodes", "2", "--node-rank", "2", *HEAD], "must lie between 0 and 1 with 2 nodes"),
+        (["--nnodes", "1:2", "--node-rank", "0", *HEAD], "fixes the order of nodes"),
+        (["--nnodes", "2", "--node-rank", "0", "--max-restarts", "1", *HEAD], "--max-restarts"),
+        (["--max-restarts", "-1"], "--max-restarts must be at least 0"),
+        (["--head", "127.0.0.1:99999"], "the port must lie between 1 and 65535"),
+        (["--head", "a b"], "needs HOST or HOST:PORT"),
+        (["--nnodes", "2", "--head", "no-such-host.invalid"], "cannot resolve that name"),
+        (["--nnodes", "2", *HEAD, "--interface", "eth77"], "no such interface with an address"),
+        (["--env", "A"], "--env 'A': needs NAME=VALUE"),
+        (["--env", "1A=b"], "needs NAME=VALUE"),
+        (["--config", "ds.json"], "add --preflight"),
+        (["--nnodes", "1:2", *HEAD, "--preflight"], "--preflight needs a fixed number of nodes"),
+        (["--hostfile", "hosts", "--launcher", "torchrun"], "--hostfile is for deepspeed"),
+        (["--hostfile", "absent"], "--hostfile absent: cannot read it"),
+        (["--launcher", "mpich", "--nnodes", "2"], "several nodes needs --hostfile"),
+        (["--launcher", "mpich", "--max-restarts", "1"], "is torchrun's"),
+        (["--launcher", "mpich", "--hostfile", "hosts", "--node-rank", "0"], "starts all nodes"),
+        (["--launcher", "mpich", "--hostfile", "hosts"], "a has no slots=N, so give --nproc"),
+        (["--launcher", "mpich", "--hostfile", "hosts", "--nnodes", "3"], "names 2 hosts"),
+        (["--launcher", "deepspeed", "--hostfile", "hosts"], "'name slots=N' in each line"),
+        (["--launcher", "deepspeed", "--nnodes", "2"], "with several nodes needs --hostfile"),
+        (["--slurm", "j", "--kubernetes", "k"], "one file at a time"),
+        (["--slurm", "j", "--cpus", "4"], "--slurm needs --nproc"),
+        (["--slurm", "j", "--nproc", "4"], "--slurm needs --cpus"),
+        (["--slurm", "j", "--nproc", "4", "--cpus", "0"], "--cpus must be at least 1"),
+        (["--slurm", "j", "--nproc", "4", "--cpus", "1", "--nnodes", "1:2"], "fixed number"),
+        (["--slurm", "j", "--launcher", "mpirun"], "do not go with --slurm"),
+        (["--slurm", "j", "--sbatch", "--time=1"], "write it without dashes"),
+        (["--slurm", "j", "--image", "x"], "--image would be ignored"),
+        (["--sbatch", "time=1"], "--sbatch would be ignored"),
+        (["--cpu"], "--cpu would be ignored"),
+        (["--kubernetes", "k"], "--kubernetes needs --nproc"),
+        (["--kubernetes", "k", "--nproc", "1", *HEAD], "--head does not go with --kubernetes"),
+        (["--kubernetes", "k", "--name", "My_Job"], "as in my-job"),
+        (["--kubernetes", "no/such/folder", "--nproc", "1"], "cannot write it"),
+    ],
+)
+def test_a_bad_option_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hosts").write_text("a\nb slots=2\n")
+    assert message in complaint(*arguments, "train.py")
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "message"),
+    [
+        (IN_RANK, [], "this is rank 1 of 4 already"),
+        ({**STEP, "SLURM_NTASKS": "16"}, [], "srun started 8 tasks on this node"),
+        ({**STEP, "SLURM_NTASKS": "2"}, [], "give --head"),  # and no node list
+        ({**STEP, "SLURM_NTASKS": "2"}, ["--launcher", "mpirun"], "leave --launcher out"),
+        (MPI, [], "give --head HOST:PORT, the machine of rank 0"),
+        (MPI, ["--preflight"], "--preflight must come before the ranks"),
+    ],
+)
+def test_a_bad_place_is_refused(
+    environment: dict[str, str], arguments: list[str], message: str
+) -> None:
+    assert message in complaint("--nproc", "1", *arguments, "train.py", environment=environment)
+
+
+def test_node_0_must_be_on_the_head() -> None:
+    # An address for documentation: nobody's.
+    line = complaint(
+        *("--nproc", "1", "--nnodes", "2", "--node-rank", "0", "--head", "203.0.113.5", "train.py")
+    )
+    assert "must run on the head" in line or "no route from this machine" in line
+
+
+def test_a_name_that_is_the_machines_own_loopback_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As Debian has it in /etc/hosts for the machine's own name.
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *rest, **more: answer)
+    line = complaint("--nproc", "1", "--nnodes", "2", "--head", "node0", "train.py")
+    assert "--head node0 is 127.0.1.1 on this machine, where no other node can reach it" in line
+
+
+def test_a_head_that_does_not_listen_is_named_before_torchrun_waits_for_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    command = ["--nproc", "1", "--nnodes", "2", "--node-rank", "1", "--wait", "0"]
+    result = _run(*command, "--head", f"127.0.0.1:{port}", "train.py")
+    assert result[0] == 2
+    assert f"cannot reach the head at 127.0.0.1:{port} from 127.0.0.1 (lo): connection" in result[1]
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    from typer.testing import CliRunner
+
+    from comm_hooks.launchers.main import app
+
+    result = CliRunner().invoke(app, ["launch", *arguments])
+    command, reason = result.stderr.splitlines()
+    assert "torchrun" in command or "torch.distributed.run" in command
+    return result.exit_code, reason
+
+
+def test_waiting_for_a_port_ends_when_somebody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert wait_for_port(Endpoint("127.0.0.1", server.getsockname()[1]), 10) is None
+        port = server.getsockname()[1]
+    assert "refused" in (wait_for_port(Endpoint("127.0.0.1", port), 0.2) or "")
+    assert "resolve" in (wait_for_port(Endpoint("no-such-host.invalid", port), 0.2) or "")
+
+
+@pytest.mark.parametrize("line", ["a slots=x", "a slots=0", "a:b", "a\na", "# a", ":3", "a/b"])
+def test_a_bad_hostfile_is_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=str(path)):
+        read_hostfile(path)
+
+
+@given(host=st.from_regex(r"[A-Za-z][\w-]{0,20}", fullmatch=True), port=st.integers(1, 65535))
+def test_endpoints_are_read_as_they_are_written(host: str, port: int) -> None:
+    assert parse_endpoint(str(Endpoint(host, port))) == Endpoint(host, port)
+    assert parse_endpoint(str(Endpoint("fd00::2", port))) == Endpoint("fd00::2", port)
+    assert parse_endpoint("fd00::2") == Endpoint("fd00::2")
+
+
+@given(fewest=st.integers(1, 999), more=st.integers(0, 9))
+def test_node_ranges_are_read_as_they_are_written(fewest: int, more: int) -> None:
+    assert parse_nodes(f"{fewest}:{fewest + more}") == (fewest, fewest + more)
+    assert parse_nodes(str(fewest)) == (fewest, fewest)
+
+
+def test_hostfiles_of_all_families_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# head first\n\nnode0 slots=4 max_slots=8\nnode1:2\n10.0.0.3  # spare\n")
+    assert [(host.name, host.slots) for host in read_hostfile(path)] == [
+        ("node0", 4),
+        ("node1", 2),
+        ("10.0.0.3", None),
+    ]

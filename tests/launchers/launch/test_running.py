@@ -1,0 +1,125 @@
+"""Launches that start real ranks on this machine."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from comm_hooks.launchers.main import app
+
+LAUNCH = [sys.executable, "-m", "comm_hooks.launchers.main", "launch"]
+SHOW = str(Path(__file__).with_name("show_rank.py"))
+ARGUMENTS = ["--text", "it's a $test", ""]
+SECONDS = 200.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def start(*arguments: str, **variables: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [*LAUNCH, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(processes: Sequence["subprocess.Popen[str]"]) -> None:
+    for process in processes:
+        try:
+            output, _ = process.communicate(timeout=SECONDS)
+        finally:
+            process.terminate()
+        assert process.returncode == 0, output
+
+
+def check_pair(folder: Path, local_ranks: list[str], arguments: list[str]) -> None:
+    """Check that two ranks have met, and what each found."""
+    for rank, local_rank in enumerate(local_ranks):
+        found: dict[str, Any] = json.loads((folder / f"{rank}.json").read_text())
+        assert found == {
+            "ranks": [0, 1],
+            "local_rank": local_rank,
+            "arguments": arguments,
+            "note": "a b",
+        }
+
+
+def test_one_node(tmp_path: Path) -> None:
+    finish([start("--nproc", "2", "--env", "NOTE=a b", SHOW, str(tmp_path), *ARGUMENTS)])
+    check_pair(tmp_path, ["0", "1"], ARGUMENTS)
+
+
+def test_two_tasks_of_srun_check_and_train_together(tmp_path: Path) -> None:
+    # What srun would start on two nodes, here on one machine.
+    common = {"SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "localhost", "NOTE": "a b"}
+    common |= {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+    head = ["--head", f"localhost:{free_port()}"]
+    finish(
+        [
+            start(
+                *("--nproc", "1", "--preflight", *head, SHOW, str(tmp_path), *ARGUMENTS),
+                SLURM_PROCID=node,
+                SLURM_NODEID=node,
+                **common,
+            )
+            for node in ("0", "1")
+        ]
+    )
+    check_pair(tmp_path, ["0", "0"], ARGUMENTS)
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun")
+def test_mpirun_after_a_preflight(tmp_path: Path) -> None:
+    # mpirun passes no empty arguments on.
+    options = ["--launcher", "mpirun", "--nproc", "2", "--env", "NOTE=a b", "--preflight"]
+    finish([start(*options, SHOW, str(tmp_path), *ARGUMENTS[:2])])
+    check_pair(tmp_path, ["0", "1"], ARGUMENTS[:2])
+
+
+def test_a_failed_preflight_ends_the_launch(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = str(tmp_path / "absent.json")
+    command = ["launch", "--nproc", "1", "--preflight", "--config", config, SHOW, str(tmp_path)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "torchrun" not in result.stderr
+    assert f"comm-hooks preflight: --config {config}: cannot read it" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_exit_code_and_signals_are_those_of_the_program(tmp_path: Path) -> None:
+    script = tmp_path / "wait.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "time.sleep(600)\n"
+    )
+    told = tmp_path / "pid"
+    process = start("--nproc", "1", str(script), str(told))
+    deadline = time.monotonic() + SECONDS
+    while not (told.exists() and told.read_text()):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)  # as a scheduler does
+    process.communicate(timeout=SECONDS)
+    assert process.returncode != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
