@@ -23,6 +23,8 @@ collect_ignore = [
 ]
 if not find_spec("mpi4py"):
     collect_ignore.append("comm_hooks/collectives/mpi.py")
+# Importing it changes DeepSpeed for the whole process.
+collect_ignore.append("comm_hooks/frameworks/deepspeed/auto.py")
 
 
 @pytest.fixture(autouse=True)

@@ -98,12 +98,12 @@ def test_code_that_fails_is_told_with_its_line_on_the_page(rank: Ranks, tmp_path
 def test_a_second_hook_gets_a_new_model_and_an_only_one_does_not(
     rank: Ranks, tmp_path: Path
 ) -> None:
-    imports = "from comm_hooks import register\nfirst = ddp_model\n"
-    registers = "state = register(ddp_model, 'topk')"
-    same = code(imports + registers, "assert ddp_model is first\nddp_model(torch.ones(1, 64))")
-    rank.run(run_code, same, "page.md", str(tmp_path))
-    other = code(imports + registers, registers + "\nassert ddp_model is not first")
-    rank.run(run_code, other, "page.md", str(tmp_path))
+    start = "from comm_hooks import register\nfirst = ddp_model"
+    registers = "register(ddp_model, 'topk')\n"
+    only = code(start, registers + "assert ddp_model is first", "assert ddp_model is first")
+    rank.run(run_code, only, "page.md", str(tmp_path))
+    second = code(start, registers, registers + "assert ddp_model is not first")
+    rank.run(run_code, second, "page.md", str(tmp_path))
 
 
 def test_what_a_block_sets_up_is_used(rank: Ranks, tmp_path: Path) -> None:

@@ -231,21 +231,37 @@ def test_checkpoints_hold_the_residuals_of_all_ranks(ranks_of: RanksOf, tmp_path
         assert total == 0
 
 
-def checkpoints_kept(folder: str) -> None:
+def checkpoints_kept(folder: str) -> list[str]:
+    """Return what this rank has written through a CheckpointIO of the user's own."""
     package = "lightning.pytorch"
+    written: list[str] = []
+
+    class Recording(lightning.plugins.io.TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            written.append(str(path))
+            super().save_checkpoint(checkpoint, path, storage_options)
+
     for name, options in {"one": {"save_top_k": 1}, "weights": {"save_weights_only": True}}.items():
         saving = lightning.callbacks.ModelCheckpoint(
             dirpath=f"{folder}/{name}", filename="{epoch}", **options
         )
-        trainer = trainer_of(package, callbacks=[callback_of(), saving], enable_checkpointing=True)
+        trainer = trainer_of(
+            package,
+            callbacks=[callback_of(), saving],
+            enable_checkpointing=True,
+            plugins=[Recording()],
+        )
         trainer.fit(module_of(package))
     trainer.save_checkpoint(f"{folder}/by hand.ckpt")
+    return written
 
 
 def test_files_of_ranks_come_and_go_with_their_checkpoint(
     ranks_of: RanksOf, tmp_path: Path
 ) -> None:
-    ranks_of(2).run(checkpoints_kept, str(tmp_path))
+    written = ranks_of(2).run(checkpoints_kept, str(tmp_path))
+    for rank in range(2):
+        assert f"{tmp_path}/by hand.ckpt.comm_hooks/rank{rank}.pt" in written[rank]
     assert sorted(p.name for p in (tmp_path / "one").iterdir()) == [
         "epoch=1.ckpt",
         "epoch=1.ckpt.comm_hooks",

@@ -13,15 +13,16 @@ from comm_hooks.frameworks.watch import StatsLogger
 
 
 class Counting:
-    """Two exchanges a step, of 1000 bytes each, beside 64000 uncompressed ones."""
+    """Exchanges of 1000 bytes each, and then more, beside 64 times as many uncompressed."""
 
     def __init__(self) -> None:
         self.exchanges = 0
+        self.more = 0
         self.reads = 0
 
     def stats(self) -> dict[str, float]:
         self.reads += 1
-        sent = 1000 * self.exchanges
+        sent = 1000 * self.exchanges + self.more
         return {
             "steps": self.exchanges,
             "bytes_sent": sent,
@@ -67,7 +68,10 @@ def test_a_run_that_goes_on_counts_from_where_it_is() -> None:
     watch.log(1)  # nothing was exchanged
     state.exchanges += 3
     watch.log(2)
-    assert records == [0, 1000]
+    state.exchanges += 2
+    state.more += 4000
+    watch.log(3)
+    assert records == [0, 1000, 3000]
 
 
 def test_a_file_gets_a_line_per_record(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from comm_hooks.frameworks.deepspeed.engine import attach
 from tests.frameworks.deepspeed.common import (
     BATCH,
     INPUTS,
@@ -55,8 +56,10 @@ def in_all_ways(stage: int) -> dict[str, Any]:
 
     for name, make in {"auto": deepspeed.initialize, "both": initialize}.items():
         engine = through(make, settings)
+        attached = engine.comm_hooks
+        assert attach(engine, settings["comm_hooks"]) is attached, "a second time it does nothing"
         train(engine, 3)
-        assert engine.comm_hooks.stats()["steps"] == 3
+        assert attached.stats()["steps"] == 3
         ends[name] = digest(engine)
     plain = through(deepspeed.initialize, config(stage))
     assert "comm_hooks" not in plain.__dict__

@@ -1,6 +1,8 @@
 """The example of the documentation, started by DeepSpeed's own launcher."""
 
+import contextlib
 import os
+import random
 import re
 import socket
 import subprocess
@@ -19,9 +21,12 @@ ARGUMENTS = ["train.py", "--deepspeed", "--deepspeed_config", "ds_config.json"]
 
 
 def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
+    # Below those that the system hands out, so that it is still free when the ranks are up.
+    for port in random.sample(range(15_000, 30_000), k=100):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return str(port)
+    raise AssertionError("no free port")
 
 
 def start(folder: Path, options: Sequence[str]) -> subprocess.Popen[str]:

@@ -229,13 +229,21 @@ def every_way_to_pass_a_configuration(path: str) -> list[str]:
     engine = initialize(command_line, net())[0]  # by position
     train(engine, 2)
     assert command_line.deepspeed_config == path
-    return [*digests, digest(engine)]
+    digests.append(digest(engine))
+    # DeepSpeed must not read the file again, whose optimizer is not its own.
+    command_line.deepspeed_config = f"{path}.ours"
+    engine = initialize(command_line, net())[0]
+    assert type(engine.optimizer).__name__ == "AMSGrad"
+    assert command_line.deepspeed_config == f"{path}.ours"
+    return digests
 
 
 def test_a_configuration_may_be_passed_in_every_way(ranks_of: RanksOf, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     # DeepSpeed reads Hjson: comments are allowed.
     path.write_text("# our run\n" + json.dumps(config(0, TOPK), indent=2))
+    ours = config(0, TOPK, optimizer={"type": "AMSGrad", "params": {"lr": 0.01}})
+    (tmp_path / "ds.json.ours").write_text(json.dumps(ours))
     for digests in ranks_of(2).run(every_way_to_pass_a_configuration, str(path)):
         assert len(digests) == 6
         assert len(set(digests)) == 1
