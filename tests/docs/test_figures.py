@@ -37,10 +37,3 @@ def test_other_pages_repeat_figures_that_the_readme_has() -> None:
     for name in ("choosing", "concepts"):
         text = (ROOT / f"docs/{name}.md").read_text()
         assert set(re.findall(r"\d\.\d{3}", text)) <= in_readme, name
-
-
-def test_tables_of_studies_are_those_of_the_readme() -> None:
-    lines = (ROOT / "docs/federated.md").read_text().splitlines()
-    copied = [line for line in lines if re.match(r"\| (Fed|FED).*\d", line)]
-    assert len(copied) == 3
-    assert set(copied) <= set(README.path.read_text().splitlines())
