@@ -25,7 +25,7 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 templates_path = ["_templates"]
-exclude_patterns = ["_templates"]
+exclude_patterns = ["_build", "_templates"]
 html_theme = "furo"
 html_title = "comm-hooks"
 html_static_path = ["_static"]

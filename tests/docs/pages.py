@@ -134,7 +134,9 @@ class Page:
 def pages() -> list[Page]:
     """Return every page that users read."""
     top = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
-    return [Page(path) for path in [*top, *sorted((ROOT / "docs").rglob("*.md"))]]
+    site = sorted((ROOT / "docs").rglob("*.md"))
+    built = ROOT / "docs/_build"
+    return [Page(path) for path in [*top, *site] if not path.is_relative_to(built)]
 
 
 def _unused_files(blocks: list[Block]) -> list[Block]:

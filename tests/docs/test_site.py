@@ -20,7 +20,7 @@ _NEEDED = ("sphinx", "myst_parser", "furo")
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     # A copy, because the pages of the reference are generated beside the others.
     source = shutil.copytree(
-        ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("generated")
+        ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("_build", "generated")
     )
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", source, tmp_path / "site"],

@@ -49,8 +49,7 @@ def find_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         ValueError: for a key of the top level that looks like a misspelt block.
     """
     for key in config:
-        spelling = str(key).lower().replace("-", "_").replace(" ", "_")
-        is_similar = difflib.get_close_matches(spelling, [BLOCK], cutoff=0.8)
+        is_similar = difflib.get_close_matches(str(key).lower(), [BLOCK], cutoff=0.8)
         if key != BLOCK and is_similar:
             raise ValueError(
                 f"{key}: unknown block in the DeepSpeed configuration: did you mean {BLOCK!r}?"
