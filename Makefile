@@ -3,6 +3,7 @@
 # make bench  print the operators' tables of the README
 # make docs   build the documentation site into docs/_build
 # make studies  repeat the papers' comparisons on small tasks (an hour)
+# make predictions  check the advice against links of network namespaces (8 minutes; needs root)
 # Each makes its own virtual environment in .venv first.
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench docs studies clean
+.PHONY: demo test lint bench docs studies predictions clean
 
 demo: $(READY)
 	$(BIN)/comm-hooks compare
@@ -34,6 +35,9 @@ studies: $(READY)
 	$(BIN)/python -m benchmarks.studies.safl
 	$(BIN)/python -m benchmarks.studies.fed_lamb
 	$(BIN)/python -m benchmarks.studies.local_steps
+
+predictions: $(READY)
+	$(BIN)/python -m benchmarks.netns.check_predictions
 
 $(READY): setup.cfg pyproject.toml .ci/install_torch.py
 	$(PYTHON) -m venv $(VENV)

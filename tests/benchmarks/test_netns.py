@@ -182,6 +182,16 @@ def test_nothing_is_left_after_an_error() -> None:
 
 
 @needs_bed
+def test_what_still_runs_is_asked_to_end_before_it_is_killed(tmp_path: Path) -> None:
+    script = f"trap 'echo asked > {tmp_path}/asked; exit' TERM; echo ready; sleep 1000 & wait"
+    with Bed(1) as network:
+        process = network.start(0, ["sh", "-c", script], stdout=subprocess.PIPE, text=True)
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+    assert (tmp_path / "asked").read_text() == "asked\n"
+
+
+@needs_bed
 def test_nothing_is_left_of_a_maker_that_is_killed() -> None:
     script = """
         import time
