@@ -1,5 +1,6 @@
 """A tiny model and its data, trained by DeepSpeed in a rank process without compiling anything."""
 
+import copy
 import hashlib
 import logging
 import os
@@ -93,13 +94,16 @@ def config(
     return {**settings, **more}
 
 
-def engine_of(settings: Mapping[str, Any], model: nn.Module | None = None, **more: Any) -> Any:
-    """Return an engine made by our initialize, or by DeepSpeed's own without a block."""
+def engine_of(settings: dict[str, Any], model: nn.Module | None = None, **more: Any) -> Any:
+    """Return an engine made by our initialize, or by DeepSpeed's own without a block.
+
+    DeepSpeed before 0.19 takes settings out of what it is given, hence the copy.
+    """
     deepspeed = import_deepspeed()
     from comm_hooks.frameworks.deepspeed import initialize
 
     make = initialize if "comm_hooks" in settings else deepspeed.initialize
-    return make(model=model or net(), config=dict(settings), **more)[0]
+    return make(model=model or net(), config=copy.deepcopy(settings), **more)[0]
 
 
 def dtype_of(settings: Mapping[str, Any]) -> torch.dtype:

@@ -1,5 +1,6 @@
 """One import, and engines that others make attach themselves."""
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def through(make: Callable[..., Any], settings: dict[str, Any]) -> Any:
-    return make(model=net(), config=settings)[0]
+    return make(model=net(), config=copy.deepcopy(settings))[0]
 
 
 def in_all_ways(stage: int) -> dict[str, Any]:
