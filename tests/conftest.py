@@ -1,4 +1,7 @@
+import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -8,6 +11,9 @@ from tests.ranks import Ranks
 
 # Where something else keeps a core busy, threads that wait for each other take ten times as long.
 torch.set_num_threads(1)
+
+# As in an activated environment: torchrun, deepspeed, mpirun and our own commands are found.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 hypothesis.settings.register_profile(
     "default", deadline=None, max_examples=40, derandomize=True, print_blob=True

@@ -1,9 +1,9 @@
 """From a job and what is there to the commands that run it."""
 
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -86,7 +86,7 @@ def make_plan(
         nodes = int(environment.get("SLURM_NNODES", 1))
         if in_allocation(environment) and nodes > 1:
             return Plan([slurm.build_srun(job, nodes, check)])
-        if hostfile is None and DEEPSPEED_HOSTFILE.is_file() and shutil.which("deepspeed"):
+        if hostfile is None and DEEPSPEED_HOSTFILE.is_file() and find_spec("deepspeed"):
             hostfile = DEEPSPEED_HOSTFILE
         launcher = "deepspeed" if hostfile else "torchrun"
     if launcher == "torchrun":
@@ -129,7 +129,7 @@ def _torchrun(job: Job, environment: Mapping[str, str], check: bool) -> Plan:
 
 
 def _deepspeed(job: Job, hostfile: Path | None, check: bool) -> Plan:
-    if not shutil.which("deepspeed"):
+    if not find_spec("deepspeed"):
         raise ValueError('--launcher deepspeed: not installed: pip install "comm-hooks[deepspeed]"')
     if hostfile is None:
         if job.nodes != (1, 1):

@@ -42,7 +42,9 @@ def by_hand(node: int, port: int, *options: str) -> tuple[int, str, str]:
 def on_a_rank(port: int, packages: str, configs: str) -> tuple[int, str, str]:
     """Run as one of two nodes: each has a configuration, the second a package of its own."""
     rank = dist.get_rank()
-    with mock.patch.object(sys, "path", [packages, *sys.path] if rank else sys.path):
+    path = mock.patch.object(sys, "path", [packages, *sys.path] if rank else sys.path)
+    with path, pytest.MonkeyPatch.context() as environment:
+        forget_launchers(environment)  # what earlier tests in this process have set
         return by_hand(rank, port, "--config", f"{configs}/ds{rank}.json")
 
 
