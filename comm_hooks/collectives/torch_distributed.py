@@ -1,5 +1,8 @@
 """Requests over a ``torch.distributed`` process group."""
 
+import atexit
+import time
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +19,21 @@ from comm_hooks.collectives.requests import (
 
 # The name since torch 2.13; older versions know only the other one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_SECONDS_FOR_THREADS_TO_END = 0.1
+
+
+@cache
+def _let_gloo_threads_end_at_exit() -> None:
+    """Give gloo's threads the interpreter lock once more before the interpreter ends.
+
+    A thread of gloo that has completed a collective takes the lock to free what Python lent it,
+    possibly after the main thread has gone on.  If it asks while the interpreter finalizes, CPython
+    ends it with ``pthread_exit``, which C++ answers with ``abort()``: a training run that succeeded
+    ends with SIGABRT and "terminate called without an active exception", and torchrun calls it
+    failed.  ``destroy_process_group`` does not help, a DDP model keeps the group alive.
+    """
+    atexit.register(time.sleep, _SECONDS_FOR_THREADS_TO_END)
 
 
 class TorchDistributed(Transport):
@@ -38,6 +56,8 @@ class TorchDistributed(Transport):
         assert world is not None
         self._group = group if group is not None else world
         self._is_gloo = "gloo" in dist.get_backend(self._group)
+        if self._is_gloo:
+            _let_gloo_threads_end_at_exit()
 
     @property
     def rank(self) -> int:
