@@ -23,6 +23,10 @@ collect_ignore = [
 ]
 if not find_spec("mpi4py"):
     collect_ignore.append("comm_hooks/collectives/mpi.py")
+if not find_spec("dp_accounting"):
+    collect_ignore.append("comm_hooks/optim/private/accounting/pld.py")
+if not find_spec("opacus"):
+    collect_ignore += ["comm_hooks/optim/private/opacus.py", "benchmarks/per_sample_gradients.py"]
 # Importing these changes DeepSpeed for the whole process.
 collect_ignore.append("comm_hooks/frameworks/deepspeed/auto.py")
 collect_ignore.append("tests/frameworks/deepspeed/without_compiler")

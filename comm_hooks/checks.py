@@ -22,6 +22,12 @@ def require_dense_floats(tensor: torch.Tensor) -> None:
         )
 
 
+def checksum(parameters: Sequence[torch.Tensor]) -> int:
+    """Return the sum of all bytes: equal for equal models, whatever the device."""
+    octets = [p.detach().contiguous().view(-1).view(torch.uint8) for p in parameters]
+    return sum(int(o.sum(dtype=torch.int64)) for o in octets)
+
+
 def supported_collectives(
     compressor: Compressor, granularity: Granularity, exempt: Compressor
 ) -> list[str]:

@@ -155,6 +155,26 @@ class DataParallelModel:
         handle = self._entrance.register_forward_pre_hook(check)
 
 
+def hooks_of(module: nn.Module) -> list[Callable[..., Any] | str]:
+    """Return the communication hooks of a module under DDP or ``replicate``, in fact one at most.
+
+    PyTorch's built-in ones, which are not functions, by their name.
+    """
+    if isinstance(module, DistributedDataParallel):
+        ddp: Any = module
+    elif is_replicated(module):
+        from torch.distributed._composable.replicate import replicate
+
+        composable: Any = replicate.state(module)
+        if not composable.has_initialized:
+            return [args[1] for args, _ in composable._comm_hook_args]
+        ddp = composable._ddp
+    else:
+        return []
+    name = ddp._get_ddp_logging_data().get("comm_hook")
+    return [hook for hook, _ in ddp._comm_hooks] or ([name] if name else [])
+
+
 def require_bucket(bucket: object) -> None:
     """Raise ``ValueError`` unless it is a bucket of gradients that DDP's C++ reducer passes."""
     if not isinstance(bucket, dist.GradBucket):  # type: ignore[attr-defined]
@@ -215,7 +235,7 @@ def _find(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ValueError(f"register() takes a model, got {_kind(model)}")
     found = list(_outermost(model, lambda m: isinstance(m, DistributedDataParallel)))
-    found = found or list(_outermost(model, _is_replicated))
+    found = found or list(_outermost(model, is_replicated))
     if len(found) > 1:
         raise ValueError(
             f"{_kind(model)} has {len(found)} DistributedDataParallel models inside: register each"
@@ -239,7 +259,8 @@ def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterabl
             pending.extend(module.children())
 
 
-def _is_replicated(module: nn.Module) -> bool:
+def is_replicated(module: nn.Module) -> bool:
+    """Return whether the composable ``replicate`` was applied to this module."""
     # What replicate() makes of a module is an instance of a class derived from this one.
     return _has_base(module, "torch.distributed._composable.replicate", "DDP")
 

@@ -1,6 +1,5 @@
 """One round on flat vectors, no framework in sight."""
 
-import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from comm_hooks.checks import (
 )
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject, Round
-from comm_hooks.collectives.routes import OneShot, Route, Sharded, row_norms
+from comm_hooks.collectives.routes import Route, cheapest_route, row_norms
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor, require_choice, require_positive
 from comm_hooks.compressors.identity import Identity
@@ -26,8 +25,7 @@ from comm_hooks.layout import Granularity, Layout, Segment
 from comm_hooks.memory.base import Memory
 from comm_hooks.randomness import derive_key
 from comm_hooks.resuming import check_complete, check_memory, check_own, merge_memories
-
-logger = logging.getLogger(__name__)
+from comm_hooks.safeguard import COLLECTIVE_OF, Place, Safeguard
 
 
 class Exchange:
@@ -128,10 +126,15 @@ class Exchange:
         self._process_group = process_group
         self._agreed = False
         self._layouts: dict[tuple[tuple[Segment, ...], torch.device], Layout] = {}
-        self._routes: dict[tuple[Layout, Identity, Compressor], Route] = {}
+        self._routes: dict[tuple[Layout, Identity, Compressor, Place | None], Route] = {}
         self._numels: dict[str, int] = {}  # of all parameters that the memory may know
         self._bytes = 0
         self._bytes_uncompressed = 0
+
+    @property
+    def exempt(self) -> Compressor:
+        """What compresses the parameters that ``compressor`` does not see."""
+        return self._exempt
 
     @property
     def exempt_bits(self) -> int:
@@ -164,7 +167,7 @@ class Exchange:
             return
         configs = yield AllGatherObject(self.config())
         check_agreement(configs)
-        if self.transport.world_size == 1:
+        if self.transport.world_size == 1 and self.compressor != Identity():
             warnings.warn(
                 "world size is 1: gradients are compressed and decompressed, but no communication "
                 "is saved",
@@ -178,22 +181,19 @@ class Exchange:
         *,
         compress: bool | Compressor = True,
         memory: Memory | None = None,
+        safeguard: Safeguard | None = None,
     ) -> Round[None]:
         """Return a round that replaces each tensor, in place, by its mean over ranks.
 
         For whoever drives several ranks (:class:`~comm_hooks.collectives.Simulated`); with a
         process group use :meth:`average_`, which takes the same arguments.
         """
-        if not tensors:
-            raise ValueError("there is nothing to average: no tensors were given")
-        for tensor in tensors.values():
-            require_dense_floats(tensor)
-        layout = self.layout(
-            [Segment(n, tuple(t.shape), self.exempts(t.shape)) for n, t in tensors.items()],
-            next(iter(tensors.values())).device,
-        )
         yield from self.bucket_round(
-            layout, list(tensors.values()), compress=compress, memory=memory
+            self.layout_of(tensors),
+            list(tensors.values()),
+            compress=compress,
+            memory=memory,
+            safeguard=safeguard,
         )
         self.step += 1
 
@@ -203,6 +203,7 @@ class Exchange:
         *,
         compress: bool | Compressor = True,
         memory: Memory | None = None,
+        safeguard: Safeguard | None = None,
     ) -> None:
         """Replace each tensor, in place, by its mean over ranks; blocking.  Counts as one step.
 
@@ -212,16 +213,49 @@ class Exchange:
             compress: False averages exactly, for warm-up steps; a compressor takes the place of
                 the exchange's own in this round.
             memory: takes the place of the exchange's own: another client's, say.
+            safeguard: clips and adds noise on the way, for private training.
 
         Raises:
             ValueError: for tensors that are not dense and floating-point, and for a compressor
-                that cannot go with the exchange's other settings.
+                or a safeguard that cannot go with the exchange's other settings.
         """
-        self.transport.run(self.round(tensors, compress=compress, memory=memory))
+        self.transport.run(
+            self.round(tensors, compress=compress, memory=memory, safeguard=safeguard)
+        )
 
     def exempts(self, shape: Sequence[int]) -> bool:
         """Return whether a parameter of this shape travels uncompressed."""
         return len(shape) <= 1 or torch.Size(shape).numel() < self.min_numel
+
+    def layout_of(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        """Return the workspace for these tensors by name.
+
+        Raises:
+            ValueError: if there are none, or one is not dense and floating-point.
+        """
+        if not tensors:
+            raise ValueError("there is nothing to average: no tensors were given")
+        for tensor in tensors.values():
+            require_dense_floats(tensor)
+        return self.layout(
+            [Segment(n, tuple(t.shape), self.exempts(t.shape)) for n, t in tensors.items()],
+            next(iter(tensors.values())).device,
+        )
+
+    def norm_bound(self, layout: Layout) -> float:
+        """Return the largest possible norm of a payload over that of what is in it.
+
+        See :meth:`~comm_hooks.compressors.base.Compressor.norm_bound`.
+        """
+        world_size = self.transport.world_size
+        bounds = [
+            self.compressor.norm_bound(rows.matrix.shape[1], world_size=world_size)
+            for rows in layout.compressed
+        ]
+        if layout.exempt:
+            bounds.append(self._exempt.norm_bound(layout.exempt.matrix.shape[1]))
+        # Parts are apart in the vector and in the payload, so their bounds do not add up.
+        return max(bounds)
 
     def layout(self, segments: Sequence[Segment], device: torch.device) -> Layout:
         """Return the workspace for a bucket of these segments, made at the first call."""
@@ -246,6 +280,7 @@ class Exchange:
         compress: bool | Compressor = True,
         memory: Memory | None = None,
         scale: float = 1.0,
+        safeguard: Safeguard | None = None,
     ) -> Round[None]:
         """Return a round on one bucket of a step that may have several.
 
@@ -253,15 +288,16 @@ class Exchange:
             layout: from :meth:`layout`.
             tensors: dense, of one floating-point dtype, shaped like the layout's segments;
                 overwritten with the mean.
-            compress, memory: see :meth:`average_`.
+            compress, memory, safeguard: see :meth:`average_`.
             scale: the factor by which the tensors are scaled at present.
         """
         if isinstance(compress, Compressor):
             self._check(compress)
         yield from self.agree()
-        route = self._route(layout, compress)
+        place = safeguard.place if safeguard else None
+        route = self._route(layout, compress, place)
         layout.load(tensors)
-        memory = (memory or self.memory) if compress else None
+        memory = (memory or self.memory) if compress and place != "owner" else None
         norms = [row_norms(rows.matrix) for rows in layout.groups]
         active = [memory.active(norm) for norm in norms] if memory else []
         if layout.exempt:
@@ -287,7 +323,7 @@ class Exchange:
             [derive_key(self.seed, self.step, name) for name in part.names]
             for part in layout.parts()
         ]
-        yield from route.travel(keys, health, scale, settle if memory else None)
+        yield from route.travel(keys, health, scale, settle if memory else None, safeguard)
         layout.store(tensors)
 
     def count_traffic(self, nbytes: int, uncompressed: int) -> None:
@@ -386,31 +422,32 @@ class Exchange:
     def _check(self, compressor: Compressor) -> None:
         check_combination(compressor, self.memory, self.collective, self.granularity, self._exempt)
 
-    def _route(self, layout: Layout, compress: bool | Compressor) -> Route:
+    def _route(self, layout: Layout, compress: bool | Compressor, place: Place | None) -> Route:
         compressor: Compressor = Identity()
         if compress:
             compressor = self.compressor if compress is True else compress
         exempt = self._exempt if compress else Identity()
-        key = (layout, exempt, compressor)
+        key = (layout, exempt, compressor, place)
         if key not in self._routes:
-            parts = [compressor] * len(layout.compressed)
-            parts = [exempt, *parts] if layout.exempt else parts
-            routes: dict[str, Route] = {}
             collectives = ["all_reduce"]
-            if compress:
+            if compress or place:
                 collectives = supported_collectives(compressor, self.granularity, exempt)
-            for collective in collectives:
-                if compress and self.collective not in ("auto", collective):
-                    continue
-                routes[collective] = (
-                    Sharded(layout, parts, self.transport, self._server_memory)
-                    if collective == "sharded"
-                    else OneShot(
-                        layout, parts, self.transport, sum_on_wire=collective == "all_reduce"
-                    )
+                wanted = (self.collective, COLLECTIVE_OF[place]) if place else (self.collective,)
+                collectives = [c for c in collectives if all(w in ("auto", c) for w in wanted)]
+            if not collectives:
+                assert place
+                raise ValueError(
+                    f"a safeguard at the {place} needs collective={COLLECTIVE_OF[place]!r}, which "
+                    f"{compressor} with collective={self.collective!r} and "
+                    f"granularity={self.granularity!r} cannot have"
                 )
-            # min() keeps the first of equals, and the simplest routes come first.
-            chosen = min(routes, key=lambda name: routes[name].traffic)
-            logger.info("%d elements travel by %s", layout.work.numel(), chosen)
-            self._routes[key] = routes[chosen]
+            self._routes[key] = cheapest_route(
+                layout,
+                compressor,
+                exempt,
+                collectives,
+                self.transport,
+                self._server_memory,
+                exact_uplink=place == "owner",
+            )
         return self._routes[key]

@@ -7,7 +7,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.exact_state import ExactStateOptimizer
-from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.hyperparameters import check_gradient, check_hyperparameters
 
 
 class _Adam(ExactStateOptimizer):
@@ -83,7 +83,7 @@ class _Adam(ExactStateOptimizer):
         ]
         for _, parameters in work:
             for parameter in parameters:
-                self._require_dense_and_real(parameter.grad)
+                check_gradient(self, parameter.grad)
         for group, parameters in work:
             if group["foreach"] is False:
                 for parameter in parameters:
@@ -96,18 +96,6 @@ class _Adam(ExactStateOptimizer):
             for members in alike.values():
                 self._update_foreach(members, group)
         return loss
-
-    def _require_dense_and_real(self, gradient: torch.Tensor) -> None:
-        name = type(self).__name__
-        if gradient.layout is not torch.strided:
-            raise ValueError(
-                f"{name} does not support sparse gradients: use sparse=False in embeddings"
-            )
-        if gradient.is_complex():
-            raise ValueError(
-                f"{name} does not support complex gradients: make the real and the imaginary part "
-                "parameters, see torch.view_as_complex"
-            )
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state = self.state[parameter]

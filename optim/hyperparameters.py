@@ -1,7 +1,9 @@
-"""What every optimizer refuses in its hyperparameters, in the same words."""
+"""What every optimizer refuses in its hyperparameters and gradients, in the same words."""
 
 import math
 from collections.abc import Sequence
+
+import torch
 
 from comm_hooks.compressors.base import require_positive
 
@@ -59,4 +61,29 @@ def check_freeze_step(owner: object, freeze_step: int, total_steps: int | None) 
         raise ValueError(
             f"{type(owner).__name__}: freeze_step {freeze_step} leaves none of total_steps "
             f"{total_steps} to compress: take 20 %"
+        )
+
+
+def check_gradient(owner: object, gradient: torch.Tensor) -> None:
+    """Raise ``ValueError`` for a gradient that is sparse or complex.
+
+    Args:
+        owner: the optimizer, whose class the message names.
+        gradient: of one parameter.
+
+    Example::
+
+        >>> check_gradient(object(), torch.zeros(2).to_sparse())
+        Traceback (most recent call last):
+        ValueError: object does not support sparse gradients: use sparse=False in embeddings
+    """
+    name = type(owner).__name__
+    if gradient.layout is not torch.strided:
+        raise ValueError(
+            f"{name} does not support sparse gradients: use sparse=False in embeddings"
+        )
+    if gradient.is_complex():
+        raise ValueError(
+            f"{name} does not support complex gradients: make the real and the imaginary part "
+            "parameters, see torch.view_as_complex"
         )

@@ -96,6 +96,20 @@ class SparseWindow:
         # What lies in the padding is zero, wherever it ends.
         return places.flatten(1).clamp_(max=self.numel - 1), values.flatten(1)
 
+    @staticmethod
+    def weights(beta: float, steps: int, rows: int) -> list[float]:
+        """Return the weights in a mean of the last vectors in a ring of rows: beta^age, of sum 1.
+
+        Args:
+            beta: decay.
+            steps: how many vectors there have been, at least 1; the newest, of age 0, is in row
+                ``(steps - 1) % rows``.
+            rows: of the ring; of ``min(steps, rows)`` of them, in order, are the weights.
+        """
+        newest = (steps - 1) % rows
+        powers = [beta ** ((newest - row) % rows) for row in range(min(steps, rows))]
+        return [power / sum(powers) for power in powers]
+
     def moments(
         self, history: torch.Tensor, weights: Sequence[float], square_weights: Sequence[float]
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -12,15 +12,26 @@ from rich.text import Text
 from benchmarks.studies.runs import Method, Outcome
 
 
+def _error(outcome: Outcome) -> str:
+    return f"error {100 * statistics.mean(outcome.errors):.2f} %"
+
+
 class Display:
     """Is told of every method and run in turn."""
 
-    def __init__(self, console: Console, progress: Progress, methods: int) -> None:
+    def __init__(
+        self,
+        console: Console,
+        progress: Progress,
+        methods: int,
+        reached: Callable[[Outcome], str] = _error,
+    ) -> None:
         self._console = console
         self._progress = progress
         self._study = progress.add_task("study", total=methods, state="")
         self._run = progress.add_task("run", total=None, state="")
         self._count = methods
+        self._reached = reached
         self._begun = 0
         self._started = 0.0
 
@@ -42,9 +53,7 @@ class Display:
         """Tell what became of the method."""
         self._progress.advance(self._study)
         seconds = time.monotonic() - self._started
-        reached = "diverged"
-        if not outcome.diverged:
-            reached = f"error {100 * statistics.mean(outcome.errors):.2f} %"
+        reached = "diverged" if outcome.diverged else self._reached(outcome)
         self._console.print(
             Text(
                 f"[{self._begun}/{self._count}] {describe(outcome.name, outcome.labels)}: "
@@ -65,8 +74,10 @@ def describe(name: str, labels: dict[str, object]) -> str:
 
 
 @contextmanager
-def open_display(console: Console, methods: int) -> Iterator[Display]:
-    """Open a display for so many methods."""
+def open_display(
+    console: Console, methods: int, reached: Callable[[Outcome], str] = _error
+) -> Iterator[Display]:
+    """Open a display for so many methods; ``reached`` says what a method has come to."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -75,4 +86,4 @@ def open_display(console: Console, methods: int) -> Iterator[Display]:
         TextColumn("{task.fields[state]}", markup=False),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        yield Display(console, progress, methods)
+        yield Display(console, progress, methods, reached)

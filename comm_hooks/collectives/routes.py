@@ -8,6 +8,7 @@ A route takes the vectors in a layout's workspace to their mean over ranks, in p
   compresses the mean again and gives it to all.  Its traffic does not grow with the ranks.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -16,10 +17,14 @@ import torch
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Round
 from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.identity import Identity
 from comm_hooks.layout import Layout, Rows
 from comm_hooks.memory.base import Memory
 from comm_hooks.randomness import fork
-from comm_hooks.wire.payload import PayloadFormat, total_health
+from comm_hooks.safeguard import Safeguard
+from comm_hooks.wire.payload import HEADER_NBYTES, PayloadFormat, total_health
+
+logger = logging.getLogger(__name__)
 
 Keys = Sequence[Sequence[int]]
 Settle = Callable[[torch.Tensor], None]
@@ -35,7 +40,12 @@ class Route(ABC):
 
     @abstractmethod
     def travel(
-        self, keys: Keys, health: torch.Tensor, scale: float, settle: Settle | None
+        self,
+        keys: Keys,
+        health: torch.Tensor,
+        scale: float,
+        settle: Settle | None,
+        safeguard: Safeguard | None = None,
     ) -> Round[None]:
         """Replace the workspace's vectors by their mean over ranks; by NaN if one is not finite.
 
@@ -45,6 +55,7 @@ class Route(ABC):
             scale: the factor by which the vectors are scaled at present.
             settle: called once, with whether all ranks' vectors were finite (a boolean scalar), at
                 a moment when the workspace holds what this rank did not send.  None: not needed.
+            safeguard: of a place on this route; see :class:`~comm_hooks.safeguard.Safeguard`.
         """
 
 
@@ -75,24 +86,50 @@ class OneShot(Route):
         return request(payload).traffic(self._transport.world_size)
 
     def travel(
-        self, keys: Keys, health: torch.Tensor, scale: float, settle: Settle | None
+        self,
+        keys: Keys,
+        health: torch.Tensor,
+        scale: float,
+        settle: Settle | None,
+        safeguard: Safeguard | None = None,
     ) -> Round[None]:
         own = self._transport.rank
         payload = self._format.encode(self._matrices, keys, own, health)
         if settle:
             self._format.decode(self._matrices, payload, keys, own, alpha=-1.0, add=True)
         if self._sum_on_wire:
+            if safeguard:
+                safeguard.clip_([payload[HEADER_NBYTES:].view(torch.float32)])
             total = yield AllReduce(payload.view(torch.float32))
+            if safeguard:
+                # A simulated world gives the same tensor to all ranks.
+                total = total.clone()
             payloads = total.view(torch.uint8)[None]
+            if safeguard:
+                safeguard.add_noise_([payloads[0, HEADER_NBYTES:].view(torch.float32)])
         else:
             payloads = yield AllGather(payload)
         health = total_health(payloads)
         if settle:
             settle(torch.isfinite(health))
         share = 1 / self._transport.world_size
-        for rank, payload in enumerate(payloads):
-            self._format.decode(self._matrices, payload, keys, rank, alpha=share, add=rank > 0)
+        if safeguard and not self._sum_on_wire:
+            self._sum_clipped(payloads, keys, safeguard)
+            self._layout.work.mul_(share)
+        else:
+            for rank, payload in enumerate(payloads):
+                self._format.decode(self._matrices, payload, keys, rank, alpha=share, add=rank > 0)
         spoil_(self._layout.work, health)
+
+    def _sum_clipped(self, payloads: torch.Tensor, keys: Keys, safeguard: Safeguard) -> None:
+        """Decompress and clip one payload after the other; write the noised sum."""
+        total = torch.zeros_like(self._layout.work)
+        for rank, payload in enumerate(payloads):
+            self._format.decode(self._matrices, payload, keys, rank)
+            safeguard.clip_(self._matrices)
+            total += self._layout.work
+        self._layout.work.copy_(total)
+        safeguard.add_noise_(self._matrices)
 
 
 class Sharded(Route):
@@ -101,6 +138,9 @@ class Sharded(Route):
     Rank j owns the j-th of N equal column ranges of every part, so which rank averages an element
     depends on its parameter alone, not on the bucket it came in.  ``memory`` keeps what the second
     compression left out of the owned shards; like every memory it belongs to this rank.
+
+    With ``exact_uplink`` vectors reach the owners as they are, in float32, and only what the owners
+    send is compressed.
     """
 
     def __init__(
@@ -109,6 +149,8 @@ class Sharded(Route):
         compressors: Sequence[Compressor],
         transport: Transport,
         memory: Memory | None,
+        *,
+        exact_uplink: bool = False,
     ) -> None:
         self._layout = layout
         self._transport = transport
@@ -124,17 +166,26 @@ class Sharded(Route):
             for part in parts
         ]
         self._remembered = self._owned[1:] if layout.exempt else self._owned
-        self._format = PayloadFormat(
-            [(c, *rows.matrix.shape) for c, rows in zip(compressors, self._owned, strict=True)],
-            ranks,
+        shapes = [rows.matrix.shape for rows in self._owned]
+        self._downlink = PayloadFormat(
+            [(c, *shape) for c, shape in zip(compressors, shapes, strict=True)], ranks
         )
+        self._uplink = self._downlink
+        if exact_uplink:
+            self._uplink = PayloadFormat([(Identity(), *shape) for shape in shapes], ranks)
 
     @property
     def traffic(self) -> int:
-        return 2 * (self._transport.world_size - 1) * self._format.nbytes
+        nbytes = self._uplink.nbytes + self._downlink.nbytes
+        return (self._transport.world_size - 1) * nbytes
 
     def travel(
-        self, keys: Keys, health: torch.Tensor, scale: float, settle: Settle | None
+        self,
+        keys: Keys,
+        health: torch.Tensor,
+        scale: float,
+        settle: Settle | None,
+        safeguard: Safeguard | None = None,
     ) -> Round[None]:
         ranks, own = self._transport.world_size, self._transport.rank
         owned = [rows.matrix for rows in self._owned]
@@ -142,28 +193,31 @@ class Sharded(Route):
         downlink = [[fork(part, ranks + shard) for part in keys] for shard in range(ranks)]
 
         shards = [self._split(matrix) for matrix in self._matrices]
-        payloads = torch.empty(ranks, self._format.nbytes, dtype=torch.uint8, device=health.device)
+        payloads = torch.empty(ranks, self._uplink.nbytes, dtype=torch.uint8, device=health.device)
         for shard in range(ranks):
             matrices = [part[shard] for part in shards]
-            self._format.encode(matrices, uplink[shard], own, health, out=payloads[shard])
+            self._uplink.encode(matrices, uplink[shard], own, health, out=payloads[shard])
             if settle:
-                self._format.decode(
+                self._uplink.decode(
                     matrices, payloads[shard], uplink[shard], own, alpha=-1.0, add=True
                 )
         received = yield AllToAll(payloads, final=False)
 
+        # Noise belongs to the sum.
+        share = 1.0 if safeguard else 1 / ranks
         for rank in range(ranks):
-            self._format.decode(
-                owned, received[rank], uplink[own], rank, alpha=1 / ranks, add=rank > 0
-            )
+            self._uplink.decode(owned, received[rank], uplink[own], rank, alpha=share, add=rank > 0)
+        if safeguard:
+            safeguard.add_noise_(owned)
+            torch._foreach_mul_(owned, 1 / ranks)
         health = total_health(received)
         if self._memory:
             active = [self._memory.active(row_norms(rows.matrix)) for rows in self._remembered]
             for rows, is_active in zip(self._remembered, active, strict=True):
                 self._memory.compensate(rows, is_active, scale)
-        mean = self._format.encode(owned, downlink[own], own, health)
+        mean = self._downlink.encode(owned, downlink[own], own, health)
         if self._memory:
-            self._format.decode(owned, mean, downlink[own], own, alpha=-1.0, add=True)
+            self._downlink.decode(owned, mean, downlink[own], own, alpha=-1.0, add=True)
         means = yield AllGather(mean)
 
         health = total_health(means)
@@ -176,7 +230,7 @@ class Sharded(Route):
             settle(accept)
         for shard in range(ranks):
             matrices = [part[shard] for part in shards]
-            self._format.decode(matrices, means[shard], downlink[shard], shard)
+            self._downlink.decode(matrices, means[shard], downlink[shard], shard)
         self._merge(shards)
         spoil_(self._layout.work, health)
 
@@ -189,6 +243,39 @@ class Sharded(Route):
     def _merge(self, shards: Sequence[torch.Tensor]) -> None:
         for matrix, part in zip(self._matrices, shards, strict=True):
             matrix.copy_(part.transpose(0, 1).flatten(1)[:, : matrix.shape[1]])
+
+
+def cheapest_route(
+    layout: Layout,
+    compressor: Compressor,
+    exempt: Compressor,
+    collectives: Sequence[str],
+    transport: Transport,
+    server_memory: Memory | None,
+    *,
+    exact_uplink: bool = False,
+) -> Route:
+    """Return the route over one of ``collectives`` that moves the fewest bytes.
+
+    Args:
+        exempt: compresses the parameters that ``compressor`` does not see.
+        server_memory, exact_uplink: see :class:`Sharded`.
+    """
+    compressors = [compressor] * len(layout.compressed)
+    compressors = [exempt, *compressors] if layout.exempt else compressors
+    routes: dict[str, Route] = {}
+    for collective in collectives:
+        if collective == "sharded":
+            routes[collective] = Sharded(
+                layout, compressors, transport, server_memory, exact_uplink=exact_uplink
+            )
+        else:
+            sums = collective == "all_reduce"
+            routes[collective] = OneShot(layout, compressors, transport, sum_on_wire=sums)
+    # min() keeps the first of equals, and the simplest routes come first.
+    chosen = min(routes, key=lambda name: routes[name].traffic)
+    logger.info("%d elements travel by %s", layout.work.numel(), chosen)
+    return routes[chosen]
 
 
 def row_norms(matrix: torch.Tensor) -> torch.Tensor:

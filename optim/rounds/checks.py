@@ -4,7 +4,7 @@ from torch.optim import Optimizer
 
 from comm_hooks.compressors.base import require_positive
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.rounds.participation import Participation
+from comm_hooks.optim.rounds.participation import ClientSampling
 
 
 def check_rounds(
@@ -14,7 +14,7 @@ def check_rounds(
     server: Optimizer | None,
     local_steps: int | None,
     fragments: int,
-    participation: Participation | None,
+    participation: ClientSampling | None,
 ) -> None:
     """Raise ``ValueError`` for rounds of local work that cannot be."""
     name = type(owner).__name__

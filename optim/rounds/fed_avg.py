@@ -7,7 +7,7 @@ from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
-from comm_hooks.optim.rounds.participation import Participation
+from comm_hooks.optim.rounds.participation import ClientSampling
 
 
 class FedAvg(LocalRounds):
@@ -53,7 +53,7 @@ class FedAvg(LocalRounds):
         weight_decay: float = 0.0,
         server_lr: float = 1.0,
         server_momentum: float = 0.0,
-        participation: Participation | None = None,
+        participation: ClientSampling | None = None,
     ) -> None:
         members: Any = list(params)  # for two optimizers: an iterator would be empty for the second
         super().__init__(

@@ -7,7 +7,7 @@ from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
-from comm_hooks.optim.rounds.participation import Participation
+from comm_hooks.optim.rounds.participation import ClientSampling
 from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad, LocalLAMB
 
 
@@ -48,7 +48,7 @@ class FedAMS(LocalRounds):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         local_steps: int | None = None,
-        participation: Participation | None = None,
+        participation: ClientSampling | None = None,
     ) -> None:
         inner = LocalAMSGrad(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(inner, exchange, local_steps=local_steps, participation=participation)
@@ -97,7 +97,7 @@ class FedLAMB(LocalRounds):
         weight_decay: float = 0.0,
         phi: Callable[[torch.Tensor], torch.Tensor] | None = None,
         local_steps: int | None = None,
-        participation: Participation | None = None,
+        participation: ClientSampling | None = None,
     ) -> None:
         inner = LocalLAMB(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, phi=phi)
         super().__init__(inner, exchange, local_steps=local_steps, participation=participation)

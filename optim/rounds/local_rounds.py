@@ -8,13 +8,19 @@ from typing import Any, Protocol, overload, runtime_checkable
 import torch
 from torch.optim import SGD, Optimizer
 
+from comm_hooks.checks import checksum
 from comm_hooks.compressors.base import require_choice
 from comm_hooks.exchange import Exchange
-from comm_hooks.memory.base import Memory
 from comm_hooks.optim.rounds.checks import check_rounds
 from comm_hooks.optim.rounds.clients import ClientStates
+from comm_hooks.optim.rounds.collecting import (
+    Aggregate,
+    Collection,
+    Contribution,
+    PlainCollection,
+)
 from comm_hooks.optim.rounds.fragments import cut
-from comm_hooks.optim.rounds.participation import Participation
+from comm_hooks.optim.rounds.participation import ClientSampling
 from comm_hooks.optim.rounds.server_model import ServerModel
 
 
@@ -118,7 +124,7 @@ class LocalRounds:
         *,
         local_steps: int | None = None,
         fragments: int = 1,
-        participation: Participation | None = None,
+        participation: ClientSampling | None = None,
         client_state: str = "keep",
     ) -> None:
         check_rounds(self, inner, exchange, server, local_steps, fragments, participation)
@@ -144,9 +150,9 @@ class LocalRounds:
             "server": type(self.server).__name__,
             "local_steps": local_steps,
             "fragments": fragments,
-            "participation": participation,
+            "participation": repr(participation),
             "client_state": client_state,
-            "checksum of the initial model": _checksum(self._parameters),
+            "checksum of the initial model": checksum(self._parameters),
         }
 
     @property
@@ -230,20 +236,13 @@ class LocalRounds:
                 "LocalRounds: clients() needs participation=Participation(clients=...); without, "
                 "every rank is one client and step() exchanges by itself"
             )
-        # Linear payloads of one rank's clients can be added up before they are made.
-        adds_up = self.exchange.compressor.linear and self.exchange.memory is None
         own_rank = self.exchange.transport.rank
-        turns = self.participation.turns(self.round_index, self.exchange.transport.world_size)
-        scheduled = [client for turn in turns for client in turn if client is not None]
         everything = range(len(self._parameters))
-        total = [torch.zeros_like(values) for values in self._model.values]
-        statistics: dict[str, torch.Tensor] = {}
-        played: set[int] = set()
-        contributed: list[int] = []
-        memory = self.exchange.memory
+        turns = self.participation.turns(self.round_index, self.exchange.transport)
+        collection = self._collection(everything)
         for turn in turns:
             client = turn[own_rank]
-            delta = [torch.zeros_like(values) for values in total]
+            contribution, memory = None, None
             if client is not None:
                 self._model.restore()
                 self._clients.enter(client)
@@ -254,20 +253,11 @@ class LocalRounds:
                     raise
                 self._clients.leave(client)
                 memory = self._clients.memory(client)
-                delta = self._model.progress(everything)
-                if is_finite(delta):
-                    played.add(client)
-                    self._add_statistics(statistics)
-                else:
-                    torch._foreach_zero_(delta)
+                contribution = self._contribution(client, everything)
+                if contribution is None:
                     self._clients.forget_inner(client)
-            if not adds_up:
-                # A rank that sits out sends zeros, which leave whatever memory this is alone.
-                contributed += self._sum(everything, delta, turn, played, memory)
-            torch._foreach_add_(total, delta)
-        if adds_up:
-            contributed = self._sum(everything, total, scheduled, played, None)
-        self._conclude(everything, total, statistics, scheduled, contributed)
+            collection.add(turn, contribution, memory)
+        self._conclude(everything, collection.finish())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank must save beside the model: safe for ``weights_only``."""
@@ -307,93 +297,53 @@ class LocalRounds:
 
     def _exchange_own(self, fragment: Sequence[int]) -> None:
         """Exchange this rank's progress on a fragment and let the server take its step there."""
-        own_rank = self.exchange.transport.rank
-        ranks = range(self.exchange.transport.world_size)
-        delta = self._model.progress(fragment)
-        statistics: dict[str, torch.Tensor] = {}
-        own = {own_rank}
-        if is_finite(delta):
-            self._add_statistics(statistics)
-        else:
-            own = set()
-            torch._foreach_zero_(delta)
+        contribution = self._contribution(self.exchange.transport.rank, fragment)
+        if contribution is None:
             # What spoiled this fragment has reached the others or soon will.
             self.inner.state.clear()
             self._model.restore()
-        contributed = self._sum(fragment, delta, ranks, own, self.exchange.memory)
-        self._conclude(fragment, delta, statistics, ranks, contributed)
+        collection = self._collection(fragment)
+        ranks = range(self.exchange.transport.world_size)
+        collection.add(ranks, contribution, self.exchange.memory)
+        self._conclude(fragment, collection.finish())
 
-    def _sum(
-        self,
-        fragment: Sequence[int],
-        delta: list[torch.Tensor],
-        scheduled: Sequence[int | None],
-        own: set[int],
-        memory: Memory | None,
-    ) -> list[int]:
-        """Replace ``delta`` by its sum over ranks; return who of ``scheduled`` is in it.
+    def _contribution(self, client: int, fragment: Sequence[int]) -> Contribution | None:
+        """Return what a client has done since the last exchange; None if it is not finite."""
+        delta = self._model.progress(fragment)
+        if not is_finite(delta):
+            return None
+        statistics = {}
+        if isinstance(self.inner, SharesStatistics):
+            statistics = self.inner.statistics()
+        return Contribution(client, delta, statistics)
 
-        Args:
-            own: the clients that this rank's delta is of, none if it is zero.
-        """
-        flags = torch.tensor([float(c in own) for c in scheduled], device=delta[0].device)
-        names = [self._names[i] for i in fragment]
-        # The exchange tells its workspaces apart by the names in them.
-        message = {
-            **dict(zip(names, delta, strict=True)),
-            f"<contributors with {names[0]}>": flags,
-        }
-        self.exchange.average_(message, memory=memory)
-        torch._foreach_mul_(delta, self.exchange.transport.world_size)
-        is_in = (flags * self.exchange.transport.world_size > 0.5).tolist()
-        return [c for c, here in zip(scheduled, is_in, strict=True) if here and c is not None]
+    def _collection(self, fragment: Sequence[int]) -> Collection:
+        delta = {self._names[i]: torch.zeros_like(self._model.values[i]) for i in fragment}
+        statistics = {}
+        if isinstance(self.inner, SharesStatistics):
+            statistics = {n: torch.zeros_like(t) for n, t in self.inner.statistics().items()}
+        if self.participation is None:
+            return PlainCollection(self.exchange, delta, statistics)
+        return self.participation.collection(self.exchange, delta, statistics)
 
-    def _conclude(
-        self,
-        fragment: Sequence[int],
-        total: list[torch.Tensor],
-        statistics: dict[str, torch.Tensor],
-        scheduled: Sequence[int],
-        contributed: Sequence[int],
-    ) -> None:
+    def _conclude(self, fragment: Sequence[int], aggregate: Aggregate) -> None:
         """Name the clients that are missing, and let the server take its step with the mean."""
-        missing = sorted(set(scheduled) - set(contributed))
-        if missing:
+        if aggregate.missing:
             warnings.warn(
                 f"round {self.round_index}: left out, having returned values that are not finite: "
-                f"client {', '.join(map(str, missing))}; the mean is over the other "
-                f"{len(contributed)} of {len(scheduled)}",
+                f"client {', '.join(map(str, aggregate.missing))}; the mean is over the other "
+                f"{aggregate.contributors} of {aggregate.contributors + len(aggregate.missing)}",
                 stacklevel=4,
             )
-        if contributed:
-            torch._foreach_div_(total, len(contributed))
-            self._model.step(fragment, total)
-            self._share_statistics(statistics, len(contributed))
-        else:
+        if aggregate.delta is None:
             self._model.restore(fragment)
+        else:
+            self._model.step(fragment, aggregate.delta)
+            if isinstance(self.inner, SharesStatistics):
+                self.inner.set_statistics(aggregate.statistics)
         self.round_index += 1
-
-    def _add_statistics(self, total: dict[str, torch.Tensor]) -> None:
-        if isinstance(self.inner, SharesStatistics):
-            for name, tensor in self.inner.statistics().items():
-                total[name] = total[name] + tensor if name in total else tensor.clone()
-
-    def _share_statistics(self, total: dict[str, torch.Tensor], contributors: int) -> None:
-        """Average what the inner optimizer wants averaged, exactly."""
-        if not isinstance(self.inner, SharesStatistics):
-            return
-        total = total or {n: torch.zeros_like(t) for n, t in self.inner.statistics().items()}
-        self.exchange.average_(total, compress=False)
-        torch._foreach_mul_(list(total.values()), self.exchange.transport.world_size / contributors)
-        self.inner.set_statistics(total)
 
 
 def is_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether all elements are finite; reads one number back from the device."""
     return bool(torch.isfinite(torch.stack(torch._foreach_norm(list(tensors))).sum()))
-
-
-def _checksum(parameters: Sequence[torch.Tensor]) -> int:
-    """Return the sum of all bytes: equal for equal models, whatever the device."""
-    octets = [p.detach().contiguous().view(-1).view(torch.uint8) for p in parameters]
-    return sum(int(o.sum(dtype=torch.int64)) for o in octets)

@@ -1,16 +1,44 @@
 """Which clients take part in a round, and which rank plays them."""
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from comm_hooks.collectives.base import Transport
 from comm_hooks.compressors.base import require_fraction, require_positive
+from comm_hooks.exchange import Exchange
+from comm_hooks.optim.rounds.collecting import Collection, PlainCollection
 from comm_hooks.randomness import derive_key, random_bits
 
 
+class ClientSampling(ABC):
+    """Draws the clients of each round and collects what they return."""
+
+    @abstractmethod
+    def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
+        """Return who plays whom: for each turn one client per rank, None where a rank sits out."""
+
+    @abstractmethod
+    def collection(
+        self,
+        exchange: Exchange,
+        delta: Mapping[str, torch.Tensor],
+        statistics: Mapping[str, torch.Tensor],
+    ) -> Collection:
+        """Return what collects the round whose turns have just been asked for.
+
+        Args:
+            exchange, delta, statistics: see
+                :class:`~comm_hooks.optim.rounds.collecting.Collection`.
+        """
+
+
 @dataclass(frozen=True)
-class Participation:
+class Participation(ClientSampling):
     """Draws the clients of each round, the same on all ranks, without communication.
 
     Args:
@@ -28,7 +56,7 @@ class Participation:
         >>> half = Participation(clients=50, fraction=0.5, seed=0)
         >>> len(half.draw(round_index=7))
         25
-        >>> half.turns(round_index=7, world_size=2)[0] == half.turns(7, 2)[0]
+        >>> half.draw(7) == half.draw(7)
         True
     """
 
@@ -46,13 +74,22 @@ class Participation:
         bits = random_bits([derive_key(self.seed, round_index, "participation")], self.clients)[0]
         return sorted(np.argsort(bits, kind="stable")[:count].tolist())
 
-    def turns(self, round_index: int, world_size: int) -> list[list[int | None]]:
-        """Return who plays whom: for each turn one client per rank, None where a rank sits out."""
-        hands = [
-            [client for client in self.draw(round_index) if client % world_size == rank]
-            for rank in range(world_size)
-        ]
-        return [
-            [hand[turn] if turn < len(hand) else None for hand in hands]
-            for turn in range(max(map(len, hands)))
-        ]
+    def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
+        return deal(self.draw(round_index), transport.world_size)
+
+    def collection(
+        self,
+        exchange: Exchange,
+        delta: Mapping[str, torch.Tensor],
+        statistics: Mapping[str, torch.Tensor],
+    ) -> Collection:
+        return PlainCollection(exchange, delta, statistics)
+
+
+def deal(clients: Sequence[int], world_size: int) -> list[list[int | None]]:
+    """Return the turns in which the ranks play these clients; at least one, if with nobody."""
+    hands = [[c for c in clients if c % world_size == rank] for rank in range(world_size)]
+    return [
+        [hand[turn] if turn < len(hand) else None for hand in hands]
+        for turn in range(max(1, *map(len, hands)))
+    ]

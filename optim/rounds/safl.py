@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.adam import Adam, AMSGrad
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
-from comm_hooks.optim.rounds.participation import Participation
+from comm_hooks.optim.rounds.participation import ClientSampling
 
 
 class SAFL(LocalRounds):
@@ -61,7 +61,7 @@ class SAFL(LocalRounds):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = True,
-        participation: Participation | None = None,
+        participation: ClientSampling | None = None,
     ) -> None:
         if not (exchange.compressor.linear and exchange.compressor.unbiased):
             raise ValueError(

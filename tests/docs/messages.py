@@ -26,7 +26,7 @@ def messages(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 call = node.exc
-                if _name(call.func) not in ("ValueError", "ConfigMismatchError"):
+                if _name(call.func) not in ("ValueError", "ConfigMismatchError", "PrivacyError"):
                     continue
             elif isinstance(node, ast.Call) and _name(node.func) == "warn":
                 call = node

@@ -16,6 +16,8 @@ import comm_hooks
 import comm_hooks.collectives
 import comm_hooks.config
 import comm_hooks.optim
+import comm_hooks.optim.private
+import comm_hooks.optim.private.accounting
 import comm_hooks.optim.rounds
 from tests.docs.pages import ROOT, Page, pages
 from tests.docs.runner import missing_tools
@@ -61,6 +63,8 @@ def public_names() -> Iterator[tuple[str, object]]:
         comm_hooks,
         comm_hooks.collectives,
         comm_hooks.optim,
+        comm_hooks.optim.private,
+        comm_hooks.optim.private.accounting,
         comm_hooks.optim.rounds,
     ]
     for module in modules:

@@ -112,7 +112,7 @@ def steady_step() -> float:
 
 
 def test_a_constant_gradient_moves_by_lr_however_short_the_window(ranks_of: RanksOf) -> None:
-    # Corrected for all steps instead of those in the window it would be 3.16.
+    # Corrected for all steps instead of those in the window it would be 6.53.
     assert ranks_of(1).run(steady_step)[0] == pytest.approx(1.0, rel=1e-4)
 
 

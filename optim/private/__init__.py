@@ -1,0 +1,70 @@
+"""Private training: per-sample clipping, noise where it counts, and what it costs.
+
+:class:`PrivacyEngine` is the entrance.  :mod:`~comm_hooks.optim.private.accounting` has the
+accountants, :mod:`~comm_hooks.optim.private.placement` the rules of where noise may be added.
+"""
+
+from comm_hooks.optim.private.ada_dps import AdaDPS, AdaS
+from comm_hooks.optim.private.client_level import PrivateParticipation
+from comm_hooks.optim.private.clipped_sum import ClippedGradients, ClippedSum, PublicTransform
+from comm_hooks.optim.private.dp2 import DP2
+from comm_hooks.optim.private.dp_adam import DPAdam, DPAdamBC, suggested_gamma
+from comm_hooks.optim.private.dp_micro_adam import DPMicroAdam
+from comm_hooks.optim.private.dp_optimizer import DPOptimizer
+from comm_hooks.optim.private.dp_rmsprop import DPRMSProp
+from comm_hooks.optim.private.dp_sgd import DPSGD
+from comm_hooks.optim.private.engine import PrivacyEngine
+from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.optim.private.ledger import Ledger
+from comm_hooks.optim.private.mechanism import GaussianMechanism, Released
+from comm_hooks.optim.private.model_checks import check_model, replace_batch_norm
+from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
+from comm_hooks.optim.private.per_sample import PerSampleGradients
+from comm_hooks.optim.private.placement import Scheme, Verdict, judge
+from comm_hooks.optim.private.poisson import PoissonLoader, PoissonSampler, private_loader
+from comm_hooks.optim.private.public_baselines import PDADPMD, DPAdamPub, DPRPub
+from comm_hooks.optim.private.public_gradients import PublicGradients
+from comm_hooks.optim.private.scale_then_privatize import ScaleThenPrivatize
+from comm_hooks.optim.private.secret import Secret
+from comm_hooks.optim.private.side_information import mean_tf_idf, tf_idf, token_frequency
+
+__all__ = [
+    "AdaDPS",
+    "AdaS",
+    "ClippedGradients",
+    "ClippedSum",
+    "DP2",
+    "DPAdam",
+    "DPAdamBC",
+    "DPAdamPub",
+    "DPMicroAdam",
+    "DPOptimizer",
+    "DPRMSProp",
+    "DPRPub",
+    "DPSGD",
+    "GaussianMechanism",
+    "Ledger",
+    "NoisedOptimizer",
+    "PDADPMD",
+    "PerSampleGradients",
+    "PoissonLoader",
+    "PoissonSampler",
+    "PrivacyEngine",
+    "PrivacyError",
+    "PrivateParticipation",
+    "PublicGradients",
+    "PublicTransform",
+    "Released",
+    "ScaleThenPrivatize",
+    "Scheme",
+    "Secret",
+    "Verdict",
+    "check_model",
+    "judge",
+    "mean_tf_idf",
+    "private_loader",
+    "replace_batch_norm",
+    "suggested_gamma",
+    "tf_idf",
+    "token_frequency",
+]

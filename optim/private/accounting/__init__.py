@@ -1,0 +1,32 @@
+"""What private training costs: accountants, and the noise or the steps that a budget allows."""
+
+from comm_hooks.optim.private.accounting.accountant import Accountant
+from comm_hooks.optim.private.accounting.calibration import (
+    ACCOUNTANTS,
+    build_accountant,
+    max_steps,
+    noise_multiplier_for,
+)
+from comm_hooks.optim.private.accounting.events import GaussianEvent, merged
+from comm_hooks.optim.private.accounting.pld import PLDAccountant
+from comm_hooks.optim.private.accounting.rdp import (
+    DEFAULT_ORDERS,
+    OPACUS_ORDERS,
+    TF_PRIVACY_ORDERS,
+    RDPAccountant,
+)
+
+__all__ = [
+    "ACCOUNTANTS",
+    "Accountant",
+    "DEFAULT_ORDERS",
+    "GaussianEvent",
+    "OPACUS_ORDERS",
+    "PLDAccountant",
+    "RDPAccountant",
+    "TF_PRIVACY_ORDERS",
+    "build_accountant",
+    "max_steps",
+    "merged",
+    "noise_multiplier_for",
+]

@@ -1,0 +1,182 @@
+"""How much noise a budget needs, and how many steps it lasts."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from comm_hooks.config import unknown
+from comm_hooks.optim.private.accounting.accountant import Accountant, require_delta
+from comm_hooks.optim.private.accounting.events import GaussianEvent
+from comm_hooks.optim.private.accounting.pld import PLDAccountant
+from comm_hooks.optim.private.accounting.rdp import RDPAccountant
+
+ACCOUNTANTS: dict[str, type[Accountant]] = {"rdp": RDPAccountant, "pld": PLDAccountant}
+
+# Beyond, more noise changes nothing: what is left of epsilon comes from delta and the orders.
+_MOST_NOISE = 1e6
+_MOST_STEPS = 10**15
+
+
+def build_accountant(accountant: Accountant | str) -> Accountant:
+    """Return the accountant of that name: ``"rdp"`` or ``"pld"``; an accountant as it is.
+
+    Raises:
+        ValueError: for an unknown name.  There is no ``"gdp"``: the central limit theorem
+            under-estimates epsilon.
+        ImportError: for ``"pld"`` without dp-accounting.
+
+    Example::
+
+        >>> from comm_hooks.optim.private.accounting import build_accountant
+        >>> build_accountant("rdp")
+        RDPAccountant(orders=<155>, conversion='balle2020')
+    """
+    if isinstance(accountant, Accountant):
+        return accountant
+    if accountant not in ACCOUNTANTS:
+        raise ValueError(unknown("accountant", accountant, ACCOUNTANTS))
+    return ACCOUNTANTS[accountant]()
+
+
+def noise_multiplier_for(
+    target_epsilon: float,
+    target_delta: float,
+    *,
+    sample_rate: float,
+    steps: int,
+    accountant: Accountant | str = "rdp",
+    spent: Iterable[GaussianEvent] = (),
+    tolerance: float = 1e-4,
+) -> float:
+    """Return the smallest noise multiplier with which the steps stay within the budget.
+
+    Args:
+        target_epsilon, target_delta: the budget.
+        sample_rate: the probability that a sample is in a batch, from above 0 to 1.
+        steps: how many steps are to be taken.
+        accountant: ``"rdp"``, ``"pld"`` or an :class:`Accountant`.
+        spent: what has been released before, which is part of the budget.
+        tolerance: by how much the result may exceed the smallest one, relative to it.
+
+    Returns:
+        The noise multiplier; its epsilon is never above the target.
+
+    Raises:
+        ValueError: for values out of range and for a target that no noise reaches.
+
+    Example::
+
+        >>> from comm_hooks.optim.private.accounting import noise_multiplier_for
+        >>> round(noise_multiplier_for(8.0, 1e-5, sample_rate=0.01, steps=10_000), 2)
+        0.92
+    """
+    _require_target(target_epsilon)
+    require_delta(target_delta, "target_delta")
+    if not 0 < tolerance < 1:
+        raise ValueError(f"tolerance must be between 0 and 1, got {tolerance!r}")
+    _require_some_sampled(sample_rate, "any noise will do")
+    by = build_accountant(accountant)
+    history = list(spent)
+
+    def excess(noise_multiplier: float) -> float:
+        events = [*history, GaussianEvent(noise_multiplier, sample_rate, steps)]
+        epsilon = by.epsilon(events, target_delta)
+        return math.log(epsilon / target_epsilon) if epsilon else -math.inf
+
+    low = high = 1.0
+    above = below = excess(high)
+    while below > 0:
+        low, above, high = high, below, 2 * high
+        below = excess(high)
+        if high > _MOST_NOISE:
+            raise ValueError(
+                f"target_epsilon {target_epsilon} cannot be reached with target_delta "
+                f"{target_delta}: however much noise is added"
+                f"{', after what was spent before' if history else ''}, {by!r} gives no less than "
+                f"{target_epsilon * math.exp(below):.2g}"
+            )
+    while above <= 0:
+        high, below, low = low, above, low / 2
+        above = excess(low)
+    while high > low * (1 + tolerance):
+        # epsilon is close to a power of the noise: a straight line in logarithms.  Away from the
+        # ends, so that both of them come closer.
+        share = above / (above - below) if math.isfinite(above - below) else 0.5
+        middle = low * (high / low) ** min(max(share, 0.05), 0.95)
+        if (value := excess(middle)) > 0:
+            low, above = middle, value
+        else:
+            high, below = middle, value
+    return high
+
+
+def max_steps(
+    target_epsilon: float,
+    target_delta: float,
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    accountant: Accountant | str = "rdp",
+    spent: Iterable[GaussianEvent] = (),
+) -> int:
+    """Return how many steps may be taken: after the last of them epsilon is still <= the target.
+
+    Args:
+        target_epsilon, target_delta: the budget.
+        noise_multiplier: of the steps to come.
+        sample_rate: of the steps to come, from above 0 to 1.
+        accountant: ``"rdp"``, ``"pld"`` or an :class:`Accountant`.
+        spent: what has been released before, with any noise and sampling.
+
+    Returns:
+        The number of further steps; 0 if not even one more is within the budget.
+
+    Raises:
+        ValueError: for values out of range.
+
+    Example::
+
+        >>> from comm_hooks.optim.private.accounting import GaussianEvent, max_steps
+        >>> max_steps(8.0, 1e-5, noise_multiplier=5.0, sample_rate=4096 / 45000)
+        7227
+        >>> spent = [GaussianEvent(noise_multiplier=3.0, sample_rate=4096 / 45000, steps=1000)]
+        >>> max_steps(8.0, 1e-5, noise_multiplier=5.0, sample_rate=4096 / 45000, spent=spent)
+        4312
+    """
+    _require_target(target_epsilon)
+    require_delta(target_delta, "target_delta")
+    step = GaussianEvent(noise_multiplier, sample_rate)
+    _require_some_sampled(sample_rate, "the budget lasts for ever")
+    by = build_accountant(accountant)
+    history = list(spent)
+
+    def within(steps: int) -> bool:
+        events = [*history, replace(step, steps=steps)]
+        return by.epsilon(events, target_delta) <= target_epsilon
+
+    low, high = 0, 1
+    while within(high):
+        low, high = high, 2 * high
+        if high > _MOST_STEPS:
+            raise ValueError(
+                f"target_epsilon {target_epsilon} lasts for more than {_MOST_STEPS:.0e} steps: "
+                f"check noise_multiplier {noise_multiplier} and sample_rate {sample_rate}"
+            )
+    while high > low + 1:
+        middle = (low + high) // 2
+        if within(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _require_target(target_epsilon: float) -> None:
+    number = isinstance(target_epsilon, int | float) and not isinstance(target_epsilon, bool)
+    if not number or not 0 < target_epsilon < math.inf:
+        raise ValueError(f"target_epsilon must be positive and finite, got {target_epsilon!r}")
+
+
+def _require_some_sampled(sample_rate: float, otherwise: str) -> None:
+    if sample_rate == 0:
+        raise ValueError(f"sample_rate must be above 0: where nobody is sampled {otherwise}")

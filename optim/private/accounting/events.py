@@ -1,0 +1,94 @@
+"""What was released: steps of the Poisson-sampled Gaussian mechanism, and their history."""
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class GaussianEvent:
+    """Steps in which every unit of privacy took part by chance and Gaussian noise was added.
+
+    In each step every sample (or client) is in the batch with probability ``sample_rate``,
+    independently of all others (Poisson sampling), and changes a sum by at most C in Euclidean
+    norm; what is released is the sum plus N(0, (noise_multiplier C)^2) in every coordinate.
+
+    Attributes:
+        noise_multiplier: the noise's standard deviation divided by C; positive.
+        sample_rate: the probability, from 0 to 1.  1 is no sampling at all; at 0 nobody takes part
+            and nothing is spent.
+        steps: how many such steps, at least 1.
+
+    Raises:
+        ValueError: for values out of range, naming the field.
+
+    Not supported: batches of a fixed size, shuffling and sampling with replacement.  Accounting for
+    them as if they were Poisson-sampled promises more than holds.
+
+    Example::
+
+        >>> from comm_hooks.optim.private.accounting import GaussianEvent
+        >>> GaussianEvent(noise_multiplier=1.1, sample_rate=0.01, steps=100)
+        GaussianEvent(noise_multiplier=1.1, sample_rate=0.01, steps=100)
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        # Plain numbers, so that equal events are equal and go into JSON.
+        set_field = object.__setattr__
+        set_field(self, "noise_multiplier", _number("noise_multiplier", self.noise_multiplier))
+        set_field(self, "sample_rate", _number("sample_rate", self.sample_rate))
+        if not 0 < self.noise_multiplier < math.inf:
+            raise ValueError(
+                f"noise_multiplier must be positive and finite, got {self.noise_multiplier!r}"
+            )
+        if not 0 <= self.sample_rate <= 1:
+            raise ValueError(f"sample_rate must be from 0 to 1, got {self.sample_rate!r}")
+        try:
+            set_field(self, "steps", operator.index(self.steps))
+        except TypeError:
+            raise ValueError(f"steps must be a whole number, got {self.steps!r}") from None
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+
+    @property
+    def mechanism(self) -> tuple[float, float]:
+        """The noise multiplier and the sample rate: what one step is."""
+        return self.noise_multiplier, self.sample_rate
+
+
+def merged(events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
+    """Return a history in which neighbours that differ only in their steps are one event.
+
+    Example::
+
+        >>> from comm_hooks.optim.private.accounting import GaussianEvent, merged
+        >>> merged([GaussianEvent(1.0, 0.01), GaussianEvent(1.0, 0.01, steps=2)])
+        [GaussianEvent(noise_multiplier=1.0, sample_rate=0.01, steps=3)]
+    """
+    history: list[GaussianEvent] = []
+    for event in events:
+        if history and history[-1].mechanism == event.mechanism:
+            history[-1] = replace(event, steps=history[-1].steps + event.steps)
+        else:
+            history.append(event)
+    return history
+
+
+def steps_per_mechanism(events: Iterable[GaussianEvent]) -> dict[tuple[float, float], int]:
+    """Return how many steps each mechanism took: all that a budget depends on, in any order."""
+    steps: dict[tuple[float, float], int] = {}
+    for event in events:
+        steps[event.mechanism] = steps.get(event.mechanism, 0) + event.steps
+    return steps
+
+
+def _number(name: str, value: object) -> float:
+    # float() would take text, too.
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    return float(value)

@@ -1,0 +1,78 @@
+"""Privacy loss distributions: a tighter accountant, through dp-accounting."""
+
+import functools
+from typing import Any
+
+from comm_hooks.optim.private.accounting.accountant import Accountant
+from comm_hooks.optim.private.accounting.rdp import RDPAccountant
+
+# Nobody needs a tighter bound up there, and the grid of losses would not fit into memory.
+_RDP_ABOVE = 100.0
+
+
+class PLDAccountant(Accountant):
+    """Composes the distributions of the privacy loss numerically: tighter than RDP.
+
+    For DP-MicroAdam's settings the same epsilon lasts for about 13 % more steps.  Losses lie on a
+    grid such that the result is an upper bound (Doroshenko et al., "Connect the Dots: Tighter
+    Discrete Approximations of Privacy Loss Distributions", PETS 2022).  The RDP bound is returned
+    where it is smaller, and where it is above 100: the distribution is not computed there.
+
+    Needs the package dp-accounting: ``pip install "comm-hooks[dp]"``.  An epsilon takes between a
+    tenth of a second and several seconds, more for less noise: ask for it now and then, or use
+    :class:`RDPAccountant` at every step.
+
+    Args:
+        interval: the grid of the privacy loss.  A finer one is tighter and slower.
+
+    Raises:
+        ImportError: if dp-accounting is missing.
+        ValueError: for an interval that is not between 0 and 1.
+
+    Example::
+
+        >>> from comm_hooks.optim.private.accounting import GaussianEvent, PLDAccountant
+        >>> history = [GaussianEvent(noise_multiplier=5.0, sample_rate=4096 / 45000, steps=7227)]
+        >>> round(PLDAccountant().epsilon(history, delta=1e-5), 2)
+        7.43
+    """
+
+    def __init__(self, *, interval: float = 1e-4) -> None:
+        if not 0 < interval < 1:
+            raise ValueError(f"PLDAccountant: interval must be between 0 and 1, got {interval!r}")
+        _library()
+        self.interval = interval
+        self._rdp = RDPAccountant()
+
+    def _epsilon(self, steps: dict[tuple[float, float], int], delta: float) -> float:
+        bound = self._rdp._epsilon(steps, delta)
+        if bound > _RDP_ABOVE or bound == 0:
+            return bound
+        total = None
+        for (noise_multiplier, sample_rate), count in steps.items():
+            if sample_rate == 0:
+                continue
+            losses = _losses(noise_multiplier, sample_rate, self.interval).self_compose(count)
+            total = losses if total is None else total.compose(losses)
+        assert total is not None, "with nobody sampled the RDP bound is 0"
+        return min(bound, float(total.get_epsilon_for_delta(delta)))
+
+    def __repr__(self) -> str:
+        return f"PLDAccountant(interval={self.interval})"
+
+
+@functools.lru_cache(maxsize=8)
+def _losses(noise_multiplier: float, sample_rate: float, interval: float) -> Any:
+    return _library().from_gaussian_mechanism(
+        noise_multiplier, sampling_prob=sample_rate, value_discretization_interval=interval
+    )
+
+
+def _library() -> Any:
+    try:
+        from dp_accounting.pld import privacy_loss_distribution
+    except ModuleNotFoundError:
+        raise ImportError(
+            'the "pld" accountant needs dp-accounting: pip install "comm-hooks[dp]", or take "rdp"'
+        ) from None
+    return privacy_loss_distribution

@@ -1,0 +1,242 @@
+"""Rounds of local work in which every client is protected as a whole."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from comm_hooks.checks import supported_collectives
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import AllGatherObject
+from comm_hooks.compressors.base import require_positive
+from comm_hooks.exchange import Exchange
+from comm_hooks.memory.base import Memory
+from comm_hooks.optim.private.clipping import clip_factors, sample_norms
+from comm_hooks.optim.private.mechanism import add_noise_, require_positive_number
+from comm_hooks.optim.private.placement import Scheme, judge
+from comm_hooks.optim.private.secret import Secret
+from comm_hooks.optim.rounds.collecting import Aggregate, Collection, Contribution
+from comm_hooks.optim.rounds.participation import ClientSampling, deal
+from comm_hooks.safeguard import Safeguard
+
+
+@dataclass
+class PrivateParticipation(ClientSampling):
+    r"""Who takes part in a round, and how what they send is kept private.
+
+    Takes the place of :class:`~comm_hooks.optim.Participation` in
+    :class:`~comm_hooks.optim.LocalRounds` and its kinds: SAFL, FedAvg, FedAMS, FedLAMB.  With
+    n = ``clients``, q = ``sample_rate``, C = ``max_norm``, sigma = ``noise_multiplier``, a round:
+
+    1. every client is drawn with probability q, each for itself, from a secret that only the ranks
+       share;
+    2. each sends its compressed delta (its error feedback may be anything: it never leaves it);
+    3. every message is clipped to the norm C on arrival, decompressed; of a linear compressor in
+       its compressed form, by the client, so that sketches are still summed on the wire;
+    4. the sum is noised with N(0, sigma^2 C^2), in the same form, the same on all ranks;
+    5. it is divided by q n, which is public, however many were drawn, none at all included.
+
+    One client changes a sum by at most C, so a round has noise multiplier sigma and sample rate q;
+    what the server makes of it is post-processing.  Ranks are trusted: they are the server.
+
+    Where the inner optimizer shares statistics (FedLAMB's second moments), they are part of the
+    same message, times ``statistics_scale``, and clipped and noised with it.
+
+    Source: McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR 2018,
+    Algorithm 1, with Poisson sampling and the clipping moved behind the compressor.
+
+    Args:
+        clients: n; client c is always played by rank c mod N.
+        sample_rate: q, in (0, 1].
+        noise_multiplier: sigma.
+        max_norm: C, in units of the delta (learning rate times gradient).
+        statistics_scale: what statistics are multiplied by in the message.
+        enter: called at the start of every round: the ledger's entry.
+            :class:`~comm_hooks.optim.private.PrivacyEngine` sets it.
+        join: called once, before the first round, with the transport.
+
+    Raises:
+        ValueError: for settings out of range.
+
+    Not supported: weights for clients of different size; ``collective="sharded"``; clients that
+    distrust the ranks.
+
+    Example::
+
+        >>> from comm_hooks import CountSketch, Exchange
+        >>> from comm_hooks.optim import SAFL
+        >>> from comm_hooks.optim.private import PrivacyEngine
+        >>> engine = PrivacyEngine()
+        >>> participation = engine.private_participation(
+        ...     clients=100, sample_rate=0.1, noise_multiplier=1.0, max_norm=0.5
+        ... )
+        >>> exchange = Exchange(CountSketch(ratio=0.5), granularity="bucket")
+        >>> rounds = SAFL(model.named_parameters(), exchange, participation=participation)
+        >>> for client in rounds.clients():
+        ...     model(torch.ones(1, 8)).square().sum().backward()
+        ...     rounds.step()
+        ...     rounds.zero_grad()
+        >>> 0 < engine.get_epsilon(delta=1e-3) < 10
+        True
+    """
+
+    clients: int
+    sample_rate: float
+    noise_multiplier: float
+    max_norm: float
+    statistics_scale: float = 1.0
+    enter: Callable[[], None] = field(default=lambda: None, repr=False)
+    join: Callable[[Transport], None] = field(default=lambda transport: None, repr=False)
+    _secret: Secret | None = field(default=None, init=False, repr=False)
+    _rounds: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        require_positive(self, "clients", self.clients)
+        require_positive_number("noise_multiplier", self.noise_multiplier)
+        require_positive_number("max_norm", self.max_norm)
+        require_positive_number("statistics_scale", self.statistics_scale)
+        require_positive_number("sample_rate", self.sample_rate)
+        if self.sample_rate > 1:
+            raise ValueError(f"sample_rate must lie in (0, 1], got {self.sample_rate!r}")
+
+    def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
+        """Draw a round's clients and return who plays whom; the ledger has its entry then."""
+        if self._secret is None:
+            self.join(transport)
+            parts = transport.perform(AllGatherObject(os.urandom(32)))
+            self._secret = Secret(b"".join(parts))
+        self.enter()
+        # Rounds of this process, not of the run: a round that is played again draws others.
+        self._rounds += 1
+        stream = self._secret.stream("participation", rank=0, step=self._rounds)
+        drawn = torch.rand(self.clients, generator=stream, dtype=torch.float64) < self.sample_rate
+        return deal(drawn.nonzero().flatten().tolist(), transport.world_size)
+
+    def collection(
+        self,
+        exchange: Exchange,
+        delta: Mapping[str, torch.Tensor],
+        statistics: Mapping[str, torch.Tensor],
+    ) -> Collection:
+        """Return what collects the round whose clients have just been drawn.
+
+        Raises:
+            PrivacyError: for an exchange with which it would not be private.
+        """
+        assert self._secret is not None, "turns() comes first"
+        stream = self._secret.stream(
+            "noise", rank=0, step=self._rounds, device=next(iter(delta.values())).device
+        )
+        return _PrivateCollection(self, exchange, delta, statistics, stream)
+
+
+class _PrivateCollection(Collection):
+    """Sums clipped messages, and adds noise once."""
+
+    def __init__(
+        self,
+        participation: PrivateParticipation,
+        exchange: Exchange,
+        delta: Mapping[str, torch.Tensor],
+        statistics: Mapping[str, torch.Tensor],
+        stream: torch.Generator,
+    ) -> None:
+        super().__init__(exchange, delta, statistics)
+        self._participation = participation
+        self._stream = stream
+        possible = supported_collectives(exchange.compressor, exchange.granularity, exchange.exempt)
+        sums = "all_reduce" in possible and exchange.collective in ("auto", "all_reduce")
+        self._guard = _PayloadGuard if sums else _MessageGuard
+        # A delta that was clipped here is clipped again on arrival, where it counts.
+        judge(
+            Scheme(
+                unit="client",
+                place="aggregate",
+                compressor=exchange.compressor,
+                exempt=exchange.exempt,
+                feedback="before_noise" if exchange.memory else "none",
+                world_size=exchange.transport.world_size,
+                clipping="message",
+            )
+        )
+        self._pending: tuple[dict[str, torch.Tensor], Memory | None] | None = None
+
+    def add(
+        self,
+        turn: Sequence[int | None],
+        contribution: Contribution | None,
+        memory: Memory | None,
+    ) -> None:
+        self._send(noise_std=None)
+        message = {name: torch.zeros_like(t) for name, t in self._named().items()}
+        if contribution is not None:
+            scale = self._participation.statistics_scale
+            values = [*contribution.delta]
+            values += [contribution.statistics[name] * scale for name in self.statistics]
+            message = dict(zip(message, values, strict=True))
+        self._pending = (message, memory)
+
+    def finish(self) -> Aggregate:
+        participation = self._participation
+        self._send(noise_std=participation.noise_multiplier * participation.max_norm)
+        self.exchange.step += 1
+        expected = participation.sample_rate * participation.clients
+        torch._foreach_div_(list(self._named().values()), expected)
+        if self.statistics:
+            scale = participation.statistics_scale
+            torch._foreach_div_(list(self.statistics.values()), scale)
+        # Who was drawn, and whose delta was not finite, stays private.
+        return Aggregate(list(self.total.values()), self.statistics, [], round(expected))
+
+    def _send(self, noise_std: float | None) -> None:
+        """Exchange what was added last, and add it up; the last one of the round with noise.
+
+        All of a round's messages have the same random keys, so that a linear compressor's payloads
+        are those of one map, and noise in one of them is noise in their sum.
+        """
+        if self._pending is None:
+            return
+        message, memory = self._pending
+        exchange = self.exchange
+        tensors = list(message.values())
+        guard = self._guard(self._participation.max_norm, noise_std, self._stream)
+        exchange.transport.run(
+            exchange.bucket_round(
+                exchange.layout_of(message), tensors, memory=memory, safeguard=guard
+            )
+        )
+        ranks = exchange.transport.world_size
+        torch._foreach_add_(list(self._named().values()), tensors, alpha=ranks)
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        statistics = {f"<statistics> {name}": t for name, t in self.statistics.items()}
+        return {**self.total, **statistics}
+
+
+class _ClientGuard(Safeguard):
+    """Clips each client's message to C and noises the sum, if it is the round's last."""
+
+    def __init__(self, max_norm: float, noise_std: float | None, stream: torch.Generator) -> None:
+        self._max_norm = max_norm
+        self._noise_std = noise_std
+        self._stream = stream
+
+    def clip_(self, message: Sequence[torch.Tensor]) -> None:
+        norm = sample_norms([tensor.reshape(1, -1) for tensor in message])
+        torch._foreach_mul_(list(message), clip_factors(norm, self._max_norm)[0])
+        for tensor in message:
+            # 0 x infinity is NaN: what overflowed would go past the bound.
+            tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def add_noise_(self, total: Sequence[torch.Tensor]) -> None:
+        if self._noise_std is not None:
+            add_noise_(total, self._noise_std, self._stream)
+
+
+class _PayloadGuard(_ClientGuard):
+    place = "payload"
+
+
+class _MessageGuard(_ClientGuard):
+    place = "message"

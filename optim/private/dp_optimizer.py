@@ -1,0 +1,141 @@
+"""An ordinary optimizer, fed with noised gradients."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+
+from comm_hooks.optim.private.clipped_sum import ClippedGradients, PublicTransform
+from comm_hooks.optim.private.mechanism import GaussianMechanism
+from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
+
+
+class DPOptimizer(Optimizer):
+    """Turns the step of any optimizer into a private one.
+
+    :class:`~comm_hooks.optim.private.PrivacyEngine` makes it.  A step
+
+    1. enters itself into the ledger, before anything is released;
+    2. takes the clipped sum of per-sample gradients of this rank's batch;
+    3. has the mechanism add noise and exchange it: a mean that is the same on all ranks;
+    4. puts that into ``p.grad`` and steps the inner optimizer, which thus sees nothing private.
+
+    A step whose batches are all empty releases pure noise, and must be taken: that nobody was drawn
+    is private as well.
+
+    Args:
+        inner: an optimizer over the same parameters.
+        gradients: where clipped sums come from.
+        mechanism: what makes them private.
+        enter: called at the start of every step; raises if the budget is spent.
+
+    Not supported: closures; ``GradScaler`` (use bfloat16 autocast); sparse gradients.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        gradients: ClippedGradients,
+        mechanism: GaussianMechanism,
+        enter: Callable[[], None],
+    ) -> None:
+        self.inner = inner
+        self.gradients = gradients
+        self.mechanism = mechanism
+        self._enter = enter
+        self._transform_is_due = True
+        order = [p for group in inner.param_groups for p in group["params"]]
+        trained, held = set(gradients.parameters), set(order)
+        if trained != held:
+            raise ValueError(
+                f"DPOptimizer: the optimizer holds {len(held - trained)} parameters that the model "
+                f"does not train, and lacks {len(trained - held)} that it does: make it from "
+                "model.parameters(), and freeze what is not to be trained (requires_grad_(False))"
+            )
+        places = {parameter: place for place, parameter in enumerate(order)}
+        self._order = [places[p] for p in gradients.parameters]
+        names = [name for group in inner.param_groups for name in group.get("param_names", ())]
+        # Residuals and random keys are tied to names, which the order of parameters must not be.
+        self._names = [names[i] if len(names) == len(order) else str(i) for i in self._order]
+
+    # Schedulers and scripts look for these; all of them are the inner optimizer's.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients; what :meth:`backward` has summed up stays."""
+        self.inner.zero_grad(set_to_none)
+
+    def backward(self, batch: Any) -> torch.Tensor:
+        """Add the clipped gradients of a batch, or of a part of one; return its mean loss.
+
+        The loss is private: what is logged of it is not covered by the guarantee.
+
+        Args:
+            batch: what the loss function takes, tensors with one sample in each row; it may have
+                none.  With ghost clipping instead the loss of each sample.
+
+        Raises:
+            ValueError: where ``loss.backward()`` is to be used instead.
+        """
+        self._set_transform()
+        return self.gradients.backward(batch)
+
+    def accumulate(self) -> None:
+        """Add what ``loss.backward()`` computed for a part of a batch; not before :meth:`step`."""
+        self._set_transform()
+        self.gradients.accumulate()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a private step on all ranks together.
+
+        Raises:
+            PrivacyError: if it would exceed the budget.
+            ConfigMismatchError: in the first step, if ranks are configured differently.
+        """
+        if closure is not None:
+            raise ValueError("DPOptimizer: a closure would be evaluated without accounting for it")
+        self._set_transform()
+        clipped = self.gradients.take()
+        self._transform_is_due = True
+        self._enter()
+        released = self.mechanism.release(dict(zip(self._names, clipped.tensors, strict=True)))
+        for parameter, name in zip(self.gradients.parameters, self._names, strict=True):
+            parameter.grad = released.tensors[name].to(parameter.dtype)
+        if isinstance(self.inner, NoisedOptimizer):
+            self.inner.noise_variance = released.noise_variance
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state: post-processing of what was released."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the inner optimizer's state."""
+        self.inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Raise: per-sample gradients are computed for the parameters that were there at first."""
+        raise ValueError("DPOptimizer: parameters cannot be added; call make_private() again")
+
+    def _set_transform(self) -> None:
+        """Ask the inner optimizer, once per step, what to do before clipping."""
+        if self._transform_is_due and isinstance(self.inner, NoisedOptimizer):
+            transform = self.inner.transform()
+            if transform is not None:
+                scale = [transform.scale[place] for place in self._order]
+                shift = transform.shift and [transform.shift[place] for place in self._order]
+                transform = PublicTransform(scale, shift)
+            self.gradients.transform = transform
+        self._transform_is_due = False

@@ -1,0 +1,395 @@
+"""The entrance: makes training private, and knows what it has cost."""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from comm_hooks.checks import checksum
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import AllGatherObject
+from comm_hooks.collectives.simulated import Simulated
+from comm_hooks.compressors.base import require_choice
+from comm_hooks.compressors.identity import Identity
+from comm_hooks.exchange import Exchange
+from comm_hooks.optim.private.accounting import (
+    Accountant,
+    GaussianEvent,
+    build_accountant,
+    max_steps,
+    noise_multiplier_for,
+)
+from comm_hooks.optim.private.accounting.accountant import require_delta
+from comm_hooks.optim.private.client_level import PrivateParticipation
+from comm_hooks.optim.private.clipped_sum import ClippedGradients
+from comm_hooks.optim.private.dp_optimizer import DPOptimizer
+from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.optim.private.ledger import Ledger
+from comm_hooks.optim.private.mechanism import GaussianMechanism, require_positive_number
+from comm_hooks.optim.private.model_checks import check_model
+from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
+from comm_hooks.optim.private.per_sample import LossFunction, PerSampleGradients
+from comm_hooks.optim.private.placement import Place
+from comm_hooks.optim.private.poisson import private_loader
+
+
+class PrivacyEngine:
+    """Makes training differentially private, on one rank or on many, compressed or not.
+
+    Names and return values are those of Opacus.  Every rank makes an engine and calls the same
+    methods.  A guarantee is (epsilon, delta)-differential privacy of everything that is released
+    (the model at every step, and what optimizers keep) for neighbours that differ by one sample, or
+    by one client (:meth:`private_participation`).  It does not cover what is logged of the loss.
+
+    Args:
+        accountant: ``"rdp"``, ``"pld"`` (tighter, needs dp-accounting) or an ``Accountant``.
+        ledger: a file, outside of checkpoints, into which every release is entered before it is
+            made; it is continued if it exists.  Without, releases before a restart are forgotten:
+            then save :meth:`state_dict`, which does not know of steps that were rolled back.  Only
+            the first rank opens it.
+
+    Raises:
+        ValueError: for an unknown accountant, or a ledger that cannot be read.
+
+    Example::
+
+        >>> import torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from comm_hooks.optim.private import DPAdamBC, PrivacyEngine
+        >>> dataset = TensorDataset(torch.randn(256, 8), torch.randint(8, (256,)))
+        >>> def loss_function(model, batch):
+        ...     inputs, labels = batch
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels)
+        >>> engine = PrivacyEngine()
+        >>> model, optimizer, loader = engine.make_private(
+        ...     module=model,
+        ...     optimizer=DPAdamBC(model.named_parameters(), lr=1e-3),
+        ...     data_loader=DataLoader(dataset),
+        ...     loss_function=loss_function,
+        ...     noise_multiplier=1.0,
+        ...     max_grad_norm=1.0,
+        ...     sample_rate=0.125,
+        ...     expected_batch_size=32,
+        ... )
+        >>> for batch in loader:
+        ...     loss = optimizer.backward(batch)
+        ...     optimizer.step()
+        >>> 1 < engine.get_epsilon(delta=1e-3) < 5
+        True
+    """
+
+    def __init__(
+        self,
+        *,
+        accountant: Accountant | str = "rdp",
+        ledger: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.accountant = build_accountant(accountant)
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self._ledger = Ledger(ledger if is_first else None)
+        self._budget: tuple[float, float] | None = None
+        # Until another kind of step is taken, of which fewer or more may be left.
+        self._steps_left: dict[GaussianEvent, int] = {}
+        self._peer_multiplier = 1.0
+        self._most_units = 0
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float,
+        sample_rate: float,
+        expected_batch_size: float,
+        loss_function: LossFunction | None = None,
+        placement: Place = "central",
+        exchange: Exchange | None = None,
+        grad_sample_mode: str = "functorch",
+        micro_batch_size: int | None = None,
+    ) -> tuple[nn.Module, DPOptimizer, DataLoader[Any]]:
+        """Return a model, an optimizer and a loader for private training; all ranks together.
+
+        Args:
+            module: the model, the same on all ranks, or one in ``DistributedDataParallel`` (whose
+                averaging is not used).
+            optimizer: over the model's parameters; what it gets for gradients is noised.
+            data_loader: over the whole dataset, the same on all ranks.  Of its samples rank i of N
+                gets those at i, i + N, ...; every step draws each of them with ``sample_rate``.
+            noise_multiplier: sigma, the standard deviation of the noise over ``max_grad_norm``.
+            max_grad_norm: C, the norm to which every sample's gradient is clipped.
+            sample_rate: q.  Public: do not compute it from the exact number of private samples.
+            expected_batch_size: B, by which sums are divided; over all ranks, and public.
+            loss_function: ``loss_function(model, batch)`` returns the mean loss of a batch; for
+                ``"functorch"``.
+            placement: where noise is added; see
+                :class:`~comm_hooks.optim.private.GaussianMechanism`.
+            exchange: compresses; by default nothing is compressed.
+            grad_sample_mode: ``"functorch"``: per-sample gradients by ``torch.func``, in
+                ``optimizer.backward(batch)``; ``"hooks"``: by Opacus, in ``loss.backward()``;
+                ``"ghost"``: by Opacus, in ``optimizer.backward(loss of each sample)``, which
+                needs the least memory, but see
+                :class:`~comm_hooks.optim.private.opacus.OpacusGhostGradients` about sequences.
+            micro_batch_size: samples whose gradients are in memory at a time (``"functorch"``).
+
+        Raises:
+            PrivacyError: for what would not be private: a model that mixes samples, a comm hook, a
+                compressor that does not go with the placement.
+            ValueError: for settings that cannot work.
+        """
+        check_model(module)
+        require_choice(self, "grad_sample_mode", grad_sample_mode, ("functorch", "hooks", "ghost"))
+        event = GaussianEvent(noise_multiplier, sample_rate)
+        exchange = exchange if exchange is not None else _dense_exchange()
+        mechanism = GaussianMechanism(
+            exchange,
+            place=placement,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+        )
+        _require_known_variance(optimizer, mechanism)
+        module, gradients = clipped_gradients(
+            module, loss_function, max_grad_norm, grad_sample_mode, micro_batch_size
+        )
+        transport = exchange.transport
+        loader = private_loader(
+            data_loader, sample_rate, rank=transport.rank, world_size=transport.world_size
+        )
+        exchange.owner_settings |= {
+            "sample_rate": sample_rate,
+            "optimizer": type(optimizer).__name__,
+            "checksum of the initial model": checksum(gradients.parameters),
+        }
+        self._share_history(transport)
+        self._peer_multiplier = min(self._peer_multiplier, mechanism.verdict.peer_multiplier)
+        self._most_units = max(self._most_units, len(data_loader.dataset))  # type: ignore[arg-type]
+        return module, DPOptimizer(optimizer, gradients, mechanism, self._entry(event)), loader
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        target_epsilon: float,
+        target_delta: float,
+        steps: int,
+        sample_rate: float,
+        **settings: Any,
+    ) -> tuple[nn.Module, DPOptimizer, DataLoader[Any]]:
+        """Do as :meth:`make_private`, with the least noise that keeps a budget.
+
+        What the ledger holds already is part of the budget.  A step that would exceed it raises.
+
+        Args:
+            target_epsilon, target_delta: the budget.
+            steps: how many are to be taken (``epochs / sample_rate``).
+            sample_rate: see :meth:`make_private`.
+            settings: the other arguments of :meth:`make_private`.
+
+        Raises:
+            ValueError: also if no noise keeps the budget.
+        """
+        if "noise_multiplier" in settings:
+            raise ValueError(
+                "make_private_with_epsilon finds noise_multiplier itself: use make_private to give "
+                "it"
+            )
+        exchange = settings.get("exchange") or _dense_exchange()
+        self._share_history(exchange.transport)
+        noise_multiplier = noise_multiplier_for(
+            target_epsilon,
+            target_delta,
+            sample_rate=sample_rate,
+            steps=steps,
+            accountant=self.accountant,
+            spent=self._history(),
+        )
+        private = self.make_private(
+            noise_multiplier=noise_multiplier,
+            sample_rate=sample_rate,
+            **{**settings, "exchange": exchange},
+        )
+        self.set_budget(target_epsilon, target_delta)
+        return private
+
+    def private_participation(
+        self,
+        *,
+        clients: int,
+        sample_rate: float,
+        noise_multiplier: float,
+        max_norm: float,
+        statistics_scale: float = 1.0,
+    ) -> PrivateParticipation:
+        """Return what makes rounds of local work private for clients, entered into the ledger.
+
+        Args:
+            clients, sample_rate, noise_multiplier, max_norm, statistics_scale: see
+                :class:`~comm_hooks.optim.private.PrivateParticipation`.
+        """
+        self._most_units = max(self._most_units, clients)
+        self._peer_multiplier = 0.0
+        return PrivateParticipation(
+            clients=clients,
+            sample_rate=sample_rate,
+            noise_multiplier=noise_multiplier,
+            max_norm=max_norm,
+            statistics_scale=statistics_scale,
+            enter=self._entry(GaussianEvent(noise_multiplier, sample_rate)),
+            join=self._share_history,
+        )
+
+    def set_budget(self, target_epsilon: float, target_delta: float) -> None:
+        """Let every step raise that would take epsilon above the target.
+
+        Raises:
+            ValueError: for values out of range.
+        """
+        require_delta(target_delta, "target_delta")
+        require_positive_number("target_epsilon", target_epsilon)
+        self._budget = (target_epsilon, target_delta)
+        self._steps_left.clear()
+
+    def get_epsilon(self, delta: float, *, observer: str = "model") -> float:
+        """Return epsilon for all that was released so far, by this run and before it.
+
+        Args:
+            delta: less than one over the number of samples (or clients).
+            observer: ``"model"``: who sees the model and its checkpoints; ``"rank"``: who sees what
+                single ranks send.
+
+        Raises:
+            ValueError: before the first step, and for a delta out of range.
+            PrivacyError: for ``"rank"`` where what ranks send carries no noise.
+
+        Warns if delta is one over the number of samples or more.
+        """
+        require_choice(self, "observer", observer, ("model", "rank"))
+        if self._most_units and delta >= 1 / self._most_units:
+            warnings.warn(
+                f"delta {delta:g} is not below one over the number of samples: publishing one of "
+                f"them at random would satisfy it. Take less than {1 / self._most_units:.1g}",
+                stacklevel=2,
+            )
+        events = self._history()
+        if observer == "rank":
+            if not self._peer_multiplier:
+                raise PrivacyError(
+                    "what single ranks send carries no noise of its own with this placement: "
+                    "ranks and links are trusted. Valid instead: placement 'local' (or 'shares', "
+                    "with less noise per rank)"
+                )
+            events = [
+                replace(e, noise_multiplier=e.noise_multiplier * self._peer_multiplier)
+                for e in events
+            ]
+        return self.accountant.epsilon(events, delta)
+
+    def max_steps(
+        self,
+        target_epsilon: float,
+        target_delta: float,
+        *,
+        noise_multiplier: float,
+        sample_rate: float,
+    ) -> int:
+        """Return how many such steps may still be taken: after the last, epsilon <= the target."""
+        return max_steps(
+            target_epsilon,
+            target_delta,
+            noise_multiplier=noise_multiplier,
+            sample_rate=sample_rate,
+            accountant=self.accountant,
+            spent=self._history(),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history of releases, as plain numbers.  No secret is in it."""
+        return {"events": [asdict(event) for event in self._history()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Count what a checkpoint counts, too: where the ledger has less, the larger wins.
+
+        Warns if they differ.  Call it on all ranks, before the first step.
+        """
+        self._ledger.reconcile([GaussianEvent(**event) for event in state["events"]])
+        self._steps_left.clear()
+
+    def _history(self) -> list[GaussianEvent]:
+        return self._ledger.events()
+
+    def _share_history(self, transport: Transport) -> None:
+        """Let all ranks know what the first one found in its file, so that all count alike."""
+        histories = transport.perform(AllGatherObject(self._history()))
+        if transport.rank != 0 and histories[0] != histories[transport.rank]:
+            self._ledger = Ledger(None)
+            for event in histories[0]:
+                self._ledger.record(event)
+        self._steps_left.clear()
+
+    def _entry(self, event: GaussianEvent) -> Callable[[], None]:
+        """Return what enters one such release, and raises instead if the budget is spent."""
+
+        def enter() -> None:
+            if self._budget is not None:
+                if event not in self._steps_left:
+                    self._steps_left = {
+                        event: self.max_steps(
+                            *self._budget,
+                            noise_multiplier=event.noise_multiplier,
+                            sample_rate=event.sample_rate,
+                        )
+                    }
+                if not self._steps_left[event]:
+                    epsilon, delta = self._budget
+                    raise PrivacyError(
+                        f"the budget of epsilon {epsilon:g} at delta {delta:g} is spent: one more "
+                        "step would exceed it. Stop here: nothing was released"
+                    )
+                self._steps_left[event] -= 1
+            self._ledger.record(event)
+
+        return enter
+
+
+def clipped_gradients(
+    module: nn.Module,
+    loss_function: LossFunction | None,
+    max_grad_norm: float,
+    grad_sample_mode: str,
+    micro_batch_size: int | None,
+) -> tuple[nn.Module, ClippedGradients]:
+    """Return the model to call, and what computes clipped sums of its per-sample gradients."""
+    if grad_sample_mode == "functorch":
+        if loss_function is None:
+            raise ValueError(
+                "loss_function is needed: loss_function(model, batch) -> mean loss; or take "
+                'grad_sample_mode="hooks", which needs Opacus'
+            )
+        return module, PerSampleGradients(
+            module, loss_function, max_grad_norm, micro_batch_size=micro_batch_size
+        )
+    from comm_hooks.optim.private import opacus
+
+    return opacus.wrap(module, max_grad_norm, ghost=grad_sample_mode == "ghost")
+
+
+def _dense_exchange() -> Exchange:
+    transport = None if dist.is_initialized() else Simulated(1)[0]
+    return Exchange(Identity(), transport=transport)
+
+
+def _require_known_variance(optimizer: Optimizer, mechanism: GaussianMechanism) -> None:
+    needs = isinstance(optimizer, NoisedOptimizer) and optimizer.needs_noise_variance
+    if needs and mechanism.verdict.variance_of_sum is None:
+        raise PrivacyError(
+            f"{type(optimizer).__name__} subtracts the variance of the noise, which is not known "
+            f"(rule 17) after {mechanism.exchange.compressor}: what arrives is mostly zeros, or "
+            "noise of another size. Valid instead: no compressor, or DPAdam or DPMicroAdam"
+        )

@@ -1,0 +1,219 @@
+"""The Gaussian mechanism on several ranks: from clipped sums to one noised mean."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from comm_hooks.collectives.requests import AllGatherObject, Round
+from comm_hooks.exchange import Exchange
+from comm_hooks.optim.private.placement import PLACES, Place, Scheme, Verdict, judge
+from comm_hooks.optim.private.secret import Secret
+from comm_hooks.safeguard import Safeguard
+
+
+@dataclass(frozen=True)
+class Released:
+    """What the mechanism lets out: a noised mean, the same on all ranks.
+
+    Attributes:
+        tensors: by name, float32.
+        noise_variance: of the noise in one coordinate; None where compression made it unknown.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    noise_variance: float | None
+
+
+class GaussianMechanism:
+    r"""Adds noise of a given multiplier to sums of clipped gradients, and compresses them.
+
+    With S_i the clipped sum of rank i of N, C the norm to which each sample was clipped, sigma the
+    noise multiplier, B a public divisor and T the exchange's compressor:
+
+    * ``"central"``: S_i travel exactly to the owners of shards, who add N(0, sigma^2 C^2) to the
+      sum and send T of it to all, with error feedback of what T left out.  Ranks and links are
+      trusted; half of the traffic is compressed.
+    * ``"shares"``: each rank adds N(0, sigma^2 C^2 / N) to S_i; linear T only.
+    * ``"local"``: each rank adds N(0, sigma^2 C^2) to S_i; any T.  Nobody need be trusted, and the
+      sum has N times the variance.
+    * ``"aggregate"``: the payloads T S_i are summed, and noise is added to the sum of payloads,
+      times what T may lengthen a vector by; linear T only, no error feedback.
+
+    Then the result is divided by B.  :func:`~comm_hooks.optim.private.placement.judge` says what
+    each of them guarantees.
+
+    Args:
+        exchange: the compressor, the memory and how to reach the other ranks.
+        place: one of the four.
+        noise_multiplier: sigma.
+        max_grad_norm: C.
+        expected_batch_size: B, over all ranks.
+        secret: where noise comes from; a new one by default.
+
+    Raises:
+        PrivacyError: for a combination that would not be private.
+        ValueError: for settings that cannot work.
+
+    Example::
+
+        >>> from comm_hooks import Exchange, TopK, ErrorFeedback
+        >>> from comm_hooks.optim.private import GaussianMechanism
+        >>> mechanism = GaussianMechanism(
+        ...     Exchange(TopK(density=1 / 16), ErrorFeedback()),
+        ...     place="local",
+        ...     noise_multiplier=1.0,
+        ...     max_grad_norm=0.1,
+        ...     expected_batch_size=64,
+        ... )
+        >>> mechanism.release({"weight": torch.zeros(64, 64)}).tensors["weight"].shape
+        torch.Size([64, 64])
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        place: Place = "central",
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: float,
+        secret: Secret | None = None,
+    ) -> None:
+        require_positive_number("noise_multiplier", noise_multiplier)
+        require_positive_number("max_grad_norm", max_grad_norm)
+        require_positive_number("expected_batch_size", expected_batch_size)
+        if place not in PLACES:
+            raise ValueError(f"placement must be one of {', '.join(PLACES)}, got {place!r}")
+        self.exchange = exchange
+        self.place = place
+        self.noise_multiplier = noise_multiplier
+        self.max_grad_norm = max_grad_norm
+        self.expected_batch_size = expected_batch_size
+        self.verdict = judge(self._scheme(None))
+        if place == "central" and exchange.collective not in ("auto", "sharded"):
+            raise ValueError(
+                f"placement 'central' needs owners of shards: leave collective at 'auto' or say "
+                f"'sharded', not {exchange.collective!r}"
+            )
+        self._secret = Secret() if secret is None else secret
+        self._shared_secret: Secret | None = None
+        self._step = 0
+        exchange.owner_settings = {
+            "placement": place,
+            "noise_multiplier": noise_multiplier,
+            "max_grad_norm": max_grad_norm,
+            "expected_batch_size": expected_batch_size,
+        }
+
+    def release(self, sums: Mapping[str, torch.Tensor]) -> Released:
+        """Return the noised mean; all ranks must call it, each with its own clipped sums.
+
+        Args:
+            sums: by parameter name, float32, the same names and shapes on all ranks; may be
+                overwritten.  Zeros on a rank whose batch is empty.
+
+        Raises:
+            ConfigMismatchError: in the first release, if ranks are configured differently.
+        """
+        return self.exchange.transport.run(self.round(sums))
+
+    def round(self, sums: Mapping[str, torch.Tensor]) -> Round[Released]:
+        """Return a round that releases; see :meth:`release`, and ``Exchange.round``."""
+        exchange = self.exchange
+        ranks = exchange.transport.world_size
+        tensors = list(sums.values())
+        verdict = self._judge_exactly(sums)
+        std = verdict.std * self.noise_multiplier * self.max_grad_norm
+        safeguard: Safeguard | None = None
+        if self.place == "central":
+            safeguard = _OwnerNoise(std, self._stream("noise of owner", tensors[0].device))
+        elif self.place == "aggregate":
+            if self._shared_secret is None:
+                yield from exchange.agree()
+                parts = yield AllGatherObject(os.urandom(32))
+                self._shared_secret = Secret(b"".join(parts))
+            device = tensors[0].device
+            stream = self._shared_secret.stream("noise", rank=0, step=self._step, device=device)
+            safeguard = _PayloadNoise(std, stream)
+        else:
+            add_noise_(tensors, std, self._stream("noise", tensors[0].device))
+        yield from exchange.round(sums, safeguard=safeguard)
+        torch._foreach_mul_(tensors, ranks / self.expected_batch_size)
+        self._step += 1
+        unit = (self.noise_multiplier * self.max_grad_norm / self.expected_batch_size) ** 2
+        variance = verdict.variance_of_sum
+        return Released(dict(sums), None if variance is None else variance * unit)
+
+    def _stream(self, purpose: str, device: torch.device) -> torch.Generator:
+        rank = self.exchange.transport.rank
+        return self._secret.stream(purpose, rank=rank, step=self._step, device=device)
+
+    def _judge_exactly(self, sums: Mapping[str, torch.Tensor]) -> Verdict:
+        """Judge with the norm bound of these tensors."""
+        if self.place != "aggregate":
+            return self.verdict
+        return judge(self._scheme(self.exchange.norm_bound(self.exchange.layout_of(sums))))
+
+    def _scheme(self, norm_bound: float | None) -> Scheme:
+        exchange = self.exchange
+        remembers = "before_noise" if self.place == "aggregate" else "after_noise"
+        settings: dict[str, Any] = {"feedback": remembers if exchange.memory else "none"}
+        return Scheme(
+            place=self.place,
+            compressor=exchange.compressor,
+            exempt=exchange.exempt,
+            world_size=exchange.transport.world_size,
+            norm_bound=norm_bound,
+            **settings,
+        )
+
+
+class _OwnerNoise(Safeguard):
+    """Noise on the sum of a shard, by its owner."""
+
+    place = "owner"
+
+    def __init__(self, std: float, stream: torch.Generator) -> None:
+        self._std = std
+        self._stream = stream
+
+    def clip_(self, message: Sequence[torch.Tensor]) -> None:
+        raise AssertionError("no message arrives whole at an owner")
+
+    def add_noise_(self, total: Sequence[torch.Tensor]) -> None:
+        add_noise_(total, self._std, self._stream)
+
+
+class _PayloadNoise(Safeguard):
+    """The same noise on all ranks, on the sum of payloads of clipped vectors."""
+
+    place = "payload"
+
+    def __init__(self, std: float, stream: torch.Generator) -> None:
+        self._std = std
+        self._stream = stream
+
+    def clip_(self, message: Sequence[torch.Tensor]) -> None:
+        """Do nothing: what is in the message has been clipped, and the noise is scaled to it."""
+
+    def add_noise_(self, total: Sequence[torch.Tensor]) -> None:
+        add_noise_(total, self._std, self._stream)
+
+
+def add_noise_(tensors: Sequence[torch.Tensor], std: float, stream: torch.Generator) -> None:
+    """Add independent N(0, std^2) to every element, float32, in place."""
+    sizes = [t.numel() for t in tensors]
+    noise = torch.empty(sum(sizes), device=tensors[0].device)
+    noise.normal_(0.0, std, generator=stream)
+    pieces = [n.view(t.shape) for n, t in zip(noise.split(sizes), tensors, strict=True)]
+    torch._foreach_add_(list(tensors), pieces)
+
+
+def require_positive_number(name: str, value: float) -> None:
+    """Raise ``ValueError`` unless ``value`` is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive number, got {value!r}")

@@ -1,0 +1,119 @@
+"""What a model must be so that clipping bounds what a sample can do."""
+
+import math
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from comm_hooks.ddp import hooks_of
+from comm_hooks.hook import skip_hook
+from comm_hooks.optim.private.errors import PrivacyError
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model whose training could not be private, before any sample is seen.
+
+    Args:
+        model: as it is trained, that is, possibly in ``DistributedDataParallel``.
+
+    Raises:
+        PrivacyError: for modules that mix the samples of a batch or keep statistics of them (batch
+            normalization, and instance normalization with running statistics), and for a
+            communication hook, except :func:`~comm_hooks.skip_hook`, which sends nothing.
+        ValueError: if no parameter is trainable, or one is complex or sharded.
+
+    Not noticed: modules of your own that mix samples.
+
+    Example::
+
+        >>> from torch import nn
+        >>> from comm_hooks.optim.private.model_checks import check_model
+        >>> check_model(nn.Sequential(nn.Linear(8, 8), nn.GroupNorm(2, 8)))
+    """
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ValueError("the model has no parameters with requires_grad=True: nothing to train")
+    for what, names in (
+        ("complex", [n for n, p in trainable.items() if p.is_complex()]),
+        ("sharded", [n for n, p in trainable.items() if isinstance(p, DTensor)]),
+    ):
+        if names:
+            raise ValueError(f"{what} parameters are not supported: {', '.join(names)}")
+    _refuse_normalization(model)
+    _refuse_hooks(model)
+
+
+def replace_batch_norm(model: nn.Module, groups: int = 32) -> nn.Module:
+    """Replace batch normalization by group normalization, which sees one sample at a time.
+
+    Weights and biases are kept, running statistics are lost: train the model anew, or start from
+    one that was trained with group normalization.
+
+    Args:
+        model: changed in place.  Make the optimizer afterwards.
+        groups: the number of groups; where it does not divide the number of channels, their
+            greatest common divisor.
+
+    Returns:
+        The model; another module only where the model itself is a batch normalization.
+
+    Raises:
+        ValueError: if ``groups`` is not positive.
+
+    Example::
+
+        >>> from torch import nn
+        >>> from comm_hooks.optim.private.model_checks import replace_batch_norm
+        >>> replace_batch_norm(nn.Sequential(nn.BatchNorm2d(48)))[0].num_groups
+        16
+    """
+    if groups < 1:
+        raise ValueError(f"replace_batch_norm: groups must be positive, got {groups!r}")
+    replaced = {m: _group_norm(m, groups) for m in model.modules() if isinstance(m, _BatchNorm)}
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, _BatchNorm):
+                setattr(module, name, replaced[child])
+    return replaced.get(model, model)  # type: ignore[call-overload]
+
+
+def _group_norm(module: _BatchNorm, groups: int) -> nn.GroupNorm:
+    channels = module.num_features
+    norm = nn.GroupNorm(math.gcd(groups, channels), channels, module.eps, module.affine)
+    if module.affine:
+        # The parameters themselves, with their dtype, device and whether they are frozen.
+        norm.weight, norm.bias = module.weight, module.bias
+    return norm.train(module.training)
+
+
+def _refuse_normalization(model: nn.Module) -> None:
+    batch_norms = [n or "the model" for n, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    if batch_norms:
+        raise PrivacyError(
+            "batch normalization mixes the samples of a batch, so that clipping bounds nobody's "
+            f"influence: {', '.join(batch_norms)}. Use GroupNorm or LayerNorm; "
+            "replace_batch_norm(model) makes GroupNorms"
+        )
+    keeping = [
+        name or "the model"
+        for name, module in model.named_modules()
+        if getattr(module, "running_mean", None) is not None
+    ]
+    if keeping:
+        raise PrivacyError(
+            "running statistics of the samples are part of the model but have no noise: "
+            f"{', '.join(keeping)}. Use track_running_stats=False"
+        )
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    for module in model.modules():
+        for hook in hooks_of(module):
+            if hook is not skip_hook:
+                name = getattr(hook, "__name__", hook)
+                raise PrivacyError(
+                    f"the communication hook {name} would see the raw gradient, neither clipped "
+                    "nor noised: give the engine an exchange instead, and register no hook or "
+                    "comm_hooks.skip_hook"
+                )

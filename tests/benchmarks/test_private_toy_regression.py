@@ -1,0 +1,137 @@
+"""The toy regression of AdaDPS: the problem, the command, and what must come out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from benchmarks.studies.private_toy_regression.__main__ import app
+from benchmarks.studies.private_toy_regression.methods import Study, make_methods
+from benchmarks.studies.private_toy_regression.problem import ClippedRegression, draw
+from benchmarks.studies.runs import Diverged, Method
+from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
+from tests.benchmarks.studying import nothing
+
+FULL = Study(steps=2250, noise_multiplier=0.7, max_grad_norm=0.5, rates=[0.1], points=5)
+
+
+def method(name: str, study: Study = FULL) -> Method:
+    return next(m for m in make_methods(study) if m.name == name)
+
+
+def test_the_problem_is_the_paper_s() -> None:
+    problem = draw(3)
+    assert problem.inputs.shape == (1000, 500)
+    assert bool(((problem.inputs == 0) | (problem.inputs == 1)).all())
+    # 50,000 and 450,000 draws: standard deviations of 0.0013 and 0.00015.
+    assert float(problem.inputs[:, :50].mean()) == pytest.approx(0.9, abs=0.007)
+    assert float(problem.inputs[:, 50:].mean()) == pytest.approx(0.01, abs=0.0008)
+    weight = torch.cat([torch.full((50,), 0.01), torch.ones(450)])
+    # Half the variance of the noise, 0.01; the mean of 1,000 squares is off by 4.5 %.
+    assert problem.loss(weight) == pytest.approx(0.005, rel=0.25)
+    assert not torch.equal(draw(4).inputs, problem.inputs)
+
+
+def test_gradients_are_those_of_the_loss() -> None:
+    problem = draw(0)
+    weight = nn.Parameter(torch.randn(500, generator=torch.Generator().manual_seed(0)))
+    residual = problem.inputs @ weight - problem.labels
+    loss = residual.square().mean() / 2
+    loss.backward()
+    assert problem.loss(weight) == pytest.approx(loss.item())
+    ours = problem.gradients(weight, torch.arange(1000)).mean(0)
+    assert weight.grad is not None
+    torch.testing.assert_close(ours, weight.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_every_sample_is_clipped() -> None:
+    problem, weight = draw(0), nn.Parameter(torch.zeros(500))
+    gradients = ClippedRegression(problem, weight, 0.5)
+    gradients.backward(torch.tensor([3]))
+    assert float(gradients.take().tensors[0].norm()) == pytest.approx(0.5, rel=1e-3)
+    gradients.backward(torch.tensor([], dtype=torch.long))
+    assert not gradients.take().tensors[0].any()
+
+
+@pytest.mark.parametrize("name", ["AdaDPS", "Adam"])
+def test_a_run_can_be_repeated(name: str) -> None:
+    short = method(name, Study(20, 0.7, 0.5, [0.01], 2))
+    curves = [short.train({"lr": 0.01}, seed, nothing) for seed in (1, 1, 2)]
+    assert curves[0] == curves[1] != curves[2]
+    assert [point.round for point in curves[0]] == [10, 20]
+
+
+def test_a_run_that_diverges_says_so() -> None:
+    with pytest.raises(Diverged):
+        method("DP-SGD").train({"lr": 1e30}, 0, nothing)
+
+
+SETTINGS: dict[str, tuple[dict[str, float], float, float]] = {
+    "AdaDPS": ({"lr": 0.2}, 0.0, 1.6),
+    "DP-SGD": ({"lr": 0.1}, 1.75, 2.6),
+    "DP-Adam": ({"lr": 0.005}, 1.75, 2.6),
+    "DP-AdamBC": ({"lr": 0.001, "gamma / Phi": 0.01}, 1.75, 2.6),
+    "AdaS": ({"lr": 0.005}, 0.0, 0.007),
+    "Adam": ({"lr": 0.01}, 0.007, 0.05),
+    "SGD": ({"lr": 0.02}, 0.5, 1.2),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_paper_s_order_on_a_seed_that_was_not_tuned_on(name: str) -> None:
+    settings, least, most = SETTINGS[name]
+    assert least < method(name).train(settings, 1, nothing)[-1].loss < most
+
+
+def test_the_command_writes_what_it_says(tmp_path: Path) -> None:
+    options = ["--steps", "6", "--seeds", "2", "--rates", "0.01,0.1", "--points", "3"]
+    result = CliRunner().invoke(app, [*options, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    for kind in ("private", "not-private"):
+        assert (tmp_path / f"loss-vs-steps-{kind}.png").stat().st_size > 1000
+    record: dict[str, Any] = json.loads((tmp_path / "private_toy_regression.json").read_text())
+    assert record["complete"]
+    methods = {m["name"]: m for m in record["methods"]}
+    assert list(methods) == [
+        *("AdaDPS", "DP-SGD", "DP-Adam", "DP-AdamBC", "DP-RMSProp", "A after the noise"),
+        *("scale-then-privatize", "DP2", "AdaS", "SGD", "Adam"),
+    ]
+    for m in methods.values():
+        assert len(m["tries"]) in (2, 6)
+        assert [run["seed"] for run in m["runs"]] == [0, 1]
+        assert [point["round"] for point in m["runs"][0]["curve"]] == [2, 4, 6]
+        assert m["runs"][0]["curve"][-1].keys() == {"round", "loss"}
+        assert m["name"] in result.output
+    assert record["findings"]["delta"] == 0.001
+    assert 0 < record["findings"]["epsilon"] < 1.5
+
+
+def test_the_paper_s_epsilon() -> None:
+    epsilon = RDPAccountant().epsilon([GaussianEvent(0.7, 8 / 1000, 2250)], 1e-3)
+    assert round(epsilon, 2) == 4.13
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--noise-multiplier", "0"], "--noise-multiplier must be at least 0.001, got 0"),
+        (["--rates", "0.1,x"], "--rates: 'x' is not a number"),
+        (["--rates", "-1"], "--rates must be at least 0, got -1"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--out", "/dev/null/folder"], "--out /dev/null/folder: cannot write there"),
+    ],
+)
+def test_bad_input_gets_one_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("private_toy_regression: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1

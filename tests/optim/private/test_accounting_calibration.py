@@ -1,0 +1,152 @@
+"""The noise that a budget needs and the steps it lasts: on the right side, and no further."""
+
+import math
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from comm_hooks.optim.private.accounting import (
+    Accountant,
+    GaussianEvent,
+    RDPAccountant,
+    max_steps,
+    noise_multiplier_for,
+)
+
+targets = st.floats(0.05, 60)
+deltas = st.floats(1e-8, 1e-2)
+rates = st.sampled_from([1e-3, 0.01, 0.2, 1.0])
+SPENT = [GaussianEvent(2.0, 0.01, 300), GaussianEvent(0.9, 0.02, 50)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(targets, deltas, rates, st.integers(1, 10**5), st.sampled_from([(), tuple(SPENT)]))
+def test_noise_keeps_the_budget_and_hardly_less_would(target, delta, rate, steps, spent):
+    accountant = RDPAccountant()
+    assume(not spent or accountant.epsilon(spent, delta) < 0.9 * target)
+    sigma = noise_multiplier_for(target, delta, sample_rate=rate, steps=steps, spent=spent)
+
+    def epsilon(noise_multiplier):
+        return accountant.epsilon([*spent, GaussianEvent(noise_multiplier, rate, steps)], delta)
+
+    assert epsilon(sigma) <= target < epsilon(sigma / 1.00011)
+
+
+def test_noise_for_a_coarser_tolerance():
+    finer, coarser = (
+        noise_multiplier_for(3.0, 1e-5, sample_rate=0.01, steps=5000, tolerance=tolerance)
+        for tolerance in (1e-7, 0.05)
+    )
+    assert finer <= coarser <= 1.05 * finer
+
+
+def test_the_noise_of_table_8_comes_back():
+    sigma = noise_multiplier_for(8.0, 1e-5, sample_rate=4096 / 45000, steps=7227)
+    assert 4.9990 < sigma < 5.0006
+
+
+def test_noise_for_pld_is_less():
+    pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
+    asked = {"sample_rate": 0.05, "steps": 400}
+    by_rdp = noise_multiplier_for(2.0, 1e-5, **asked)
+    by_pld = noise_multiplier_for(2.0, 1e-5, accountant="pld", tolerance=0.01, **asked)
+    assert 0.85 * by_rdp < by_pld < 0.99 * by_rdp
+
+
+def test_few_histories_are_accounted_for():
+    class Counting(RDPAccountant):
+        calls = 0
+
+        def _epsilon(self, *arguments):
+            self.calls += 1
+            return super()._epsilon(*arguments)
+
+    accountant = Counting()
+    noise_multiplier_for(8.0, 1e-5, sample_rate=0.01, steps=10_000, accountant=accountant)
+    assert accountant.calls <= 10  # PLD takes seconds for each
+
+
+def test_a_target_below_what_delta_costs():
+    with pytest.raises(
+        ValueError, match=r"0\.001 cannot be reached.*however much noise is added, R"
+    ):
+        noise_multiplier_for(0.001, 1e-5, sample_rate=0.1, steps=10)
+    with pytest.raises(ValueError, match="after what was spent before"):
+        noise_multiplier_for(0.5, 1e-5, sample_rate=0.1, steps=10, spent=SPENT)
+
+
+@settings(max_examples=60, deadline=None)
+@given(targets, deltas, st.floats(0.3, 20), rates, st.sampled_from([(), tuple(SPENT)]))
+def test_the_last_step_within_the_budget(target, delta, sigma, rate, spent):
+    accountant = RDPAccountant()
+    steps = max_steps(target, delta, noise_multiplier=sigma, sample_rate=rate, spent=spent)
+
+    def epsilon(count):
+        events = [*spent, GaussianEvent(sigma, rate, count)] if count else [*spent]
+        return accountant.epsilon(events, delta)
+
+    assert epsilon(steps + 1) > target
+    if steps:
+        assert epsilon(steps) <= target
+
+
+def test_a_target_that_is_met_exactly_counts_as_kept():
+    history = [GaussianEvent(2.0, 0.01, 1234)]
+    target = RDPAccountant().epsilon(history, 1e-5)
+    assert max_steps(target, 1e-5, noise_multiplier=2.0, sample_rate=0.01) == 1234
+
+
+def test_nothing_is_left():
+    assert max_steps(0.5, 1e-5, noise_multiplier=0.3, sample_rate=0.5) == 0
+    assert max_steps(0.5, 1e-5, noise_multiplier=50.0, sample_rate=0.01, spent=SPENT) == 0
+
+
+def test_accountants_of_ones_own():
+    class PerStep(Accountant):
+        def _epsilon(self, steps, delta):
+            return sum(count / sigma for (sigma, _), count in steps.items())
+
+    own = {"accountant": PerStep(), "sample_rate": 0.5}
+    assert max_steps(10.0, 1e-5, noise_multiplier=4.0, **own) == 40
+    assert noise_multiplier_for(10.0, 1e-5, steps=40, **own) == pytest.approx(4.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("target", [0, -1.0, math.nan, math.inf, "8", True])
+def test_targets_out_of_range(target):
+    with pytest.raises(ValueError, match="target_epsilon must be positive and finite"):
+        max_steps(target, 1e-5, noise_multiplier=1.0, sample_rate=0.1)
+    with pytest.raises(ValueError, match="target_epsilon must be positive and finite"):
+        noise_multiplier_for(target, 1e-5, sample_rate=0.1, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"target_delta": 1.0}, "target_delta must be between 0 and 1"),
+        ({"sample_rate": 0.0}, "sample_rate must be above 0"),
+        ({"sample_rate": 1.5}, "sample_rate must be from 0 to 1"),
+        ({"accountant": "prv"}, "unknown accountant 'prv'"),
+    ],
+)
+def test_other_values_out_of_range(changed, message):
+    asked = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.1, **changed}
+    with pytest.raises(ValueError, match=message):
+        max_steps(noise_multiplier=1.0, **asked)
+    with pytest.raises(ValueError, match=message):
+        noise_multiplier_for(steps=1, **asked)
+
+
+def test_values_of_one_function_out_of_range():
+    asked = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.1}
+    with pytest.raises(ValueError, match="noise_multiplier must be positive"):
+        max_steps(noise_multiplier=0.0, **asked)
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        noise_multiplier_for(steps=0, **asked)
+    with pytest.raises(ValueError, match="tolerance must be between 0 and 1"):
+        noise_multiplier_for(steps=1, tolerance=0.0, **asked)
+
+
+def test_a_budget_that_never_ends():
+    with pytest.raises(ValueError, match=r"more than 1e\+15 steps: check noise_multiplier 100"):
+        max_steps(8.0, 1e-5, noise_multiplier=100.0, sample_rate=1e-9)

@@ -1,0 +1,341 @@
+"""Rounds in which clients are protected as a whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from comm_hooks import SRHT, CountSketch, ErrorFeedback, Exchange, Quantize, RandomK, Sign, TopK
+from comm_hooks.collectives import Simulated
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.identity import Identity
+from comm_hooks.optim import SAFL, FedAMS, FedAvg, FedLAMB, LocalRounds, Participation
+from comm_hooks.optim.private import AdaS, PrivacyEngine, PrivacyError, PrivateParticipation
+from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
+from comm_hooks.optim.private.client_level import _ClientGuard
+from tests.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+CLIENTS = 12
+COMPRESSORS: list[tuple[Compressor, bool]] = [
+    (Identity(), False),
+    (TopK(density=1 / 8), True),
+    (Sign(), True),
+    (Quantize(bits=4), False),
+    (CountSketch(ratio=0.25), False),
+    (SRHT(ratio=0.25), False),
+    (RandomK(density=0.25, unbiased=False), True),
+]
+
+
+def participation(**settings: Any) -> PrivateParticipation:
+    return PrivateParticipation(
+        **{
+            "clients": CLIENTS,
+            "sample_rate": 1.0,
+            "noise_multiplier": 1e-9,
+            "max_norm": 1e3,
+            **settings,
+        }
+    )
+
+
+def small_model() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(40, 50)
+
+
+def exchange(compressor: Compressor, memory: bool = False) -> Exchange:
+    return Exchange(
+        compressor, ErrorFeedback() if memory else None, min_numel=64, transport=Simulated(1)[0]
+    )
+
+
+def play(rounds: LocalRounds, model: nn.Module, size: float = 1.0, number: int = 1) -> list[int]:
+    """Each client pulls the weights towards a place of its own."""
+    played = []
+    for _ in range(number):
+        for client in rounds.clients():
+            played.append(client)
+            generator = torch.Generator().manual_seed(client)
+            target = torch.randn(50, 40, generator=generator) * size
+            loss = 0.5 * (model.weight - target).square().sum()  # type: ignore[union-attr,operator]
+            loss = loss + 0.5 * (model.bias - client).square().sum()  # type: ignore[operator]
+            loss.backward()
+            rounds.step()
+            rounds.zero_grad()
+    return played
+
+
+def moved(model: nn.Module) -> torch.Tensor:
+    start = small_model()
+    return torch.cat(
+        [
+            (p - q).flatten().detach()
+            for p, q in zip(model.parameters(), start.parameters(), strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize(("compressor", "memory"), COMPRESSORS, ids=str)
+def test_without_noise_and_clipping_it_is_the_ordinary_round(
+    compressor: Compressor, memory: bool
+) -> None:
+    results = []
+    for chosen in (Participation(clients=CLIENTS), participation()):
+        model = small_model()
+        rounds = FedAvg(
+            model.named_parameters(), exchange(compressor, memory), lr=0.1, participation=chosen
+        )
+        play(rounds, model)
+        results.append(moved(model))
+    if compressor.linear and not memory and compressor != Identity():
+        # The ordinary round sketches the sum once; here every client is sketched, by one map.
+        torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-4)
+    elif compressor == RandomK(density=0.25, unbiased=False):
+        # There every turn has a mask of its own, here a round has one.
+        assert results[1].count_nonzero() < results[0].count_nonzero()
+    else:
+        torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("compressor", "memory"), COMPRESSORS, ids=str)
+def test_one_client_changes_a_sum_by_at_most_c(
+    compressor: Compressor, memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long its delta is, whatever the compressor makes of it, and in later rounds too."""
+    limit, rounds_played = 0.5, 3
+    norms: list[float] = []
+    clip = _ClientGuard.clip_
+
+    def note(self: Any, message: Any) -> None:
+        clip(self, message)
+        norms.append(float(torch.cat([m.flatten() for m in message]).double().norm()))
+
+    monkeypatch.setattr(_ClientGuard, "clip_", note)
+    model = small_model()
+    rounds = FedAvg(
+        model.named_parameters(),
+        exchange(compressor, memory),
+        lr=0.9,
+        participation=participation(max_norm=limit),
+    )
+    play(rounds, model, size=100.0, number=rounds_played)
+    assert len(norms) == rounds_played * CLIENTS
+    assert max(norms) <= limit
+    # What was sent is what the server receives: nothing goes past the clipping.
+    bound = limit * rounds_played * _decoded_bound(compressor)
+    assert float(moved(model).norm()) <= bound + 1e-2
+
+
+def _decoded_bound(compressor: Compressor) -> float:
+    """How much longer than its payload a decompressed vector may be."""
+    return compressor.norm_bound(2000) if compressor.linear else 1.0
+
+
+def test_the_variance_is_the_one_that_was_told() -> None:
+    squares, count = 0.0, 0
+    for compressor in (Identity(), TopK(density=1 / 8)):
+        model = small_model()
+        chosen = participation(sample_rate=0.5, noise_multiplier=2.0, max_norm=0.3)
+        rounds = FedAvg(
+            model.named_parameters(), exchange(compressor), lr=0.1, participation=chosen
+        )
+        previous = torch.cat([p.detach().flatten() for p in model.parameters()])
+        for _ in range(150):
+            for _ in rounds.clients():
+                pass  # nobody does anything: all that moves the model is noise
+            now = torch.cat([p.detach().flatten() for p in model.parameters()])
+            squares += float((now - previous).double().square().sum())
+            count += now.numel()
+            previous = now
+    # Of 615,000 draws the relative standard deviation of the variance is 0.18 %.
+    assert squares / count == pytest.approx((2.0 * 0.3 / (0.5 * CLIENTS)) ** 2, rel=0.012)
+
+
+def test_noise_in_sketch_space_has_the_size_of_the_clipping_norm() -> None:
+    """Decompressed, each element of a Count-Sketch reads one noised payload element."""
+    model = small_model()
+    chosen = participation(noise_multiplier=2.0, max_norm=0.3)
+    rounds = FedAvg(
+        model.named_parameters(),
+        exchange(CountSketch(ratio=0.25)),
+        lr=0.1,
+        participation=chosen,
+    )
+    squares, count = 0.0, 0
+    previous = model.weight.detach().clone()
+    for _ in range(100):
+        for _ in rounds.clients():
+            pass
+        now = model.weight.detach().clone()
+        squares += float((now - previous).double().square().sum())
+        count += now.numel()
+        previous = now
+    # 500 numbers per round, each read four times: 0.6 % of the variance.
+    assert squares / count == pytest.approx((2.0 * 0.3 / CLIENTS) ** 2, rel=0.04)
+
+
+def test_clients_are_drawn_by_poisson_sampling_and_never_alike() -> None:
+    transport = Simulated(1)[0]
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        chosen = participation(clients=2000, sample_rate=0.3)
+        for index in range(3):
+            turns = chosen.turns(index, transport)
+            draws.append({client for turn in turns for client in turn if client is not None})
+    for i, drawn in enumerate(draws):
+        assert 600 - 6 * 20.5 < len(drawn) < 600 + 6 * 20.5
+        for other in draws[:i]:
+            assert 180 - 6 * 12.8 < len(drawn & other) < 180 + 6 * 12.8
+
+
+def test_a_round_without_clients_is_a_round_of_noise() -> None:
+    entered = []
+    model = small_model()
+    chosen = participation(
+        sample_rate=1e-9, noise_multiplier=1.0, max_norm=1.0, enter=lambda: entered.append(1)
+    )
+    rounds = FedAvg(
+        model.named_parameters(), exchange(TopK(density=0.1), True), lr=0.1, participation=chosen
+    )
+    assert play(rounds, model, number=2) == []
+    assert len(entered) == 2
+    assert bool((moved(model) != 0).all())
+
+
+def test_a_client_that_diverges_counts_as_nobody() -> None:
+    model = small_model()
+    rounds = FedAvg(
+        model.named_parameters(), exchange(Identity()), lr=0.1, participation=participation()
+    )
+    for client in rounds.clients():
+        value = float("nan") if client == 3 else 1.0
+        (model.weight.sum() * value).backward()
+        rounds.step()
+        rounds.zero_grad()
+    # 11 clients went 0.1 each, and the divisor is public.
+    expected = torch.full((50 * 40,), -0.1 * (CLIENTS - 1) / CLIENTS)
+    torch.testing.assert_close(moved(model)[: 50 * 40], expected)
+
+
+KINDS: dict[str, Callable[[nn.Module, Exchange, PrivateParticipation], LocalRounds]] = {
+    "safl": lambda m, e, p: SAFL(m.named_parameters(), e, lr=0.02, local_lr=0.1, participation=p),
+    "fed_avg": lambda m, e, p: FedAvg(m.named_parameters(), e, lr=0.1, participation=p),
+    "fed_ams": lambda m, e, p: FedAMS(m.named_parameters(), e, lr=0.01, participation=p),
+    "fed_lamb": lambda m, e, p: FedLAMB(m.named_parameters(), e, lr=0.01, participation=p),
+    "outer_momentum": lambda m, e, p: LocalRounds(
+        torch.optim.AdamW(m.named_parameters(), lr=0.01),
+        e,
+        torch.optim.SGD(m.parameters(), lr=0.7, momentum=0.9, nesterov=True),
+        participation=p,
+    ),
+    "fed_ada_dps": lambda m, e, p: LocalRounds(
+        AdaS(
+            m.named_parameters(),
+            lr=0.02,
+            side_information=[torch.full_like(q, 0.5) for q in m.parameters()],
+        ),
+        e,
+        participation=p,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_rounds_can_be_private(kind: str) -> None:
+    engine = PrivacyEngine()
+    chosen = engine.private_participation(
+        clients=CLIENTS, sample_rate=0.5, noise_multiplier=0.2, max_norm=0.3
+    )
+    model = small_model()
+    compressor = CountSketch(ratio=0.5) if kind == "safl" else TopK(density=1 / 4)
+    rounds = KINDS[kind](model, exchange(compressor, kind != "safl"), chosen)
+    played = play(rounds, model, number=8)
+    assert set(played) <= set(range(CLIENTS))
+    assert moved(model).isfinite().all()
+    assert engine.get_epsilon(1e-2) == RDPAccountant().epsilon(
+        [GaussianEvent(0.2, 0.5, steps=8)], 1e-2
+    )
+
+
+def test_statistics_are_part_of_the_message() -> None:
+    """FED-LAMB's second moments are clipped together with the delta, and arrive in their scale."""
+    norms = []
+    for scale in (1.0, 100.0):
+        chosen = participation(statistics_scale=scale)
+        model = small_model()
+        rounds = FedLAMB(
+            model.named_parameters(), exchange(Identity()), lr=0.01, participation=chosen
+        )
+        play(rounds, model)
+        norms.append(float(sum(v.norm() for v in rounds.inner.state_dict()["v_hat"])))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert norms[0] > 1e-3
+    chosen = participation(statistics_scale=1e6, max_norm=1e-3)
+    model = small_model()
+    rounds = FedLAMB(model.named_parameters(), exchange(Identity()), lr=0.01, participation=chosen)
+    play(rounds, model)
+    assert float(moved(model).norm()) < 1e-5, "the statistics take up the whole message"
+
+
+def on_ranks(compressor: Compressor, memory: bool) -> tuple[torch.Tensor, float, list[int]]:
+    torch.manual_seed(5)
+    engine = PrivacyEngine()
+    chosen = engine.private_participation(
+        clients=CLIENTS, sample_rate=0.5, noise_multiplier=0.5, max_norm=1.0
+    )
+    model = small_model()
+    rounds = FedAvg(
+        model.named_parameters(),
+        Exchange(compressor, ErrorFeedback() if memory else None, min_numel=64),
+        lr=0.1,
+        participation=chosen,
+    )
+    played = play(rounds, model, number=4)
+    return moved(model), engine.get_epsilon(1e-2), played
+
+
+@pytest.mark.parametrize(
+    ("compressor", "memory"), [(TopK(density=1 / 8), True), (CountSketch(ratio=0.25), False)]
+)
+def test_ranks_agree_on_who_is_drawn_and_on_the_noise(
+    compressor: Compressor, memory: bool, ranks_of: RanksOf
+) -> None:
+    results = ranks_of(3).run(on_ranks, compressor, memory)
+    for rank, (model, epsilon, played) in enumerate(results):
+        assert torch.equal(model, results[0][0])
+        assert epsilon == results[0][1]
+        assert all(client % 3 == rank for client in played)
+    everybody = [client for _, _, played in results for client in played]
+    assert 24 - 6 * 3.5 < len(everybody) < 24 + 6 * 3.5
+    assert float(results[0][0].norm()) > 0
+
+
+def test_settings_out_of_range() -> None:
+    for setting, value in [
+        ("clients", 0),
+        ("sample_rate", 0.0),
+        ("sample_rate", 1.1),
+        ("noise_multiplier", 0.0),
+        ("max_norm", -1.0),
+        ("statistics_scale", 0.0),
+    ]:
+        with pytest.raises(ValueError, match=setting):
+            participation(**{setting: value})
+
+
+def test_a_budget_ends_the_rounds() -> None:
+    engine = PrivacyEngine()
+    chosen = engine.private_participation(
+        clients=CLIENTS, sample_rate=0.5, noise_multiplier=1.0, max_norm=1.0
+    )
+    engine.set_budget(2.0, 1e-2)
+    model = small_model()
+    rounds = FedAvg(model.named_parameters(), exchange(Identity()), lr=0.1, participation=chosen)
+    with pytest.raises(PrivacyError, match="is spent"):
+        play(rounds, model, number=100)
+    assert 1.0 < engine.get_epsilon(1e-2) <= 2.0

@@ -1,0 +1,471 @@
+"""DPAdam and DPAdamBC against NumPy and torch, and what the noise does to their moments."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from comm_hooks.optim.private.dp_adam import DPAdam, DPAdamBC, suggested_gamma
+from comm_hooks.optim.private.dp_sgd import DPSGD
+from tests.optim.gradients import HYPER, SHAPES, STEPS, gradient, parameters_of, run, start
+from tests.optim.private.saving import resumes_exactly, saved
+
+each_class = pytest.mark.parametrize("optimizer_class", [DPAdam, DPAdamBC])
+COORDINATES = 20_000
+COMMON = {key: HYPER[key] for key in ("lr", "betas")}
+
+
+def variance(step: int) -> float:
+    """Of noise that is switched and fades."""
+    return (0.3 if step % 7 < 4 else 0.05) * 0.97**step
+
+
+def make(optimizer_class: type, params: Any, **options: Any) -> Any:
+    optimizer = optimizer_class(params, **options)
+    optimizer.noise_variance = 0.01
+    return optimizer
+
+
+def run_noised(parameters: dict[str, nn.Parameter], optimizer: Any) -> dict[str, torch.Tensor]:
+    for t in range(STEPS):
+        optimizer.noise_variance = variance(t)
+        run(parameters, optimizer, steps=[t])
+    return {name: p.detach() for name, p in parameters.items()}
+
+
+def reference(
+    corrected: bool, weight_decay: float, gamma: float | None = None
+) -> dict[str, np.ndarray]:
+    """The docstrings' algorithms, without any of the library."""
+    lr, (beta1, beta2), eps = HYPER["lr"], HYPER["betas"], HYPER["eps"]
+    results = {}
+    for name in SHAPES:
+        x = start(name)
+        gradients, variances = [], []
+        for step in range(STEPS):
+            g = gradient(name, step)
+            if g is None:
+                continue
+            gradients.append(g)
+            variances.append(variance(step))
+            t = len(gradients)
+            ages = np.arange(t)[::-1].reshape(-1, *[1] * x.ndim)
+
+            def average(values: Any, beta: float, ages: np.ndarray = ages) -> Any:
+                weights = beta**ages
+                return (weights * np.stack(values)).sum(axis=0) / weights.sum()
+
+            m = average(gradients, beta1)
+            v = average([g**2 for g in gradients], beta2)
+            if corrected:
+                noise = np.average(variances, weights=beta2 ** np.arange(t)[::-1])
+                floor = suggested_gamma(noise, beta2) if gamma is None else gamma
+                divisor = np.sqrt(np.maximum(v - noise, floor))
+            else:
+                divisor = np.sqrt(v) + eps
+            x = (1 - lr * weight_decay) * x - lr * m / divisor
+        results[name] = x
+    return results
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_dp_adam_matches_the_reference_and_torch(weight_decay: float) -> None:
+    results = []
+    for adam in (DPAdam, torch.optim.AdamW):
+        parameters = parameters_of()
+        optimizer = adam(parameters.values(), **HYPER, weight_decay=weight_decay)
+        results.append(run(parameters, optimizer))
+    expected = reference(False, weight_decay)
+    for name in SHAPES:
+        np.testing.assert_allclose(results[0][name].numpy(), expected[name], rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(results[0][name], results[1][name], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+@pytest.mark.parametrize("gamma", [None, 1e-3, 0.1])
+def test_dp_adam_bc_matches_the_reference(gamma: float | None, weight_decay: float) -> None:
+    parameters = parameters_of()
+    optimizer = DPAdamBC(parameters.values(), **COMMON, gamma=gamma, weight_decay=weight_decay)
+    actual = run_noised(parameters, optimizer)
+    expected = reference(True, weight_decay, gamma)
+    for name in SHAPES:
+        np.testing.assert_allclose(actual[name].numpy(), expected[name], rtol=1e-10, atol=1e-12)
+
+
+@each_class
+def test_schedulers_act_on_the_next_step(optimizer_class: type) -> None:
+    parameters = parameters_of()
+    optimizer = make(optimizer_class, parameters.values(), **COMMON)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.0)
+    halfway = run(parameters, optimizer, schedule, steps=range(3))
+    for name, last in run(parameters, optimizer, schedule, steps=range(3, 6)).items():
+        assert torch.equal(halfway[name], last)
+
+
+@each_class
+def test_weight_decay_never_enters_the_moments(optimizer_class: type) -> None:
+    states = []
+    for weight_decay in (0.0, 0.5):
+        parameters = parameters_of()
+        optimizer = make(optimizer_class, parameters.values(), weight_decay=weight_decay)
+        run(parameters, optimizer)
+        states.append(optimizer.state[parameters["weight"]])
+    assert states[0].keys() == states[1].keys()
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(states[0][key], states[1][key])
+
+
+def test_nothing_else_is_kept() -> None:
+    """The authors' code keeps moments of the gradient without noise, which a checkpoint leaks."""
+    parameters = parameters_of()
+    optimizer = make(DPAdamBC, parameters.values())
+    run(parameters, optimizer)
+    for state in optimizer.state_dict()["state"].values():
+        assert set(state) == {"step", "noise_avg", "exp_avg", "exp_avg_sq"}
+
+
+def test_without_noise_dp_adam_bc_is_adam() -> None:
+    ours, theirs = parameters_of(), parameters_of()
+    optimizer = DPAdamBC(ours.values(), **COMMON)
+    optimizer.noise_variance = 0.0
+    adam = torch.optim.Adam(theirs.values(), **COMMON, eps=0.0)
+    expected = run(theirs, adam)
+    for name, actual in run(ours, optimizer).items():
+        torch.testing.assert_close(actual, expected[name], rtol=1e-11, atol=1e-13)
+
+
+def test_without_noise_a_gradient_of_zeros_moves_nothing() -> None:
+    x = nn.Parameter(torch.ones(3))
+    optimizer = DPAdamBC([x])
+    optimizer.noise_variance = 0.0
+    x.grad = torch.zeros(3)
+    optimizer.step()
+    assert torch.equal(x, torch.ones(3))
+
+
+# What the noise does.
+
+
+def second_moments(
+    gradients: Iterator[tuple[torch.Tensor, float]], beta2: float, optimizer_class: type = DPAdamBC
+) -> torch.Tensor:
+    """Return what is under the root in the last step, seen from how far the parameters moved."""
+    x = nn.Parameter(torch.zeros(COORDINATES, dtype=torch.float64))
+    options = {"gamma": 1e-30} if optimizer_class is DPAdamBC else {"eps": 0.0}
+    optimizer = optimizer_class([x], lr=1.0, betas=(0.0, beta2), **options)
+    before = x.detach().clone()
+    for g, phi in gradients:
+        before.copy_(x.detach())
+        x.grad = g
+        optimizer.noise_variance = phi
+        optimizer.step()
+    return (g / (before - x.detach())) ** 2
+
+
+def noised(signal: float, phis: list[float]) -> Iterator[tuple[torch.Tensor, float]]:
+    generator = torch.Generator().manual_seed(0)
+    for phi in phis:
+        noise = torch.randn(COORDINATES, generator=generator, dtype=torch.float64)
+        yield signal + math.sqrt(phi) * noise, phi
+
+
+@pytest.mark.parametrize(("beta2", "steps"), [(0.9, 60), (0.99, 60), (0.99, 600), (0.999, 300)])
+def test_the_second_moment_concentrates_as_the_formula_says(beta2: float, steps: int) -> None:
+    phi = 2.441e-8
+    v = second_moments(noised(0.0, [phi] * steps), beta2, DPAdam)
+    n = (1 - beta2**steps) ** 2 * (1 + beta2) / ((1 - beta2) * (1 - beta2 ** (2 * steps)))
+    assert float(v.std() / v.mean()) == pytest.approx(math.sqrt(2 / n), rel=0.03)
+    assert float(v.mean()) == pytest.approx(phi, rel=5 * math.sqrt(2 / n / COORDINATES))
+
+
+@pytest.mark.parametrize(("beta2", "steps"), [(0.99, 40), (0.99, 600), (0.999, 300)])
+@pytest.mark.parametrize("schedule", ["constant", "falling", "switched"])
+def test_the_correction_is_unbiased_also_when_the_noise_changes(
+    beta2: float, steps: int, schedule: str
+) -> None:
+    phis = {
+        "constant": [0.04] * steps,
+        "falling": [0.04 * 0.5 ** (4 * t / steps) for t in range(steps)],
+        "switched": [0.04 if t < steps // 2 else 0.01 for t in range(steps)],
+    }[schedule]
+    signal = 1.0
+    weights = np.array([beta2 ** (steps - 1 - t) for t in range(steps)])
+    weights /= weights.sum()
+    # Of g^2 = (signal + z)^2: 4 signal^2 phi + 2 phi^2.
+    spread = np.sqrt(np.sum(weights**2 * [4 * signal**2 * phi + 2 * phi**2 for phi in phis]))
+    corrected = second_moments(noised(signal, phis), beta2)
+    error = float(corrected.mean()) - signal**2
+    assert abs(error) < 5 * spread / math.sqrt(COORDINATES)
+    # What one might subtract instead is further off than that.
+    wrong = 0.0 if schedule == "constant" else phis[-1]
+    assert abs(np.dot(weights, phis) - wrong) > 6 * spread / math.sqrt(COORDINATES)
+
+
+def test_with_much_noise_dp_adam_is_dp_sgd_with_momentum() -> None:
+    """In the words of the paper, equation 3; and DP-AdamBC is not."""
+    phi, lr, beta1, beta2 = 4.0, 0.01, 0.9, 0.9999
+    signals = torch.logspace(-2, -1, 2000)
+    generator = torch.Generator().manual_seed(1)
+    moved = {}
+    optimizers: dict[str, tuple[nn.Parameter, Any]] = {}
+    for name in ("adam", "sgd", "corrected"):
+        x = nn.Parameter(torch.zeros(2000))
+        optimizers[name] = (
+            x,
+            {
+                "adam": lambda x: DPAdam([x], lr, betas=(beta1, beta2)),
+                "sgd": lambda x: DPSGD([x], lr, momentum=beta1),
+                "corrected": lambda x: DPAdamBC([x], lr, betas=(beta1, beta2)),
+            }[name](x),
+        )
+    for t in range(1, 1001):
+        g = signals + math.sqrt(phi) * torch.randn(2000, generator=generator)
+        for name, (x, optimizer) in optimizers.items():
+            x.grad = g
+            optimizer.noise_variance = phi
+            if name == "sgd":
+                optimizer.param_groups[0]["lr"] = (
+                    lr * (1 - beta1) / ((1 - beta1**t) * math.sqrt(phi))
+                )
+            optimizer.step()
+            if t == 500:
+                moved[name] = -x.detach().clone()
+    moved = {name: moved[name] + x.detach() for name, (x, _) in optimizers.items()}
+    length = float(moved["sgd"].norm())
+    assert float((moved["adam"] - moved["sgd"]).norm()) < 0.04 * length
+    assert float((moved["corrected"] - moved["sgd"]).norm()) > 0.5 * length
+
+
+# The floor.
+
+
+def test_the_papers_example() -> None:
+    phi = (0.4 * 0.1 / 256) ** 2
+    assert phi == pytest.approx(2.441e-8, rel=2e-4)
+    # Table 3, as printed; at t = 10 and alpha = .01 it has the formula of the other case.
+    printed = {
+        (100, 0.01): 3.180e-8,
+        (1000, 0.01): 1.046e-8,
+        (10000, 0.01): 7.110e-9,
+        (10, 0.05): 8.388e-8,
+        (100, 0.05): 2.654e-8,
+        (1000, 0.05): 8.725e-9,
+        (10000, 0.05): 5.933e-9,
+        (10, 0.10): 7.559e-8,
+        (100, 0.10): 2.391e-8,
+        (1000, 0.10): 7.863e-9,
+        (10000, 0.10): 5.347e-9,
+    }
+    for (steps, alpha), bound in printed.items():
+        assert suggested_gamma(phi, steps=steps, alpha=alpha) == pytest.approx(bound, rel=5e-4)
+    assert suggested_gamma(phi) == pytest.approx(suggested_gamma(phi, steps=10**6))
+    assert suggested_gamma(phi) / phi == pytest.approx(0.243, abs=5e-4)
+
+
+@given(
+    beta2=st.floats(0.0, 0.9999),
+    steps=st.integers(1, 10**5),
+    alpha=st.floats(1e-6, 0.99),
+    scale=st.floats(1e-6, 1e6),
+)
+def test_the_floor_scales_and_shrinks(beta2: float, steps: int, alpha: float, scale: float) -> None:
+    bound = suggested_gamma(1.0, beta2, steps=steps, alpha=alpha)
+    assert suggested_gamma(scale, beta2, steps=steps, alpha=alpha) == pytest.approx(scale * bound)
+    assert suggested_gamma(1.0, beta2, steps=steps, alpha=alpha / 2) > bound
+    assert suggested_gamma(1.0, beta2, steps=steps + 1, alpha=alpha) <= bound * (1 + 1e-9)
+    # Both tails of the sub-exponential bound are what they should be at that point.
+    weight = (1 - beta2) / (1 - beta2**steps)
+    nu = 4 * math.sqrt((1 - beta2 ** (2 * steps)) / (1 - beta2**2))
+    delta = bound / weight
+    exponent = delta**2 / (2 * nu**2) if delta <= nu**2 / 4 else delta / (2 * 4)
+    assert 2 * math.exp(-exponent) == pytest.approx(alpha, rel=1e-6)
+
+
+@pytest.mark.parametrize(("beta2", "steps"), [(0.9, 5), (0.99, 40), (0.999, 300)])
+def test_deviations_keep_to_the_bound(beta2: float, steps: int) -> None:
+    v = second_moments(noised(0.0, [1.0] * steps), beta2, DPAdam)
+    bound = suggested_gamma(1.0, beta2, steps=steps, alpha=0.05)
+    assert float(((v - 1.0).abs() >= bound).float().mean()) <= 0.05
+
+
+# Bad input, dtypes, checkpoints.
+
+
+@each_class
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
+    optimizer_class: type, dtype: torch.dtype
+) -> None:
+    assert resumes_exactly(lambda params: make(optimizer_class, params, **COMMON), dtype)
+
+
+def test_a_resumed_run_knows_what_the_noise_was() -> None:
+    parameters = parameters_of()
+    optimizer = make(DPAdamBC, parameters.values())
+    optimizer.noise_variance = 0.25
+    run(parameters, optimizer, steps=range(5))
+    resumed = DPAdamBC(parameters.values())
+    resumed.load_state_dict(saved(optimizer.state_dict()))
+    for each in (optimizer, resumed):
+        each.noise_variance = 0.01
+        run(parameters, each, steps=[5])
+        kept = each.state[parameters["weight"]]["noise_avg"]
+        assert kept == pytest.approx(0.25 * (1 - 0.999**5) * 0.999 + 0.01 * 0.001, rel=1e-9)
+
+
+@each_class
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_parameters_are_rounded_once(optimizer_class: type, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    narrow = nn.Parameter(torch.randn(1000, generator=generator).to(dtype))
+    wide = nn.Parameter(narrow.detach().float())
+    wide.grad = torch.randn(1000, generator=generator).to(dtype).float()
+    narrow.grad = wide.grad.to(dtype)
+    for x in (narrow, wide):
+        optimizer = make(optimizer_class, [x], lr=0.01, weight_decay=0.1)
+        optimizer.step()
+        assert optimizer.state[x]["exp_avg_sq"].dtype == torch.float32
+    assert torch.equal(narrow, wide.to(dtype))
+    assert not torch.equal(wide, narrow.float())
+
+
+@each_class
+def test_one_group_may_mix_dtypes(optimizer_class: type) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.bfloat16]
+    results = []
+    for together in (True, False):
+        xs = [nn.Parameter(torch.linspace(1, 2, 9, dtype=d)) for d in dtypes]
+        for x in xs:
+            x.grad = x.detach() - 1.52
+        groups: list[Any] = [xs] if together else [[x] for x in xs]
+        for members in groups:
+            make(optimizer_class, members, lr=0.1, weight_decay=0.1).step()
+        results.append(xs)
+    for mixed, alone in zip(*results, strict=True):
+        assert mixed.dtype == alone.dtype
+        assert torch.equal(mixed, alone)
+
+
+def unchanged_by(step: Callable[[], object], x: nn.Parameter, optimizer: Any) -> bool:
+    before = x.detach().clone()
+    step()
+    return torch.equal(before, x) and not optimizer.state
+
+
+def refused(optimizer: Any, error: type[Exception], message: str) -> Callable[[], None]:
+    def attempt() -> None:
+        with pytest.raises(error, match=message):
+            optimizer.step()
+
+    return attempt
+
+
+@pytest.mark.parametrize(
+    ("phi", "error", "message"),
+    [
+        (None, RuntimeError, "^DPAdamBC: noise_variance is not known, .* or set optimizer.noise"),
+        (-1.0, ValueError, "^DPAdamBC: noise_variance must not be negative, got -1.0$"),
+        (float("nan"), ValueError, "^DPAdamBC: noise_variance must not be negative, got nan$"),
+        (float("inf"), ValueError, "^DPAdamBC: noise_variance must be finite, got inf$"),
+    ],
+    ids=str,
+)
+def test_without_the_variance_there_is_no_step(
+    phi: float | None, error: type[Exception], message: str
+) -> None:
+    x = nn.Parameter(torch.ones(4))
+    x.grad = torch.ones(4)
+    optimizer = DPAdamBC([x])
+    assert optimizer.needs_noise_variance
+    assert optimizer.noise_variance is None
+    optimizer.noise_variance = phi
+    assert unchanged_by(refused(optimizer, error, message), x, optimizer)
+
+
+def test_sparsified_gradients_are_refused_and_others_are_not() -> None:
+    x, y = nn.Parameter(torch.ones(100)), nn.Parameter(torch.ones(100))
+    optimizer = make(DPAdamBC, [x, y])
+    x.grad = torch.randn(100)
+    y.grad = torch.zeros(100)
+    x.grad[:10] = 0.0
+    message = "^DPAdamBC: 55% of the gradient's elements are exactly zero, .* use DPMicroAdam$"
+    assert unchanged_by(refused(optimizer, ValueError, message), x, optimizer)
+    y.grad[:10] = 1.0
+    optimizer.step()
+    assert not torch.equal(x, torch.ones(100))
+    dense = make(DPAdam, [x, y])
+    y.grad.zero_()
+    dense.step()
+
+
+def test_states_of_others_are_refused() -> None:
+    parameters = parameters_of()
+    adam = torch.optim.AdamW(parameters.values())
+    run(parameters, adam)
+    optimizer = make(DPAdamBC, parameters.values())
+    with pytest.raises(ValueError, match=r"^DPAdamBC: the state has no noise_avg, .* by another"):
+        optimizer.load_state_dict(adam.state_dict())
+    assert not optimizer.state
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"lr": -1.0}, "lr must not be negative, got -1.0"),
+    ({"weight_decay": float("nan")}, "weight_decay must not be negative, got nan"),
+    ({"betas": (1.0, 0.9)}, r"betas must lie in \[0, 1\), got \(1.0, 0.9\)"),
+    ({"betas": (0.9, -0.1)}, r"betas must lie in \[0, 1\), got \(0.9, -0.1\)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options", "message"),
+    [
+        *[(c, options, message) for c in (DPAdam, DPAdamBC) for options, message in BAD],
+        (DPAdam, {"eps": -1e-8}, "eps must not be negative, got -1e-08"),
+        (DPAdamBC, {"gamma": -1.0}, "gamma must not be negative, got -1.0"),
+        (DPAdamBC, {"gamma": 0.0}, "gamma must be positive, because .* suggested_gamma.*"),
+    ],
+    ids=str,
+)
+def test_bad_hyperparameters_are_refused(
+    optimizer_class: type, options: dict[str, Any], message: str
+) -> None:
+    x, y = (nn.Parameter(torch.zeros(2)) for _ in "ab")
+    message = f"^{optimizer_class.__name__}: {message}$"
+    with pytest.raises(ValueError, match=message):
+        optimizer_class([x], **options)
+    optimizer = optimizer_class([x])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [y], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"noise_variance": -1.0}, "noise_variance must be finite and at least 0, got -1.0"),
+        ({"noise_variance": float("nan")}, "noise_variance must be finite .* got nan"),
+        ({"beta2": 1.0}, r"beta2 must lie in \[0, 1\), got 1.0"),
+        ({"alpha": 0.0}, r"alpha must lie in \(0, 1\), got 0.0"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_the_floor_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^suggested_gamma: {message}$"):
+        suggested_gamma(**{"noise_variance": 1.0, **arguments})
+
+
+@each_class
+def test_a_refused_gradient_changes_nothing(optimizer_class: type) -> None:
+    x = nn.Parameter(torch.ones(2))
+    bad = nn.Parameter(torch.ones(2))
+    x.grad, bad.grad = torch.ones(2), torch.ones(2).to_sparse()
+    optimizer = make(optimizer_class, [{"params": [x]}, {"params": [bad]}])
+    message = f"^{optimizer_class.__name__} does not support sparse gradients: "
+    assert unchanged_by(refused(optimizer, ValueError, message), x, optimizer)

@@ -1,0 +1,468 @@
+"""DPMicroAdam against NumPy and AdamW, alike on all ranks, and what it keeps, in bytes."""
+
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from comm_hooks import TopK
+from comm_hooks.compressors import Quantize
+from comm_hooks.optim.private import dp_micro_adam
+from comm_hooks.optim.private.dp_micro_adam import DPMicroAdam
+from comm_hooks.optim.sparse_window import SparseWindow
+from tests.optim.private.saving import resumes_exactly
+from tests.optim.replicas import LR_DECAY, SHAPES, draw, fresh, largest_of_blocks, start
+from tests.optim.test_compressed_adam import RanksOf
+
+# All of these parameters are of two dimensions but the bias; "third" has several blocks for Q.
+STEPS, WINDOW, DENSITY, BLOCK, MIN_NUMEL = 36, 4, 0.05, 64, 16
+HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+SPARSE: dict[str, Any] = {"density": DENSITY, "block_size": BLOCK, "min_numel": MIN_NUMEL}
+RESIDUAL = Quantize(bits=4)
+
+
+def make(params: Any, **options: Any) -> DPMicroAdam:
+    return DPMicroAdam(params, **{**HYPER, **SPARSE, "window": WINDOW, **options})
+
+
+def noised(name: str, step: int) -> np.ndarray:
+    """A signal, and noise that is much larger."""
+    return 0.3 * draw(name, 0) + draw(name, 1, step)
+
+
+def advance(
+    parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, steps: Sequence[int]
+) -> None:
+    for step in steps:
+        for name, parameter in parameters.items():
+            parameter.grad = torch.from_numpy(noised(name, step)).to(parameter.dtype)
+        optimizer.step()
+
+
+# Algorithm 1, in float64 and without any of the library.
+
+
+def draws(shape: Sequence[int], step: int, place: int) -> np.ndarray:
+    return np.random.default_rng([step, place]).uniform(size=shape)
+
+
+def quantize(x: np.ndarray, step: int, place: int) -> np.ndarray:
+    """Q^-1(Q(x)), in blocks of 256, rounded at random."""
+    count = -(-x.size // 256)
+    size = -(-x.size // count)
+    padded = np.pad(x, (0, count * size - x.size)).reshape(count, size)
+    low, high = padded.min(axis=1, keepdims=True), padded.max(axis=1, keepdims=True)
+    unit = (high - low) / 15
+    codes = np.floor((padded - low) / unit + draws(padded.shape, step, place))
+    return (codes * unit + low).ravel()[: x.size]
+
+
+def algorithm_1(window: int) -> dict[str, np.ndarray]:
+    results = {}
+    for place, name in enumerate(SHAPES):
+        theta = start(name).ravel()
+        is_dense = len(SHAPES[name]) == 1
+        e = np.zeros_like(theta)
+        rows: deque[np.ndarray] = deque(maxlen=None if is_dense else window)
+        for step in range(STEPS):
+            a = noised(name, step).ravel() + e
+            kept = a if is_dense else largest_of_blocks(a, DENSITY, BLOCK)
+            e = 0 * a if is_dense else quantize(a - kept, step, place)
+            rows.appendleft(kept)
+            averages = []
+            for beta, power in zip(HYPER["betas"], (1, 2), strict=True):
+                weights = [beta**age for age in range(len(rows))]
+                total = sum(w * row**power for w, row in zip(weights, rows, strict=True))
+                averages.append(total / sum(weights))
+            m, v = averages
+            lr = HYPER["lr"] * LR_DECAY**step
+            theta = theta * (1 - lr * HYPER["weight_decay"])
+            theta = theta - lr * m / (np.sqrt(v) + HYPER["eps"])
+        results[name] = theta.reshape(SHAPES[name])
+    return results
+
+
+class SharedDraws(Quantize):
+    """Rounds by the draws of the reference."""
+
+    def _rounding(self, levels: torch.Tensor, keys: Sequence[int], rank: int) -> torch.Tensor:
+        assert len(set(keys)) == len(levels), "parameters must not share draws"
+        return torch.stack(
+            [
+                torch.from_numpy(draws(levels.shape[1:], *divmod(key, len(SHAPES)))).float()
+                for key in keys
+            ]
+        )
+
+
+@pytest.mark.parametrize("window", [1, WINDOW])
+def test_matches_algorithm_1(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    monkeypatch.setattr(dp_micro_adam, "_RESIDUAL", SharedDraws(bits=4, stochastic=True))
+    monkeypatch.setattr(
+        dp_micro_adam, "derive_key", lambda _, step, place: step * len(SHAPES) + int(place)
+    )
+    parameters = fresh()
+    optimizer = make(parameters.items(), window=window, value_bits=32)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, LR_DECAY)
+    for step in range(STEPS):
+        advance(parameters, optimizer, [step])
+        schedule.step()
+    for name, expected in algorithm_1(window).items():
+        # 36 float32 steps of size 0.01
+        np.testing.assert_allclose(parameters[name].detach().numpy(), expected, atol=2e-5)
+
+
+# Algorithm 3: dense averages of the sparse gradients, an exact residual, AMSGrad's maximum.
+
+
+class Exact(Quantize):
+    """Keeps residuals in float32."""
+
+    def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
+        return 4 * numel
+
+    def _compress(self, rows: torch.Tensor, keys: Any, rank: int, world: int) -> torch.Tensor:
+        return rows.contiguous().view(torch.uint8)
+
+    def _decode(self, out: torch.Tensor, payloads: torch.Tensor, *_: Any, add: bool) -> None:
+        out.add_(payloads.view(torch.float32))
+
+
+def algorithm_3(
+    gradients: list[np.ndarray], density: float, *, maximum: bool, corrected: bool
+) -> np.ndarray:
+    """Return where theta goes from zero; eps is negligible."""
+    lr, (beta1, beta2) = HYPER["lr"], HYPER["betas"]
+    theta, e, m, v, v_hat = (np.zeros_like(gradients[0]) for _ in range(5))
+    for t, g in enumerate(gradients, start=1):
+        kept = largest_of_blocks(g + e, density, BLOCK)
+        e = e + g - kept
+        m = beta1 * m + (1 - beta1) * kept
+        v = beta2 * v + (1 - beta2) * kept**2
+        v_hat = np.maximum(v, v_hat) if maximum else v
+        c1, c2 = (1 - beta1**t, 1 - beta2**t) if corrected else (1.0, 1.0)
+        theta = theta - lr * (m / c1) / np.sqrt(v_hat / c2 + 1e-24)
+    return theta
+
+
+def run_exactly(
+    monkeypatch: pytest.MonkeyPatch, gradients: list[np.ndarray], *, corrected: bool, **options: Any
+) -> np.ndarray:
+    """Train with an endless window; without correction, take its factor out of the step."""
+    monkeypatch.setattr(dp_micro_adam, "_RESIDUAL", Exact(bits=4, stochastic=True))
+    theta = nn.Parameter(torch.zeros(16, len(gradients[0]) // 16))
+    exact = {"window": len(gradients), "value_bits": 32, "eps": 1e-12, "weight_decay": 0.0}
+    optimizer = make([theta], **{**exact, **options})
+    beta1, beta2 = HYPER["betas"]
+    for t, g in enumerate(gradients, start=1):
+        theta.grad = torch.from_numpy(g).float().view_as(theta)
+        if not corrected:
+            optimizer.param_groups[0]["lr"] = HYPER["lr"] * (1 - beta1**t) / (1 - beta2**t) ** 0.5
+        optimizer.step()
+    return theta.detach().numpy().ravel()
+
+
+@pytest.mark.parametrize("density", [DENSITY, 0.3, 1.0])
+def test_with_an_endless_window_the_averages_are_those_of_algorithm_3(
+    monkeypatch: pytest.MonkeyPatch, density: float
+) -> None:
+    gradients = [np.random.default_rng(t).normal(size=320) for t in range(STEPS)]
+    expected = algorithm_3(gradients, density, maximum=False, corrected=True)
+    actual = run_exactly(monkeypatch, gradients, corrected=True, density=density)
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
+
+
+def test_where_the_maximum_rests_it_is_algorithm_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that grow, and of which the same elements are always the largest."""
+    scale = np.where(np.arange(320) % 16 == 0, 1.0, 1e-4)
+    draws = [np.random.default_rng(t).uniform(0.9, 1.1, size=320) for t in range(STEPS)]
+    growing = [g * scale * 1.2**t for t, g in enumerate(draws)]
+    expected = algorithm_3(growing, 0.0625, maximum=True, corrected=False)
+    actual = run_exactly(monkeypatch, growing, corrected=False, density=0.0625)
+    np.testing.assert_allclose(actual, expected, atol=5e-6)
+    assert np.abs(expected).max() > 0.2
+    # With gradients that shrink the maximum would hold it back.
+    held = algorithm_3(growing[::-1], 0.0625, maximum=True, corrected=False)
+    free = algorithm_3(growing[::-1], 0.0625, maximum=False, corrected=False)
+    assert np.abs(held).max() < 0.9 * np.abs(free).max()
+
+
+def test_a_dense_and_endless_window_is_adamw() -> None:
+    ours, theirs = fresh(), fresh()
+    optimizer = make(ours.items(), density=1.0, window=STEPS, value_bits=32)
+    adamw = torch.optim.AdamW(theirs.values(), **HYPER)
+    for each, parameters in ((optimizer, ours), (adamw, theirs)):
+        advance(parameters, each, range(STEPS))
+    for name in SHAPES:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=2e-6)
+
+
+def test_a_constant_gradient_moves_by_lr_however_short_the_window() -> None:
+    x = nn.Parameter(torch.zeros(20, 20))
+    optimizer = DPMicroAdam([x], lr=1.0, density=1.0, window=10, min_numel=1)
+    for _ in range(40):
+        before = x.detach().clone()
+        x.grad = torch.full_like(x, 3.0)
+        optimizer.step()
+    # Corrected for all 40 steps it would be 6.53.
+    assert float((before - x.detach()).mean()) == pytest.approx(1.0, rel=1e-4)
+
+
+# The residual.
+
+
+def decode_residual(optimizer: DPMicroAdam, x: nn.Parameter) -> torch.Tensor:
+    return RESIDUAL.decompress(optimizer.state[x]["residual"], x.numel(), key=0)
+
+
+@pytest.mark.parametrize("value_bits", [4, 16, 32])
+def test_the_residual_is_what_was_left_rounded_without_bias(value_bits: int) -> None:
+    torch.manual_seed(0)
+    x = nn.Parameter(torch.zeros(256, 256))
+    options = {"density": 0.01, "block_size": 4096, "min_numel": 1, "window": 3}
+    optimizer = make([x], **{**options, "value_bits": value_bits})
+    code = SparseWindow.of(TopK(0.01, 4096, value_bits), x.numel(), 1)
+    fractions, errors = [], []
+    for step in range(4):
+        x.grad = torch.randn(256, 256)
+        a = x.grad.flatten()
+        if step:
+            a = a + decode_residual(optimizer, x)
+        optimizer.step()
+        places, values = code.decode(optimizer.state[x]["window"][step % 3][None])
+        kept = torch.zeros_like(a).scatter_add_(0, places[0], values[0])
+        assert int(kept.count_nonzero()) == 16 * 41
+        for block, chosen in zip(a.view(16, -1), kept.view(16, -1), strict=True):
+            largest = set(block.abs().topk(41).indices.tolist())
+            assert set(chosen.nonzero().flatten().tolist()) == largest
+        left = (a - kept).view(-1, 256)
+        low, high = left.aminmax(dim=1, keepdim=True)
+        level = (left - low) / ((high - low) / 15)
+        error = (decode_residual(optimizer, x).view(-1, 256) - low) / ((high - low) / 15) - level
+        assert float(error.abs().max()) < 1 + 1e-4
+        fractions.append((level % 1).flatten())
+        errors.append(error.flatten())
+    fraction, error = torch.cat(fractions), torch.cat(errors)
+    # To the nearest, the error in each of these would be -1/8, -3/8, 3/8, 1/8.
+    for first in (0.0, 0.25, 0.5, 0.75):
+        own = error[(fraction >= first) & (fraction < first + 0.25)]
+        assert abs(float(own.mean())) < 5 * 0.5 / len(own) ** 0.5
+
+
+def test_nothing_is_lost_but_what_rounding_drops() -> None:
+    torch.manual_seed(0)
+    x = nn.Parameter(torch.zeros(128, 128))
+    optimizer = make([x], value_bits=16, window=50, density=0.1, block_size=4096)
+    total = torch.zeros(x.numel())
+    for _ in range(50):
+        x.grad = torch.randn(128, 128)
+        total += x.grad.flatten()
+        optimizer.step()
+    code = SparseWindow.of(TopK(0.1, 4096, 16), x.numel(), 1)
+    places, values = code.decode(optimizer.state[x]["window"])
+    sent = torch.zeros(50, x.numel()).scatter_add_(1, places, values).sum(dim=0)
+    lost = total - sent - decode_residual(optimizer, x)
+    # 50 times at most a rounding by 15th parts of a range of about 8; with a bias the mean is off.
+    assert float(lost.std()) < 50**0.5 * 8 / 15 / 2
+    assert abs(float(lost.mean())) < 5 * float(lost.std()) / x.numel() ** 0.5
+    assert float(total.std()) > 2 * float(lost.std())
+
+
+# Memory, ranks, checkpoints.
+
+
+def nbytes(state: Any) -> int:
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    return sum(map(nbytes, state.values())) if isinstance(state, dict) else 0
+
+
+@pytest.mark.parametrize(("value_bits", "most"), [(4, 0.73), (16, 0.87)])
+def test_takes_less_than_a_byte_per_parameter(value_bits: int, most: float) -> None:
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(256, 4, 1024), 4, enable_nested_tensor=False
+    )
+    optimizer = DPMicroAdam(model.named_parameters(), value_bits=value_bits)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    # As long as min_numel, but of one dimension.
+    assert "exp_avg" in optimizer.state[model.layers[0].linear1.bias]
+    kept = nbytes(optimizer.state_dict()["state"])
+    count = sum(p.numel() for p in model.parameters())
+    # Every tensor that the optimizer reaches is in there: nothing stays behind.
+    hidden = [v for v in vars(optimizer).values() if isinstance(v, torch.Tensor)]
+    assert not hidden
+    assert 0.6 < kept / count <= most
+
+
+def digest_after_training() -> str:
+    """Return a digest of parameters and state, from gradients that all ranks share."""
+    torch.manual_seed(dist.get_rank())
+    np.random.seed(dist.get_rank())
+    parameters = fresh()
+    optimizer = make(parameters.items(), value_bits=4)
+    advance(parameters, optimizer, range(8))
+    everything = hashlib.sha256()
+    for parameter in parameters.values():
+        everything.update(parameter.detach().numpy().tobytes())
+        for key, value in sorted(optimizer.state[parameter].items()):
+            everything.update(key.encode() + value.numpy().tobytes())
+        torch.rand(dist.get_rank())
+    return everything.hexdigest()
+
+
+def test_ranks_keep_the_same_bit_for_bit(ranks_of: RanksOf) -> None:
+    assert len(set(ranks_of(2).run(digest_after_training))) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("value_bits", [4, 16, 32])
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
+    dtype: torch.dtype, value_bits: int
+) -> None:
+    assert resumes_exactly(
+        lambda params: make(params, value_bits=value_bits), dtype, fresh=fresh, advance=advance
+    )
+
+
+def test_a_checkpoint_brings_its_window_along() -> None:
+    parameters = fresh()
+    optimizer = make(parameters.items())
+    advance(parameters, optimizer, range(3))
+    other = make(parameters.items(), window=WINDOW + 1, density=0.5)
+    other.load_state_dict(optimizer.state_dict())
+    advance(parameters, other, range(3, 6))
+    assert other.param_groups[0]["window"] == WINDOW
+
+
+def test_states_of_others_are_refused() -> None:
+    parameters = fresh()
+    adam = torch.optim.AdamW(parameters.values())
+    advance(parameters, adam, range(1))
+    optimizer = make(parameters.values())
+    with pytest.raises(ValueError, match=r"^DPMicroAdam: the state has no density, window, .* by"):
+        optimizer.load_state_dict(adam.state_dict())
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["density"] == DENSITY
+
+
+# Everything else.
+
+
+def test_groups_have_their_own_hyperparameters() -> None:
+    parameters = fresh()
+    (first, one), *rest = parameters.items()
+    groups = [
+        {"params": [(first, one)], "lr": 0.0, "weight_decay": 0.0},
+        {"params": rest[:-1], "density": 1.0, "window": 2},
+        {"params": rest[-1:], "min_numel": 10_000},
+    ]
+    optimizer = make(groups)
+    before = one.detach().clone()
+    advance(parameters, optimizer, range(3))
+    assert torch.equal(before, one)
+    assert len(optimizer.state[parameters["other"]]["window"]) == 2
+    assert set(optimizer.state[parameters["third"]]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_parameters_may_be_left_out_of_steps() -> None:
+    """Each counts its own steps, also where others of its length are ahead."""
+    shape = (8, 16)
+    xs = [nn.Parameter(torch.zeros(shape)) for _ in range(2)]
+    optimizer = make(xs, weight_decay=0.0, density=1.0, value_bits=32)
+    gradients = torch.randn(6, *shape, generator=torch.Generator().manual_seed(0))
+    for t in range(7):
+        xs[0].grad = gradients[t] if t < 6 else None
+        xs[1].grad = gradients[t - 1] if t else None
+        optimizer.step()
+    assert float(xs[0].detach().abs().min()) > 0
+    torch.testing.assert_close(xs[0], xs[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_parameters_are_rounded_once(dtype: torch.dtype) -> None:
+    narrow = {name: nn.Parameter(p.detach().to(dtype)) for name, p in fresh().items()}
+    wide = {name: nn.Parameter(p.detach().float()) for name, p in narrow.items()}
+    advance(narrow, make(narrow.values()), [0])
+    optimizer = make(wide.values())
+    for name, parameter in wide.items():
+        parameter.grad = torch.from_numpy(noised(name, 0)).to(dtype).float()
+    optimizer.step()
+    for name in SHAPES:
+        assert torch.equal(narrow[name], wide[name].to(dtype))
+        assert not torch.equal(wide[name], narrow[name].float())
+
+
+def test_memory_formats_do_not_matter() -> None:
+    results = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3))
+        model = model.to(memory_format=memory_format)
+        optimizer = make(model.named_parameters())
+        for _ in range(3):
+            for parameter in model.parameters():
+                values = torch.randn(parameter.shape)
+                parameter.grad = torch.empty_like(parameter).copy_(values)
+            optimizer.step()
+        results.append([p.detach().contiguous() for p in model.parameters()])
+    for plain, strided in zip(*results, strict=True):
+        torch.testing.assert_close(plain, strided, atol=1e-6, rtol=0)
+
+
+def test_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for batch in (1, 1 << 24):
+        monkeypatch.setattr(dp_micro_adam, "BATCH", batch)
+        xs = [nn.Parameter(torch.zeros(16, 20)) for _ in range(5)]
+        optimizer = make(xs)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(6):
+            for x in xs:
+                x.grad = torch.randn(16, 20, generator=generator)
+            optimizer.step()
+        results.append(xs)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must not be negative, got -1.0"),
+        ({"betas": (0.9, 1.0)}, r"betas must lie in \[0, 1\), got \(0.9, 1.0\)"),
+        ({"eps": float("nan")}, "eps must not be negative, got nan"),
+        ({"density": 0.0}, "density is the fraction .* got 0.0"),
+        ({"window": 0}, "window must be an integer of at least 1, got 0"),
+        ({"value_bits": 2}, "value_bits must be one of 4, 16, 32, got 2"),
+        ({"block_size": 1 << 17}, "block_size must be at most 65536, got 131072"),
+        ({"min_numel": 1.5}, "min_numel must be an integer of at least 1, got 1.5"),
+    ],
+    ids=str,
+)
+def test_bad_hyperparameters_are_refused(options: dict[str, Any], message: str) -> None:
+    x, y = (nn.Parameter(torch.zeros(2)) for _ in "ab")
+    with pytest.raises(ValueError, match=f"^DPMicroAdam: {message}$"):
+        DPMicroAdam([x], **options)
+    optimizer = DPMicroAdam([x])
+    with pytest.raises(ValueError, match=f"^DPMicroAdam: {message}$"):
+        optimizer.add_param_group({"params": [y], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_sparse_gradient_is_refused_before_anything_changes() -> None:
+    x, bad = (nn.Parameter(torch.ones(2, 2)) for _ in "ab")
+    x.grad, bad.grad = torch.ones(2, 2), torch.ones(2, 2).to_sparse()
+    optimizer = DPMicroAdam([x, bad])
+    with pytest.raises(ValueError, match=r"^DPMicroAdam does not support sparse gradients: "):
+        optimizer.step()
+    assert torch.equal(x, torch.ones(2, 2))
+    assert not optimizer.state

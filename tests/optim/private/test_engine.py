@@ -1,0 +1,525 @@
+"""Private training end to end, and what it costs."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from comm_hooks import (
+    CompressionState,
+    CountSketch,
+    ErrorFeedback,
+    Exchange,
+    RandomK,
+    Sign,
+    TopK,
+    compression_hook,
+    skip_hook,
+)
+from comm_hooks.collectives import Simulated
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.identity import Identity
+from comm_hooks.optim.private import (
+    DPSGD,
+    AdaDPS,
+    DPAdam,
+    DPAdamBC,
+    DPMicroAdam,
+    DPOptimizer,
+    PrivacyEngine,
+    PrivacyError,
+    ScaleThenPrivatize,
+)
+from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant, max_steps
+from tests.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+SAMPLES = 240
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(SAMPLES, 40, generator=generator)
+    labels = (inputs @ torch.randn(40, 5, generator=generator)).argmax(1)
+    return TensorDataset(inputs, labels)
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(40, 48), nn.Tanh(), nn.Linear(48, 5))
+
+
+def loss_function(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+def loss_on_everything(model: nn.Module) -> float:
+    with torch.no_grad():
+        return float(loss_function(model, dataset().tensors))
+
+
+def private(
+    engine: PrivacyEngine,
+    model: nn.Module,
+    make: Callable[..., torch.optim.Optimizer] = DPSGD,
+    **settings: Any,
+) -> tuple[nn.Module, DPOptimizer, DataLoader[Any]]:
+    defaults: dict[str, Any] = {
+        "data_loader": DataLoader(dataset(), batch_size=7, shuffle=True),
+        "loss_function": loss_function,
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 1.0,
+        "sample_rate": 0.25,
+        "expected_batch_size": 60,
+    }
+    optimizer = settings.pop("optimizer", None) or make(model.named_parameters(), lr=0.5)
+    return engine.make_private(module=model, optimizer=optimizer, **{**defaults, **settings})
+
+
+def train(
+    model: nn.Module, optimizer: DPOptimizer, loader: DataLoader[Any], epochs: int = 1
+) -> None:
+    for _ in range(epochs):
+        for batch in loader:
+            optimizer.zero_grad()
+            optimizer.backward(batch)
+            optimizer.step()
+
+
+def train_on_rank(
+    place: str, compressor: Compressor, memory: bool, noise: float
+) -> tuple[list[torch.Tensor], float, float, float, int]:
+    torch.manual_seed(42)  # the same on all ranks, as users do
+    engine = PrivacyEngine()
+    model = small_model()
+    exchange = Exchange(compressor, ErrorFeedback() if memory else None, min_numel=64)
+    model, optimizer, loader = private(
+        engine, model, placement=place, exchange=exchange, noise_multiplier=noise
+    )
+    before = loss_on_everything(model)
+    train(model, optimizer, loader, epochs=10)
+    drawn = sum(len(labels) for _, labels in loader)
+    parameters = [p.detach().clone() for p in model.parameters()]
+    epsilon = engine.get_epsilon(delta=1e-3)
+    return parameters, before, loss_on_everything(model), epsilon, drawn
+
+
+@pytest.mark.parametrize(
+    ("place", "compressor", "memory"),
+    [
+        ("central", Identity(), False),
+        ("central", TopK(density=1 / 8), True),
+        ("shares", Identity(), False),
+        ("shares", RandomK(density=0.25, unbiased=False), True),
+        ("local", Identity(), False),
+        ("local", TopK(density=1 / 8), True),
+        ("local", Sign(), True),
+        ("aggregate", Identity(), False),
+        ("aggregate", CountSketch(ratio=0.5), False),
+    ],
+)
+def test_what_is_valid_trains_on_three_ranks_and_costs_what_is_said(
+    place: str, compressor: Compressor, memory: bool, ranks_of: RanksOf
+) -> None:
+    results = ranks_of(3).run(train_on_rank, place, compressor, memory, 0.5)
+    for parameters, before, after, epsilon, drawn in results:
+        assert after < 0.75 * before
+        assert epsilon == RDPAccountant().epsilon([GaussianEvent(0.5, 0.25, steps=40)], 1e-3)
+        # A shard of 80 samples, each drawn in 1 of 4 of 4 batches: 80 on average, 7.7 from it.
+        assert 80 - 6 * 7.75 < drawn < 80 + 6 * 7.75
+        for mine, first in zip(parameters, results[0][0], strict=True):
+            assert torch.equal(mine, first)
+
+
+def masks_and_noise(path: str) -> tuple[list[list[int]], torch.Tensor]:
+    torch.manual_seed(7)
+    data = TensorDataset(torch.arange(400), torch.zeros(400))
+    engine = PrivacyEngine(ledger=path)
+    model = small_model()
+    _, optimizer, loader = private(
+        engine,
+        model,
+        data_loader=DataLoader(data),
+        placement="local",
+        sample_rate=0.5,
+        noise_multiplier=1.0,
+    )
+    ranks = dist.get_world_size()
+    drawn = [[int(i) for i in batch[0]] for batch in loader]
+    # Each sample belongs to one rank.
+    assert all(i % ranks == dist.get_rank() for indices in drawn for i in indices)
+    places = [[i // ranks for i in indices] for indices in drawn]
+    mechanism = optimizer.mechanism
+    noise = torch.zeros(4000)
+    stream = mechanism._stream("noise", noise.device)
+    return places, noise.normal_(generator=stream)
+
+
+def test_ranks_with_one_seed_sample_and_draw_noise_independently(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    runs = [ranks_of(2).run(masks_and_noise, str(tmp_path / f"{run}.jsonl")) for run in (1, 2)]
+    streams = [outcome for run in runs for outcome in run]
+    for i, (places, noise) in enumerate(streams):
+        for other_places, other_noise in streams[:i]:
+            for mine, other in zip(places, other_places, strict=True):
+                # Of 200 places each is in both with probability 1/4: 50, 6.1 from it.
+                assert 50 - 6 * 6.2 < len(set(mine) & set(other)) < 50 + 6 * 6.2
+            assert abs(float(torch.corrcoef(torch.stack([noise, other_noise]))[0, 1])) < 0.1
+
+
+@pytest.mark.parametrize("make", [DPSGD, DPAdam, DPAdamBC, DPMicroAdam, ScaleThenPrivatize])
+def test_every_optimizer_learns(make: Callable[..., torch.optim.Optimizer]) -> None:
+    lr = 0.5 if make is DPSGD else 0.02
+    model = small_model()
+    before = loss_on_everything(model)
+    optimizer = make(model.named_parameters(), lr=lr)
+    train(*private(PrivacyEngine(), model, optimizer=optimizer, noise_multiplier=0.3), epochs=10)
+    assert loss_on_everything(model) < 0.8 * before
+
+
+def test_a_step_is_the_clipped_sum_by_the_public_divisor() -> None:
+    model, reference = small_model(), small_model()
+    _, optimizer, _ = private(
+        PrivacyEngine(),
+        model,
+        noise_multiplier=1e-9,
+        max_grad_norm=0.3,
+        expected_batch_size=11,
+        micro_batch_size=4,
+    )
+    inputs, labels = dataset()[:10]
+    optimizer.backward((inputs[:6], labels[:6]))
+    optimizer.backward((inputs[6:], labels[6:]))
+    optimizer.step()
+    total = [torch.zeros_like(p) for p in reference.parameters()]
+    for x, y in zip(inputs, labels, strict=True):
+        gradient = torch.autograd.grad(
+            loss_function(reference, (x[None], y[None])), list(reference.parameters())
+        )
+        norm = torch.cat([g.flatten() for g in gradient]).norm()
+        for t, g in zip(total, gradient, strict=True):
+            t += g * min(1.0, 0.3 / float(norm))
+    for p, r, t in zip(model.parameters(), reference.parameters(), total, strict=True):
+        torch.testing.assert_close(p, r - 0.5 * t / 11)
+
+
+def test_the_order_of_parameters_in_the_optimizer_does_not_matter() -> None:
+    """A transform is asked for in the optimizer's order and applied in the model's."""
+    results = []
+    for reverse in (False, True):
+        model = small_model()
+        named = list(model.named_parameters())
+        scales = {n: torch.full_like(p, 1.0 + i).detach() for i, (n, p) in enumerate(named)}
+        order = named[::-1] if reverse else named
+        optimizer = AdaDPS(order, lr=0.5, side_information=[scales[n] for n, _ in order])
+        _, wrapped, _ = private(PrivacyEngine(), model, optimizer=optimizer, noise_multiplier=1e-9)
+        wrapped.backward(dataset()[:10])
+        wrapped.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_an_empty_batch_is_a_step_of_noise() -> None:
+    engine = PrivacyEngine()
+    model = small_model()
+    before = [p.detach().clone() for p in model.parameters()]
+    _, optimizer, _ = private(engine, model)
+    optimizer.backward(dataset()[:0])
+    optimizer.step()
+    optimizer.step()  # not even a backward pass
+    assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert engine.state_dict()["events"] == [
+        {"noise_multiplier": 1.0, "sample_rate": 0.25, "steps": 2}
+    ]
+
+
+def test_a_model_in_ddp_sends_nothing_by_itself(ranks_of: RanksOf) -> None:
+    results = ranks_of(2).run(step_in_ddp)
+    for mine, first in zip(results[1], results[0], strict=True):
+        assert torch.equal(mine, first)
+
+
+def step_in_ddp() -> list[torch.Tensor]:
+    model = DistributedDataParallel(small_model())
+    optimizer = DPSGD(model.named_parameters(), lr=0.5)
+    train(*private(PrivacyEngine(), model, optimizer=optimizer))
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def hooked() -> list[str]:
+    messages = []
+    for state, hook in (
+        (CompressionState(TopK(density=0.1), ErrorFeedback()), compression_hook),
+        (None, skip_hook),
+    ):
+        model = DistributedDataParallel(small_model())
+        model.register_comm_hook(state, hook)  # type: ignore[arg-type]
+        optimizer = DPSGD(model.named_parameters(), lr=0.5)
+        try:
+            private(PrivacyEngine(), model, optimizer=optimizer)
+        except PrivacyError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_comm_hook_on_a_private_model_is_refused(ranks_of: RanksOf) -> None:
+    for messages in ranks_of(2).run(hooked):
+        assert len(messages) == 1
+        assert "hook" in messages[0]
+
+
+def test_epsilon_before_the_first_step_and_for_ranks() -> None:
+    engine = PrivacyEngine()
+    with pytest.raises(ValueError, match="no step has been taken"):
+        engine.get_epsilon(delta=1e-3)
+    model = small_model()
+    world = Simulated(1)
+    exchange = Exchange(TopK(density=0.1), ErrorFeedback(), transport=world[0])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="world size is 1")
+        train(*private(engine, model, placement="local", exchange=exchange))
+    assert engine.get_epsilon(1e-3, observer="rank") == engine.get_epsilon(1e-3)
+    with pytest.warns(UserWarning, match="delta 0.1 is not below one over the number of samples"):
+        engine.get_epsilon(delta=0.1)
+    train(*private(engine, model, placement="central"))
+    with pytest.raises(PrivacyError, match="carries no noise of its own"):
+        engine.get_epsilon(1e-3, observer="rank")
+    with pytest.raises(ValueError, match="observer must be one of model, rank"):
+        engine.get_epsilon(1e-3, observer="nobody")
+
+
+def peer_epsilon() -> tuple[float, float]:
+    engine = PrivacyEngine()
+    train(*private(engine, small_model(), placement="shares"))
+    return engine.get_epsilon(1e-3), engine.get_epsilon(1e-3, observer="rank")
+
+
+def test_a_share_of_the_noise_protects_less_from_other_ranks(ranks_of: RanksOf) -> None:
+    for seen_by_all, seen_by_rank in ranks_of(4).run(peer_epsilon):
+        accountant = RDPAccountant()
+        assert seen_by_all == accountant.epsilon([GaussianEvent(1.0, 0.25, 4)], 1e-3)
+        assert seen_by_rank == accountant.epsilon([GaussianEvent(0.5, 0.25, 4)], 1e-3)
+
+
+def test_a_budget_lasts_exactly_as_long_as_it_may() -> None:
+    engine = PrivacyEngine()
+    model = small_model()
+    _, optimizer, _ = engine.make_private_with_epsilon(
+        target_epsilon=2.0,
+        target_delta=1e-3,
+        steps=10,
+        sample_rate=0.25,
+        module=model,
+        optimizer=DPSGD(model.named_parameters(), lr=0.5),
+        data_loader=DataLoader(dataset()),
+        loss_function=loss_function,
+        max_grad_norm=1.0,
+        expected_batch_size=60,
+    )
+    left = max_steps(
+        2.0,
+        1e-3,
+        noise_multiplier=optimizer.mechanism.noise_multiplier,
+        sample_rate=0.25,
+    )
+    assert left >= 10
+    for _ in range(left):
+        optimizer.step()
+    assert 1.9 < engine.get_epsilon(1e-3) <= 2.0
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(PrivacyError, match=r"budget of epsilon 2 at delta 0\.001 is spent"):
+        optimizer.step()
+    assert engine.get_epsilon(1e-3) <= 2.0
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_budget_counts_what_was_spent_before(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    engine = PrivacyEngine(ledger=path)
+    train(*private(engine, small_model()))
+    spent = GaussianEvent(1.0, 0.25, steps=4)
+    assert engine.get_epsilon(1e-3) == RDPAccountant().epsilon([spent], 1e-3)
+    engine._ledger.close()
+
+    again = PrivacyEngine(ledger=path)
+    _, optimizer, _ = private(again, small_model(), noise_multiplier=2.0)
+    again.set_budget(4.0, 1e-3)
+    left = max_steps(4.0, 1e-3, noise_multiplier=2.0, sample_rate=0.25, spent=[spent])
+    assert left > 0
+    for _ in range(left):
+        optimizer.step()
+    with pytest.raises(PrivacyError, match="is spent"):
+        optimizer.step()
+
+
+def continued(path: str) -> float:
+    engine = PrivacyEngine(ledger=path)
+    train(*private(engine, small_model()))
+    return engine.get_epsilon(1e-3)
+
+
+def test_all_ranks_count_what_the_first_one_finds_in_its_file(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "ledger.jsonl")
+    for run in (1, 2):
+        expected = RDPAccountant().epsilon([GaussianEvent(1.0, 0.25, steps=4 * run)], 1e-3)
+        assert ranks_of(2).run(continued, path) == [expected, expected]
+
+
+def test_the_noise_for_a_budget_makes_up_for_what_was_spent_before() -> None:
+    engine = PrivacyEngine()
+    train(*private(engine, small_model(), noise_multiplier=2.0))
+    spent = engine.get_epsilon(1e-3)
+    model = small_model()
+    _, optimizer, _ = engine.make_private_with_epsilon(
+        target_epsilon=spent + 0.5,
+        target_delta=1e-3,
+        steps=20,
+        sample_rate=0.25,
+        module=model,
+        optimizer=DPSGD(model.named_parameters(), lr=0.5),
+        data_loader=DataLoader(dataset()),
+        loss_function=loss_function,
+        max_grad_norm=1.0,
+        expected_batch_size=60,
+    )
+    for _ in range(20):
+        optimizer.step()
+    assert spent + 0.4 < engine.get_epsilon(1e-3) <= spent + 0.5
+
+
+def test_ghost_clipping_is_entered_by_the_optimizer() -> None:
+    pytest.importorskip("opacus")
+    steps = []
+    for mode in ("functorch", "hooks", "ghost"):
+        model = small_model()
+        wrapped, optimizer, _ = private(
+            PrivacyEngine(), model, grad_sample_mode=mode, noise_multiplier=1e-9
+        )
+        inputs, labels = dataset()[:12]
+        if mode == "functorch":
+            optimizer.backward((inputs, labels))
+        else:
+            losses = nn.functional.cross_entropy(wrapped(inputs), labels, reduction="none")
+            if mode == "ghost":
+                optimizer.backward(losses)
+            else:
+                losses.mean().backward()
+        optimizer.step()
+        steps.append([p.detach().clone() for p in model.parameters()])
+    for other in steps[1:]:
+        for mine, theirs in zip(steps[0], other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_steps_that_were_rolled_back_count(tmp_path: Path) -> None:
+    """The checkpoint is of step 4, the crash came at step 8, the ledger knows."""
+    path = tmp_path / "ledger.jsonl"
+    engine = PrivacyEngine(ledger=path)
+    model = small_model()
+    model, optimizer, loader = private(engine, model)
+    train(model, optimizer, loader)
+    saved = engine.state_dict()
+    train(model, optimizer, loader)
+    engine._ledger.close()
+
+    resumed = PrivacyEngine(ledger=path)
+    with pytest.warns(UserWarning, match="counts 4 steps that the checkpoint does not"):
+        resumed.load_state_dict(saved)
+    assert resumed.state_dict()["events"][0]["steps"] == 8
+
+    elsewhere = PrivacyEngine()
+    with pytest.warns(UserWarning, match="lacks 4 steps that the checkpoint counts"):
+        elsewhere.load_state_dict(saved)
+    assert elsewhere.get_epsilon(1e-3) > 0
+
+
+def test_a_release_is_in_the_ledger_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    _, optimizer, _ = private(PrivacyEngine(ledger=path), small_model())
+    seen = []
+
+    def release(sums: Any) -> Any:
+        seen.append(path.read_text().splitlines()[1:])
+        raise RuntimeError("the link is down")
+
+    monkeypatch.setattr(optimizer.mechanism, "release", release)
+    with pytest.raises(RuntimeError, match="link"):
+        optimizer.step()
+    assert len(seen[0]) == 2, "a mechanism and a step"
+
+
+def test_no_secret_is_in_anything_that_is_saved() -> None:
+    engine = PrivacyEngine()
+    model = small_model()
+    model, optimizer, loader = private(engine, model, DPAdamBC)
+    train(model, optimizer, loader)
+    optimizer.load_state_dict(optimizer.state_dict())
+    torch.save([engine.state_dict(), optimizer.state_dict(), model.state_dict()], "/dev/null")
+    with pytest.raises(TypeError, match="a Secret cannot be saved"):
+        torch.save(optimizer.mechanism, "/dev/null")
+
+
+def test_a_scheduler_sees_an_ordinary_optimizer() -> None:
+    _, optimizer, _ = private(PrivacyEngine(), small_model())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+    optimizer.step()
+    schedule.step()
+    assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"noise_multiplier": 0.0}, "noise_multiplier must be positive"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier must be positive"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be"),
+        ({"sample_rate": 0.0}, "sample_rate must be"),
+        ({"sample_rate": 1.5}, "sample_rate must be"),
+        ({"expected_batch_size": 0}, "expected_batch_size must be"),
+        ({"placement": "rank_0"}, "placement must be one of"),
+        ({"grad_sample_mode": "magic"}, "grad_sample_mode must be one of"),
+        ({"loss_function": None}, "loss_function is needed"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        private(PrivacyEngine(), small_model(), **settings)
+
+
+def test_models_and_optimizers_that_do_not_fit() -> None:
+    with_norm = nn.Sequential(nn.Linear(40, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+    with pytest.raises(PrivacyError, match="batch normalization"):
+        private(PrivacyEngine(), with_norm)
+    model = small_model()
+    some = DPSGD(list(model.parameters())[:2], lr=0.1)
+    with pytest.raises(ValueError, match="lacks 2 that it does"):
+        private(PrivacyEngine(), model, optimizer=some)
+    world = Simulated(1)
+    exchange = Exchange(TopK(density=0.1), ErrorFeedback(), transport=world[0])
+    with pytest.raises(PrivacyError, match=r"rule 17"):
+        private(PrivacyEngine(), model, DPAdamBC, exchange=exchange, placement="local")
+    _, optimizer, _ = private(PrivacyEngine(), model)
+    with pytest.raises(ValueError, match="cannot be added"):
+        optimizer.add_param_group({"params": []})
+    with pytest.raises(ValueError, match="closure"):
+        optimizer.step(lambda: 0.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="finds noise_multiplier itself"):
+        PrivacyEngine().make_private_with_epsilon(
+            target_epsilon=1.0, target_delta=1e-5, steps=1, sample_rate=0.1, noise_multiplier=1.0
+        )
+    with pytest.raises(ValueError, match="unknown accountant 'gdp'"):
+        PrivacyEngine(accountant="gdp")

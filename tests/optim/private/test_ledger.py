@@ -1,0 +1,413 @@
+"""The ledger: nothing that was released is ever missing from it, whatever happens."""
+
+import copy
+import errno
+import json
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant, merged
+from comm_hooks.optim.private.ledger import Ledger
+
+MECHANISMS = [(1.0, 0.01), (0.7, 0.01), (4096 / 45000, 1.0)]
+histories = st.lists(
+    st.builds(
+        lambda mechanism, steps: GaussianEvent(*mechanism, steps=steps),
+        st.sampled_from(MECHANISMS),
+        st.integers(1, 200),
+    ),
+    max_size=8,
+)
+STEP, OTHER = GaussianEvent(1.0, 0.01), GaussianEvent(0.7, 0.01)
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_errors():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _disk_without_waiting(monkeypatch):
+    """Nothing here pulls the plug; that fsync is called, and when, has tests of its own."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "privacy.jsonl"
+
+
+def steps_of(events):
+    return sum(event.steps for event in events)
+
+
+@settings(max_examples=50, deadline=None)
+@given(history=histories, sessions=st.integers(1, 3))
+def test_what_was_recorded_comes_back(tmp_path_factory, history, sessions):
+    path = tmp_path_factory.mktemp("ledger") / "privacy.jsonl"
+    in_memory = Ledger(None)
+    before = b""
+    for session in range(sessions):
+        with Ledger(path) as ledger:
+            assert ledger.events() == in_memory.events()
+            for event in history[session::sessions]:
+                ledger.record(event)
+                in_memory.record(event)
+                # Append-only, and complete before anything is released.
+                assert path.read_bytes().startswith(before)
+                before = path.read_bytes()
+                assert before.endswith(b"\n")
+            expected = merged(in_memory.events())
+            assert ledger.events() == in_memory.events() == expected
+
+
+def test_a_step_takes_two_bytes(path):
+    with Ledger(path) as ledger:
+        ledger.record(STEP)
+        size = path.stat().st_size
+        for _ in range(100):
+            ledger.record(STEP)
+        assert path.stat().st_size == size + 200
+        assert ledger.events() == [GaussianEvent(1.0, 0.01, 101)]
+
+
+def test_the_file(path):
+    with Ledger(path, settings={"expected_batch_size": 500}) as ledger:
+        ledger.record(STEP)
+        ledger.record(GaussianEvent(1.0, 0.01, 12))
+        ledger.record(OTHER)
+        run_id = ledger.run_id
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"ledger": 1, "run": run_id, "settings": {"expected_batch_size": 500}},
+        {"noise_multiplier": 1.0, "sample_rate": 0.01},
+        *(1, 12),
+        {"noise_multiplier": 0.7, "sample_rate": 0.01},
+        1,
+    ]
+    with Ledger(path) as ledger:
+        assert ledger.run_id == run_id
+        assert ledger.settings == {"expected_batch_size": 500}
+
+
+def test_a_crash_at_every_byte(path):
+    """Lines that are whole count; what is torn counts as a step, once and for all."""
+    with Ledger(path) as ledger:
+        for event in (STEP, GaussianEvent(1.0, 0.01, 12), OTHER, STEP):
+            ledger.record(event)
+    content = path.read_bytes()
+    header = content.index(b"\n") + 1
+    for cut in range(len(content) + 1):
+        path.write_bytes(content[:cut])
+        whole, torn = content[:cut].rpartition(b"\n")[::2]
+        recorded = sum(int(line) for line in whole.split(b"\n") if line.isdigit())
+        # Before the first mechanism is known, record() cannot have returned.
+        mechanism_known = whole.count(b"\n") >= 1
+        expected = recorded + (int(torn) if torn.isdigit() else bool(torn)) * mechanism_known
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with Ledger(path) as ledger:
+                events = ledger.events()
+        assert steps_of(events) == expected >= recorded
+        assert len(caught) == (bool(torn) and cut >= header), content[:cut]
+        if caught:
+            assert "its last line was torn by a crash" in str(caught[0].message)
+            assert caught[0].filename == __file__
+        # Now the file is whole, and goes on.
+        with Ledger(path) as ledger:
+            assert ledger.events() == events
+            ledger.record(STEP)
+            ledger.record(OTHER)
+        with Ledger(path) as ledger:
+            assert ledger.events() == merged([*events, STEP, OTHER])
+
+
+def test_a_crash_that_left_zeros(path):
+    with Ledger(path) as ledger:
+        ledger.record(STEP)
+    path.write_bytes(path.read_bytes() + b"\0\0")
+    with pytest.warns(UserWarning, match="counts as released"), Ledger(path) as ledger:
+        assert steps_of(ledger.events()) == 2
+
+
+def test_steps_after_a_mechanism_that_took_none(path):
+    """A crash between a mechanism's line and its first step must not make later steps its own."""
+    with Ledger(path) as ledger:
+        ledger.record(STEP)
+    path.write_text(path.read_text() + '{"noise_multiplier": 0.7, "sample_rate": 0.01}\n')
+    with Ledger(path) as ledger:
+        ledger.record(STEP)
+    with Ledger(path) as ledger:
+        assert ledger.events() == [GaussianEvent(1.0, 0.01, 2)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("", "nonsense", "0", "-1", "1.0", "true", "null", "[1]", "{}", '{"steps": 1}'),
+        '{"noise_multiplier": 1.0}',
+        '{"noise_multiplier": 0.0, "sample_rate": 0.01}',
+        '{"noise_multiplier": NaN, "sample_rate": 0.01}',
+        '{"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 5}',
+        "\ufeff1",
+    ],
+)
+def test_lines_that_cannot_be_read(path, line):
+    with Ledger(path) as ledger:
+        ledger.record(STEP)
+    damaged = f"{path.read_text()}{line}\n1\n"
+    path.write_text(damaged)
+    with pytest.raises(
+        ValueError, match=r"privacy.jsonl: line 4 cannot be read.*Restore"
+    ) as caught:
+        Ledger(path)
+    assert path.read_text() == damaged
+    # Nor does it stay locked, though the error, with its traceback, is still there.
+    assert caught.tb
+    path.write_text("")
+    Ledger(path).close()
+
+
+def test_steps_before_any_mechanism(path):
+    with Ledger(path):
+        pass
+    path.write_text(path.read_text() + "1\n")
+    with pytest.raises(ValueError, match="line 2 cannot be read"):
+        Ledger(path)
+
+
+@pytest.mark.parametrize("content", ["my notes", "my notes\n1\n", "[]\n", '{"a": 1}\n', '{"x'])
+def test_other_files_are_left_alone(path, content):
+    path.write_text(content)
+    with pytest.raises(ValueError, match="the file exists and is not a ledger"):
+        Ledger(path)
+    assert path.read_text() == content
+
+
+def test_a_ledger_of_another_version(path):
+    path.write_text('{"ledger": 2, "run": "a", "settings": {}}\n')
+    with pytest.raises(ValueError, match="its format is 2; this version of comm-hooks reads 1"):
+        Ledger(path)
+
+
+def test_settings(path):
+    with pytest.raises(ValueError, match="settings must be of JSON's types"):
+        Ledger(path, settings={"model": object()})
+    with pytest.raises(ValueError, match="settings must be of JSON's types"):
+        Ledger(None, settings={"clip": float("nan")})
+    Ledger(path, settings={"batch": (8, 4)}).close()
+    Ledger(path, settings={"batch": (8, 4)}).close()
+    with pytest.warns(
+        UserWarning, match=r"begun with the settings \{'batch': \[8, 4\]\}"
+    ) as caught:
+        Ledger(path, settings={"batch": 9}).close()
+    assert caught[0].filename == __file__
+
+
+def test_one_process_at_a_time(path):
+    first = Ledger(path)
+    first.record(STEP)
+    with pytest.raises(ValueError, match="is open elsewhere: one process writes a ledger"):
+        Ledger(path)
+    # A process of its own, without the seconds that importing us takes.
+    locking = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    command = [sys.executable, "-S", "-c", locking, str(path)]
+    assert "BlockingIOError" in subprocess.run(command, capture_output=True, text=True).stderr
+    first.record(STEP)
+    first.close()
+    assert subprocess.run(command).returncode == 0
+    with Ledger(path) as ledger:
+        assert steps_of(ledger.events()) == 2
+
+
+RELEASING = """
+import sys
+from comm_hooks.optim.private.accounting import GaussianEvent
+from comm_hooks.optim.private.ledger import Ledger
+ledger = Ledger(sys.argv[1])
+for step in range(10**6):
+    ledger.record(GaussianEvent(1.0 + step // 50, 0.01))
+    print(step, flush=True)
+"""
+
+
+def test_a_process_that_is_killed(path):
+    command = [sys.executable, "-c", RELEASING, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if int(line) == 200:
+                break
+        process.kill()
+        released = [200, *map(int, process.stdout.read().split())][-1] + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a torn line, if it was killed while writing
+        ledger = Ledger(path)
+    assert released <= steps_of(ledger.events()) <= released + 1
+    ledger.close()
+
+
+def test_a_line_is_on_the_disk_before_record_returns(path, monkeypatch):
+    ledger = Ledger(path)
+    calls = []
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: (calls.append(data), write(fd, data))[1])
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append("fsync"))
+    ledger.record(STEP)
+    ledger.record(STEP)
+    assert calls[1::2] == ["fsync", "fsync"]
+    assert calls[2] == b"1\n"
+    ledger.close()
+
+
+def test_a_new_files_name_is_on_the_disk(path, monkeypatch):
+    synced = []
+
+    def fsync(fd):
+        synced.append(os.fstat(fd).st_ino)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    Ledger(path).close()
+    assert synced == [path.stat().st_ino, path.parent.stat().st_ino]
+
+
+def test_writes_that_take_only_a_part(path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:3]))
+    with Ledger(path, settings={"a": 1}) as ledger:
+        ledger.record(STEP)
+        ledger.record(GaussianEvent(0.7, 0.01, 123456))
+    monkeypatch.undo()
+    with Ledger(path) as ledger:
+        assert ledger.events() == [STEP, GaussianEvent(0.7, 0.01, 123456)]
+
+
+def test_a_full_disk(path, monkeypatch):
+    ledger = Ledger(path)
+    ledger.record(STEP)
+
+    def full(fd, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        ledger.record(STEP)
+    monkeypatch.undo()
+    # It was not recorded, so it must not be released: nothing is counted, and nothing follows.
+    assert ledger.events() == [STEP]
+    with pytest.raises(ValueError, match="is closed: nothing can be recorded"):
+        ledger.record(STEP)
+    with Ledger(path) as ledger:
+        assert ledger.events() == [STEP]
+
+
+def test_a_folder_that_does_not_exist(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Ledger(tmp_path / "missing" / "privacy.jsonl")
+
+
+def test_warnings_that_are_errors(path):
+    """What is to be counted is written before anybody is told."""
+    with Ledger(path) as ledger:
+        ledger.record(STEP)
+    path.write_bytes(path.read_bytes() + b"1")
+    with pytest.raises(UserWarning, match="torn"):
+        Ledger(path)
+    with Ledger(path) as ledger:
+        assert steps_of(ledger.events()) == 2
+        with pytest.raises(UserWarning, match="lacks 3 steps"):
+            ledger.reconcile([GaussianEvent(1.0, 0.01, 5)])
+        assert steps_of(ledger.events()) == 5
+
+
+def test_a_ledger_is_not_copied():
+    for copying in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"a Ledger cannot be saved or copied.*Save events\(\)"):
+            copying(Ledger(None))
+
+
+def test_in_memory():
+    ledger = Ledger(None)
+    ledger.record(STEP)
+    ledger.close()
+    ledger.record(STEP)
+    events = ledger.events()
+    assert events == [GaussianEvent(1.0, 0.01, 2)]
+    events.clear()
+    assert steps_of(ledger.events()) == 2
+
+
+def reconciled(ledger, checkpoint):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        events = ledger.reconcile(checkpoint)
+    assert all(warning.filename == __file__ for warning in caught)
+    return events, [str(warning.message) for warning in caught]
+
+
+def test_a_checkpoint_that_agrees():
+    ledger = Ledger(None)
+    for event in (STEP, OTHER, STEP):
+        ledger.record(event)
+    # The order in which steps were taken costs nothing.
+    assert ledger.reconcile([GaussianEvent(1.0, 0.01, 2), OTHER]) == [STEP, OTHER, STEP]
+
+
+def test_a_run_that_went_back_to_a_checkpoint(path):
+    with Ledger(path) as ledger:
+        ledger.record(GaussianEvent(1.0, 0.01, 140))
+        events, (message,) = reconciled(ledger, [GaussianEvent(1.0, 0.01, 100)])
+    assert events == [GaussianEvent(1.0, 0.01, 140)]
+    assert "counts 40 steps that the checkpoint does not: they were released after" in message
+
+
+def test_a_ledger_that_was_lost(path):
+    with Ledger(path) as ledger:
+        events, (message,) = reconciled(ledger, [GaussianEvent(1.0, 0.01, 100)])
+        assert "lacks 100 steps that the checkpoint counts: they are added" in message
+        assert ledger.reconcile(events) == events == [GaussianEvent(1.0, 0.01, 100)]
+    with Ledger(path) as ledger:
+        assert ledger.events() == events
+
+
+def test_a_checkpoint_of_another_run():
+    ledger = Ledger(None)
+    ledger.record(GaussianEvent(1.0, 0.01, 5))
+    events, messages = reconciled(ledger, [GaussianEvent(0.7, 0.01, 3)])
+    assert events == [GaussianEvent(1.0, 0.01, 5), GaussianEvent(0.7, 0.01, 3)]
+    assert [message.split(" that ")[0] for message in messages] == [
+        "the ledger in memory lacks 3 steps",
+        "the ledger in memory counts 5 steps",
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(histories, histories, st.sampled_from([1e-9, 1e-5, 1e-2]))
+def test_reconciling_never_counts_less(recorded, saved, delta):
+    ledger = Ledger(None)
+    for event in recorded:
+        ledger.record(event)
+    events, messages = reconciled(ledger, saved)
+    assert events == ledger.events()
+    for mechanism in MECHANISMS:
+        ours, theirs, result = (
+            steps_of(event for event in history if event.mechanism == mechanism)
+            for history in (recorded, saved, events)
+        )
+        assert result == max(ours, theirs)
+    for history in (recorded, saved):
+        if history:
+            epsilon = RDPAccountant().epsilon(history, delta)
+            assert RDPAccountant().epsilon(events, delta) >= epsilon * (1 - 1e-12)
+    counts = [
+        {m: steps_of(e for e in history if e.mechanism == m) for m in MECHANISMS}
+        for history in (recorded, saved)
+    ]
+    assert bool(messages) == (counts[0] != counts[1])

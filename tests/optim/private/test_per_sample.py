@@ -1,0 +1,437 @@
+import copy
+import functools
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from comm_hooks.optim.private.clipped_sum import ClippedSum, PublicTransform
+from comm_hooks.optim.private.clipping import sample_norms
+from comm_hooks.optim.private.per_sample import PerSampleGradients
+from tests.optim.private.clipped_sums import (
+    MODELS,
+    Batch,
+    clipped_sum,
+    distance,
+    draw,
+    loss_function,
+    make,
+    norm,
+    sample_gradients,
+)
+from tests.ranks import Ranks
+
+
+def taken(model: nn.Module, batch: Batch, max_grad_norm: float = 1.0, **options: Any) -> ClippedSum:
+    gradients = PerSampleGradients(model, loss_function, max_grad_norm, **options)
+    gradients.backward(batch)
+    return gradients.take()
+
+
+def public(model: nn.Module, *, shift: bool, seed: int = 5) -> PublicTransform:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [p.shape for p in model.parameters() if p.requires_grad]
+    scale = [torch.rand(shape, generator=generator) * 3 for shape in shapes]
+    moved = [torch.randn(shape, generator=generator) / 10 for shape in shapes]
+    return PublicTransform(scale, moved if shift else None)
+
+
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    samples=st.integers(1, 9),
+    micro_batch_size=st.none() | st.integers(1, 10),
+    max_grad_norm=st.sampled_from([1e-3, 0.5, 2.0, 100.0]),
+    transform=st.sampled_from(["none", "scale", "scale and shift"]),
+)
+def test_sum_is_that_of_a_loop_over_samples(
+    name: str,
+    samples: int,
+    micro_batch_size: int | None,
+    max_grad_norm: float,
+    transform: str,
+) -> None:
+    model, batch = make(name, samples), draw(samples, samples)
+    gradients = PerSampleGradients(
+        model, loss_function, max_grad_norm, micro_batch_size=micro_batch_size
+    )
+    scale = shift = None
+    if transform != "none":
+        gradients.transform = public(model, shift="shift" in transform)
+        scale = [t.double().numpy() for t in gradients.transform.scale]
+        shift = [t.double().numpy() for t in gradients.transform.shift or ()] or None
+    loss = gradients.backward(batch)
+    result = gradients.take()
+    expected = clipped_sum(sample_gradients(model, batch), max_grad_norm, scale, shift)
+    assert (result.samples, result.not_finite) == (samples, 0)
+    torch.testing.assert_close(loss, loss_function(model, batch).detach())
+    size = np.sqrt(sum(np.square(e).sum() for e in expected))
+    for tensor, value in zip(result.tensors, expected, strict=True):
+        assert tensor.dtype == torch.float32
+        np.testing.assert_allclose(tensor.numpy(), value, rtol=3e-5, atol=2e-6 * size)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@given(
+    cuts=st.lists(st.integers(0, 8), max_size=3),
+    order=st.permutations(range(8)),
+    micro_batch_size=st.none() | st.integers(1, 8),
+)
+def test_neither_order_nor_micro_batches_matter(
+    cuts: list[int], order: list[int], micro_batch_size: int | None
+) -> None:
+    model, (inputs, labels) = make("mlp"), draw(8)
+    gradients = PerSampleGradients(model, loss_function, 0.7, micro_batch_size=micro_batch_size)
+    places = torch.tensor(order)
+    for part in torch.tensor_split(places, sorted(cuts)):
+        gradients.backward((inputs[part], labels[part]))
+    result = gradients.take()
+    assert result.samples == 8
+    assert distance(result, taken(model, (inputs, labels), 0.7)) < 3e-6
+    assert norm(gradients.take().tensors) == 0
+
+
+POISON = [1.0, 0.0, 1e-30, 1e4, 1e18, 1e30, float("inf"), float("nan")]
+
+
+@given(
+    name=st.sampled_from(["mlp", "cnn"]),
+    poison=st.sampled_from(POISON),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    transform=st.booleans(),
+    max_grad_norm=st.sampled_from([1e-6, 0.3, 50.0]),
+    seed=st.integers(0, 5),
+)
+@pytest.mark.filterwarnings("ignore:the gradients of")
+def test_one_sample_changes_the_sum_by_at_most_the_bound(
+    name: str, poison: float, dtype: torch.dtype, transform: bool, max_grad_norm: float, seed: int
+) -> None:
+    model, (inputs, labels) = make(name, seed, dtype), draw(7, seed, dtype)
+    inputs[3] *= poison
+
+    def summed(*samples: int) -> ClippedSum:
+        gradients = PerSampleGradients(model, loss_function, max_grad_norm)
+        gradients.transform = public(model, shift=True) if transform else None
+        gradients.backward((inputs[list(samples)], labels[list(samples)]))
+        return gradients.take()
+
+    # Alone there is no rounding of a sum: the bound holds as it stands.
+    assert norm(summed(3).tensors) <= max_grad_norm
+    with_it, without = summed(*range(7)), summed(0, 1, 2, 4, 5, 6)
+    assert distance(with_it, without) <= max_grad_norm * (1 + 49 * 2.0**-24)
+    assert with_it.samples + with_it.not_finite == 7
+    assert all(t.dtype == torch.float32 and t.isfinite().all() for t in with_it.tensors)
+
+
+@pytest.mark.parametrize("value", [0.1, 1e15])
+def test_norm_of_many_equal_elements_is_exact(value: float) -> None:
+    # torch.linalg.vector_norm in float32 is 0.9 % off here.
+    many = torch.full((1, 1 << 12, 1 << 12), value)
+    expected = float(many[0, 0, 0].double()) * 2.0**12
+    assert sample_norms([many]).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 255, 256, 257, 700])
+def test_norm_counts_every_element_of_every_parameter(rows: int) -> None:
+    gradients = [torch.rand(4, rows, 3), torch.rand(4), torch.rand(4, 0)]
+    expected = (gradients[0].double().square().sum((1, 2)) + gradients[1].double().square()).sqrt()
+    torch.testing.assert_close(sample_norms(gradients), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_samples_that_are_not_finite_are_left_out_and_counted(
+    poison: float, micro_batch_size: int | None
+) -> None:
+    model, (inputs, labels) = make("mlp"), draw(6)
+    clean = taken(model, (inputs[[0, 2, 3, 5]], labels[[0, 2, 3, 5]]))
+    gradients = PerSampleGradients(model, scaled_loss, 1.0, micro_batch_size=micro_batch_size)
+    weights = torch.ones(6)
+    weights[[1, 4]] = poison
+    with pytest.warns(UserWarning, match="not finite"):
+        gradients.backward((inputs, labels, weights))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradients.backward((inputs, labels, weights))
+    result = gradients.take()
+    assert (result.samples, result.not_finite) == (8, 4)
+    half = ClippedSum([t / 2 for t in result.tensors], 4)
+    assert distance(half, clean) < 1e-6
+    after = gradients.take()
+    assert (after.samples, after.not_finite) == (0, 0)
+
+
+def scaled_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, labels, weights = batch
+    return loss_function(model, (inputs, labels)) * weights.mean()
+
+
+def test_no_samples_add_nothing() -> None:
+    model = make("cnn")
+    gradients = PerSampleGradients(model, loss_function, 1.0)
+    inputs, labels = draw(3)
+    assert gradients.backward((inputs[:0], labels[:0])).isnan()
+    result = gradients.take()
+    assert result.samples == 0
+    assert [t.shape for t in result.tensors] == [p.shape for p in model.parameters()]
+    assert norm(result.tensors) == 0
+    gradients.backward((inputs, labels))
+    gradients.backward((inputs[:0], labels[:0]))
+    assert distance(gradients.take(), taken(model, (inputs, labels))) == 0
+
+
+def test_no_sample_counts_twice_if_a_failed_batch_is_tried_again() -> None:
+    calls: list[int] = []
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        calls.append(1)
+        # The first call looks for unused parameters.
+        if len(calls) == 4:
+            raise MemoryError
+        return loss_function(model, batch)
+
+    model, batch = make("mlp"), draw(6)
+    gradients = PerSampleGradients(model, loss, 1.0, micro_batch_size=2)
+    with pytest.raises(MemoryError):
+        gradients.backward(batch)
+    gradients.backward(batch)
+    result = gradients.take()
+    assert result.samples == 6
+    assert distance(result, taken(model, batch)) < 1e-6
+
+
+def test_unused_parameters_are_named_at_the_first_sample() -> None:
+    model = make("mlp")
+    model.forgotten = nn.Linear(2, 3)
+    model.frozen = nn.Linear(2, 3).requires_grad_(False)
+    gradients = PerSampleGradients(model, lambda m, b: loss_function(m[:3], b), 1.0)
+    inputs, labels = draw(3)
+    gradients.backward((inputs[:0], labels[:0]))
+    with pytest.raises(
+        ValueError, match=r"nothing but noise.*: forgotten\.weight, forgotten\.bias$"
+    ):
+        gradients.backward((inputs, labels))
+    assert gradients.take().samples == 0
+    model.forgotten.requires_grad_(False)
+    gradients = PerSampleGradients(model, lambda m, b: loss_function(m[:3], b), 1.0)
+    gradients.backward((inputs, labels))
+    assert len(gradients.take().tensors) == 4
+
+
+def test_frozen_parameters_stay_out() -> None:
+    model, batch = make("mlp"), draw(5)
+    model[0].weight.requires_grad_(False)
+    result = taken(model, batch, 0.3)
+    expected = clipped_sum(sample_gradients(model, batch), 0.3)
+    assert len(result.tensors) == 3
+    for tensor, value in zip(result.tensors, expected, strict=True):
+        np.testing.assert_allclose(tensor.numpy(), value, rtol=3e-5, atol=1e-6)
+
+
+class KeepsMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 10)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("order", torch.arange(12).flip(0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean + inputs.mean()
+        return self.layer(inputs[:, self.order]) + self.mean
+
+
+def test_buffers_learn_nothing_of_the_samples() -> None:
+    model = KeepsMean()
+    taken(model, draw(4))
+    assert model.mean.item() == 0
+
+    class Writes(KeepsMean):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.mean.add_(inputs.mean())
+            return self.layer(inputs)
+
+    model = Writes()
+    with pytest.raises(ValueError, match=r"writes to buffers.*: mean\. Use"):
+        taken(model, draw(4))
+    assert model.mean.item() == 0
+
+    class WritesLater(KeepsMean):
+        calls = 0
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls > 1:
+                self.mean.add_(1)
+            return self.layer(inputs)
+
+    model = WritesLater()
+    taken(model, draw(4))
+    assert model.mean.item() == 0
+    assert model.calls == 2
+
+
+def test_dropout_draws_for_each_sample() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(12, 10))
+    inputs, labels = draw(1)
+    result = taken(model, (inputs.expand(2, -1), labels.expand(2)), 100.0)
+    dropped = (result.tensors[0] == 0).all(0)
+    # Alike, both samples would drop half of the inputs; a quarter is dropped by both.
+    masks = model.train()[0](torch.ones(2, 1000)) > 0
+    assert 0 < dropped.sum() < 6
+    assert not torch.equal(masks[0], masks[1])
+
+
+def test_half_precision_is_added_in_float32() -> None:
+    model = nn.Linear(12, 10, bias=False, dtype=torch.bfloat16)
+    inputs, labels = torch.ones(600, 12, dtype=torch.bfloat16), torch.zeros(600, dtype=torch.long)
+    one = taken(model, (inputs[:1], labels[:1]))
+    many = taken(model, (inputs, labels), micro_batch_size=1)
+    # In bfloat16 a sum of equal terms stops growing at 256 of them.
+    torch.testing.assert_close(many.tensors[0], one.tensors[0] * 600, rtol=1e-4, atol=0)
+
+
+def test_batches_may_be_nested() -> None:
+    model = make("mlp")
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return loss_function(model, (batch["x"]["inputs"], batch["y"][0]))
+
+    inputs, labels = draw(5)
+    gradients = PerSampleGradients(model, loss, 1.0, micro_batch_size=2)
+    gradients.backward({"x": {"inputs": inputs}, "y": [labels]})
+    assert distance(gradients.take(), taken(model, (inputs, labels))) < 1e-6
+
+
+def test_compiled_gradients_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(1)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    model = make("mlp")
+    gradients = PerSampleGradients(model, loss_function, 0.5, micro_batch_size=4, compile=True)
+    for samples in (4, 1, 7, 9):
+        batch = draw(samples, samples)
+        loss = gradients.backward(batch)
+        torch.testing.assert_close(loss, loss_function(model, batch).detach())
+        result = gradients.take()
+        assert result.samples == samples
+        assert distance(result, taken(model, batch, 0.5)) < 1e-6
+    assert len(compiled) == 1
+
+
+def under_ddp() -> tuple[bool, int, float]:
+    """Return whether p.grad is None, how often DDP asked its hook, and how far off the sum is."""
+    calls: list[int] = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        calls.append(1)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model = make("mlp")
+    batch = draw(4 + dist.get_rank(), dist.get_rank())
+    expected = taken(copy.deepcopy(model), batch)
+    ddp_model = DistributedDataParallel(model)
+    ddp_model.register_comm_hook(None, hook)
+    result = taken(ddp_model, batch)
+    return all(p.grad is None for p in model.parameters()), len(calls), distance(result, expected)
+
+
+def test_ddp_averages_nothing(ranks_of: Callable[[int], Ranks]) -> None:
+    for outcome in ranks_of(2).run(under_ddp):
+        assert outcome == (True, 0, 0.0)
+
+
+def test_parts_under_ddp_are_refused(ranks_of: Callable[[int], Ranks]) -> None:
+    assert all(ranks_of(2).run(partly_under_ddp))
+
+
+def partly_under_ddp() -> bool:
+    model = nn.Sequential(DistributedDataParallel(nn.Linear(12, 4)), nn.Linear(4, 10))
+    with pytest.raises(ValueError, match="wrap the whole model"):
+        PerSampleGradients(model, loss_function, 1.0)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be a finite number"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm must be a finite number"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm must be a finite number"),
+        ({"max_grad_norm": float("inf")}, "max_grad_norm must be a finite number"),
+        ({"max_grad_norm": 1e-12}, "max_grad_norm must be a finite number"),
+        ({"micro_batch_size": 0}, "micro_batch_size must be positive"),
+        ({"compile": True}, "compile=True needs a micro_batch_size"),
+    ],
+)
+def test_bad_settings(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PerSampleGradients(
+            **{
+                "model": make("mlp"),
+                "loss_function": loss_function,
+                "max_grad_norm": 1.0,
+                **options,
+            }
+        )
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(ValueError, match="no parameters with requires_grad=True"):
+        PerSampleGradients(make("mlp").requires_grad_(False), loss_function, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((torch.zeros(3, 12), torch.zeros(2, dtype=torch.long)), r"\(3, 12\), \(2,\)"),
+        ((torch.zeros(3, 12), torch.tensor(1)), "common leading dimension"),
+        ((torch.zeros(3, 12), 7), "found int"),
+        ((), "common leading dimension"),
+    ],
+)
+def test_bad_batches(batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PerSampleGradients(make("mlp"), loss_function, 1.0).backward(batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"), [(lambda m, b: m(b[0]).sum(1), "(1,)"), (lambda m, b: 3.0, "float")]
+)
+def test_loss_must_be_a_scalar(loss: Any, got: str) -> None:
+    with pytest.raises(ValueError, match=f"mean loss.*got {re.escape(got)}"):
+        PerSampleGradients(make("mlp"), loss, 1.0).backward(draw(3))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        PublicTransform([torch.ones(10)]),
+        PublicTransform([torch.ones(p.shape) for p in make("mlp").parameters()], [torch.ones(1)]),
+    ],
+)
+def test_transform_of_another_shape(transform: PublicTransform) -> None:
+    gradients = PerSampleGradients(make("mlp"), loss_function, 1.0)
+    gradients.transform = transform
+    with pytest.raises(ValueError, match=r"transform\..* one tensor per trainable parameter"):
+        gradients.backward(draw(3))
+
+
+def test_nothing_is_said_of_an_ordinary_step() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        taken(make("attention"), draw(5))
