@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ranks import Ranks
+from tests.torchrun import Torchrun
 
 # Where something else keeps a core busy, threads that wait for each other take ten times as long.
 torch.set_num_threads(1)
@@ -47,3 +48,11 @@ def ranks_of(
     if request.session.testsfailed > failures:
         for world_size in used:
             _all_ranks[world_size].close()
+
+
+@pytest.fixture(scope="session")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Torchrun]:
+    """A command that does what torchrun does, in processes that need not import torch."""
+    torchrun = Torchrun(tmp_path_factory.mktemp("torchrun"))
+    yield torchrun
+    torchrun.close()

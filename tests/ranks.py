@@ -1,8 +1,8 @@
 """Real ranks for tests: processes joined by gloo, kept alive between tests.
 
-Starting a process costs seconds, most of them for importing torch, so one set of ranks serves all
-tests that need that many.  A test that fails or hangs gets its ranks killed; the next one starts
-new ones.
+Starting a process costs seconds, most of them for importing torch.  So one set of ranks serves all
+tests that need that many, and all ranks are forked from one process that has imported what they
+need.  A test that fails or hangs gets its ranks killed; the next one starts new ones.
 """
 
 import multiprocessing
@@ -19,6 +19,19 @@ import torch.distributed as dist
 
 TIMEOUT_SECONDS = 240
 
+CONTEXT = multiprocessing.get_context("forkserver")
+_preloaded: list[str] = []
+
+
+def preload(*modules: str) -> None:
+    """Import modules once for all ranks; has no effect after the first rank was started."""
+    _preloaded.extend(modules)
+    CONTEXT.set_forkserver_preload(_preloaded)
+
+
+# DDP and torch's optimizers import torch._dynamo, which takes longer than torch itself.
+preload("torch._dynamo", "comm_hooks.optim", "hypothesis", "pytest")
+
 
 @dataclass
 class Outcome:
@@ -34,13 +47,12 @@ class Ranks:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        context = multiprocessing.get_context("spawn")
         self._store = tempfile.NamedTemporaryFile(prefix="ranks-")  # noqa: SIM115
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            connection, remote = context.Pipe()
-            process = context.Process(
+            connection, remote = CONTEXT.Pipe()
+            process = CONTEXT.Process(
                 target=_serve, args=(rank, world_size, self._store.name, remote), daemon=True
             )
             process.start()

@@ -22,6 +22,8 @@ PORT = 29500
 """Of the ranks' rendezvous.  Every bed is a network of its own, so all may use the same."""
 
 _GUARD = Path(__file__).with_name("guard.py")
+# torchrun, asked to end, gives its workers this long.
+_GRACE_SECONDS = 10.0
 # How long ranks may outlive one that failed; their own messages are often what explains it.
 _AFTER_FAILURE_SECONDS = 15.0
 _beds_of_this_process = itertools.count()
@@ -104,7 +106,10 @@ class Bed:
             if not shutil.which(tool):
                 raise NetnsError(f"there is no `{tool}` here (install iproute2)")
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", str(_GUARD), self.switch, *self.namespaces],
+            [
+                *(sys.executable, "-I", str(_GUARD), str(_GRACE_SECONDS)),
+                *(self.switch, *self.namespaces),
+            ],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )

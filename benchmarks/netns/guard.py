@@ -1,10 +1,10 @@
 """Takes a network down when its maker is done with it, or dead.
 
-    python guard.py NAMESPACE...
+    python guard.py SECONDS NAMESPACE...
 
 Waits for the end of standard input, a pipe that only the maker holds; however the maker ends,
-SIGKILL included, the pipe ends with it.  Then ends all processes in the namespaces, deletes these
-and what lies in /etc/netns for them.
+SIGKILL included, the pipe ends with it.  Then ends all processes in the namespaces, which have
+SECONDS to do so themselves, deletes the namespaces and what lies in /etc/netns for them.
 """
 
 import contextlib
@@ -15,17 +15,14 @@ import subprocess
 import sys
 import time
 
-# torchrun, asked to end, gives its workers this long.
-_GRACE_SECONDS = 10.0
 
-
-def main(namespaces: list[str]) -> None:
+def main(grace: float, namespaces: list[str]) -> None:
     # Ctrl-C in a terminal reaches the whole foreground; this process goes last.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.read()
     _send(namespaces, signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE_SECONDS
+    deadline = time.monotonic() + grace
     while _processes(namespaces) and time.monotonic() < deadline:
         time.sleep(0.05)
     while _send(namespaces, signal.SIGKILL):
@@ -55,4 +52,4 @@ def _send(namespaces: list[str], number: signal.Signals) -> bool:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(float(sys.argv[1]), sys.argv[2:])

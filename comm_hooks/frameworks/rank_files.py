@@ -2,22 +2,36 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
-from comm_hooks.hook import CompressionState
 
 Write = Callable[[dict[str, Any], str], object]
 Read = Callable[[str], dict[str, Any]]
 
 
+class RankState(Protocol):
+    """What has an exchange and saves its state with more: :class:`~comm_hooks.CompressionState`."""
+
+    exchange: Exchange
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the exchange's state, and what is to be saved with it under other keys."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Restore what this rank saved, or raise ``ValueError``, without a collective."""
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]], /) -> None:
+        """Restore what all ranks saved, or raise ``ValueError``, without a collective."""
+
+
 def save_rank_file(
-    state: CompressionState | Exchange,
+    state: RankState | Exchange,
     folder: str | os.PathLike[str],
     *,
     write: Write | None = None,
@@ -34,6 +48,9 @@ def save_rank_file(
         write: takes the place of :func:`torch.save`, with the path as a string: for filesystems
             that are not local.
 
+    Raises:
+        ValueError: on all ranks, if any of them cannot write its file.
+
     Example::
 
         >>> import tempfile
@@ -45,12 +62,17 @@ def save_rank_file(
         ...     load_rank_files(state, checkpoint)
         True
     """
-    rank = _exchange(state).transport.rank
-    (write or _write)(state.state_dict(), _path(folder, rank))
+    exchange = _exchange(state)
+    path, problem = _path(folder, exchange.transport.rank), None
+    try:
+        (write or _write)(state.state_dict(), path)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = f"{path} cannot be written ({_line(error)})"
+    _raise_together(exchange, problem)
 
 
 def load_rank_files(
-    state: CompressionState | Exchange,
+    state: RankState | Exchange,
     folder: str | os.PathLike[str],
     *,
     step: int | None = None,
@@ -60,7 +82,8 @@ def load_rank_files(
 
     1. every rank reads its own file, and all ranks compare what they found;
     2. on as many ranks as then, each restores its own state;
-    3. on another number, each reads the files of all ranks; see
+    3. on another number, or if a rank's own state does not fit (shards that these settings do not
+       have), each reads the files of all ranks; see
        :meth:`~comm_hooks.Exchange.load_state_dicts`.
 
     Args:
@@ -73,8 +96,8 @@ def load_rank_files(
         Whether there were files.  If not, a warning says so and nothing is changed.
 
     Raises:
-        ValueError: on all ranks alike, if files are missing, damaged or of different checkpoints;
-            nothing is changed.
+        ValueError: on all ranks alike, if files are missing, damaged or of different checkpoints
+            (then nothing is changed), or do not fit.
     """
     exchange = _exchange(state)
     rank, ranks = exchange.transport.rank, exchange.transport.world_size
@@ -102,13 +125,14 @@ def load_rank_files(
     if saved_ranks == ranks:
         _require_all(found, (saved_ranks, saved_step), folder)
         assert not isinstance(own, str)
-        state.load_state_dict(own)
-        return True
+        if not any(compare(_problem_of(state.load_state_dict, own))):
+            return True
     states = [_try(read or _read, _path(folder, other)) for other in range(saved_ranks)]
     findings = [s if isinstance(s, str) else (s["world_size"], s["step"]) for s in states]
     for of_one_rank in compare(findings):
         _require_all(of_one_rank, (saved_ranks, saved_step), folder)
-    state.load_state_dicts([s for s in states if not isinstance(s, str)])
+    complete = [s for s in states if not isinstance(s, str)]
+    _raise_together(exchange, _problem_of(state.load_state_dicts, complete))
     return True
 
 
@@ -125,6 +149,21 @@ def _require_all(findings: list[Any], expected: tuple[int, int], folder: Any) ->
             )
 
 
+def _problem_of(load: Callable[[Any], None], state: Any) -> str | None:
+    try:
+        load(state)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _raise_together(exchange: Exchange, problem: str | None) -> None:
+    """Raise ``ValueError`` on all ranks if there is a problem on one."""
+    for other in exchange.transport.perform(AllGatherObject(problem)):
+        if other is not None:
+            raise ValueError(other)
+
+
 def _try(read: Read, path: str) -> dict[str, Any] | str:
     """Return what is in a file, or what is wrong with it."""
     try:
@@ -133,10 +172,14 @@ def _try(read: Read, path: str) -> dict[str, Any] | str:
     except FileNotFoundError:
         return _MISSING
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        return f"cannot be read ({(str(error) or repr(error)).splitlines()[0]})"
+        return f"cannot be read ({_line(error)})"
 
 
-def _exchange(state: CompressionState | Exchange) -> Exchange:
+def _line(error: Exception) -> str:
+    return (str(error) or repr(error)).splitlines()[0]
+
+
+def _exchange(state: RankState | Exchange) -> Exchange:
     return state if isinstance(state, Exchange) else state.exchange
 
 

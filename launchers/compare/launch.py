@@ -24,6 +24,7 @@ from comm_hooks.launchers.compare.runs import Figures, Point, Run, Settings
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 Event = dict[str, Any]
 """One thing a worker told; ``worker.train`` lists them."""
@@ -89,7 +90,7 @@ class _Job:
         events.touch()
         # fmt: off
         command = [
-            sys.executable, "-m", "torch.distributed.run",
+            *_TORCHRUN,
             "--standalone", "--nproc-per-node", str(settings.nproc), "--log-dir", str(scratch),
             "-m", "comm_hooks.launchers.compare.worker",
             "--method", method.spec, "--settings", settings.to_json(),

@@ -157,7 +157,8 @@ def test_beds_do_not_meet() -> None:
 
 
 @needs_bed
-def test_nothing_is_left_after_an_error() -> None:
+def test_nothing_is_left_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bed, "_GRACE_SECONDS", 0.5)
     network = Bed(2)
     names = [network.switch, *network.namespaces]
     started: list[subprocess.Popen[str]] = []

@@ -24,7 +24,7 @@ CASES = [
     (TopK(density=0.25), "sharded"),
     (PermK(), "all_gather"),
 ]
-NUMEL = 4 << 20
+NUMEL = 2 << 20
 
 
 def bring_up_loopback() -> None:
@@ -67,4 +67,5 @@ if __name__ == "__main__":
     bring_up_loopback()
     number = int(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (number, f"{folder}/store"), number)
+        # Forked, so that torch is imported once.
+        mp.start_processes(rank_main, (number, f"{folder}/store"), number, start_method="fork")

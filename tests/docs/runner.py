@@ -82,8 +82,13 @@ def environment() -> dict[str, str]:
     }
 
 
-def run_commands(block: Block, folder: Path, timeout: float = TIMEOUT_SECONDS) -> None:
+def run_commands(
+    block: Block, folder: Path, timeout: float = TIMEOUT_SECONDS, *, tools: Path | None = None
+) -> None:
     """Execute a block of commands in a folder, and leave no process behind.
+
+    Args:
+        tools: a folder whose commands go before others, unless DeepSpeed is used.
 
     Raises:
         AssertionError: with the output, if a command fails or takes too long.
@@ -91,13 +96,17 @@ def run_commands(block: Block, folder: Path, timeout: float = TIMEOUT_SECONDS) -
     mark = uuid.uuid4().hex
     files = [file.read_text() for file in folder.rglob("*.py")]
     uses_deepspeed = any("deepspeed" in text for text in [block.text, *files])
-    no_compiler = {"PYTHONPATH": str(_WITHOUT_COMPILER)} if uses_deepspeed else {}
+    variables = environment()
+    if uses_deepspeed:
+        variables["PYTHONPATH"] = str(_WITHOUT_COMPILER)
+    elif tools is not None:
+        variables["PATH"] = f"{tools}{os.pathsep}{variables['PATH']}"
     log = folder / ".output"
     with log.open("wb") as output:
         shell = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", block.text],
             cwd=folder,
-            env={**environment(), **no_compiler, _MARK: mark},
+            env={**variables, _MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -8,8 +8,12 @@ import pytest
 from tests.docs.pages import Page, pages
 from tests.docs.runner import missing_tools, run_code, run_commands
 from tests.ranks import Ranks
+from tests.torchrun import Torchrun
 
 PAGES = pages()
+
+# Whose commands are started as users start them; those of other pages are forked, which is faster.
+FROM_NOTHING = ("docs/index.md",)
 
 
 class _World:
@@ -35,7 +39,7 @@ def world() -> Iterator[_World]:
     world.close()
 
 
-def try_page(page: Page, world: _World, folder: Path) -> None:
+def try_page(page: Page, world: _World, torchrun: Torchrun, folder: Path) -> None:
     """Execute all blocks of a page.
 
     Raises:
@@ -54,16 +58,17 @@ def try_page(page: Page, world: _World, folder: Path) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(block.text)
         elif block.is_run:
-            run_commands(block, folder / "files")
+            tools = None if page.name in FROM_NOTHING else torchrun.command.parent
+            run_commands(block, folder / "files", tools=tools)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 @pytest.mark.timeout(900)
-def test_page(page: Page, world: _World, tmp_path: Path) -> None:
+def test_page(page: Page, world: _World, torchrun: Torchrun, tmp_path: Path) -> None:
     missing = missing_tools(page)
     if missing:
         pytest.skip(f"{page.name} needs {', '.join(missing)}")
-    try_page(page, world, tmp_path)
+    try_page(page, world, torchrun, tmp_path)
 
 
 def test_the_pages_that_users_look_for_have_examples() -> None:

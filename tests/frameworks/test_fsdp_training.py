@@ -10,7 +10,7 @@ from tests.frameworks.hsdp_training import final_loss
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
-STEPS = 40
+STEPS = 28
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_compressed_hsdp_learns_like_all_reduce(
     for shard in (0, 1):
         ours, theirs = outcomes[shard]["weights"], outcomes[2 + shard]["weights"]
         assert all(map(torch.equal, ours, theirs))
-    # Measured: 0.002, as with all-reduce; without communication above 3.
+    # Measured: 0.005 to 0.008, and 0.004 with all-reduce; without communication above 2.6.
     assert max(outcome["loss"] for outcome in outcomes) < 0.1
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from comm_hooks.launchers.compare import launch
 from comm_hooks.launchers.compare.model import GPT
 from comm_hooks.launchers.compare.runs import Figures, Run
 from comm_hooks.launchers.main import app
 from comm_hooks.launchers.report.page import render_page
 from comm_hooks.launchers.report.reading import read_runs
+from tests.torchrun import Torchrun
 
 DIVERGING = "bf16+adamw:lr=1e30"
 HOOKS = "all_reduce,none,powersgd:rank=1,topk:density=0.05,sign+compressed_adam"
@@ -19,7 +21,7 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, torchrun: Torchrun) -> Path:
     """The report of one comparison."""
     folder = tmp_path_factory.mktemp("compare") / "report"
     data = folder.parent / "text.txt"
@@ -27,7 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # The one that fails comes first: the others must not mind.
     arguments = ["--hooks", f"{DIVERGING},{HOOKS}", "--quick", "--steps", STEPS, "--eval-every", 3]
     arguments += ["--data", data, "--out", folder]
-    result = CliRunner().invoke(app, ["compare", *map(str, arguments)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_TORCHRUN", (str(torchrun.command),))
+        result = CliRunner().invoke(app, ["compare", *map(str, arguments)])
     assert result.exit_code == 1, result.output
     for run in read_runs(folder / "runs.jsonl"):
         if run.figures is None:

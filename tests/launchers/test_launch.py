@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from comm_hooks.launchers.compare import launch
 from comm_hooks.launchers.compare.launch import (
     Event,
     cause_of_failure,
@@ -21,6 +22,7 @@ from comm_hooks.launchers.compare.launch import (
 from comm_hooks.launchers.compare.methods import parse_method
 from comm_hooks.launchers.compare.model import GPTConfig
 from comm_hooks.launchers.compare.runs import Run, Settings
+from tests.torchrun import Torchrun
 
 ENDLESS = Settings(
     steps=1_000_000, eval_every=1_000_000, model=GPTConfig(layers=1, width=16, heads=2, context=16)
@@ -87,7 +89,10 @@ def test_ranks_that_hang_and_ignore_all_requests_are_killed(tmp_path: Path) -> N
     assert not any(map(is_running, ranks.pids))
 
 
-def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
+def test_a_run_that_diverges_says_so(
+    tmp_path: Path, torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_TORCHRUN", (str(torchrun.command),))
     ranks = Ranks(lambda ranks: None)
     run = run_endless(tmp_path, ranks, spec="all_reduce+adamw:lr=1e30")
     assert run.failure is not None

@@ -6,11 +6,12 @@ optimizer) stays its own.
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from comm_hooks.exchange import Exchange
-from comm_hooks.layout import Segment
+from comm_hooks.layout import Layout, Segment
 from comm_hooks.sparse_gradients import average_sparse
 
 
@@ -29,12 +30,13 @@ def replace(engine: Any, exchange: Exchange) -> None:
 
 def _replace_whole(engine: Any, exchange: Exchange) -> None:
     """For ZeRO stage 0, BF16_Optimizer and pipelines: once per step, on whole gradients."""
+    layouts = _Layouts(engine, exchange)
 
     @torch.no_grad()
     def reduce(grads: Sequence[Any], elements_per_buffer: int) -> None:
         scale = _loss_scale(engine)
-        for segments, tensors in _buckets(_whole(engine, exchange, grads), elements_per_buffer):
-            layout = exchange.layout(segments, tensors[0].device)
+        for parameters, tensors in _buckets(_whole(engine, exchange, grads), elements_per_buffer):
+            layout = layouts.of(parameters, tensors)
             exchange.transport.run(exchange.bucket_round(layout, tensors, scale=scale))
         exchange.step += 1
 
@@ -43,40 +45,56 @@ def _replace_whole(engine: Any, exchange: Exchange) -> None:
 
 def _whole(
     engine: Any, exchange: Exchange, grads: Sequence[Any]
-) -> Iterator[tuple[Segment, torch.Tensor]]:
-    """Yield every dense gradient with its parameter's name; average sparse ones."""
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield every parameter that has a dense gradient, and that; average sparse ones."""
     flat_groups = getattr(engine.optimizer, "fp32_groups_gradients", None)
     if flat_groups is not None:
         # BF16_Optimizer passes one flat tensor per parameter group; these are views of it.
         for parameters, views in zip(engine.optimizer.bf16_groups, flat_groups, strict=True):
-            for parameter, view in zip(parameters, views, strict=True):
-                yield _segment(engine, exchange, parameter, view.shape), view
+            yield from zip(parameters, views, strict=True)
         return
     parameters = [p for p in engine.module.parameters() if p.requires_grad and p.numel() > 0]
     for parameter, gradient in zip(parameters, grads, strict=True):
         if isinstance(gradient, torch.Tensor):
-            yield _segment(engine, exchange, parameter, gradient.shape), gradient
+            yield parameter, gradient
         else:
             # DeepSpeed's wrapper of a sparse gradient, which it would put back like this.
             parameter.grad.data = average_sparse(exchange, parameter.grad.data).value()
 
 
-def _segment(
-    engine: Any, exchange: Exchange, parameter: torch.Tensor, shape: Sequence[int]
-) -> Segment:
-    return Segment(engine.param_names[parameter], tuple(shape), exchange.exempts(parameter.shape))
+class _Layouts:
+    """The workspaces of an engine's buckets, each found by the bucket's parameters."""
+
+    def __init__(self, engine: Any, exchange: Exchange) -> None:
+        self._engine, self._exchange = engine, exchange
+        # Weak: the exchange drops a layout when one of its parameters comes in another bucket.
+        self._layouts: WeakValueDictionary[tuple[int, ...], Layout] = WeakValueDictionary()
+
+    def of(self, parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Layout:
+        """Return the workspace for gradients of these parameters, shaped as at the first call."""
+        # id() is safe: a parameter of a live engine is never freed.
+        key = tuple(map(id, parameters))
+        layout = self._layouts.get(key)
+        if layout is None:
+            names = [self._engine.param_names[p] for p in parameters]
+            exempt = [self._exchange.exempts(p.shape) for p in parameters]
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            segments = [Segment(*each) for each in zip(names, shapes, exempt, strict=True)]
+            layout = self._exchange.layout(segments, tensors[0].device)
+            self._layouts[key] = layout
+        return layout
 
 
 def _buckets(
-    items: Iterable[tuple[Segment, torch.Tensor]], limit: int
-) -> Iterator[tuple[list[Segment], list[torch.Tensor]]]:
+    items: Iterable[tuple[torch.Tensor, torch.Tensor]], limit: int
+) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Yield buckets of one dtype, each closed by what makes it exceed ``limit`` elements."""
-    open_: dict[torch.dtype, tuple[list[Segment], list[torch.Tensor]]] = {}
-    for segment, tensor in items:
-        segments, tensors = open_.setdefault(tensor.dtype, ([], []))
-        segments.append(segment)
+    open_: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for parameter, tensor in items:
+        parameters, tensors = open_.setdefault(tensor.dtype, ([], []))
+        parameters.append(parameter)
         tensors.append(tensor)
-        if sum(s.numel for s in segments) > limit:
+        if sum(t.numel() for t in tensors) > limit:
             yield open_.pop(tensor.dtype)
     yield from open_.values()
 
@@ -89,6 +107,7 @@ def _replace_partitioned(engine: Any, exchange: Exchange) -> None:
     """
     optimizer = engine.optimizer
     finish = optimizer.overlapping_partition_gradients_reduce_epilogue
+    layouts = _Layouts(engine, exchange)
     has_exchanged = False
 
     @torch.no_grad()
@@ -99,10 +118,9 @@ def _replace_partitioned(engine: Any, exchange: Exchange) -> None:
         # Without a dtype: DeepSpeed before 0.17.6, where there is one bucket.
         entries = optimizer.ipg_buckets[dtype].params if dtype else optimizer.params_in_ipg_bucket
         parameters = [optimizer.param_dict[entry[2]] for entry in entries]
-        segments = [_segment(engine, exchange, p, (p.numel(),)) for p in parameters]
         mean = bucket if dtype is None else bucket.to(dtype)
-        tensors = mean.split([segment.numel for segment in segments])
-        layout = exchange.layout(segments, bucket.device)
+        tensors = mean.split([parameter.numel() for parameter in parameters])
+        layout = layouts.of(parameters, tensors)
         exchange.transport.run(exchange.bucket_round(layout, tensors, scale=_loss_scale(engine)))
         has_exchanged = True
         if mean is not bucket:

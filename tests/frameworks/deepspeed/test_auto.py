@@ -206,4 +206,4 @@ def test_the_trainer_of_transformers(ranks: Ranks, tmp_path: Path) -> None:
     for stats in ranks.run(by_trainer, str(tmp_path)):
         assert stats["steps"] == 4
         assert stats["compression_ratio"] > 2
-    assert len(list(tmp_path.glob("checkpoint-2/global_step2/comm_hooks_rank*"))) == 2
+    assert len(list(tmp_path.glob("checkpoint-2/global_step2/comm_hooks/rank*"))) == 2

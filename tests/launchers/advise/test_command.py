@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from comm_hooks.launchers.advise.command import advise
 from comm_hooks.launchers.advise.step import Step
+from tests.torchrun import Torchrun
 
 MODEL = ("--params", "3e5", "--step-ms", "50")
 GIVEN = (*MODEL, "--ranks", "2", "--bandwidth", "10mbit")
@@ -124,10 +125,10 @@ def test_bad_input_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.exit_code, result.stderr) == (2, "")
 
 
-def test_under_torchrun() -> None:
+def test_under_torchrun(torchrun: Torchrun) -> None:
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--standalone", "-m", "comm_hooks.launchers.main", "advise", *MODEL),
+        *(str(torchrun.command), "--nproc-per-node", "2", "--standalone"),
+        *("-m", "comm_hooks.launchers.main", "advise", *MODEL),
         *("--methods", "all_reduce,sign,local_adamw"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
