@@ -219,9 +219,9 @@ class AdaS(Preconditioned):
     Source: Li et al., ICML 2022, Figures 1 and 3, Table 9.
 
     Args:
-        params, lr, public_gradients, side_information, preconditioner, betas, eps, momentum,
-            weight_decay: see :class:`AdaDPS`, also for the state, errors, and what is not
-            supported.
+        params, lr, public_gradients, side_information, preconditioner: see :class:`AdaDPS`, also
+            for the state, errors, and what is not supported.
+        betas, eps, momentum, weight_decay: see :class:`AdaDPS`.
 
     Raises:
         ValueError: see :class:`AdaDPS`.

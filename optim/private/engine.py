@@ -262,7 +262,7 @@ class PrivacyEngine:
         Args:
             delta: less than one over the number of samples (or clients).
             observer: ``"model"``: who sees the model and its checkpoints; ``"rank"``: who sees what
-                single ranks send.
+                single ranks send, as if what the ledger held before had been placed alike.
 
         Raises:
             ValueError: before the first step, and for a delta out of range.

@@ -1,14 +1,12 @@
 """Gradients of data that nobody has to protect."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-from comm_hooks.optim.private.per_sample import unwrapped
-
-Batch = TypeVar("Batch")
+from comm_hooks.optim.private.per_sample import LossFunction, unwrapped
 
 
 class PublicGradients:
@@ -42,8 +40,8 @@ class PublicGradients:
     def __init__(
         self,
         model: nn.Module,
-        loss_function: Callable[[Any, Batch], torch.Tensor],
-        batches: Iterable[Batch],
+        loss_function: LossFunction,
+        batches: Iterable[Any],
     ) -> None:
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         # DDP's forward pass broadcasts buffers and prepares a reduction that would not come.
@@ -61,7 +59,7 @@ class PublicGradients:
         return dict(zip(self._parameters, gradients, strict=True))
 
 
-def _forever(batches: Iterable[Batch]) -> Iterator[Batch]:
+def _forever(batches: Iterable[Any]) -> Iterator[Any]:
     while True:
         empty = True
         for batch in batches:

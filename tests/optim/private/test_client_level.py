@@ -193,6 +193,22 @@ def test_clients_are_drawn_by_poisson_sampling_and_never_alike() -> None:
             assert 180 - 6 * 12.8 < len(drawn & other) < 180 + 6 * 12.8
 
 
+def test_a_round_has_one_map_and_the_next_another() -> None:
+    touched = []
+    for number in (1, 8):
+        model = small_model()
+        rounds = FedAvg(
+            model.named_parameters(),
+            exchange(RandomK(density=0.25, unbiased=False)),
+            lr=0.1,
+            participation=participation(),
+        )
+        play(rounds, model, number=number)
+        touched.append(int(moved(model)[: 50 * 40].count_nonzero()) / (50 * 40))
+    assert touched[0] == 0.25
+    assert touched[1] > 0.8  # 1 - 0.75^8 = 0.9
+
+
 def test_a_round_without_clients_is_a_round_of_noise() -> None:
     entered = []
     model = small_model()
