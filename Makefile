@@ -1,8 +1,8 @@
 # make demo   train a small GPT once per method and compare them (10 minutes)
 # make test   lint, type-check and test
-# make bench  print the operators' tables of the README
+# make bench  print the tables of the operators and of per-sample gradients
 # make docs   build the documentation site into docs/_build
-# make studies  repeat the papers' comparisons on small tasks (an hour)
+# make studies  repeat the papers' comparisons on small tasks (two hours)
 # make predictions  check the advice against links of network namespaces (8 minutes; needs root)
 # Each makes its own virtual environment in .venv first.
 
@@ -27,6 +27,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/operators.py
+	$(BIN)/python benchmarks/per_sample_gradients.py
 
 docs: $(READY)
 	$(BIN)/sphinx-build -W --keep-going docs docs/_build
@@ -35,6 +36,10 @@ studies: $(READY)
 	$(BIN)/python -m benchmarks.studies.safl
 	$(BIN)/python -m benchmarks.studies.fed_lamb
 	$(BIN)/python -m benchmarks.studies.local_steps
+	$(BIN)/python -m benchmarks.studies.private_toy_regression
+	$(BIN)/python -m benchmarks.studies.private_moments
+	$(BIN)/python -m benchmarks.studies.private_optimizers
+	$(BIN)/python -m benchmarks.studies.private_compressed
 
 predictions: $(READY)
 	$(BIN)/python -m benchmarks.netns.check_predictions

@@ -25,6 +25,7 @@ _COMMANDS = {
     "preflight": ("comm_hooks.launchers.preflight.command", "launch"),
     "advise": ("comm_hooks.launchers.advise.command", "compare"),
     "report": ("comm_hooks.launchers.report.command", "compare"),
+    "audit": ("comm_hooks.launchers.audit.command", "compare"),
 }
 
 

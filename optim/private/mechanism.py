@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from comm_hooks.checks import supported_collectives
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.private.placement import PLACES, Place, Scheme, Verdict, judge
@@ -94,11 +95,8 @@ class GaussianMechanism:
         self.max_grad_norm = max_grad_norm
         self.expected_batch_size = expected_batch_size
         self.verdict = judge(self._scheme(None))
-        if place == "central" and exchange.collective not in ("auto", "sharded"):
-            raise ValueError(
-                f"placement 'central' needs owners of shards: leave collective at 'auto' or say "
-                f"'sharded', not {exchange.collective!r}"
-            )
+        if place == "central":
+            require_owners(exchange)
         self._secret = Secret() if secret is None else secret
         self._shared_secret: Secret | None = None
         self._step = 0
@@ -211,6 +209,18 @@ def add_noise_(tensors: Sequence[torch.Tensor], std: float, stream: torch.Genera
     noise.normal_(0.0, std, generator=stream)
     pieces = [n.view(t.shape) for n, t in zip(noise.split(sizes), tensors, strict=True)]
     torch._foreach_add_(list(tensors), pieces)
+
+
+def require_owners(exchange: Exchange) -> None:
+    """Raise ``ValueError`` for an exchange whose vectors cannot have owners of shards."""
+    possible = supported_collectives(exchange.compressor, exchange.granularity, exchange.exempt)
+    if "sharded" not in possible or exchange.collective not in ("auto", "sharded"):
+        raise ValueError(
+            f"placement 'central' needs owners of shards, which {exchange.compressor} with "
+            f"collective={exchange.collective!r} and granularity={exchange.granularity!r} cannot "
+            "have: leave the last two at 'auto' and 'parameter', and choose a compressor that is "
+            "the same on all ranks"
+        )
 
 
 def require_positive_number(name: str, value: float) -> None:

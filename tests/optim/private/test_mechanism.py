@@ -12,6 +12,7 @@ from comm_hooks import (
     CountSketch,
     ErrorFeedback,
     Exchange,
+    PermK,
     RandomK,
     Sign,
     TopK,
@@ -218,13 +219,16 @@ def test_settings_out_of_range(setting: str, value: float) -> None:
 def test_places_and_collectives_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match="placement must be one of central, shares, local"):
         World(1, Identity(), "rank_0")
-    with pytest.raises(ValueError, match="'central' needs owners of shards"):
-        GaussianMechanism(
-            Exchange(Identity(), collective="all_reduce", transport=Simulated(1)[0]),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            expected_batch_size=1,
-        )
+    for compressor, settings in (
+        (Identity(), {"collective": "all_reduce"}),
+        (Identity(), {"granularity": "bucket"}),
+        (PermK(), {}),
+    ):
+        exchange = Exchange(compressor, transport=Simulated(1)[0], **settings)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="'central' needs owners of shards"):
+            GaussianMechanism(
+                exchange, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1
+            )
 
 
 def test_ranks_with_different_noise_are_found() -> None:

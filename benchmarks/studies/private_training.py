@@ -1,0 +1,181 @@
+"""A private training run: the steps that the engine makes, and what they have cost.
+
+Who is drawn and what noise is added come from the operating system, in every run anew, as they
+must: a seed decides the initial weights and how data is divided, nothing else.  A study that is
+repeated gives other figures, as far apart as those of its seeds.
+"""
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from benchmarks.studies.runs import Advance, Point
+from benchmarks.studies.tasks import Batch, Shard, Task
+from benchmarks.studies.training import judge, known_warnings_ignored
+from comm_hooks.collectives import Transport
+from comm_hooks.config import build_exchange
+from comm_hooks.optim.private import PrivacyEngine, PrivacyError
+
+Placement = Literal["central", "shares", "local", "aggregate"]
+
+
+@dataclass(frozen=True)
+class PrivatePoint(Point):
+    """A point of a curve, and what privacy had been spent until there."""
+
+    epsilon: float  # against who sees the model
+    peer_epsilon: float | None  # against who sees what single ranks send; None: unprotected
+
+
+@dataclass(frozen=True)
+class PrivatePlan:
+    """How a run goes, the same for all methods.
+
+    Args:
+        steps: how many there are.
+        batch: the expected number of samples per step, over all ranks.
+        sample_rate: the probability of each sample to be in a step.
+        noise_multiplier: sigma.
+        max_grad_norm: C.
+        delta: at which epsilon is computed.
+        points: how often the model is judged, evenly spread, the end included.
+        micro_batch_size: samples whose gradients are in memory at a time; None for all.
+        device: where.
+    """
+
+    steps: int
+    batch: float
+    sample_rate: float
+    noise_multiplier: float
+    max_grad_norm: float
+    delta: float
+    points: int
+    micro_batch_size: int | None = None
+    device: str = "cpu"
+
+    @property
+    def noise_variance(self) -> float:
+        """Of the noise in a coordinate of the mean, if it is added once."""
+        return (self.noise_multiplier * self.max_grad_norm / self.batch) ** 2
+
+    def check(self, samples: int) -> None:
+        """Raise ``ValueError`` for what cannot be private with so many samples."""
+        positive = {"sigma": self.noise_multiplier, "--max-grad-norm": self.max_grad_norm}
+        for what, value in positive.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"{what} must be positive, got {value:g}")
+        if self.sample_rate > 1:
+            raise ValueError(f"--batch: there are only {samples} samples, got {self.batch:g}")
+        if not 0 < self.delta < 1 / samples:
+            raise ValueError(
+                f"--delta must lie in (0, 1/{samples}), one over the number of samples, got "
+                f"{self.delta:g}"
+            )
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the model is judged after this step, counted from 1."""
+        return step * self.points // self.steps > (step - 1) * self.points // self.steps
+
+
+def default_delta(samples: int) -> float:
+    """Return half of one over the number of samples: about 1e-5 for CIFAR-10."""
+    return 0.5 / samples
+
+
+def train_privately(
+    task: Task,
+    model: nn.Module,
+    optimizer: Optimizer,
+    plan: PrivatePlan,
+    advance: Advance,
+    *,
+    placement: Placement = "central",
+    compression: Mapping[str, Any] | None = None,
+    transport: Transport | None = None,
+) -> list[Point]:
+    """Train with a :class:`~comm_hooks.optim.private.PrivacyEngine`; return the curve.
+
+    Every rank calls it, with a model that starts alike.
+
+    Args:
+        task: the first client's samples are divided over the ranks.
+        model: on the plan's device.
+        optimizer: over its parameters.
+        plan: how it goes.
+        advance: called after each step.
+        placement: where noise is added.
+        compression: as in the ``comm_hooks`` block of a configuration; None for none.
+        transport: how ranks reach each other; None for the process group.
+
+    Raises:
+        Diverged: with the points so far, as soon as a loss on held-out data is not finite.
+    """
+    samples = task.clients[0]
+    block = {"compressor": "identity"} if compression is None else compression
+    exchange = build_exchange(block, transport=transport)
+    engine = PrivacyEngine()
+    curve: list[Point] = []
+    _, private, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader_over(samples),
+        loss_function=task.loss,
+        noise_multiplier=plan.noise_multiplier,
+        max_grad_norm=plan.max_grad_norm,
+        sample_rate=plan.sample_rate,
+        expected_batch_size=plan.batch,
+        placement=placement,
+        exchange=exchange,
+        micro_batch_size=plan.micro_batch_size,
+    )
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    for step, batch in enumerate(itertools.islice(batches, plan.steps), start=1):
+        private.backward(batch)
+        private.step()
+        if plan.is_due(step):
+            judge(task, model, step, int(exchange.stats()["bytes_sent"]), curve)
+            curve[-1] = _with_cost(curve[-1], engine, plan.delta)
+        advance()
+    return curve
+
+
+@contextmanager
+def diverging_ignored() -> Iterator[None]:
+    """Ignore warnings of what shows in the figures; to be entered outside of threads of ranks."""
+    with known_warnings_ignored():
+        warnings.filterwarnings("ignore", message="the gradients of .* are not finite")
+        yield
+
+
+def loader_over(samples: Shard) -> DataLoader[Any]:
+    """Return a loader over a shard, which fetches whole batches at once."""
+
+    def collate(places: list[int]) -> Batch:
+        indices = samples.indices[torch.tensor(places)]
+        return samples.prepare(samples.inputs[indices], None), samples.targets[indices]
+
+    return DataLoader(range(len(samples)), collate_fn=collate)  # type: ignore[arg-type]
+
+
+def _with_cost(point: Point, engine: PrivacyEngine, delta: float) -> PrivatePoint:
+    try:
+        peer = engine.get_epsilon(delta, observer="rank")
+    except PrivacyError:
+        peer = None
+    return PrivatePoint(
+        point.round,
+        point.loss,
+        point.error,
+        point.bytes_sent,
+        engine.get_epsilon(delta),
+        peer,
+    )

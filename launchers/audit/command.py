@@ -1,0 +1,92 @@
+"""The ``audit`` command: look a private configuration up, then attack it."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from comm_hooks.launchers.audit.audit import Claim, audit_configuration, why_not_played
+from comm_hooks.launchers.audit.configuration import read_configuration, read_ledger
+from comm_hooks.launchers.audit.report import as_json, print_audit, print_claim
+from comm_hooks.optim.private.accounting import RDPAccountant
+from comm_hooks.optim.private.accounting.accountant import require_delta
+from comm_hooks.optim.private.errors import PrivacyError
+
+_VIOLATED = 1
+_BAD_INPUT = 2
+
+
+def audit(
+    config: Annotated[
+        Path | None, typer.Option(help="The private training, as JSON: see docs/audit.md.")
+    ] = None,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(help="A ledger: the claim is for what was released, also by a running run."),
+    ] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="Of the guarantee. [default: the configuration's]")
+    ] = None,
+    attack: Annotated[
+        bool, typer.Option(help="Play the configuration and attack it; else only look it up.")
+    ] = True,
+    confidence: Annotated[float, typer.Option(help="Of the bounds that attacks prove.")] = 0.95,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check a private training: is it valid, what does it claim, and do attacks disprove that?
+
+    Attacks put canaries into a training of the same clipping, sampling, noise, compressor and
+    number of ranks, simulated in this process, and prove a lower bound of epsilon. Exit codes:
+    0, 1 for what is not private, 2 for bad input.
+    """
+    try:
+        if config is None and ledger is None:
+            raise ValueError("nothing to audit: give --config, --ledger or both")
+        if delta is not None:
+            require_delta(delta, "--delta")
+        if not 0 < confidence < 1:
+            raise ValueError(f"--confidence must be between 0 and 1, got {confidence:g}")
+        configuration = read_configuration(config) if config else None
+        if configuration is None and delta is None:
+            raise ValueError("--ledger without --config needs --delta")
+        events = [configuration.event()] if configuration else []
+        if ledger:
+            events = read_ledger(ledger)
+            if not events:
+                raise ValueError(f"--ledger {ledger}: no step has been taken")
+        accountant = configuration.build_accountant() if configuration else RDPAccountant()
+    except ValueError as error:
+        _say(str(error))
+        raise typer.Exit(_BAD_INPUT) from None
+    try:
+        verdict = configuration.judge() if configuration else None
+    except PrivacyError as error:
+        if json_:
+            typer.echo(json.dumps({"error": str(error), "violated": True}))
+        _say(f"INVALID: {error}")
+        raise typer.Exit(_VIOLATED) from None
+    used = delta if delta is not None else configuration.delta if configuration else 0.0
+    claim = Claim.of(events, used, accountant, verdict)
+    if not json_:
+        print_claim(configuration, claim, verdict, str(ledger) if ledger else None)
+    found = None
+    if configuration and attack:
+        reason = why_not_played(configuration)
+        if reason:
+            _say(f"not attacked: {reason}")
+        else:
+            # Small tensors, and on a busy machine threads would wait for one another.
+            torch.set_num_threads(1)
+            found = audit_configuration(configuration, confidence=confidence)
+    if json_:
+        typer.echo(json.dumps(as_json(claim, verdict, found, confidence), indent=2))
+    elif found:
+        print_audit(found, confidence)
+    if found and found.violated:
+        raise typer.Exit(_VIOLATED)
+
+
+def _say(line: str) -> None:
+    typer.echo(f"comm-hooks audit: {line}", err=True)

@@ -1,0 +1,209 @@
+"""What is audited: a private training as JSON, and what the rules say about it."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.simulated import Simulated
+from comm_hooks.config import build_exchange, unknown
+from comm_hooks.exchange import Exchange
+from comm_hooks.optim import private
+from comm_hooks.optim.private.accounting import (
+    ACCOUNTANTS,
+    Accountant,
+    GaussianEvent,
+    build_accountant,
+)
+from comm_hooks.optim.private.accounting.accountant import require_delta
+from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.optim.private.ledger import Ledger
+from comm_hooks.optim.private.mechanism import require_owners, require_positive_number
+from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
+from comm_hooks.optim.private.placement import Scheme, Verdict, judge
+
+_CHOICES = {
+    name: get_args(get_type_hints(Scheme)[of])
+    for name, of in {
+        "unit": "unit",
+        "placement": "place",
+        "feedback": "feedback",
+        "clipping": "clipping",
+        "divisor": "divisor",
+        "weights": "weights",
+        "scaling": "scaling",
+    }.items()
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A private training.
+
+    Attributes:
+        noise_multiplier: sigma.
+        max_grad_norm: C.
+        sample_rate: q.
+        steps: how many are taken in all.
+        delta: of the guarantee.
+        expected_batch_size: B.
+        world_size: N.
+        exchange: the block of :func:`comm_hooks.config.build_exchange`.
+        optimizer: a class of ``comm_hooks.optim.private``, by name.
+        accountant: a key of ``ACCOUNTANTS``.
+        unit, placement, feedback, clipping, divisor, weights, scaling: see
+            :class:`~comm_hooks.optim.private.Scheme`.  By default ``feedback`` follows from the
+            placement and the exchange's memory, as it does in training.
+    """
+
+    noise_multiplier: float
+    max_grad_norm: float
+    sample_rate: float
+    steps: int
+    delta: float
+    expected_batch_size: float = 1.0
+    world_size: int = 1
+    exchange: Mapping[str, Any] = field(default_factory=lambda: {"compressor": "identity"})
+    unit: str = "sample"
+    placement: str = "central"
+    feedback: str | None = None
+    clipping: str | None = None
+    divisor: str = "public"
+    weights: str = "uniform"
+    scaling: str = "none"
+    optimizer: str | None = None
+    accountant: str = "rdp"
+
+    def __post_init__(self) -> None:
+        for name in ("noise_multiplier", "max_grad_norm", "expected_batch_size"):
+            require_positive_number(name, getattr(self, name))
+        self.event()  # refuses a rate or a number of steps out of range
+        if self.sample_rate == 0:
+            raise ValueError("sample_rate must be in (0, 1], got 0")
+        require_delta(self.delta)
+        if isinstance(self.world_size, bool) or not isinstance(self.world_size, int):
+            raise ValueError(f"world_size must be a whole number, got {self.world_size!r}")
+        if self.world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {self.world_size}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices and not (value is None and name in ("feedback", "clipping")):
+                raise ValueError(f"{name}: {unknown('value', value, choices)}")
+        if self.accountant not in ACCOUNTANTS:
+            raise ValueError(f"accountant: {unknown('value', self.accountant, ACCOUNTANTS)}")
+        exchange = self.build_exchange(Simulated(self.world_size)[0])
+        if self.unit == "sample" and self.placement == "central":
+            require_owners(exchange)
+        _optimizer(self.optimizer)
+
+    def build_exchange(self, transport: Transport) -> Exchange:
+        """Return one rank's exchange."""
+        return build_exchange(self.exchange, path="exchange", transport=transport)
+
+    def event(self) -> GaussianEvent:
+        """Return what the whole training releases, as accountants see it."""
+        return GaussianEvent(self.noise_multiplier, self.sample_rate, self.steps)
+
+    def scheme(self) -> Scheme:
+        """Return how noise, clipping and compression follow each other."""
+        exchange = self.build_exchange(Simulated(self.world_size)[0])
+        before = self.unit == "client" or self.placement == "aggregate"
+        remembers = "before_noise" if before else "after_noise"
+        feedback = self.feedback or (remembers if exchange.memory else "none")
+        # What PrivateParticipation does; it clips messages, others clip samples.
+        clipping = self.clipping or ("message" if self.unit == "client" else "unit")
+        return Scheme(
+            unit=self.unit,  # type: ignore[arg-type]  # __post_init__ has seen to it
+            place=self.placement,  # type: ignore[arg-type]
+            compressor=exchange.compressor,
+            exempt=exchange.exempt,
+            feedback=feedback,  # type: ignore[arg-type]
+            world_size=self.world_size,
+            clipping=clipping,  # type: ignore[arg-type]
+            divisor=self.divisor,  # type: ignore[arg-type]
+            weights=self.weights,  # type: ignore[arg-type]
+            scaling=self.scaling,  # type: ignore[arg-type]
+        )
+
+    def judge(self) -> Verdict:
+        """Ask the rules.
+
+        Raises:
+            PrivacyError: if the configuration does not guarantee what it claims.
+        """
+        verdict = judge(self.scheme())
+        optimizer = _optimizer(self.optimizer)
+        needs = optimizer is not None and issubclass(optimizer, NoisedOptimizer)
+        if needs and optimizer.needs_noise_variance and verdict.variance_of_sum is None:  # type: ignore[union-attr]
+            raise PrivacyError(
+                f"{self.optimizer} subtracts the variance of the noise, which is not known (rule "
+                f"17) after {self.exchange['compressor']}. Valid instead: no compressor, or DPAdam "
+                "or DPMicroAdam"
+            )
+        return verdict
+
+    def build_accountant(self) -> Accountant:
+        """Return what counts the cost."""
+        return build_accountant(self.accountant)
+
+
+def read_configuration(path: Path) -> Configuration:
+    """Read a configuration from JSON.
+
+    Raises:
+        ValueError: for a file that cannot be read, a key that is unknown (with the nearest that is
+            known) or missing, and values out of range; with the path of the file.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must be an object, got {content!r}")
+    known = [f.name for f in fields(Configuration)]
+    for key in content:
+        if key not in known:
+            raise ValueError(f"{path}: {unknown('setting', key, known)}")
+    for key in ("noise_multiplier", "max_grad_norm", "sample_rate", "steps", "delta"):
+        if key not in content:
+            raise ValueError(f"{path}: {key} is missing")
+    try:
+        return Configuration(**content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read_ledger(path: Path) -> list[GaussianEvent]:
+    """Return what a ledger holds, also while a run has it open, and leave it as it is.
+
+    Raises:
+        ValueError: for a file that is missing, cannot be read or is no ledger.
+    """
+    if not path.is_file():
+        raise ValueError(f"--ledger {path}: there is no such file")
+    # A ledger that is opened is locked, and mended where a crash tore it.
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / path.name
+        shutil.copyfile(path, copy)
+        try:
+            with Ledger(copy) as ledger:
+                return ledger.events()
+        except ValueError as error:
+            raise ValueError(str(error).replace(str(copy), str(path))) from None
+
+
+def _optimizer(name: str | None) -> type | None:
+    if name is None:
+        return None
+    classes = {n: getattr(private, n) for n in private.__all__}
+    known = [n for n, c in classes.items() if hasattr(c, "step") and n != "DPOptimizer"]
+    if name not in known:
+        raise ValueError(f"optimizer: {unknown('private optimizer', name, known)}")
+    found: type = classes[name]
+    return found

@@ -1,0 +1,224 @@
+"""The strongest attack on the noise: on releases in which everybody knows who was drawn."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from comm_hooks.launchers.audit.bounds import gaussian_lower_bound
+from comm_hooks.launchers.audit.configuration import Configuration
+from comm_hooks.launchers.audit.one_run import fair_coins
+from comm_hooks.launchers.audit.stages import Stages
+from comm_hooks.launchers.audit.world import World
+
+_MOST_CANARIES = 1024
+_SIDE = 16
+# Of all elements of all ranks in all steps: a few seconds.
+_MOST_WORK = 20_000_000
+# What error feedback holds back must have time to come.
+_STEPS = 24
+_FEW_STEPS = 8
+_FEWEST_STEPS = 4
+# Where one vector is made of all parameters, canaries are not apart: one world for each.
+_CANARIES_ONE_BY_ONE = 128
+# A larger claim could not be exceeded by what a few hundred canaries prove, a smaller one would not
+# be exceeded by a small fault.
+_MOST_MU = 1.4
+_NO_NOISE = 1e-6
+_THRESHOLDS = 64
+
+
+@dataclass(frozen=True)
+class ReleaseAudit:
+    """What releases showed.
+
+    Attributes:
+        mu: lower bound of the mu of Gaussian differential privacy, at the confidence asked for.
+        surest_mu: the same at the confidence of an alarm.
+        claimed_mu: sqrt(steps) / sigma.
+        sensitivity: by how much one sample can change what is clipped, over C; claimed is 1.
+        steps: how many releases each canary was in.
+        canaries: how many there were.
+    """
+
+    mu: float
+    surest_mu: float
+    claimed_mu: float
+    sensitivity: float
+    steps: int
+    canaries: int
+
+
+def audit_releases(
+    stages: Stages, *, confidence: float = 0.95, alarm_confidence: float = 1 - 1e-4
+) -> ReleaseAudit:
+    r"""Attack the clipping, the noise, the compressor and the feedback, without the sampling.
+
+    1. the largest change that one sample makes to a clipped sum is found by trying: batches with
+       and without it, of samples that agree with it and that oppose it;
+    2. canaries get a coordinate each, in a parameter of their own, on all ranks in turn; by fair
+       coins half of them are in, and then in every batch with that change;
+    3. T steps are taken on all ranks; half way all processes are started again, and from there
+       canaries have the opposite sign, so that noise that comes again cancels;
+    4. what each canary would release without noise, w_t, is found by playing the same with next to
+       none; the half with the larger norm of w is kept (all, if they are equal);
+    5. a canary with x_t released has two scores: sum_t w_t x_t / |w|, the best one if noise is
+       everywhere, and the same with x_t clamped to what w_t makes possible, the better one if much
+       is released without noise;
+    6. a quarter of the canaries chooses a threshold, the others count its errors, for those of each
+       rank and for all together;
+    7. :func:`~comm_hooks.launchers.audit.bounds.gaussian_lower_bound` makes mu of them.
+
+    What is claimed is sqrt(T) / sigma.  With a sigma that makes it more than 1.4 a larger one is
+    played, because a few hundred canaries prove no more than a mu of 3.
+
+    An excess refutes the claim if canaries are independent trials, as they are in a correct step:
+    coordinates have noise of their own, and parameters are compressed apart.  They are not with
+    ``granularity="bucket"``: there each canary has a world of its own, and there are fewer.
+
+    Args:
+        stages: what makes the parts.
+        confidence, alarm_confidence: of the two bounds.
+    """
+    configuration = stages.configuration
+    sensitivity = find_sensitivity(stages)
+    plan = _Plan.of(configuration)
+    change = sensitivity * configuration.max_grad_norm
+    sizes, scores, included = [], [], []
+    for _ in range(plan.worlds):
+        coins = fair_coins(plan.canaries)
+        places = torch.randint(_SIDE**2, (plan.canaries,))
+        expected = _play(stages, plan, places, torch.ones_like(coins) * change, _NO_NOISE)
+        released = _play(stages, plan, places, coins * change, plan.noise_multiplier)
+        sizes.append(torch.linalg.vector_norm(expected, dim=0))
+        scores.append(_scores(expected, released))
+        included.append(coins)
+    size, score, coins = torch.cat(sizes), torch.cat(scores, dim=1), torch.cat(included)
+    rank = torch.arange(len(coins)) % configuration.world_size
+    groups = [torch.ones_like(coins)]
+    if configuration.world_size > 1:
+        groups += [rank == r for r in range(configuration.world_size)]
+    bounds: list[float] = []
+    for level in (confidence, alarm_confidence):
+        each = 1 - (1 - level) / (len(groups) * len(score))
+        bounds.append(
+            max(
+                _lower_bound(way[group], coins[group], each)
+                for group in (group & (size >= 0.99 * size[group].median()) for group in groups)
+                for way in score
+            )
+        )
+    claimed = math.sqrt(plan.steps) / plan.noise_multiplier
+    return ReleaseAudit(bounds[0], bounds[1], claimed, sensitivity, plan.steps, len(coins))
+
+
+def find_sensitivity(stages: Stages) -> float:
+    """Return the largest change of a clipped sum by one sample that was found, over C."""
+    max_grad_norm = stages.configuration.max_grad_norm
+    canary = torch.zeros(1, 8)
+    canary[0, 0] = 1000 * max_grad_norm
+    # Of the others some are clipped and some are not.
+    backgrounds = [
+        sign * norm * max_grad_norm * torch.eye(8)[[coordinate] * others]
+        for sign in (-1.0, 1.0)
+        for coordinate in (0, 1)
+        for norm in (0.5, 1.0, 10.0)
+        for others in (0, 3, 4)
+    ]
+    changes = []
+    for background in backgrounds:
+        without, with_it = (
+            _clipped_sum(stages, batch) for batch in (background, torch.cat([canary, background]))
+        )
+        changes.append(float(torch.linalg.vector_norm(with_it - without)))
+    return max(changes) / max_grad_norm
+
+
+def _clipped_sum(stages: Stages, gradients: torch.Tensor) -> torch.Tensor:
+    """Return the clipped sum for samples of these gradients, (B, d)."""
+    model = nn.Linear(gradients.shape[1], 1, bias=False)
+
+    def loss_function(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = model(batch)
+        return outputs.mean()
+
+    clipped = stages.gradients(model, loss_function)
+    clipped.backward(gradients)
+    return clipped.take().tensors[0].flatten()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How many worlds, canaries in each and steps, and with which noise."""
+
+    worlds: int
+    canaries: int
+    steps: int
+    noise_multiplier: float
+
+    @classmethod
+    def of(cls, configuration: Configuration) -> "_Plan":
+        ranks = configuration.world_size
+        block = configuration.exchange
+        apart = block.get("granularity", "parameter") == "parameter"
+        lasts = block["compressor"] != "identity" and apart
+        steps = _STEPS if lasts else _FEW_STEPS if apart else _FEWEST_STEPS
+        noise = max(configuration.noise_multiplier, math.sqrt(steps) / _MOST_MU)
+        if not apart:
+            return cls(_CANARIES_ONE_BY_ONE, 1, steps, noise)
+        most = _MOST_WORK // (ranks * steps * _SIDE**2)
+        return cls(1, max(128, ranks * 32, min(_MOST_CANARIES, most)), steps, noise)
+
+
+def _play(
+    stages: Stages, plan: _Plan, places: torch.Tensor, values: torch.Tensor, noise: float
+) -> torch.Tensor:
+    """Return what is released at every canary's place, (steps, canaries), signs undone."""
+    world = World(stages, (plan.canaries, _SIDE, _SIDE), noise)
+    canaries = torch.arange(plan.canaries)
+    ranks = canaries % stages.configuration.world_size
+    rows, columns = places // _SIDE, places % _SIDE
+    seen = torch.zeros(plan.steps, plan.canaries)
+    for step in range(plan.steps):
+        if step == plan.steps // 2:
+            world.start()
+        sign = 1.0 if step < plan.steps // 2 else -1.0
+        world.sums()[ranks, canaries, rows, columns] = sign * values
+        seen[step] = sign * world.release()[canaries, rows, columns]
+    return seen
+
+
+def _scores(expected: torch.Tensor, released: torch.Tensor) -> torch.Tensor:
+    """Return two scores of each canary, (2, canaries), from (steps, canaries)."""
+    size = torch.linalg.vector_norm(expected, dim=0).clamp(min=1e-30)
+    most = expected.abs()
+    clamped = released.clamp(-most, most)
+    return torch.stack([(expected * seen).sum(0) / size for seen in (released, clamped)])
+
+
+def _lower_bound(scores: torch.Tensor, included: torch.Tensor, confidence: float) -> float:
+    """Return mu from scores and the truth."""
+    few = len(scores) // 4
+    chosen, counted = slice(0, few), slice(few, None)
+    candidates = torch.quantile(scores[chosen], torch.linspace(0, 1, _THRESHOLDS))
+    # Between two scores: one that is equal to a threshold would be on either side by chance.
+    candidates = torch.unique((candidates[1:] + candidates[:-1]) / 2)
+    threshold = max(
+        candidates.tolist(),
+        key=lambda t: _mu_of(scores[chosen], included[chosen], t, confidence),
+    )
+    return _mu_of(scores[counted], included[counted], threshold, confidence)
+
+
+def _mu_of(
+    scores: torch.Tensor, included: torch.Tensor, threshold: float, confidence: float
+) -> float:
+    positive = scores > threshold
+    return gaussian_lower_bound(
+        int((positive & ~included).sum()),
+        int((~included).sum()),
+        int((~positive & included).sum()),
+        int(included.sum()),
+        confidence,
+    )

@@ -1,0 +1,99 @@
+"""What people and programs see of an audit."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from comm_hooks.launchers.audit.audit import Attack, Audit, Claim
+from comm_hooks.launchers.audit.configuration import Configuration
+from comm_hooks.optim.private.placement import Verdict
+
+_LOG_WIDTH = 140
+
+
+def as_json(
+    claim: Claim, verdict: Verdict | None, audit: Audit | None, confidence: float
+) -> dict[str, Any]:
+    """Return all of it as plain values."""
+    content: dict[str, Any] = {"claim": asdict(claim)}
+    if verdict:
+        content["verdict"] = asdict(verdict)
+    if audit:
+        content["confidence"] = confidence
+        content["attacks"] = [{**asdict(a), "outcome": a.outcome} for a in audit.attacks]
+        content["problems"] = audit.problems
+        content["violated"] = audit.violated
+    return content
+
+
+def print_claim(
+    configuration: Configuration | None,
+    claim: Claim,
+    verdict: Verdict | None,
+    ledger: str | None,
+) -> None:
+    """Print the rule and what it promises."""
+    say = _printer()
+    if configuration and verdict:
+        compressor = configuration.exchange["compressor"]
+        say(
+            f"Rule {verdict.rule}: noise placement {configuration.placement}, {compressor} on "
+            f"{configuration.world_size} ranks, unit {configuration.unit}: valid"
+        )
+    of = f"{claim.steps} steps" + (f" in {ledger}" if ledger else "")
+    say(f"Claimed for {of}, delta {claim.delta:g}:")
+    say(f"  who sees the model and its checkpoints: epsilon {claim.epsilon:.3f}")
+    if verdict is None:
+        return
+    if claim.rank_epsilon is None:
+        say("  who sees what single ranks send: nothing (ranks and links are trusted)")
+    else:
+        say(f"  who sees what single ranks send: epsilon {claim.rank_epsilon:.3f}")
+
+
+def print_audit(audit: Audit, confidence: float) -> None:
+    """Print each attack, and what is wrong."""
+    table = Table("attack on", "steps", "canaries", "audited epsilon", "claimed", "outcome")
+    for attack in audit.attacks:
+        details = attack.details
+        table.add_row(
+            attack.name,
+            str(details["steps"]),
+            str(details["canaries"]),
+            f">= {attack.audited:.3f}",
+            f"{attack.claimed:.3f}",
+            attack.outcome,
+        )
+    _console().print(table)
+    say = _printer()
+    for attack in audit.attacks:
+        say(_conclusion(attack, confidence))
+    for problem in audit.problems:
+        say(f"VIOLATION: {problem}")
+
+
+def _conclusion(attack: Attack, confidence: float) -> str:
+    level = f"audited >= {attack.audited:.3f} at {confidence:.6g} confidence"
+    what = f"{attack.name.split(',')[0]}: "
+    if attack.outcome == "violation":
+        return f"VIOLATION: {what}{level} > claimed {attack.claimed:.3f}"
+    if attack.outcome == "suspicious":
+        return (
+            f"{what}{level} > claimed {attack.claimed:.3f}, as chance has it in "
+            f"{1 - confidence:.2g} of all audits: run it again"
+        )
+    return f"{what}{level} <= claimed {attack.claimed:.3f}: no violation found"
+
+
+def _printer() -> Any:
+    console = _console()
+    return lambda line: console.print(Text(line), soft_wrap=True)
+
+
+def _console() -> Console:
+    console = Console()
+    # Where nobody looks at a terminal, its width is no limit, and logs should not be wrapped.
+    return console if console.is_terminal else Console(width=_LOG_WIDTH)

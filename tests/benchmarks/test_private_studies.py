@@ -1,0 +1,160 @@
+"""The commands of the private studies from end to end, and what they refuse."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks.studies.private_compressed.schemes import SCHEMES
+from benchmarks.studies.private_optimizers import methods
+from benchmarks.studies.private_optimizers.methods import METHODS, NOT_PRIVATE
+from benchmarks.studies.private_optimizers.models import wide_resnet
+from tests.benchmarks.published import write_cifar10
+from tests.benchmarks.test_studies import complaint, invoke
+
+BAD: list[tuple[str, list[str], str]] = [
+    ("private_optimizers", ["--task", "mnist"], "--task: unknown name 'mnist'"),
+    ("private_optimizers", ["--task", "cifar10"], "no data folder was given"),
+    ("private_optimizers", ["--data-dir", "here"], "reads no files of yours"),
+    ("private_optimizers", ["--methods", "DP-Adm"], "did you mean 'DP-Adam'?"),
+    ("private_optimizers", ["--methods", ""], "--methods is empty"),
+    ("private_optimizers", ["--sigmas", "1,0"], "sigma must be positive, got 0"),
+    ("private_optimizers", ["--sigmas", "one"], "--sigmas: 'one' is not a number"),
+    ("private_optimizers", ["--max-grad-norm", "-1"], "--max-grad-norm must be positive"),
+    ("private_optimizers", ["--batch", "1424"], "there are only 1423 samples"),
+    ("private_optimizers", ["--steps", "0"], "--steps must be at least 1, got 0"),
+    ("private_optimizers", ["--micro-batch", "0"], "--micro-batch must be at least 1, got 0"),
+    ("private_optimizers", ["--delta", "0.001"], "--delta must lie in (0, 1/1423)"),
+    ("private_optimizers", ["--device", "gpu"], "--device gpu: cannot be used"),
+    ("private_compressed", ["--schemes", "local:topj"], "did you mean 'local:topk'?"),
+    ("private_compressed", ["--schemes", ""], "--schemes or --optimizers is empty"),
+    ("private_compressed", ["--optimizers", "Adam"], "--optimizers: unknown name 'Adam'"),
+    ("private_compressed", ["--optimizers", ""], "--schemes or --optimizers is empty"),
+    ("private_compressed", ["--gloo", "alone"], "--gloo: unknown name 'alone'"),
+    ("private_compressed", ["--ranks", "0"], "--ranks must be at least 1, got 0"),
+    ("private_compressed", ["--ranks", "1500"], "1437 samples are not enough for 1500 ranks"),
+    ("private_compressed", ["--ratio", "2"], "--ratio must lie in (0, 1], got 2"),
+    ("private_compressed", ["--sigma", "0"], "sigma must be positive, got 0"),
+    ("private_compressed", ["--seeds", "0"], "--seeds must be at least 1, got 0"),
+    ("private_compressed", ["--out", "/dev/null/f"], "--out /dev/null/f: cannot write there"),
+    ("private_moments", ["--at", "0,5"], "--at must be at least 1, got 0"),
+    ("private_moments", ["--at", "five"], "--at: 'five' is not an integer"),
+    ("private_moments", ["--strengths", "0,-1"], "--strengths must be at least 0, got -1"),
+    ("private_moments", ["--coordinates", "1"], "--coordinates must be at least 2, got 1"),
+    ("private_moments", ["--sigma", "0"], "--sigma must be positive, got 0"),
+    ("private_moments", ["--batch", "nan"], "--batch must be positive, got nan"),
+    ("private_moments", ["--beta2", "1"], "--beta2 must lie in [0, 1), got 1"),
+    ("private_moments", ["--seed", "-1"], "--seed must be at least 0, got -1"),
+]
+
+
+@pytest.mark.parametrize(("study", "arguments", "message"), BAD)
+def test_bad_input_gets_one_line(
+    study: str,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in complaint(study, *arguments)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_optimizers_from_end_to_end(tmp_path: Path) -> None:
+    arguments = ["--quick", "--steps", "4", "--batch", "48", "--sigmas", "1,2", "--points", "2"]
+    result = invoke("private_optimizers", *arguments, "--seeds", "2", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    plots = {f"accuracy-vs-{what}.png" for what in ("sigma", "epsilon", "spent")}
+    assert {path.name for path in tmp_path.iterdir()} == {"private_optimizers.json", *plots}
+    record = json.loads((tmp_path / "private_optimizers.json").read_text())
+    assert record["complete"]
+    assert record["settings"]["delta"] == 0.5 / 1423
+    found = [(method["name"], method["labels"]["sigma"]) for method in record["methods"]]
+    assert found == [(NOT_PRIVATE, None), *((name, s) for s in (1.0, 2.0) for name in METHODS)]
+    ends = {}
+    for method in record["methods"]:
+        assert [len(run["curve"]) for run in method["runs"]] == [2, 2]
+        assert f"{100 * method['mean_error']:.2f}" in result.stdout
+        if method["labels"]["sigma"]:
+            epsilons = {tuple(p["epsilon"] for p in run["curve"]) for run in method["runs"]}
+            ends.setdefault(method["labels"]["sigma"], set()).update(epsilons)
+    # All methods of one noise multiplier spend the same, and less with more noise.
+    assert [len(found) for found in ends.values()] == [1, 1]
+    (strong,), (weak,) = ends[1.0], ends[2.0]
+    assert 0 < strong[0] < strong[1]
+    assert weak[1] < strong[1]
+    assert f"{strong[1]:.2f}" in result.stdout
+    tries = {method["name"]: len(method["tries"]) for method in record["methods"]}
+    assert tries["DP-Adam"] == 1
+    assert tries["DP-AdamBC"] == 2  # two floors
+
+
+def test_optimizers_on_cifar_10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cifar10(tmp_path)
+    # WRN-16-4 takes seconds per step here.
+    monkeypatch.setattr(methods, "wide_resnet", lambda: wide_resnet(depth=10, factor=1))
+    out = tmp_path / "out"
+    arguments = ["--task", "cifar10", "--data-dir", str(tmp_path), "--out", str(out), "--quick"]
+    few = ["--steps", "2", "--batch", "8", "--sigmas", "1", "--methods", "DP-AdamBC,AdaDPS"]
+    result = invoke("private_optimizers", *arguments, *few, "--micro-batch", "4")
+    assert result.exit_code == 0, result.output
+    record = json.loads((out / "private_optimizers.json").read_text())
+    assert record["settings"]["private images"] == 99
+    assert [method["name"] for method in record["methods"]] == [NOT_PRIVATE, "DP-AdamBC", "AdaDPS"]
+
+
+def test_compressed_from_end_to_end(tmp_path: Path) -> None:
+    arguments = ["--quick", "--steps", "2", "--batch", "16", "--ranks", "2,3", "--points", "1"]
+    optimizers = ["--optimizers", "DP-SGD,DP-Adam"]
+    result = invoke(
+        "private_compressed", *arguments, *optimizers, "--seeds", "2", "--out", str(tmp_path)
+    )
+    assert result.exit_code == 0, result.output
+    files = {"private_compressed.json", "accuracy-vs-bytes.png"}
+    assert {path.name for path in tmp_path.iterdir()} == files
+    methods = json.loads((tmp_path / "private_compressed.json").read_text())["methods"]
+    simulated = [m for m in methods if m["labels"]["over"] == "simulated"]
+    (real,) = [m for m in methods if m["labels"]["over"] == "gloo"]
+    assert [(m["labels"]["ranks"], m["labels"]["optimizer"], m["name"]) for m in simulated] == [
+        (ranks, optimizer, scheme)
+        for ranks in (2, 3)
+        for optimizer in ("DP-SGD", "DP-Adam")
+        for scheme in SCHEMES
+    ]
+    before = methods[methods.index(real) - 1]
+    assert real["labels"] == {**before["labels"], "over": "gloo"}
+    assert real["name"] == before["name"] == "local:topk"
+    assert real["settings"] == before["settings"]
+    (real_end, *_), (end, *_) = (m["runs"][0]["curve"] for m in (real, before))
+    assert real_end["epsilon"] == end["epsilon"]
+    assert real_end["loss"] != end["loss"]  # other samples, and other noise
+    assert real["bytes_per_client_and_round"] == before["bytes_per_client_and_round"] > 0
+    for method in methods:
+        assert f"{100 * method['mean_error']:.2f}" in result.stdout
+        assert method["mean_error"] == pytest.approx(statistics.mean(method["errors"]))
+    lines = [line.split() for line in result.stdout.splitlines() if "simulated" in line]
+    peers = {cells[2]: cells[-1] for cells in lines if cells[0] == "2"}
+    assert peers["central:dense"] == "none"
+    assert float(peers["local:topk"]) < float(peers["shares:srht"])
+
+
+def test_moments_from_end_to_end(tmp_path: Path) -> None:
+    arguments = ["--at", "3,20", "--coordinates", "500", "--beta2", "0.9", "--strengths", "0,2"]
+    result = invoke("private_moments", *arguments, "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    files = {"private_moments.json", "histograms.png", "spread-vs-steps.png"}
+    assert {path.name for path in tmp_path.iterdir()} == files
+    record = json.loads((tmp_path / "private_moments.json").read_text())
+    assert [(row["step"], row["strength"]) for row in record["moments"]] == [
+        (3, 0.0),
+        (3, 2.0),
+        (20, 0.0),
+        (20, 2.0),
+    ]
+    for row in record["moments"]:
+        assert f"{row['v_hat']:.4f}" in result.stdout
+        assert f"{100 * row['spread']:.3f}" in result.stdout
+    again = invoke("private_moments", *arguments, "--out", str(tmp_path / "again"))
+    assert again.stdout.splitlines()[:9] == result.stdout.splitlines()[:9]
