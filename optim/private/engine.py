@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -32,7 +33,7 @@ from comm_hooks.optim.private.dp_optimizer import DPOptimizer
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.ledger import Ledger
 from comm_hooks.optim.private.mechanism import GaussianMechanism, require_positive_number
-from comm_hooks.optim.private.model_checks import check_model
+from comm_hooks.optim.private.model_checks import check_model, refuse_later_hooks
 from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
 from comm_hooks.optim.private.per_sample import LossFunction, PerSampleGradients
 from comm_hooks.optim.private.placement import Place
@@ -168,6 +169,7 @@ class PrivacyEngine:
             "optimizer": type(optimizer).__name__,
             "checksum of the initial model": checksum(gradients.parameters),
         }
+        refuse_later_hooks(module)
         self._share_history(transport)
         self._peer_multiplier = min(self._peer_multiplier, mechanism.verdict.peer_multiplier)
         self._most_units = max(self._most_units, len(data_loader.dataset))  # type: ignore[arg-type]
@@ -374,6 +376,12 @@ def clipped_gradients(
             )
         return module, PerSampleGradients(
             module, loss_function, max_grad_norm, micro_batch_size=micro_batch_size
+        )
+    if isinstance(module, DistributedDataParallel):
+        raise PrivacyError(
+            f"with grad_sample_mode={grad_sample_mode!r} loss.backward() would let DDP send raw "
+            "gradients to the other ranks. Valid instead: the module inside of it, or "
+            '"functorch"'
         )
     from comm_hooks.optim.private import opacus
 

@@ -1,10 +1,12 @@
 """What a model must be so that clipping bounds what a sample can do."""
 
 import math
+import sys
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks.ddp import hooks_of
 from comm_hooks.hook import skip_hook
@@ -21,7 +23,8 @@ def check_model(model: nn.Module) -> None:
         PrivacyError: for modules that mix the samples of a batch or keep statistics of them (batch
             normalization, and instance normalization with running statistics), and for a
             communication hook, except :func:`~comm_hooks.skip_hook`, which sends nothing.
-        ValueError: if no parameter is trainable, or one is complex or sharded.
+        ValueError: if no parameter is trainable, or one is complex or sharded; for an engine of
+            DeepSpeed.
 
     Not noticed: modules of your own that mix samples.
 
@@ -31,6 +34,13 @@ def check_model(model: nn.Module) -> None:
         >>> from comm_hooks.optim.private.model_checks import check_model
         >>> check_model(nn.Sequential(nn.Linear(8, 8), nn.GroupNorm(2, 8)))
     """
+    # Only who has imported DeepSpeed can have one of its engines.
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine):
+        raise ValueError(
+            "DeepSpeed averages raw gradients, where private training needs those of single "
+            "samples: train the module that the engine was made of, without DeepSpeed"
+        )
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise ValueError("the model has no parameters with requires_grad=True: nothing to train")
@@ -42,6 +52,20 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(f"{what} parameters are not supported: {', '.join(names)}")
     _refuse_normalization(model)
     _refuse_hooks(model)
+
+
+def refuse_later_hooks(model: nn.Module) -> None:
+    """Let ``register_comm_hook`` raise, on every DDP module of a model that is now private."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            module.register_comm_hook = _refuse_later_hook  # type: ignore[method-assign]
+
+
+def _refuse_later_hook(state: object, hook: object) -> None:
+    raise PrivacyError(
+        "this model is trained privately, and DDP averages nothing of it: a communication hook "
+        "would never be called. Give the exchange to make_private() instead"
+    )
 
 
 def replace_batch_norm(model: nn.Module, groups: int = 32) -> nn.Module:

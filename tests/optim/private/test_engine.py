@@ -21,6 +21,7 @@ from comm_hooks import (
     Sign,
     TopK,
     compression_hook,
+    register,
     skip_hook,
 )
 from comm_hooks.collectives import Simulated
@@ -270,6 +271,35 @@ def hooked() -> list[str]:
         except PrivacyError as error:
             messages.append(str(error))
     return messages
+
+
+def hooked_later() -> list[str]:
+    messages = []
+    model = DistributedDataParallel(small_model())
+    private(PrivacyEngine(), model, optimizer=DPSGD(model.named_parameters(), lr=0.5))
+    attempts: list[Callable[[], Any]] = [
+        lambda: model.register_comm_hook(None, skip_hook),
+        lambda: register(model, "topk"),
+        lambda: private(
+            PrivacyEngine(),
+            DistributedDataParallel(small_model()),
+            optimizer=DPSGD(model.named_parameters(), lr=0.5),
+            grad_sample_mode="hooks",
+        ),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+        except PrivacyError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_comm_hook_after_all_and_ddp_under_opacus_are_refused(ranks_of: RanksOf) -> None:
+    for messages in ranks_of(2).run(hooked_later):
+        assert len(messages) == 3
+        assert all("would never be called" in message for message in messages[:2])
+        assert "send raw gradients" in messages[2]
 
 
 def test_a_comm_hook_on_a_private_model_is_refused(ranks_of: RanksOf) -> None:

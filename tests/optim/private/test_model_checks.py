@@ -122,3 +122,10 @@ def test_hooks_that_would_see_raw_gradients_are_refused(ranks_of: Callable[[int]
         assert len(said) == len(names)
         for message, name in zip(said, names, strict=True):
             assert (name in message and "raw gradient" in message) if name else not message
+
+
+def test_an_engine_of_deepspeed_is_refused() -> None:
+    deepspeed = pytest.importorskip("deepspeed")
+    engine = deepspeed.DeepSpeedEngine.__new__(deepspeed.DeepSpeedEngine)
+    with pytest.raises(ValueError, match="train the module that the engine was made of"):
+        check_model(engine)
