@@ -102,7 +102,33 @@ class Preconditioned(Descent):
         return scales, list(shifts)
 
 
-class AdaDPS(Preconditioned, TransformedDescent):
+class SideInformed(Preconditioned):
+    """What :class:`AdaDPS` and :class:`AdaS` are made with; see there."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        *,
+        public_gradients: Callable[[], PublicTensors] | None = None,
+        side_information: PublicTensors | None = None,
+        preconditioner: Preconditioner = "rmsprop",
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, public_gradients, side_information, preconditioner)
+
+
+class AdaDPS(SideInformed, TransformedDescent):
     r"""AdaDPS: each sample's gradient is divided by public side information, then clipped.
 
     Noise of one size in every coordinate drowns the coordinates with small gradients, and a
@@ -173,28 +199,6 @@ class AdaDPS(Preconditioned, TransformedDescent):
                 100.0000])
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float,
-        *,
-        public_gradients: Callable[[], PublicTensors] | None = None,
-        side_information: PublicTensors | None = None,
-        preconditioner: Preconditioner = "rmsprop",
-        betas: tuple[float, float] = (0.9, 0.99),
-        eps: float = 1e-3,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, public_gradients, side_information, preconditioner)
-
     def _prepare(self) -> bool:
         self._observe()
         return True
@@ -205,7 +209,7 @@ class AdaDPS(Preconditioned, TransformedDescent):
         return gradients
 
 
-class AdaS(Preconditioned):
+class AdaS(SideInformed):
     """AdaDPS without privacy: SGD on gradients that side information preconditions.
 
     As :class:`AdaDPS`, without clipping, noise and per-sample gradients: step 2 is done to the mean
@@ -234,28 +238,6 @@ class AdaS(Preconditioned):
         >>> model(torch.ones(1, 8)).square().sum().backward()
         >>> optimizer.step()
     """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float,
-        *,
-        public_gradients: Callable[[], PublicTensors] | None = None,
-        side_information: PublicTensors | None = None,
-        preconditioner: Preconditioner = "rmsprop",
-        betas: tuple[float, float] = (0.9, 0.99),
-        eps: float = 1e-3,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, public_gradients, side_information, preconditioner)
 
     def _begin_step(self) -> None:
         self._observe()
