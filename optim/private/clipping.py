@@ -122,7 +122,7 @@ class SampleClipper(ClippedGradients):
             self._warned = True
             warnings.warn(
                 f"the gradients of {not_finite} samples are not finite: they are left out of the "
-                "sum. This is said once; ClippedSum.not_finite counts them",
+                "sum. This is said once; DPOptimizer.not_finite counts them",
                 stacklevel=4,
             )
 

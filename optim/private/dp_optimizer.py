@@ -30,6 +30,10 @@ class DPOptimizer(Optimizer):
         mechanism: what makes them private.
         enter: called at the start of every step; raises if the budget is spent.
 
+    Attributes:
+        not_finite: how many samples of this rank were left out so far, because their gradients were
+            not finite.  Private, like the loss.
+
     Not supported: closures; ``GradScaler`` (use bfloat16 autocast); sparse gradients.
     """
 
@@ -45,6 +49,7 @@ class DPOptimizer(Optimizer):
         self.mechanism = mechanism
         self._enter = enter
         self._transform_is_due = True
+        self.not_finite = 0
         order = [p for group in inner.param_groups for p in group["params"]]
         trained, held = set(gradients.parameters), set(order)
         if trained != held:
@@ -109,6 +114,7 @@ class DPOptimizer(Optimizer):
         self._set_transform()
         clipped = self.gradients.take()
         self._transform_is_due = True
+        self.not_finite += clipped.not_finite
         self._enter()
         released = self.mechanism.release(dict(zip(self._names, clipped.tensors, strict=True)))
         for parameter, name in zip(self.gradients.parameters, self._names, strict=True):

@@ -52,11 +52,11 @@ class PrivacyEngine:
         accountant: ``"rdp"``, ``"pld"`` (tighter, needs dp-accounting) or an ``Accountant``.
         ledger: a file, outside of checkpoints, into which every release is entered before it is
             made; it is continued if it exists.  Without, releases before a restart are forgotten:
-            then save :meth:`state_dict`, which does not know of steps that were rolled back.  Only
-            the first rank opens it.
+            then save :meth:`state_dict`, which does not know of steps that were rolled back.  The
+            first rank of those that train together opens it, when it is needed.
 
     Raises:
-        ValueError: for an unknown accountant, or a ledger that cannot be read.
+        ValueError: for an unknown accountant; when the ledger is needed, if it cannot be read.
 
     Example::
 
@@ -92,8 +92,8 @@ class PrivacyEngine:
         ledger: str | os.PathLike[str] | None = None,
     ) -> None:
         self.accountant = build_accountant(accountant)
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        self._ledger = Ledger(ledger if is_first else None)
+        self._path = ledger
+        self._ledger: Ledger | None = None
         self._budget: tuple[float, float] | None = None
         # Until another kind of step is taken, of which fewer or more may be left.
         self._steps_left: dict[GaussianEvent, int] = {}
@@ -320,18 +320,31 @@ class PrivacyEngine:
 
         Warns if they differ.  Call it on all ranks, before the first step.
         """
-        self._ledger.reconcile([GaussianEvent(**event) for event in state["events"]])
+        self._opened().reconcile([GaussianEvent(**event) for event in state["events"]])
         self._steps_left.clear()
 
     def _history(self) -> list[GaussianEvent]:
-        return self._ledger.events()
+        return self._opened().events()
+
+    def _opened(self) -> Ledger:
+        """Return the ledger; until the ranks of the training are known, the first of all has it."""
+        if self._ledger is None:
+            is_first = not dist.is_initialized() or dist.get_rank() == 0
+            self._ledger = Ledger(self._path if is_first else None)
+        return self._ledger
 
     def _share_history(self, transport: Transport) -> None:
-        """Let all ranks know what the first one found in its file, so that all count alike."""
-        histories = transport.perform(AllGatherObject(self._history()))
-        if transport.rank != 0 and histories[0] != histories[transport.rank]:
+        """Let all ranks know what the first one finds in its file, so that all count alike."""
+        if transport.rank == 0 and self._path is not None and self._opened().path is None:
+            # The first of a group that is not the first of all.
+            known = self._history()
+            self._ledger = Ledger(self._path)
+            if known:
+                self._ledger.reconcile(known)
+        events = transport.perform(AllGatherObject(self._history()))[0]
+        if transport.rank != 0:
             self._ledger = Ledger(None)
-            for event in histories[0]:
+            for event in events:
                 self._ledger.record(event)
         self._steps_left.clear()
 
@@ -355,7 +368,7 @@ class PrivacyEngine:
                         "step would exceed it. Stop here: nothing was released"
                     )
                 self._steps_left[event] -= 1
-            self._ledger.record(event)
+            self._opened().record(event)
 
         return enter
 

@@ -11,7 +11,7 @@ import torch
 from comm_hooks.checks import supported_collectives
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.private.placement import PLACES, Place, Scheme, Verdict, judge
+from comm_hooks.optim.private.placement import PLACES, Place, Scheme, judge
 from comm_hooks.optim.private.secret import Secret
 from comm_hooks.safeguard import Safeguard
 
@@ -124,7 +124,12 @@ class GaussianMechanism:
         exchange = self.exchange
         ranks = exchange.transport.world_size
         tensors = list(sums.values())
-        verdict = self._judge_exactly(sums)
+        layout = exchange.layout_of(sums)
+        verdict = self.verdict
+        if self.place == "aggregate":
+            verdict = judge(self._scheme(exchange.norm_bound(layout)))
+        # Now, not at the end: a step that fails half way and is tried again has released something.
+        self._step += 1
         std = verdict.std * self.noise_multiplier * self.max_grad_norm
         safeguard: Safeguard | None = None
         if self.place == "central":
@@ -139,9 +144,9 @@ class GaussianMechanism:
             safeguard = _PayloadNoise(std, stream)
         else:
             add_noise_(tensors, std, self._stream("noise", tensors[0].device))
-        yield from exchange.round(sums, safeguard=safeguard)
+        yield from exchange.bucket_round(layout, tensors, safeguard=safeguard)
+        exchange.step += 1
         torch._foreach_mul_(tensors, ranks / self.expected_batch_size)
-        self._step += 1
         unit = (self.noise_multiplier * self.max_grad_norm / self.expected_batch_size) ** 2
         variance = verdict.variance_of_sum
         return Released(dict(sums), None if variance is None else variance * unit)
@@ -149,12 +154,6 @@ class GaussianMechanism:
     def _stream(self, purpose: str, device: torch.device) -> torch.Generator:
         rank = self.exchange.transport.rank
         return self._secret.stream(purpose, rank=rank, step=self._step, device=device)
-
-    def _judge_exactly(self, sums: Mapping[str, torch.Tensor]) -> Verdict:
-        """Judge with the norm bound of these tensors."""
-        if self.place != "aggregate":
-            return self.verdict
-        return judge(self._scheme(self.exchange.norm_bound(self.exchange.layout_of(sums))))
 
     def _scheme(self, norm_bound: float | None) -> Scheme:
         exchange = self.exchange

@@ -244,6 +244,19 @@ def test_an_empty_batch_is_a_step_of_noise() -> None:
     ]
 
 
+def test_samples_without_a_finite_gradient_are_left_out_and_counted() -> None:
+    model = small_model()
+    _, optimizer, _ = private(PrivacyEngine(), model)
+    inputs, labels = (t.clone() for t in dataset()[:10])
+    inputs[3] = float("nan")
+    inputs[7, 0] = float("inf")
+    with pytest.warns(UserWarning, match="gradients of 2 samples are not finite"):
+        optimizer.backward((inputs, labels))
+    optimizer.step()
+    assert optimizer.not_finite == 2
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_a_model_in_ddp_sends_nothing_by_itself(ranks_of: RanksOf) -> None:
     results = ranks_of(2).run(step_in_ddp)
     for mine, first in zip(results[1], results[0], strict=True):
@@ -379,7 +392,7 @@ def test_a_budget_counts_what_was_spent_before(tmp_path: Path) -> None:
     train(*private(engine, small_model()))
     spent = GaussianEvent(1.0, 0.25, steps=4)
     assert engine.get_epsilon(1e-3) == RDPAccountant().epsilon([spent], 1e-3)
-    engine._ledger.close()
+    engine._opened().close()
 
     again = PrivacyEngine(ledger=path)
     _, optimizer, _ = private(again, small_model(), noise_multiplier=2.0)
@@ -405,6 +418,32 @@ def test_all_ranks_count_what_the_first_one_finds_in_its_file(
     for run in (1, 2):
         expected = RDPAccountant().epsilon([GaussianEvent(1.0, 0.25, steps=4 * run)], 1e-3)
         assert ranks_of(2).run(continued, path) == [expected, expected]
+
+
+def in_a_group_without_rank_0(path: str) -> float | None:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    engine = PrivacyEngine(ledger=path)
+    train(*private(engine, small_model(), exchange=Exchange(Identity(), process_group=group)))
+    return engine.get_epsilon(1e-3)
+
+
+def test_the_first_of_those_who_train_together_keeps_the_ledger(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "ledger.jsonl")
+    for run in (1, 2):
+        expected = RDPAccountant().epsilon([GaussianEvent(1.0, 0.25, steps=4 * run)], 1e-3)
+        assert ranks_of(3).run(in_a_group_without_rank_0, path) == [None, expected, expected]
+
+
+def test_a_second_training_of_one_engine_adds_to_the_first() -> None:
+    engine = PrivacyEngine()
+    train(*private(engine, small_model()))
+    engine.load_state_dict(engine.state_dict())
+    train(*private(engine, small_model()))
+    assert engine.state_dict()["events"][0]["steps"] == 8
 
 
 def test_the_noise_for_a_budget_makes_up_for_what_was_spent_before() -> None:
@@ -462,7 +501,7 @@ def test_steps_that_were_rolled_back_count(tmp_path: Path) -> None:
     train(model, optimizer, loader)
     saved = engine.state_dict()
     train(model, optimizer, loader)
-    engine._ledger.close()
+    engine._opened().close()
 
     resumed = PrivacyEngine(ledger=path)
     with pytest.warns(UserWarning, match="counts 4 steps that the checkpoint does not"):

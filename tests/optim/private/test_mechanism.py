@@ -1,5 +1,6 @@
 """What the mechanism adds is what the accountant is told."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from comm_hooks import (
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
+from comm_hooks.optim.private import mechanism as mechanism_module
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.mechanism import GaussianMechanism, Released
 from comm_hooks.optim.private.secret import Secret
@@ -182,6 +184,40 @@ def test_no_noise_is_ever_used_twice(place: str) -> None:
             drawn.append(world.release([zeros()] * 2)[0].tensors["weight"].flatten())
     correlations = torch.corrcoef(torch.stack(drawn)).triu(1)
     assert correlations.abs().max() < 0.06
+
+
+@pytest.mark.parametrize("place", ["central", "shares", "local", "aggregate"])
+def test_a_release_that_failed_and_is_tried_again_has_other_noise(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the failed one had sent is seen; the same noise around other sums would show those."""
+    mechanism = World(1, Identity(), place).mechanisms[0]
+    mechanism.release(zeros())
+    transport, sent = mechanism.exchange.transport, []
+    perform = transport.perform
+
+    def lose_the_last(request: Any) -> Any:
+        sent.append(request)
+        reply = perform(request)
+        if request.final and place != "aggregate":
+            raise ConnectionError("the link is down")
+        return reply
+
+    drawn = []
+    add_noise = mechanism_module.add_noise_
+
+    def note(tensors: Any, std: float, stream: torch.Generator) -> None:
+        drawn.append(torch.randn(1000, generator=stream.clone_state()))
+        add_noise(tensors, std, stream)
+
+    monkeypatch.setattr(mechanism_module, "add_noise_", note)
+    monkeypatch.setattr(transport, "perform", lose_the_last)
+    for _ in range(2):
+        with contextlib.suppress(ConnectionError):
+            mechanism.release(zeros())
+    assert len(drawn) == 2
+    assert not torch.equal(*drawn)
+    assert sent
 
 
 def test_a_compressed_central_release_loses_nothing() -> None:
