@@ -20,11 +20,9 @@ from comm_hooks.optim.private.accounting import (
     build_accountant,
 )
 from comm_hooks.optim.private.accounting.accountant import require_delta
-from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.ledger import Ledger
 from comm_hooks.optim.private.mechanism import require_owners, require_positive_number
-from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
-from comm_hooks.optim.private.placement import Scheme, Verdict, judge
+from comm_hooks.optim.private.placement import Scheme, Verdict, judge, require_known_variance
 
 _CHOICES = {
     name: get_args(get_type_hints(Scheme)[of])
@@ -110,23 +108,15 @@ class Configuration:
 
     def scheme(self) -> Scheme:
         """Return how noise, clipping and compression follow each other."""
-        exchange = self.build_exchange(Simulated(self.world_size)[0])
-        before = self.unit == "client" or self.placement == "aggregate"
-        remembers = "before_noise" if before else "after_noise"
-        feedback = self.feedback or (remembers if exchange.memory else "none")
-        # What PrivateParticipation does; it clips messages, others clip samples.
-        clipping = self.clipping or ("message" if self.unit == "client" else "unit")
-        return Scheme(
-            unit=self.unit,  # type: ignore[arg-type]  # __post_init__ has seen to it
-            place=self.placement,  # type: ignore[arg-type]
-            compressor=exchange.compressor,
-            exempt=exchange.exempt,
-            feedback=feedback,  # type: ignore[arg-type]
-            world_size=self.world_size,
-            clipping=clipping,  # type: ignore[arg-type]
-            divisor=self.divisor,  # type: ignore[arg-type]
-            weights=self.weights,  # type: ignore[arg-type]
-            scaling=self.scaling,  # type: ignore[arg-type]
+        stated = {"feedback": self.feedback, "clipping": self.clipping}
+        return Scheme.of(
+            self.build_exchange(Simulated(self.world_size)[0]),
+            self.placement,  # type: ignore[arg-type]  # __post_init__ has seen to it
+            self.unit,  # type: ignore[arg-type]
+            **{name: value for name, value in stated.items() if value is not None},
+            divisor=self.divisor,
+            weights=self.weights,
+            scaling=self.scaling,
         )
 
     def judge(self) -> Verdict:
@@ -135,16 +125,11 @@ class Configuration:
         Raises:
             PrivacyError: if the configuration does not guarantee what it claims.
         """
-        verdict = judge(self.scheme())
+        scheme = self.scheme()
         optimizer = _optimizer(self.optimizer)
-        needs = optimizer is not None and issubclass(optimizer, NoisedOptimizer)
-        if needs and optimizer.needs_noise_variance and verdict.variance_of_sum is None:  # type: ignore[union-attr]
-            raise PrivacyError(
-                f"{self.optimizer} subtracts the variance of the noise, which is not known (rule "
-                f"17) after {self.exchange['compressor']}. Valid instead: no compressor, or DPAdam "
-                "or DPMicroAdam"
-            )
-        return verdict
+        if optimizer is not None:
+            require_known_variance(optimizer, scheme)
+        return judge(scheme)
 
     def build_accountant(self) -> Accountant:
         """Return what counts the cost."""

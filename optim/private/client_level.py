@@ -148,18 +148,8 @@ class _PrivateCollection(Collection):
         possible = supported_collectives(exchange.compressor, exchange.granularity, exchange.exempt)
         sums = "all_reduce" in possible and exchange.collective in ("auto", "all_reduce")
         self._guard = _PayloadGuard if sums else _MessageGuard
-        # A delta that was clipped here is clipped again on arrival, where it counts.
-        judge(
-            Scheme(
-                unit="client",
-                place="aggregate",
-                compressor=exchange.compressor,
-                exempt=exchange.exempt,
-                feedback="before_noise" if exchange.memory else "none",
-                world_size=exchange.transport.world_size,
-                clipping="message",
-            )
-        )
+        # Guards clip messages, whatever clients do: raises only where the rules change.
+        judge(Scheme.of(exchange, "aggregate", "client"))
         self._pending: tuple[dict[str, torch.Tensor], Memory | None] | None = None
 
     def add(

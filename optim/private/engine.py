@@ -34,9 +34,8 @@ from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.ledger import Ledger
 from comm_hooks.optim.private.mechanism import GaussianMechanism, require_positive_number
 from comm_hooks.optim.private.model_checks import check_model, refuse_later_hooks
-from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
 from comm_hooks.optim.private.per_sample import LossFunction, PerSampleGradients
-from comm_hooks.optim.private.placement import Place
+from comm_hooks.optim.private.placement import Place, require_known_variance
 from comm_hooks.optim.private.poisson import private_loader
 
 
@@ -156,7 +155,7 @@ class PrivacyEngine:
             max_grad_norm=max_grad_norm,
             expected_batch_size=expected_batch_size,
         )
-        _require_known_variance(optimizer, mechanism)
+        require_known_variance(type(optimizer), mechanism.scheme())
         module, gradients = clipped_gradients(
             module, loss_function, max_grad_norm, grad_sample_mode, micro_batch_size
         )
@@ -404,13 +403,3 @@ def clipped_gradients(
 def _dense_exchange() -> Exchange:
     transport = None if dist.is_initialized() else Simulated(1)[0]
     return Exchange(Identity(), transport=transport)
-
-
-def _require_known_variance(optimizer: Optimizer, mechanism: GaussianMechanism) -> None:
-    needs = isinstance(optimizer, NoisedOptimizer) and optimizer.needs_noise_variance
-    if needs and mechanism.verdict.variance_of_sum is None:
-        raise PrivacyError(
-            f"{type(optimizer).__name__} subtracts the variance of the noise, which is not known "
-            f"(rule 17) after {mechanism.exchange.compressor}: what arrives is mostly zeros, or "
-            "noise of another size. Valid instead: no compressor, or DPAdam or DPMicroAdam"
-        )

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -94,7 +93,7 @@ class GaussianMechanism:
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
         self.expected_batch_size = expected_batch_size
-        self.verdict = judge(self._scheme(None))
+        self.verdict = judge(self.scheme())
         if place == "central":
             require_owners(exchange)
         self._secret = Secret() if secret is None else secret
@@ -127,7 +126,7 @@ class GaussianMechanism:
         layout = exchange.layout_of(sums)
         verdict = self.verdict
         if self.place == "aggregate":
-            verdict = judge(self._scheme(exchange.norm_bound(layout)))
+            verdict = judge(self.scheme(exchange.norm_bound(layout)))
         # Now, not at the end: a step that fails half way and is tried again has released something.
         self._step += 1
         std = verdict.std * self.noise_multiplier * self.max_grad_norm
@@ -155,18 +154,9 @@ class GaussianMechanism:
         rank = self.exchange.transport.rank
         return self._secret.stream(purpose, rank=rank, step=self._step, device=device)
 
-    def _scheme(self, norm_bound: float | None) -> Scheme:
-        exchange = self.exchange
-        remembers = "before_noise" if self.place == "aggregate" else "after_noise"
-        settings: dict[str, Any] = {"feedback": remembers if exchange.memory else "none"}
-        return Scheme(
-            place=self.place,
-            compressor=exchange.compressor,
-            exempt=exchange.exempt,
-            world_size=exchange.transport.world_size,
-            norm_bound=norm_bound,
-            **settings,
-        )
+    def scheme(self, norm_bound: float | None = None) -> Scheme:
+        """Return how noise and compression follow each other here, for the rules."""
+        return Scheme.of(self.exchange, self.place, norm_bound=norm_bound)
 
 
 class _OwnerNoise(Safeguard):

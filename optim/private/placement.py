@@ -10,11 +10,13 @@ epsilon of 7.4 is really 30.7 on 8 ranks.
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
+from comm_hooks.exchange import Exchange
 from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
 
 Unit = Literal["sample", "client"]
 Place = Literal["central", "shares", "local", "aggregate", "rank_0"]
@@ -58,6 +60,23 @@ class Scheme:
     weights: Literal["uniform", "examples"] = "uniform"
     scaling: Literal["none", "public", "private"] = "none"
     norm_bound: float | None = None
+
+    @classmethod
+    def of(cls, exchange: Exchange, place: Place, unit: Unit = "sample", **stated: Any) -> "Scheme":
+        """Return what this library does with an exchange, except for what is stated otherwise.
+
+        Clients remember what they did not send of clean deltas, and so do ranks whose payloads are
+        noised when they have been summed; elsewhere what is remembered is noised already.
+        """
+        remembers = "before_noise" if unit == "client" or place == "aggregate" else "after_noise"
+        usual = {
+            "compressor": exchange.compressor,
+            "exempt": exchange.exempt,
+            "feedback": remembers if exchange.memory else "none",
+            "world_size": exchange.transport.world_size,
+            "clipping": "message" if unit == "client" else "unit",
+        }
+        return cls(unit, place, **{**usual, **stated})
 
     @property
     def is_linear(self) -> bool:
@@ -116,6 +135,22 @@ def judge(scheme: Scheme) -> Verdict:
     if scheme.unit == "client":
         return _judge_client(scheme)
     return _judge_sample(scheme)
+
+
+def require_known_variance(optimizer: type, scheme: Scheme) -> None:
+    """Raise :class:`PrivacyError` for an optimizer that needs the noise's variance and gets none.
+
+    Args:
+        optimizer: its class, any.
+        scheme: a valid one.
+    """
+    needs = issubclass(optimizer, NoisedOptimizer) and optimizer.needs_noise_variance
+    if needs and judge(scheme).variance_of_sum is None:
+        raise PrivacyError(
+            f"{optimizer.__name__} subtracts the variance of the noise, which is not known (rule "
+            f"17) after {scheme.compressor}: what arrives is mostly zeros, or noise of another "
+            "size. Valid instead: no compressor, or DPAdam or DPMicroAdam"
+        )
 
 
 def _check_around(scheme: Scheme) -> None:

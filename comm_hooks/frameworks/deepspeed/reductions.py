@@ -4,6 +4,7 @@ What DeepSpeed does before (scaling the loss, accumulating) and after (overflow,
 optimizer) stays its own.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -90,12 +91,15 @@ def _buckets(
 ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Yield buckets of one dtype, each closed by what makes it exceed ``limit`` elements."""
     open_: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    numels: Counter[torch.dtype] = Counter()
     for parameter, tensor in items:
         parameters, tensors = open_.setdefault(tensor.dtype, ([], []))
         parameters.append(parameter)
         tensors.append(tensor)
-        if sum(t.numel() for t in tensors) > limit:
+        numels[tensor.dtype] += tensor.numel()
+        if numels[tensor.dtype] > limit:
             yield open_.pop(tensor.dtype)
+            numels[tensor.dtype] = 0
     yield from open_.values()
 
 
