@@ -1,16 +1,15 @@
 """Adam and AMSGrad as the servers of federated learning run them: without bias correction."""
 
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.optim.exact_state import ExactStateOptimizer
-from comm_hooks.optim.hyperparameters import check_gradient, check_hyperparameters
+from comm_hooks.optim.batched import BatchedOptimizer
+from comm_hooks.optim.hyperparameters import check_hyperparameters
 
 
-class _Adam(ExactStateOptimizer):
+class _Adam(BatchedOptimizer):
     """Both of them; they differ in whether the second moment may fall again."""
 
     _amsgrad: bool
@@ -40,16 +39,9 @@ class _Adam(ExactStateOptimizer):
             },
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, with hyperparameters of its own or else the defaults.
-
-        Raises:
-            ValueError: for hyperparameters out of range; nothing is changed.
-        """
-        settings = {**self.defaults, **param_group}
+    def _check_group(self, settings: dict[str, Any]) -> None:
         checked = {key: settings[key] for key in ("betas", "lr", "eps", "weight_decay")}
         check_hyperparameters(self, **checked)
-        super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -58,44 +50,12 @@ class _Adam(ExactStateOptimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take a step with the parameters that have a gradient; the others stay as they are.
-
-        Args:
-            closure: re-evaluates the model and returns the loss.
-
-        Raises:
-            ValueError: for sparse or complex gradients; nothing is changed.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        work = [
-            (group, [p for p in group["params"] if p.grad is not None])
-            for group in self.param_groups
-        ]
-        for _, parameters in work:
+    def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        if group["foreach"] is False:
             for parameter in parameters:
-                check_gradient(self, parameter.grad)
-        for group, parameters in work:
-            if group["foreach"] is False:
-                for parameter in parameters:
-                    self._update(parameter, group)
-                continue
-            # The fast kernels take lists of one device and one dtype.
-            alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-            for parameter in parameters:
-                alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-            for members in alike.values():
-                self._update_foreach(members, group)
-        return loss
+                self._update_one(parameter, group)
+        else:
+            self._update_foreach(parameters, group)
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state = self.state[parameter]
@@ -111,7 +71,7 @@ class _Adam(ExactStateOptimizer):
                 state[name] = state[name].to(dtype)
         return state
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update_one(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         """Update one parameter, in the words of the algorithm."""
         state = self._state_of(parameter)
         m, v = state["exp_avg"], state["exp_avg_sq"]

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 
 from comm_hooks.config import unknown
+from comm_hooks.optim.batched import BatchedOptimizer, state_dtype, widened
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.optim.private.batched import BatchedOptimizer, state_dtype, widened
 from comm_hooks.optim.private.clipped_sum import PublicTransform
+from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
 
 PublicTensors = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 """One for each parameter: by name, or in the order of the parameter groups."""
 
 
-class Descent(BatchedOptimizer):
+class Descent(BatchedOptimizer, NoisedOptimizer):
     """Heavy-ball descent along directions that a subclass makes of the gradients.
 
     With u a parameter's direction, theta = (1 - lr weight_decay) theta - lr b, where

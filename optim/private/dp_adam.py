@@ -7,14 +7,15 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.optim.batched import BatchedOptimizer, state_dtype, widened
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.optim.private.batched import BatchedOptimizer, state_dtype, widened
+from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
 
 # Adam's usual eps is 1e-8; this is its square, for floors under a root.
 _SMALLEST_GAMMA = 1e-16
 
 
-class MomentsOptimizer(BatchedOptimizer):
+class MomentsOptimizer(BatchedOptimizer, NoisedOptimizer):
     """Updates parameters by Adam's moments; a subclass may divide by something else."""
 
     def _check_group(self, settings: dict[str, Any]) -> None:

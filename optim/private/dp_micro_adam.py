@@ -8,8 +8,8 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.compressors.base import require_choice, require_positive
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.compressors.sparse import TopK, require_selection
+from comm_hooks.optim.batched import state_dtype, widened
 from comm_hooks.optim.micro_adam import BATCH
-from comm_hooks.optim.private.batched import state_dtype, widened
 from comm_hooks.optim.private.dp_adam import MomentsOptimizer
 from comm_hooks.optim.sparse_window import SparseWindow
 from comm_hooks.randomness import derive_key

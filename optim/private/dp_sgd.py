@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.optim.batched import BatchedOptimizer, state_dtype, widened
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.optim.private.batched import BatchedOptimizer, state_dtype, widened
+from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
 
 
-class DPSGD(BatchedOptimizer):
+class DPSGD(BatchedOptimizer, NoisedOptimizer):
     r"""DP-SGD's update: gradient descent, with momentum if you like, on the noised gradient.
 
     With g the noised mean of clipped gradients in ``p.grad`` and b = 0 at first:

@@ -1,4 +1,4 @@
-"""What optimizers over noised gradients have in common: all parameters are updated together."""
+"""What optimizers have in common that update parameters together, not one after the other."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -6,12 +6,12 @@ from typing import Any, overload
 
 import torch
 
+from comm_hooks.optim.exact_state import ExactStateOptimizer
 from comm_hooks.optim.hyperparameters import check_gradient
-from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
 
 
-class BatchedOptimizer(NoisedOptimizer):
-    """A :class:`NoisedOptimizer` that updates parameters of one device and dtype together.
+class BatchedOptimizer(ExactStateOptimizer):
+    """An optimizer that updates parameters of one device and dtype together.
 
     A subclass implements :meth:`_check_group` and :meth:`_update`.  Parameters without a gradient
     stay as they are.
@@ -49,7 +49,7 @@ class BatchedOptimizer(NoisedOptimizer):
         """Take a step with the parameters that have a gradient; the others stay as they are.
 
         Args:
-            closure: computes the noised gradients anew and returns the loss.
+            closure: computes the gradients anew and returns the loss.
 
         Raises:
             ValueError: for sparse or complex gradients; nothing is changed.
