@@ -14,7 +14,7 @@ from comm_hooks.compressors import (
     Sign,
     TopK,
 )
-from comm_hooks.errors import ConfigMismatchError
+from comm_hooks.errors import ConfigMismatchError, PayloadError
 from comm_hooks.exchange import Exchange
 from comm_hooks.hook import CompressionState, compression_hook, register, skip_hook
 from comm_hooks.memory import Differences, ErrorFeedback, Memory, MomentumCorrection
@@ -34,6 +34,7 @@ __all__ = [
     "Identity",
     "Memory",
     "MomentumCorrection",
+    "PayloadError",
     "PermK",
     "Quantize",
     "RandomK",

@@ -6,3 +6,10 @@ class ConfigMismatchError(RuntimeError):
 
     Raised on every rank alike, before any gradient is exchanged; names the setting and the ranks.
     """
+
+
+class PayloadError(ValueError):
+    """A payload is not what its receiver expects: cut short, damaged, or another round's.
+
+    Raised on the rank that received it, before anything is decoded, so that no gradient is wrong.
+    """

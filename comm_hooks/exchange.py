@@ -26,6 +26,7 @@ from comm_hooks.memory.base import Memory
 from comm_hooks.randomness import derive_key
 from comm_hooks.resuming import check_complete, check_memory, check_own, merge_memories
 from comm_hooks.safeguard import COLLECTIVE_OF, Place, Safeguard
+from comm_hooks.wire.header import WIRE_VERSION, Stamp, digest
 
 
 class Exchange:
@@ -127,6 +128,7 @@ class Exchange:
         self._agreed = False
         self._layouts: dict[tuple[tuple[Segment, ...], torch.device], Layout] = {}
         self._routes: dict[tuple[Layout, Identity, Compressor, Place | None], Route] = {}
+        self._digests: dict[Layout, int] = {}
         self._numels: dict[str, int] = {}  # of all parameters that the memory may know
         self._bytes = 0
         self._bytes_uncompressed = 0
@@ -158,6 +160,7 @@ class Exchange:
             "exempt_bits": self.exempt_bits,
             "granularity": self.granularity,
             "step": self.step,
+            "wire_version": WIRE_VERSION,
             **self.owner_settings,
         }
 
@@ -268,6 +271,7 @@ class Exchange:
             for old in [k for k, v in self._layouts.items() if not names.isdisjoint(v.names)]:
                 layout = self._layouts.pop(old)
                 self._routes = {k: r for k, r in self._routes.items() if k[0] is not layout}
+                self._digests.pop(layout, None)
             self._layouts[key] = Layout(*key, self.granularity)
             self._numels.update({s.name: s.numel for s in segments if not s.exempt})
         return self._layouts[key]
@@ -323,8 +327,17 @@ class Exchange:
             [derive_key(self.seed, self.step, name) for name in part.names]
             for part in layout.parts()
         ]
-        yield from route.travel(keys, health, scale, settle if memory else None, safeguard)
+        yield from route.travel(
+            keys, self.stamp(layout), health, scale, settle if memory else None, safeguard
+        )
         layout.store(tensors)
+
+    def stamp(self, layout: Layout) -> Stamp:
+        """Return what the payloads of a bucket in the present step have in common."""
+        if layout not in self._digests:
+            settings = {key: value for key, value in self.config().items() if key != "step"}
+            self._digests[layout] = digest(settings, layout.segments)
+        return Stamp(self._digests[layout], self.step)
 
     def count_traffic(self, nbytes: int, uncompressed: int) -> None:
         """Add traffic that went past the compressor (sparse gradients)."""

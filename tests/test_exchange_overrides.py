@@ -5,6 +5,7 @@ import torch
 
 from comm_hooks import CountSketch, Differences, ErrorFeedback, Exchange, Identity, Sign, TopK
 from comm_hooks.hook import CompressionState
+from comm_hooks.wire.header import HEADER_NBYTES
 from tests.test_exchange import SHAPES, World, mean
 
 
@@ -77,8 +78,8 @@ def test_exempt_parameters_in_bfloat16_take_half_the_bytes_and_agree() -> None:
         assert (error < 1e-6) == (bits == 32)
         moved.append(world.exchanges[0].stats()["bytes_sent"])
     elements = 33 + 9
-    assert moved[0] == 2 * (4 + 4 * elements)
-    assert moved[1] == 2 * (4 + 2 * elements)
+    assert moved[0] == 2 * (HEADER_NBYTES + 4 * elements)
+    assert moved[1] == 2 * (HEADER_NBYTES + 2 * elements)
 
 
 def test_a_warm_up_step_is_exact_whatever_the_exempt_bits() -> None:

@@ -22,7 +22,8 @@ from comm_hooks.layout import Layout, Rows
 from comm_hooks.memory.base import Memory
 from comm_hooks.randomness import fork
 from comm_hooks.safeguard import Safeguard
-from comm_hooks.wire.payload import HEADER_NBYTES, PayloadFormat, total_health
+from comm_hooks.wire.header import Stamp
+from comm_hooks.wire.payload import PayloadFormat
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Route(ABC):
     def travel(
         self,
         keys: Keys,
+        stamp: Stamp,
         health: torch.Tensor,
         scale: float,
         settle: Settle | None,
@@ -51,6 +53,7 @@ class Route(ABC):
 
         Args:
             keys: one sequence per part of the layout, one key per row.
+            stamp: of this bucket and step, equal on all ranks.
             health: 0 or NaN, float32 scalar: whether this rank's vectors are finite.
             scale: the factor by which the vectors are scaled at present.
             settle: called once, with whether all ranks' vectors were finite (a boolean scalar), at
@@ -77,6 +80,7 @@ class OneShot(Route):
         self._format = PayloadFormat(
             [(c, *m.shape) for c, m in zip(compressors, self._matrices, strict=True)],
             transport.world_size,
+            summed=sum_on_wire,
         )
 
     @property
@@ -88,28 +92,30 @@ class OneShot(Route):
     def travel(
         self,
         keys: Keys,
+        stamp: Stamp,
         health: torch.Tensor,
         scale: float,
         settle: Settle | None,
         safeguard: Safeguard | None = None,
     ) -> Round[None]:
         own = self._transport.rank
-        payload = self._format.encode(self._matrices, keys, own, health)
-        if settle:
-            self._format.decode(self._matrices, payload, keys, own, alpha=-1.0, add=True)
+        payload = self._format.encode(
+            self._matrices, keys, own, health, stamp, keep_rest=settle is not None
+        )
         if self._sum_on_wire:
             if safeguard:
-                safeguard.clip_([payload[HEADER_NBYTES:].view(torch.float32)])
+                safeguard.clip_([payload[self._format.header_nbytes :].view(torch.float32)])
             total = yield AllReduce(payload.view(torch.float32))
             if safeguard:
                 # A simulated world gives the same tensor to all ranks.
                 total = total.clone()
             payloads = total.view(torch.uint8)[None]
             if safeguard:
-                safeguard.add_noise_([payloads[0, HEADER_NBYTES:].view(torch.float32)])
+                noised = payloads[0, self._format.header_nbytes :].view(torch.float32)
+                safeguard.add_noise_([noised])
         else:
             payloads = yield AllGather(payload)
-        health = total_health(payloads)
+        health = self._format.health(payloads, stamp)
         if settle:
             settle(torch.isfinite(health))
         share = 1 / self._transport.world_size
@@ -182,6 +188,7 @@ class Sharded(Route):
     def travel(
         self,
         keys: Keys,
+        stamp: Stamp,
         health: torch.Tensor,
         scale: float,
         settle: Settle | None,
@@ -196,13 +203,18 @@ class Sharded(Route):
         payloads = torch.empty(ranks, self._uplink.nbytes, dtype=torch.uint8, device=health.device)
         for shard in range(ranks):
             matrices = [part[shard] for part in shards]
-            self._uplink.encode(matrices, uplink[shard], own, health, out=payloads[shard])
-            if settle:
-                self._uplink.decode(
-                    matrices, payloads[shard], uplink[shard], own, alpha=-1.0, add=True
-                )
+            self._uplink.encode(
+                matrices,
+                uplink[shard],
+                own,
+                health,
+                stamp,
+                keep_rest=settle is not None,
+                out=payloads[shard],
+            )
         received = yield AllToAll(payloads, final=False)
 
+        health = self._uplink.health(received, stamp)
         # Noise belongs to the sum.
         share = 1.0 if safeguard else 1 / ranks
         for rank in range(ranks):
@@ -210,17 +222,16 @@ class Sharded(Route):
         if safeguard:
             safeguard.add_noise_(owned)
             torch._foreach_mul_(owned, 1 / ranks)
-        health = total_health(received)
         if self._memory:
             active = [self._memory.active(row_norms(rows.matrix)) for rows in self._remembered]
             for rows, is_active in zip(self._remembered, active, strict=True):
                 self._memory.compensate(rows, is_active, scale)
-        mean = self._downlink.encode(owned, downlink[own], own, health)
-        if self._memory:
-            self._downlink.decode(owned, mean, downlink[own], own, alpha=-1.0, add=True)
+        mean = self._downlink.encode(
+            owned, downlink[own], own, health, stamp, keep_rest=self._memory is not None
+        )
         means = yield AllGather(mean)
 
-        health = total_health(means)
+        health = self._downlink.health(means, stamp, senders="the owner of shard")
         accept = torch.isfinite(health)
         if self._memory:
             for rows, is_active in zip(self._remembered, active, strict=True):

@@ -7,6 +7,8 @@ from typing import ClassVar
 
 import torch
 
+from comm_hooks.errors import PayloadError
+
 
 class Compressor(ABC):
     """Turns a vector into a payload of known size and back.  Pure: no state, no communication.
@@ -63,6 +65,19 @@ class Compressor(ABC):
         With ``add`` they are added to what ``out`` (n, numel), float32, holds.
         """
 
+    def _extract(
+        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
+    ) -> torch.Tensor:
+        """Return the payloads, and subtract from ``rows``, in place, what they say.
+
+        What a memory keeps is then in ``rows``.  To be overridden where that takes less than
+        compressing and decompressing.
+        """
+        payloads = self._compress(rows, keys, rank, world_size)
+        octets = payloads.contiguous().view(torch.uint8).view(len(rows), -1)
+        self._decode(rows, octets, keys, rank, world_size, -1.0, add=True)
+        return payloads
+
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
         """Return the largest possible ``|compress(v)| / |v|``; infinite where there is none.
 
@@ -109,11 +124,11 @@ class Compressor(ABC):
                 for linear compressors, a sum of such payloads.
 
         Raises:
-            ValueError: if the payload's size is not ``payload_nbytes(numel)``.
+            PayloadError: if the payload's size is not ``payload_nbytes(numel)``.
         """
         expected = self.payload_nbytes(numel, world_size=world_size)
         if payload.nbytes != expected:
-            raise ValueError(
+            raise PayloadError(
                 f"{self} decompresses {numel} elements from {expected} bytes, got {payload.nbytes}"
             )
         if out is None:

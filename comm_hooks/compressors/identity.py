@@ -59,6 +59,15 @@ class Identity(Compressor):
         payload[:, : 2 * rows.shape[1]] = rows.bfloat16().view(torch.uint8)
         return payload
 
+    def _extract(
+        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
+    ) -> torch.Tensor:
+        if not self.linear:
+            return super()._extract(rows, keys, rank, world_size)
+        payloads = rows.clone()
+        rows.zero_()
+        return payloads
+
     def _decode(
         self,
         out: torch.Tensor,

@@ -24,7 +24,7 @@ from comm_hooks.frameworks.fsdp_units import (
 from comm_hooks.layout import Granularity, Layout
 from comm_hooks.memory.base import Memory
 from comm_hooks.randomness import derive_key
-from comm_hooks.wire.payload import PayloadFormat, total_health
+from comm_hooks.wire.payload import PayloadFormat
 
 logger = logging.getLogger(__name__)
 
@@ -216,16 +216,23 @@ class CompressedReduceScatter:
                     memory.compensate(rows, is_active, scale)
             matrices = [part.matrix for part in layout.parts()]
             payload = payloads[shard, : formats[shard].nbytes]
-            formats[shard].encode(matrices, keys[shard], own, health, out=payload)
-            if memory:
-                formats[shard].decode(matrices, payload, keys[shard], own, alpha=-1.0, add=True)
+            formats[shard].encode(
+                matrices,
+                keys[shard],
+                own,
+                health,
+                exchange.stamp(layout),
+                keep_rest=memory is not None,
+                out=payload,
+            )
         request = AllToAll(payloads)
         exchange.count_traffic(
             request.traffic(ranks), (ranks - 1) * flat.numel() * flat.element_size() // ranks
         )
         received = yield request
 
-        health = total_health(received)
+        received = received[:, : formats[own].nbytes]
+        health = formats[own].health(received, exchange.stamp(layouts[own]))
         if memory:
             key = derive_key(exchange.seed, exchange.step, f"memory of rank {own}")
             for shard, layout in enumerate(layouts):
@@ -233,8 +240,9 @@ class CompressedReduceScatter:
                     memory.retain(rows, is_active & torch.isfinite(health), scale, key)
         matrices = [part.matrix for part in layouts[own].parts()]
         for rank in range(ranks):
-            payload = received[rank, : formats[own].nbytes]
-            formats[own].decode(matrices, payload, keys[own], rank, alpha=1 / ranks, add=rank > 0)
+            formats[own].decode(
+                matrices, received[rank], keys[own], rank, alpha=1 / ranks, add=rank > 0
+            )
         spoil_(layouts[own].work, health)
         # The padding of the shard is reduced again where FSDP has replicas.
         output.zero_()

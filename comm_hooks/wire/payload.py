@@ -2,10 +2,14 @@
 
 A payload is one contiguous byte string per bucket and rank, of a size that all ranks can compute:
 
-    health (float32) | rows of part 0 | rows of part 1 | ...
+    header (16 bytes, :mod:`comm_hooks.wire.header`) | rows of part 0 | rows of part 1 | ...
 
-``health`` is 0 when all elements of the rank's vector are finite, else NaN: the sum over ranks
-tells every rank whether any of them is not, at no extra collective.
+One that is to be summed on the wire must be all float32; its header is only
+
+    health (float32) | ...
+
+which is 0 when all elements of the rank's vector are finite, else NaN.  Either way every rank
+learns whether any of them is not, at no extra collective.
 """
 
 from collections.abc import Sequence
@@ -13,8 +17,9 @@ from collections.abc import Sequence
 import torch
 
 from comm_hooks.compressors.base import Compressor
+from comm_hooks.wire.header import HEADER_NBYTES, HeaderCheck, Stamp, write_header_
 
-HEADER_NBYTES = 4
+SUMMED_HEADER_NBYTES = 4
 
 
 class PayloadFormat:
@@ -23,13 +28,23 @@ class PayloadFormat:
     Args:
         parts: (compressor, number of rows, elements per row) of each part.
         world_size: how many ranks take part.
+        summed: the payloads are summed on the wire; all compressors must be linear.
     """
 
-    def __init__(self, parts: Sequence[tuple[Compressor, int, int]], world_size: int) -> None:
+    def __init__(
+        self,
+        parts: Sequence[tuple[Compressor, int, int]],
+        world_size: int,
+        *,
+        summed: bool = False,
+    ) -> None:
         self._compressors = [compressor for compressor, _, _ in parts]
         self._world_size = world_size
+        self._summed = summed
+        self._check = HeaderCheck()
         self._slices: list[tuple[int, int, int]] = []
-        position = HEADER_NBYTES
+        self.header_nbytes = SUMMED_HEADER_NBYTES if summed else HEADER_NBYTES
+        position = self.header_nbytes
         for compressor, rows, numel in parts:
             nbytes = rows * compressor.payload_nbytes(numel, world_size=world_size)
             self._slices.append((position, position + nbytes, rows))
@@ -42,21 +57,50 @@ class PayloadFormat:
         keys: Sequence[Sequence[int]],
         rank: int,
         health: torch.Tensor,
+        stamp: Stamp,
+        *,
+        keep_rest: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the payload (nbytes,), uint8, of one matrix and its keys per part."""
+        """Return the payload (nbytes,), uint8, of one matrix and its keys per part.
+
+        Args:
+            health: float32 scalar, 0 if the matrices are finite, else NaN.
+            keep_rest: subtract from the matrices, in place, what the payload says of them.
+        """
         payload = (
             torch.empty(self.nbytes, dtype=torch.uint8, device=health.device)
             if out is None
             else out
         )
-        payload[:HEADER_NBYTES].view(torch.float32).copy_(health)
         for compressor, (start, stop, _), matrix, part_keys in zip(
             self._compressors, self._slices, matrices, keys, strict=True
         ):
-            rows = compressor._compress(matrix, part_keys, rank, self._world_size)
+            compress = compressor._extract if keep_rest else compressor._compress
+            rows = compress(matrix, part_keys, rank, self._world_size)
             payload[start:stop].view(rows.dtype).view(rows.shape).copy_(rows)
+        if self._summed:
+            payload[:SUMMED_HEADER_NBYTES].view(torch.float32).copy_(health)
+        else:
+            write_header_(payload, stamp, health)
         return payload
+
+    def health(
+        self, payloads: torch.Tensor, stamp: Stamp, *, senders: str = "rank"
+    ) -> torch.Tensor:
+        """Return 0 if all ranks' vectors were finite, else NaN, and check the headers.
+
+        Args:
+            payloads: (N, nbytes), uint8, in rank order, or (1, nbytes) that were summed.
+            stamp: as :meth:`encode` was given on this rank.
+            senders: what an error calls them.
+
+        Raises:
+            PayloadError: if a payload is not what this rank expects.
+        """
+        if self._summed:
+            return payloads[0, :SUMMED_HEADER_NBYTES].view(torch.float32)[0]
+        return self._check.health(payloads, stamp, senders)
 
     def decode(
         self,
@@ -74,8 +118,3 @@ class PayloadFormat:
         ):
             octets = payload[start:stop].view(rows, -1)
             compressor._decode(matrix, octets, part_keys, rank, self._world_size, alpha, add)
-
-
-def total_health(payloads: torch.Tensor) -> torch.Tensor:
-    """Return the summed health, float32, of payloads (N, nbytes) or of one summed payload."""
-    return payloads[..., :HEADER_NBYTES].contiguous().view(torch.float32).sum()

@@ -9,6 +9,9 @@ GAP = "…"
 """What stands for a value in a message."""
 
 
+KINDS = ("ValueError", "ConfigMismatchError", "PayloadError", "PrivacyError")
+
+
 def messages(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
     """Yield where each message of an error or a warning stands, and the message.
 
@@ -26,7 +29,7 @@ def messages(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 call = node.exc
-                if _name(call.func) not in ("ValueError", "ConfigMismatchError", "PrivacyError"):
+                if _name(call.func) not in KINDS:
                     continue
             elif isinstance(node, ast.Call) and _name(node.func) == "warn":
                 call = node

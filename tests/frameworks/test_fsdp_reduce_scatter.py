@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from comm_hooks.wire.header import HEADER_NBYTES
 from tests.frameworks import hsdp
 from tests.ranks import Ranks
 
@@ -79,8 +80,8 @@ def test_bytes_are_those_of_the_payloads(ranks_of: RanksOf) -> None:
     stats = outcomes[0]["stats"]
     assert stats["steps"] == 2
     assert all(outcome["stats"] == stats for outcome in outcomes)
-    # Beside the elements: 4 bytes per module, step and other rank.
-    assert stats["bytes_sent"] == stats["bytes_uncompressed"] + 2 * 3 * 3 * 4
+    # Beside the elements: a header per module, step and other rank.
+    assert stats["bytes_sent"] == stats["bytes_uncompressed"] + 2 * 3 * 3 * HEADER_NBYTES
     quantized = ranks_of(RANKS).run(
         hsdp.gradients_of_steps, hsdp.flat, "quantize", 2, {"bits": 4, "exempt_bits": 16}
     )[0]["stats"]

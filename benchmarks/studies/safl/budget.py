@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.wire.payload import HEADER_NBYTES
+from comm_hooks.wire.header import HEADER_NBYTES
+from comm_hooks.wire.payload import SUMMED_HEADER_NBYTES
 
 MakeCompressor = Callable[[float], Compressor]
 
@@ -13,7 +14,7 @@ _HALVINGS = 40
 
 def all_reduced(payload: int, ranks: int) -> float:
     """Return what a rank sends to sum payloads."""
-    return 2 * (ranks - 1) * (payload + HEADER_NBYTES) / ranks
+    return 2 * (ranks - 1) * (payload + SUMMED_HEADER_NBYTES) / ranks
 
 
 def sharded(compressor: Compressor, numel: int, ranks: int) -> float:
