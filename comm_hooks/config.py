@@ -61,7 +61,7 @@ def build_compressor(name: str, **options: Any) -> Compressor:
     Example::
 
         >>> build_compressor("topk", density=0.01)
-        TopK(density=0.01, block_size=4096, value_bits=16)
+        TopK(density=0.01, block_size=4096, value_bits=16, index_code='elias_fano')
     """
     if name not in COMPRESSORS:
         raise ValueError(unknown("compressor", name, COMPRESSORS))
@@ -145,7 +145,7 @@ def build_exchange(
     Example::
 
         >>> build_exchange({"compressor": "topk", "density": 0.01, "memory": "none"}).compressor
-        TopK(density=0.01, block_size=4096, value_bits=16)
+        TopK(density=0.01, block_size=4096, value_bits=16, index_code='elias_fano')
     """
     if not isinstance(settings, Mapping):
         raise ValueError(f"{path}: must be an object with a 'compressor', got {settings!r}")

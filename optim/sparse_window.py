@@ -8,7 +8,9 @@ import torch
 
 from comm_hooks.compressors.base import Blocks, word_aligned
 from comm_hooks.compressors.sparse import TopK
-from comm_hooks.wire.elias_fano import EliasFano
+from comm_hooks.kernels.top_k import block_top_k
+from comm_hooks.wire.index_codes import places_code
+from comm_hooks.wire.places import PlacesCode
 from comm_hooks.wire.values import ValueCode
 
 
@@ -21,7 +23,7 @@ class SparseWindow:
     each, and values in ``value_bits``.  By those, there come back as they were
 
     * 32: all values;
-    * 16: bfloat16 numbers, which include what TopK makes of 1 and 2 bits;
+    * 16: bfloat16 numbers, which include what TopK makes of 1, 2 and 3 bits;
     * 4: what TopK made of 4 bits, but for blocks whose magnitudes are within the rounding of
       bfloat16 (1/256) of each other, and may be rounded so once more.
 
@@ -72,11 +74,11 @@ class SparseWindow:
         padding = self.shards * self._blocks.numel - self.numel
         shards = torch.nn.functional.pad(vectors, (0, padding)).view(-1, self._blocks.numel)
         blocks = self._blocks.split(shards).view(len(vectors), self._sets, self._blocks.size)
-        places = blocks.abs().topk(self.capacity, dim=2, sorted=False).indices.sort(dim=2).values
+        places = block_top_k(blocks, self.capacity)
         octets = torch.zeros(len(vectors), self.nbytes, dtype=torch.uint8, device=vectors.device)
-        values = self._values.encode(blocks.gather(2, places))
+        values, _ = self._values.encode(blocks.gather(2, places))
         octets[:, : values.shape[1]] = values
-        codes = self._places.encode(places)
+        codes, _ = self._places.encode(places, [0] * len(vectors))
         octets[:, self._values_nbytes :][:, : codes.shape[1]] = codes
         return octets
 
@@ -87,7 +89,7 @@ class SparseWindow:
         """
         split = self._values_nbytes
         values = self._values.decode(octets[:, :split], self._sets, self.capacity)
-        places = self._places.decode(octets[:, split:], self._sets)
+        places, _ = self._places.decode(octets[:, split:], self._sets, [0] * len(octets))
         blocks = self._blocks
         first_of_block = torch.arange(0, blocks.padded, blocks.size, device=octets.device)
         first_of_shard = torch.arange(self.shards, device=octets.device) * blocks.numel
@@ -141,8 +143,8 @@ class SparseWindow:
         return self.shards * self._blocks.count
 
     @property
-    def _places(self) -> EliasFano:
-        return EliasFano(self._blocks.size, self.capacity)
+    def _places(self) -> PlacesCode:
+        return places_code("elias_fano", self._blocks.size, self.capacity)
 
     @property
     def _values(self) -> ValueCode:

@@ -34,7 +34,7 @@ class Cocktail(Compressor):
     Args:
         mask: m/d, the fraction of elements that may be sent in a step, in (0, 1].
         density: the fraction of those that is, in (0, 1].
-        value_bits: 1, 2, 4, 16 or 32, as in :class:`~comm_hooks.TopK`.
+        value_bits: 1, 2, 3, 4, 16 or 32, as in :class:`~comm_hooks.TopK`.
         block_size: the largest block of the subset, 1 to 65536 elements.
 
     Shapes: vector (d,) -> payload uint8; by default 0.165 bits per element of the vector.

@@ -39,7 +39,7 @@ class DCTTopK(Compressor):
         chunk: the side of a chunk, 1 to 256.
         density: the fraction of coefficients that is kept, in (0, 1]; DeMo's 32 of 64 x 64 are
             1/128.
-        value_bits: 1, 2, 4, 16 or 32, as in :class:`~comm_hooks.TopK`.
+        value_bits: 1, 2, 3, 4, 16 or 32, as in :class:`~comm_hooks.TopK`.
 
     Shapes: vector (d,) -> payload uint8.
     Cost: 2 chunk multiplications per element each way, in matrix products, beside that of TopK.

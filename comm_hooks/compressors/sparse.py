@@ -15,8 +15,10 @@ from comm_hooks.compressors.base import (
     word_aligned,
     write,
 )
+from comm_hooks.kernels.top_k import block_top_k
 from comm_hooks.randomness import fork, random_below, stratified_indices
-from comm_hooks.wire.elias_fano import EliasFano
+from comm_hooks.wire.index_codes import INDEX_CODES, IndexCode, places_code
+from comm_hooks.wire.places import PlacesCode
 from comm_hooks.wire.values import VALUE_BITS, ValueCode
 
 MAX_BLOCK_SIZE = 65536
@@ -31,14 +33,18 @@ class TopK(Compressor):
 
     1. cut the vector into equal blocks of at most ``block_size`` elements;
     2. keep the ``ceil(density x block)`` elements of largest magnitude of each;
-    3. send their places (Elias-Fano, 2 + log2(1/density) bits each) and their values.
+    3. send their places (2 + log2(1/density) bits each, or half a bit less) and their values.
 
     Args:
         density: the fraction of elements that is kept, in (0, 1].
         block_size: the largest block, 1 to 65536 elements.
-        value_bits: 32 (float32), 16 (bfloat16), or the sign and 0, 1 or 3 bits of magnitude: 1, 2
-            or 4 (:class:`~comm_hooks.wire.values.ValueCode`), of which 1 and 2 cost little with
-            error feedback.
+        value_bits: 32 (float32), 16 (bfloat16), or the sign and 0, 1, 2 or 3 bits of magnitude: 1,
+            2, 3 or 4 (:class:`~comm_hooks.wire.values.ValueCode`), which cost little with error
+            feedback.
+        index_code: ``"elias_fano"`` has room for any places; ``"rice"`` for those that random and
+            most other vectors keep, at half a bit less each, and leaves out what does not fit:
+            elements of the last blocks, in an order that is drawn anew for every key.  Where more
+            than about a quarter is kept, both are a bitmap.
 
     Shapes: vector (d,) -> payload uint8.  Elements equal in magnitude are chosen among arbitrarily.
     Use with :class:`~comm_hooks.memory.ErrorFeedback`: alone it drops the rest for ever.
@@ -55,9 +61,11 @@ class TopK(Compressor):
     density: float = 1 / 64
     block_size: int = 4096
     value_bits: int = 16
+    index_code: IndexCode = "elias_fano"
 
     def __post_init__(self) -> None:
         require_selection(self, self.density, self.block_size, self.value_bits)
+        require_choice(self, "index_code", self.index_code, INDEX_CODES)
 
     @property
     def unbiased(self) -> bool:
@@ -69,11 +77,12 @@ class TopK(Compressor):
     def _values(self) -> ValueCode:
         return ValueCode(self.value_bits)
 
-    def _plan(self, numel: int) -> tuple[Blocks, EliasFano]:
+    def _plan(self, numel: int) -> tuple[Blocks, PlacesCode]:
         blocks = Blocks(numel, self.block_size)
-        return blocks, EliasFano(blocks.size, math.ceil(self.density * blocks.size))
+        count = math.ceil(self.density * blocks.size)
+        return blocks, places_code(self.index_code, blocks.size, count)
 
-    def _values_nbytes(self, blocks: Blocks, code: EliasFano) -> int:
+    def _values_nbytes(self, blocks: Blocks, code: PlacesCode) -> int:
         return word_aligned(self._values.nbytes(blocks.count, code.count))
 
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
@@ -83,16 +92,34 @@ class TopK(Compressor):
     def _compress(
         self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
     ) -> torch.Tensor:
+        return self._encode(rows, keys)[0]
+
+    def _extract(
+        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
+    ) -> torch.Tensor:
+        payloads, places, sent = self._encode(rows, keys)
+        _add(rows, places, sent, -1.0)
+        return payloads
+
+    def _encode(
+        self, rows: torch.Tensor, keys: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the payloads, and the places in the rows, (n, k), and values that they say."""
         blocks, code = self._plan(rows.shape[1])
         vectors = blocks.split(rows)
-        places = vectors.abs().topk(code.count, dim=2, sorted=False).indices.sort(dim=2).values
+        places = block_top_k(vectors, code.count)
+        codes, present = code.encode(places, _first_blocks(blocks, keys))
+        values = vectors.gather(2, places)
+        if present is not None:
+            values.masked_fill_(~present, 0.0)
+        octets, sent = self._values.encode(values)
         payload = torch.zeros(
             len(keys), self.payload_nbytes(rows.shape[1]), dtype=torch.uint8, device=rows.device
         )
         split = self._values_nbytes(blocks, code)
-        _fill(payload[:, :split], self._values.encode(vectors.gather(2, places)))
-        _fill(payload[:, split:], code.encode(places))
-        return payload
+        _fill(payload[:, :split], octets)
+        _fill(payload[:, split:], codes)
+        return payload, *_in_rows(blocks, places, sent, present)
 
     def _decode(
         self,
@@ -104,19 +131,39 @@ class TopK(Compressor):
         alpha: float,
         add: bool,
     ) -> None:
-        numel = out.shape[1]
-        blocks, code = self._plan(numel)
+        blocks, code = self._plan(out.shape[1])
         split = self._values_nbytes(blocks, code)
         values = self._values.decode(payloads[:, :split], blocks.count, code.count)
-        places = code.decode(payloads[:, split:], blocks.count)
-        starts = torch.arange(0, blocks.padded, blocks.size, device=out.device)[:, None]
-        places = (places + starts).flatten(1)
-        # If fewer elements of the last block than are kept are not zero, some of the places may lie
-        # in its padding, where a coarse code turns the zero into something else.
-        values = values.flatten(1).masked_fill(places >= numel, 0.0)
+        places, present = code.decode(
+            payloads[:, split:], blocks.count, _first_blocks(blocks, keys)
+        )
         if not add:
             out.zero_()
-        out.scatter_add_(1, places.clamp_(max=numel - 1), values * alpha)
+        _add(out, *_in_rows(blocks, places, values, present), alpha)
+
+
+def _first_blocks(blocks: Blocks, keys: Sequence[int]) -> list[int]:
+    """Return for each row the block that is sure of its room, another for each key."""
+    return [key % blocks.count for key in fork(keys, 0)]
+
+
+def _in_rows(
+    blocks: Blocks, places: torch.Tensor, values: torch.Tensor, present: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return places in rows instead of blocks, (n, k), with zeros for values that are not sent."""
+    starts = torch.arange(0, blocks.padded, blocks.size, device=places.device)[:, None]
+    in_rows = (places + starts).flatten(1)
+    # If fewer elements of the last block than are kept are not zero, some of the places may lie in
+    # its padding, where a coarse code turns the zero into something else.
+    is_sent = in_rows < blocks.numel
+    if present is not None:
+        is_sent &= present.flatten(1)
+    values = values.flatten(1).masked_fill(~is_sent, 0.0)
+    return in_rows.clamp_(max=blocks.numel - 1), values
+
+
+def _add(rows: torch.Tensor, places: torch.Tensor, values: torch.Tensor, alpha: float) -> None:
+    rows.scatter_add_(1, places, values * alpha)
 
 
 def require_selection(owner: object, density: float, block_size: int, value_bits: int) -> None:

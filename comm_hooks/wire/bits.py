@@ -3,6 +3,8 @@
 import numpy as np
 import torch
 
+from comm_hooks.errors import PayloadError
+
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     """Pack booleans (..., m) into bytes (..., ceil(m / 8)), uint8; the last byte is zero-padded.
@@ -61,12 +63,20 @@ def pack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
         for place in range(1, per_byte):
             packed = packed | (grouped[..., place] << (place * width))
         return packed
+    if codes.device.type == "cpu":
+        # Little-endian bytes, of which NumPy takes the lowest bits.
+        stored = codes.to(torch.uint8) if width < 8 else codes.to(torch.int32)
+        octets = stored[..., None].view(torch.uint8).numpy()
+        bits = np.unpackbits(octets, axis=-1, count=width, bitorder="little")
+        return pack_bits(torch.from_numpy(bits).flatten(-2))
     places = torch.arange(width, device=codes.device)
     return pack_bits(((codes[..., None] >> places) & 1).bool().flatten(-2))
 
 
 def unpack_codes(octets: torch.Tensor, count: int, width: int) -> torch.Tensor:
     """Return ``count`` codes of ``width`` bits: uint8 up to 8 bits, int64 above."""
+    if width == 0:
+        return octets.new_zeros(*octets.shape[:-1], count)
     if width == 1:
         return unpack_bits(octets, count)
     if width == 8:
@@ -75,6 +85,46 @@ def unpack_codes(octets: torch.Tensor, count: int, width: int) -> torch.Tensor:
         places = torch.arange(0, 8, width, dtype=torch.uint8, device=octets.device)
         return ((octets[..., None] >> places) & ((1 << width) - 1)).flatten(-2)[..., :count]
     bits = unpack_bits(octets, count * width).unflatten(-1, (count, width))
+    if width < 8 and octets.device.type == "cpu":
+        return torch.from_numpy(np.packbits(bits.numpy(), axis=-1, bitorder="little")).squeeze(-1)
     places = torch.arange(width, device=octets.device)
     codes = (bits.long() << places).sum(-1)
     return codes.to(torch.uint8) if width < 8 else codes
+
+
+def set_places(bits: torch.Tensor, count: int, *, missing: int | None = None) -> torch.Tensor:
+    """Return where the bits are set, ascending: int64 (n, sets, count).
+
+    Args:
+        bits: zeros and ones (n, sets, m), uint8.
+        count: how many of each set are set.
+        missing: stands for those that a set has less; None: every set has ``count``.
+
+    Raises:
+        PayloadError: on the CPU, if a set has more than ``count``, or less and none may be missing.
+    """
+    rows, sets, width = bits.shape
+    if bits.device.type == "cpu":
+        found = torch.from_numpy(np.flatnonzero(bits.numpy()))
+        owners = found // width
+        counts = torch.bincount(owners, minlength=rows * sets)
+        exact = missing is None
+        if counts.numel() and (int(counts.max()) > count or (exact and int(counts.min()) < count)):
+            raise PayloadError(
+                f"a payload has other than {count} places in a set: it is damaged, or another "
+                "compressor's"
+            )
+        places = found - owners * width
+        if exact:
+            return places.view(rows, sets, count)
+        starts = counts.cumsum(0) - counts
+        slots = torch.arange(len(found)) - starts[owners]
+        result = torch.full((rows * sets, count), missing or 0)
+        result[owners, slots] = places
+        return result.view(rows, sets, count)
+    # Without nonzero(), whose size would have to be waited for: unset bits and those of a damaged
+    # payload are written to one spare slot behind the others.
+    slots = torch.where(bits.bool(), bits.long().cumsum(2) - 1, count).clamp_(max=count)
+    places = torch.arange(width, device=bits.device).expand_as(slots)
+    result = torch.full((rows, sets, count + 1), missing or 0, device=bits.device)
+    return result.scatter_(2, slots, places)[..., :count]

@@ -3,19 +3,28 @@
 Elias, J. ACM 1974; Fano, 1971.  An integer's low bits are stored as they are; its high bits are
 stored in a bitmap in which the i-th set bit stands at place ``high_i + i``.  At 64 of 4096 this
 takes 8 bits an index where a plain code takes 12 and the entropy is 7.36; unlike entropy codes its
-size does not depend on the data, so ranks need not negotiate it.
+size does not depend on the data, whatever the data.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from comm_hooks.wire.bits import pack_bits, pack_codes, packed_nbytes, unpack_bits, unpack_codes
+from comm_hooks.wire.bits import (
+    pack_bits,
+    pack_codes,
+    packed_nbytes,
+    set_places,
+    unpack_bits,
+    unpack_codes,
+)
+from comm_hooks.wire.places import PlacesCode
 
 
 @dataclass(frozen=True)
-class EliasFano:
-    """The code for ``count`` ascending distinct integers in ``range(universe)``.
+class EliasFano(PlacesCode):
+    """The code for ``count`` ascending distinct integers in ``range(universe)``, at least one.
 
     Example::
 
@@ -36,32 +45,28 @@ class EliasFano:
         return self.count + ((self.universe - 1) >> self.low_bits)
 
     def nbytes(self, sets: int) -> int:
-        """Return the bytes that ``sets`` coded sets take together."""
         lows = packed_nbytes(sets * self.count, self.low_bits)
         return lows + packed_nbytes(sets, self.bitmap_bits)
 
-    def encode(self, indices: torch.Tensor) -> torch.Tensor:
-        """Encode ascending indices (n, sets, count), int64, into bytes (n, nbytes(sets))."""
+    def encode(
+        self, indices: torch.Tensor, first: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, sets, count = indices.shape
         lows = (indices & ((1 << self.low_bits) - 1)).reshape(rows, sets * count)
         places = (indices >> self.low_bits) + torch.arange(count, device=indices.device)
         bitmap = torch.zeros(
             rows, sets, self.bitmap_bits, dtype=torch.bool, device=indices.device
         ).scatter_(2, places, True)
-        return torch.cat([pack_bits(bitmap.flatten(1)), pack_codes(lows, self.low_bits)], dim=1)
+        octets = [pack_bits(bitmap.flatten(1)), pack_codes(lows, self.low_bits)]
+        return torch.cat(octets, dim=1), None
 
-    def decode(self, octets: torch.Tensor, sets: int) -> torch.Tensor:
-        """Return the indices (n, sets, count), int64, of bytes (n, nbytes(sets))."""
+    def decode(
+        self, octets: torch.Tensor, sets: int, first: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows = octets.shape[0]
         split = packed_nbytes(sets, self.bitmap_bits)
-        bitmap = unpack_bits(octets[:, :split], sets * self.bitmap_bits)
-        bitmap = bitmap.reshape(rows, sets, self.bitmap_bits)
-        # The place of the i-th set bit, without nonzero(), whose size would have to be waited for
-        # on an accelerator: unset bits are written to one spare slot behind the others.
-        slots = torch.where(bitmap.bool(), bitmap.long().cumsum(2) - 1, self.count)
-        places = torch.arange(self.bitmap_bits, device=octets.device).expand_as(slots)
-        highs = torch.empty(rows, sets, self.count + 1, dtype=torch.int64, device=octets.device)
-        highs = highs.scatter_(2, slots, places)[..., : self.count]
-        highs = highs - torch.arange(self.count, device=octets.device)
+        bits = unpack_bits(octets[:, :split], sets * self.bitmap_bits)
+        places = set_places(bits.view(rows, sets, self.bitmap_bits), self.count)
+        highs = places - torch.arange(self.count, device=octets.device)
         lows = unpack_codes(octets[:, split:], sets * self.count, self.low_bits)
-        return (highs << self.low_bits) | lows.reshape(rows, sets, self.count).long()
+        return (highs << self.low_bits) | lows.view(rows, sets, self.count).long(), None

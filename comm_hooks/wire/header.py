@@ -145,7 +145,8 @@ def _compare(found: torch.Tensor, stamp: Stamp, senders: str) -> None:
         if configuration != wanted[1]:
             raise PayloadError(
                 f"the payload of {sender} was made with other settings or of other parameters "
-                "than this rank's: give every rank the same settings and the same tensors in the same order"
+                "than this rank's: give every rank the same settings and the same tensors in the "
+                "same order"
             )
         if step != wanted[2]:
             raise PayloadError(

@@ -5,41 +5,50 @@ say nearly all.  Relative mean squared error of the largest 64 of 4096, and the 
 with its share of the levels:
 
     bits   levels of magnitude                         gaussian   laplace   bits in all
-       1   the mean                                       .0119     .0358          1.25
-       2   the means of those below and above the mean    .0044     .0143          2.50
+       1   the mean                                       .0124     .0378          1.03
+       2   the means of those below and above it          .0046     .0154          2.03
+       3   the same again within both                     .0018     .0061          3.03
        4   eight, evenly from smallest to largest         .0004     .0015          4.50
       16   (bfloat16)                                    .000003   .000003        16.00
-
-The levels belong to one set of values (those of a block) and travel with it, as bfloat16.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
 from comm_hooks.wire.bits import pack_codes, packed_nbytes, unpack_codes
 
-VALUE_BITS = (1, 2, 4, 16, 32)
+VALUE_BITS = (1, 2, 3, 4, 16, 32)
 
-# How many bfloat16 numbers describe the levels of a set; none where values travel as they are.
-_LEVELS = {1: 1, 2: 2, 4: 2}
 _DTYPES = {16: torch.bfloat16, 32: torch.float32}
+# Sets share a scale until it stands for so many values: 1/32 of a bit each.
+_VALUES_PER_SCALE = 256
+# A scale is the largest of its row times 2^(-c/16), a level's ratio to it 2^((r - 128)/32).
+_SCALE_STEPS, _RATIO_STEPS, _RATIO_ONE = 16, 32, 128
+_NO_SCALE = 255
 
 
 @dataclass(frozen=True)
 class ValueCode:
-    """The code of values in 1, 2, 4, 16 (bfloat16) or 32 (float32) bits each.
+    """The code of values in 1, 2, 3, 4, 16 (bfloat16) or 32 (float32) bits each.
 
-    In 1, 2 and 4 bits a value is its sign (zero counts as positive) and one of 1, 2 or 8
-    magnitudes.  With a the magnitudes of a set:
+    In 1 to 4 bits a value is its sign (zero counts as positive) and one of 1, 2, 4 or 8 magnitudes.
 
-    * 1: mean(a);
-    * 2: mean(a where a <= mean(a)) and mean(a where a > mean(a)), one step of Lloyd's algorithm
-      from the mean; both are the mean where one of them is empty;
-    * 4: min(a) + (max(a) - min(a)) j / 7, j = 0 ... 7, to the nearest.
+    * 1: the mean magnitude of neighbouring sets that together have 256 values or more, in a
+      sixteenth of an octave below the largest of its row (and zero from 16 octaves on);
+    * 2: that mean times one of two numbers, which all sets of a row share: with r a magnitude over
+      its mean, the means of those r that are at most 1 and of those above;
+    * 3: times one of four: those two groups are divided once more at their means;
+    * 4: with a the magnitudes of one set, min(a) + (max(a) - min(a)) j / 7, j = 0 ... 7, to the
+      nearest; both extremes travel as bfloat16.
 
-    All are contractive, ``|x - decode(encode(x))| <= |x|`` over a set: a mean l of n magnitudes
-    takes n l^2 off their squares (n l^2 (1 - r^2) when bfloat16 rounds it to (1 + r) l), and with 4
+    The row's largest mean travels as bfloat16, means and ratios as bytes.  What 1, 2, 3 and 16 bits
+    decode to is a bfloat16 number.
+
+    All are contractive, ``|x - decode(encode(x))| <= |x|``: replacing n magnitudes by any l up to
+    twice their mean takes 2 n mean l - n l^2 >= 0 off their squares; the lowest level is below
+    that, and choosing the nearest of several does no worse than always taking the lowest.  With 4
     bits the nearest level is no further from a than min(a) is, which is one of them.
 
     Shapes: values (n, sets, count) float32 <-> bytes (n, ``nbytes(sets, count)``).
@@ -47,25 +56,38 @@ class ValueCode:
     Example::
 
         >>> code, values = ValueCode(bits=2), torch.tensor([[[1.0, -1.0, 4.0, -4.0]]])
-        >>> code.decode(code.encode(values), sets=1, count=4)
-        tensor([[[ 1., -1.,  4., -4.]]])
+        >>> octets, sent = code.encode(values)
+        >>> torch.equal(code.decode(octets, sets=1, count=4), sent)
+        True
     """
 
     bits: int
 
     def nbytes(self, sets: int, count: int) -> int:
         """Return the bytes that ``sets`` sets of ``count`` values take together."""
-        return self._levels_nbytes(sets) + packed_nbytes(sets * count, self.bits)
+        return self._levels_nbytes(sets, count) + packed_nbytes(sets * count, self.bits)
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Encode values (n, sets, count), float32, into bytes (n, nbytes(sets, count))."""
+    def encode(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Encode values (n, sets, count), float32.
+
+        Returns:
+            The bytes (n, nbytes(sets, count)), and what they decode to.
+        """
         if self.bits in _DTYPES:
-            return values.flatten(1).to(_DTYPES[self.bits]).view(torch.uint8)
+            stored = values.flatten(1).to(_DTYPES[self.bits])
+            return stored.view(torch.uint8), stored.float().view_as(values)
+        if not values.shape[2]:
+            return values.new_empty(len(values), 0, dtype=torch.uint8), values
         magnitudes = values.abs()
-        levels, indices = self._quantize(magnitudes)
-        codes = (indices << 1) | (values >= 0)
-        octets = levels.flatten(1).view(torch.uint8)
-        return torch.cat([octets, pack_codes(codes.flatten(1), self.bits)], dim=1)
+        if self.bits == 4:
+            octets, levels, indices = _even_levels(magnitudes)
+        else:
+            octets, levels, indices = _shared_levels(magnitudes, 1 << (self.bits - 1))
+        positive = values >= 0
+        codes = positive.to(torch.uint8) if indices is None else (indices << 1) | positive
+        packed = pack_codes(codes.flatten(1), self.bits)
+        sent = _pick(levels, indices).expand_as(values)
+        return torch.cat([octets, packed], dim=1), torch.where(positive, sent, -sent)
 
     def decode(self, octets: torch.Tensor, sets: int, count: int) -> torch.Tensor:
         """Return the values (n, sets, count), float32, of bytes (n, nbytes(sets, count) or more).
@@ -76,33 +98,134 @@ class ValueCode:
         if self.bits in _DTYPES:
             values = octets[:, : self.nbytes(sets, count)].flatten().view(_DTYPES[self.bits])
             return values.view(shape).float()
-        split = self._levels_nbytes(sets)
-        levels = octets[:, :split].flatten().view(torch.bfloat16).view(*shape[:2], -1).float()
+        if not count:
+            return torch.empty(shape, device=octets.device)
+        split = self._levels_nbytes(sets, count)
+        if self.bits == 4:
+            levels = _read_even_levels(octets[:, :split], sets)
+        else:
+            levels = _read_shared_levels(octets[:, :split], sets, count, 1 << (self.bits - 1))
         codes = unpack_codes(octets[:, split:], sets * count, self.bits).reshape(shape)
-        signs = (codes & 1).float().mul_(2).sub_(1)
-        if self.bits == 4:
-            low, high = levels.split(1, dim=2)
-            return signs.mul_((codes >> 1).float().mul_((high - low) / 7).add_(low))
-        return signs.mul_(levels.gather(2, (codes >> 1).long()))
+        magnitudes = _pick(levels, None if self.bits == 1 else codes >> 1)
+        return (codes & 1).float().mul_(2).sub_(1).mul_(magnitudes)
 
-    def _levels_nbytes(self, sets: int) -> int:
-        return 2 * sets * _LEVELS.get(self.bits, 0)
-
-    def _quantize(self, magnitudes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the levels (n, sets, 1 or 2), bfloat16, and every magnitude's index, uint8."""
+    def _levels_nbytes(self, sets: int, count: int) -> int:
+        if self.bits in _DTYPES or not count:
+            return 0
         if self.bits == 4:
-            low, high = (m[..., None].bfloat16() for m in magnitudes.aminmax(dim=2))
-            unit = (high.float() - low.float()) / 7
-            indices = (magnitudes - low.float()) / torch.where(unit > 0, unit, 1.0)
-            # bfloat16 may have rounded the extremes inwards.
-            return torch.cat([low, high], dim=2), indices.round_().clamp_(0, 7).to(torch.uint8)
-        mean = magnitudes.mean(dim=2, keepdim=True)
-        if self.bits == 1:
-            return mean.bfloat16(), torch.zeros_like(magnitudes, dtype=torch.uint8)
-        is_high = magnitudes > mean
-        levels = []
-        for members in (~is_high, is_high):
-            count = members.sum(dim=2, keepdim=True)
-            total = (magnitudes * members).sum(dim=2, keepdim=True)
-            levels.append(torch.where(count > 0, total / count, mean))
-        return torch.cat(levels, dim=2).bfloat16(), is_high.to(torch.uint8)
+            return 4 * sets
+        ratios = 0 if self.bits == 1 else 1 << (self.bits - 1)
+        return 2 + ratios + -(-sets // _sets_per_scale(count))
+
+
+def _pick(levels: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+    """Return the magnitude of each value: of levels (n, sets, L) the one with its index."""
+    return levels if indices is None else levels.gather(2, indices.long())
+
+
+def _sets_per_scale(count: int) -> int:
+    return max(1, _VALUES_PER_SCALE // count)
+
+
+def _even_levels(magnitudes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    low, high = (m[..., None].bfloat16() for m in magnitudes.aminmax(dim=2))
+    octets = torch.cat([low, high], dim=2).flatten(1).view(torch.uint8)
+    unit = (high.float() - low.float()) / 7
+    indices = (magnitudes - low.float()) / torch.where(unit > 0, unit, 1.0)
+    # bfloat16 may have rounded the extremes inwards.
+    indices = indices.round_().clamp_(0, 7).to(torch.uint8)
+    return octets, _read_even_levels(octets, magnitudes.shape[1]), indices
+
+
+def _read_even_levels(octets: torch.Tensor, sets: int) -> torch.Tensor:
+    low, high = octets.flatten().view(torch.bfloat16).view(-1, sets, 2).float().split(1, dim=2)
+    return torch.arange(8, device=octets.device) * ((high - low) / 7) + low
+
+
+def _shared_levels(
+    magnitudes: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the bytes, the levels (n, sets, count) and which of them each magnitude takes."""
+    _, sets, values = magnitudes.shape
+    shared = _sets_per_scale(values)
+    padding = -sets % shared
+    sums = (
+        torch.nn.functional.pad(magnitudes.sum(2), (0, padding)).unflatten(1, (-1, shared)).sum(2)
+    )
+    sizes = torch.full(sums.shape[1:], float(shared * values), device=sums.device)
+    sizes[-1] -= padding * values
+    means = sums / sizes
+    largest = means.amax(1, keepdim=True).bfloat16()
+    steps = (torch.log2(largest.float() / means) * _SCALE_STEPS).round_()
+    # A mean of zero is infinitely many steps away, or none that is a number.
+    codes = steps.nan_to_num_(nan=_NO_SCALE).clamp_(0, _NO_SCALE).to(torch.uint8)
+    head = [largest.view(torch.uint8)]
+    indices = None
+    if count > 1:
+        scales = _expand(largest.float() * _scale_table(codes.device)[codes.int()], shared, sets)[
+            ..., None
+        ]
+        relative = torch.where(scales > 0, magnitudes / scales, 1.0)
+        ratios = _ratios(relative, count)
+        head.append(ratios)
+        middles = _middles(_ratio_table(ratios.device)[ratios.int()])
+        indices = sum((relative > m[:, None, None]).to(torch.uint8) for m in middles.unbind(1))
+    octets = torch.cat([*head, codes], dim=1)
+    return octets, _read_shared_levels(octets, sets, values, count), indices
+
+
+def _ratios(relative: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the bytes (n, count) of the mean of each class of relative magnitudes."""
+    flat = relative.flatten(1)
+    classes = [torch.ones_like(flat)]
+    means = [torch.ones(len(flat), 1, device=flat.device)]
+    while len(classes) < count:
+        halves = [
+            half
+            for members, mean in zip(classes, means, strict=True)
+            for half in (members * (flat <= mean), members * (flat > mean))
+        ]
+        # What a class without members stands for does not matter, as long as classes ascend.
+        parents = [mean for mean in means for _ in range(2)]
+        sizes = [half.sum(1, keepdim=True) for half in halves]
+        means = [
+            torch.where(size > 0, (half * flat).sum(1, keepdim=True) / size.clamp(min=1), parent)
+            for half, size, parent in zip(halves, sizes, parents, strict=True)
+        ]
+        classes = halves
+    steps = (torch.log2(torch.cat(means, dim=1)) * _RATIO_STEPS).round_() + _RATIO_ONE
+    return steps.nan_to_num_(nan=_RATIO_ONE).clamp_(0, 255).to(torch.uint8)
+
+
+def _middles(levels: torch.Tensor) -> torch.Tensor:
+    """Return what separates neighbours among levels (n, L): (n, L - 1)."""
+    return (levels[:, 1:] + levels[:, :-1]) / 2
+
+
+def _read_shared_levels(octets: torch.Tensor, sets: int, values: int, count: int) -> torch.Tensor:
+    ratios = count if count > 1 else 0
+    largest = octets[:, :2].flatten().view(torch.bfloat16).float()[:, None]
+    codes = octets[:, 2 + ratios :].int()
+    levels = (largest * _scale_table(octets.device)[codes])[..., None]
+    if ratios:
+        levels = levels * _ratio_table(octets.device)[octets[:, None, 2 : 2 + ratios].int()]
+    # So that whoever stores what arrived can do so in 16 bits.
+    return _expand(levels.bfloat16().float(), _sets_per_scale(values), sets)
+
+
+def _expand(of_groups: torch.Tensor, shared: int, sets: int) -> torch.Tensor:
+    """Return for each set what its group has, (n, sets, ...) of (n, groups, ...)."""
+    return of_groups.repeat_interleave(shared, dim=1)[:, :sets]
+
+
+@functools.lru_cache(maxsize=8)
+def _scale_table(device: torch.device) -> torch.Tensor:
+    table = torch.exp2(-torch.arange(256, dtype=torch.float64) / _SCALE_STEPS)
+    table[_NO_SCALE] = 0.0
+    return table.float().to(device)
+
+
+@functools.lru_cache(maxsize=8)
+def _ratio_table(device: torch.device) -> torch.Tensor:
+    steps = torch.arange(256, dtype=torch.float64) - _RATIO_ONE
+    return torch.exp2(steps / _RATIO_STEPS).float().to(device)

@@ -182,14 +182,24 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
         _ADAM,
         note="normalizes on each rank before it exchanges",
         crossing="topk",
-        crossing_options={"density": 1 / 112, "value_bits": 1, "exempt_bits": 16},
+        crossing_options={
+            "density": 1 / 112,
+            "value_bits": 1,
+            "index_code": "rice",
+            "exempt_bits": 16,
+        },
     ),
     "local_adamw": OptimizerEntry(
         _build_local_adamw,
         {**_ROUNDS, "fragments": int, "outer_lr": float, "outer_momentum": float},
         note="LocalRounds: local AdamW, compressed deltas",
         crossing="topk",
-        crossing_options={"density": 1 / 16, "value_bits": 1, "exempt_bits": 16},
+        crossing_options={
+            "density": 1 / 16,
+            "value_bits": 1,
+            "index_code": "rice",
+            "exempt_bits": 16,
+        },
     ),
     "compressed_adam": OptimizerEntry(
         _freezing(CompressedAdam),

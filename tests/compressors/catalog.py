@@ -25,6 +25,8 @@ ALL: list[Compressor] = [
     TopK(density=0.05),
     TopK(density=0.05, value_bits=1),
     TopK(density=0.05, value_bits=2),
+    TopK(density=0.05, value_bits=3, index_code="rice"),
+    TopK(density=0.02, value_bits=1, block_size=64, index_code="rice"),
     TopK(density=0.05, value_bits=4),
     TopK(density=1.0, value_bits=32),
     TopK(density=1.0, block_size=7, value_bits=1),

@@ -55,7 +55,7 @@ def test_every_element_has_its_turn_as_often() -> None:
     assert (counts - draws * 0.1).abs().max() < 5 * math.sqrt(draws * 0.1 * 0.9)
 
 
-@pytest.mark.parametrize("value_bits", [1, 2, 4, 16, 32])
+@pytest.mark.parametrize("value_bits", [1, 2, 3, 4, 16, 32])
 @given(
     members=st.lists(st.integers(-1000, 1000).map(lambda n: n**3), min_size=1, max_size=80),
     key=keys,

@@ -52,7 +52,7 @@ def test_matches_the_reference(numel: int, chunk: int, density: float) -> None:
     np.testing.assert_allclose(decoded.numpy(), reference(vector, chunk, density), atol=2e-6)
 
 
-@pytest.mark.parametrize("value_bits", [1, 2, 4, 16, 32])
+@pytest.mark.parametrize("value_bits", [1, 2, 3, 4, 16, 32])
 @given(
     members=st.lists(st.integers(-1000, 1000).map(lambda n: n**3), min_size=1, max_size=80),
     chunk=st.integers(1, 10),

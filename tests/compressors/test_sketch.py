@@ -10,7 +10,6 @@ import torch
 
 from comm_hooks import SRHT, CountSketch, GaussianSketch
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.compressors.sketch import hadamard
 
 D, B, DRAWS = 1024, 128, 2000
 SKETCHES = [
@@ -114,20 +113,6 @@ def test_srht_of_full_width_is_lossless(numel: int) -> None:
     torch.testing.assert_close(back, vector, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("numel", [1, 2, 32, 64, 128, 4096, 8192])
-def test_hadamard_matches_its_definition(numel: int) -> None:
-    row = torch.randn(2, numel, generator=torch.Generator().manual_seed(2))
-    expected = row.clone()
-    half = 1
-    while half < numel:
-        left, right = expected.view(2, -1, 2, half).unbind(2)
-        expected = torch.stack([left + right, left - right], 2)
-        half *= 2
-    torch.testing.assert_close(
-        hadamard(row), expected.view(2, numel) / math.sqrt(numel), atol=1e-4, rtol=1e-4
-    )
-
-
 def test_long_rows_draw_signs_for_every_window() -> None:
     """Rows longer than the sign window: a constant vector still has the variance of theory."""
     numel, sketch = 1 << 18, CountSketch(ratio=1 / 4)
@@ -153,10 +138,10 @@ def test_rows_at_once_are_what_they_are_one_by_one(
         sketch._decode(out, payloads.view(torch.uint8), keys, 0, 1, 0.5, add=True)
         return payloads, out
 
-    monkeypatch.setattr("comm_hooks.compressors.sketch._BATCH", batch)
+    monkeypatch.setattr("comm_hooks.kernels.count_sketch._BATCH", batch)
     payloads, out = there_and_back()
     assert payloads.shape == (3, width)
-    monkeypatch.setattr("comm_hooks.compressors.sketch._NARROW", 0)
+    monkeypatch.setattr("comm_hooks.kernels.count_sketch._NARROW", 0)
     for actual, expected in zip((payloads, out), there_and_back(), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 

@@ -34,7 +34,7 @@ def means_of(top_k: TopK, ranks: int, shape: tuple[int, int], sharded: bool) -> 
     ranks=st.integers(1, 4),
     density=st.floats(0.01, 1),
     block_size=st.integers(1, 600),
-    value_bits=st.sampled_from([1, 2, 4, 16, 32]),
+    value_bits=st.sampled_from([1, 2, 3, 4, 16, 32]),
     sharded=st.booleans(),
 )
 @pytest.mark.filterwarnings("ignore:world size is 1")

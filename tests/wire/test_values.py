@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from comm_hooks.wire.values import VALUE_BITS, ValueCode
 
+COARSE = (1, 2, 3)
 every_width = pytest.mark.parametrize("bits", VALUE_BITS)
 # Squares of anything smaller vanish in float32, and bfloat16 rounds coarsely below 1e-38.
 values = st.floats(-1e6, 1e6, width=32).map(lambda x: x if abs(x) > 1e-15 else 0.0)
@@ -16,12 +17,14 @@ values = st.floats(-1e6, 1e6, width=32).map(lambda x: x if abs(x) > 1e-15 else 0
 def round_trip(array: np.ndarray, bits: int) -> np.ndarray:
     code, tensor = ValueCode(bits), torch.from_numpy(array).float()
     _, sets, count = tensor.shape
-    octets = code.encode(tensor)
+    octets, sent = code.encode(tensor)
     assert octets.dtype == torch.uint8
     assert octets.shape == (len(tensor), code.nbytes(sets, count))
     # What follows in a payload is none of the code's business.
     octets = torch.nn.functional.pad(octets, (0, -octets.shape[1] % 4 + 4), value=255)
-    return code.decode(octets, sets, count).double().numpy()
+    decoded = code.decode(octets, sets, count)
+    assert torch.equal(decoded, sent), "what the sender keeps the rest of is what arrives"
+    return decoded.double().numpy()
 
 
 def bfloat16(x: np.ndarray) -> np.ndarray:
@@ -30,48 +33,80 @@ def bfloat16(x: np.ndarray) -> np.ndarray:
     return np.ldexp(np.round(mantissa * 256) / 256, exponent)
 
 
-def reference(x: np.ndarray, bits: int) -> np.ndarray:
+def shared_scales(a: np.ndarray) -> np.ndarray:
+    """Return the scale of each set of one row (sets, count): its group's, as it travels."""
+    sets, count = a.shape
+    shared = max(1, 256 // count)
+    means = [a[first : first + shared].mean() for first in range(0, sets, shared)]
+    largest = bfloat16(np.float32(max(means)))
+    scales = []
+    for mean in means:
+        if mean == 0 or (steps := round(16 * np.log2(largest / mean))) >= 255:
+            scales.append(0.0)
+        else:
+            scales.append(largest * 2 ** (-max(0, steps) / 16))
+    return np.repeat(scales, shared)[:sets]
+
+
+def class_means(relative: np.ndarray, bits: int) -> list[float]:
+    """Return the mean of each class of one row's magnitudes over their scales."""
+    classes, means = [relative.ravel()], [1.0]
+    for _ in range(bits - 1):
+        halves, next_means = [], []
+        for members, mean in zip(classes, means, strict=True):
+            for half in (members[members <= mean], members[members > mean]):
+                halves.append(half)
+                next_means.append(half.mean() if half.size else mean)
+        classes, means = halves, next_means
+    return [2 ** (np.clip(round(32 * np.log2(m)), -128, 127) / 32) if m else 1 / 16 for m in means]
+
+
+def coarse_reference(row: np.ndarray, bits: int) -> np.ndarray:
+    a = np.abs(row)
+    scales = shared_scales(a)[:, None]
+    relative = np.where(scales > 0, a / np.where(scales > 0, scales, 1), 1.0)
+    ratios = np.array(class_means(relative, bits)) if bits > 1 else np.ones(1)
+    nearest = np.searchsorted((ratios[1:] + ratios[:-1]) / 2, relative)
+    return bfloat16((scales * ratios[nearest]).astype(np.float32).astype(np.float64))
+
+
+def reference(row: np.ndarray, bits: int) -> np.ndarray:
     if bits == 32:
-        return x
+        return row
     if bits == 16:
-        return bfloat16(x)
-    a = np.abs(x)
-    mean = a.mean()
-    if bits == 1:
-        levels = np.full_like(a, bfloat16(mean))
-    elif bits == 2:
-        low, high = a[a <= mean], a[a > mean]
-        levels = np.where(
-            a > mean,
-            bfloat16(high.mean() if high.size else mean),
-            bfloat16(low.mean() if low.size else mean),
-        )
+        return bfloat16(row)
+    if bits in COARSE:
+        levels = coarse_reference(row, bits)
     else:
-        low, high = bfloat16(a.min()), bfloat16(a.max())
+        a = np.abs(row)
+        low, high = bfloat16(a.min(1, keepdims=True)), bfloat16(a.max(1, keepdims=True))
         unit = (high - low) / 7
-        levels = low + np.clip(np.round((a - low) / (unit or 1)), 0, 7) * unit
-    return np.where(x >= 0, levels, -levels)
+        levels = low + np.clip(np.round((a - low) / np.where(unit > 0, unit, 1)), 0, 7) * unit
+    return np.where(row >= 0, levels, -levels)
 
 
 @every_width
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 5), (3, 1, 64), (1, 70, 13)])
-def test_matches_the_reference_set_by_set(bits: int, shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 5), (3, 1, 64), (1, 70, 13), (2, 9, 300)])
+def test_matches_the_reference_row_by_row(bits: int, shape: tuple[int, int, int]) -> None:
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32).astype(np.float64)
     x *= 2.0 ** (np.arange(shape[1]) % 7)[:, None]
     x[..., 1:2] = 0.0
-    expected = np.stack([[reference(s, bits) for s in row] for row in x])
-    np.testing.assert_allclose(round_trip(x, bits), expected, rtol=1e-6)
+    expected = np.stack([reference(row, bits) for row in x])
+    # A bfloat16 step apart where the product of scale and ratio lies between two.
+    np.testing.assert_allclose(
+        round_trip(x, bits), expected, rtol=2**-7 if bits in (2, 3) else 1e-6
+    )
 
 
 @every_width
-@given(members=st.lists(values, min_size=1, max_size=40))
-def test_contractive(bits: int, members: list[float]) -> None:
-    x = np.array([[members]])
+@given(members=st.lists(values, min_size=1, max_size=40), sets=st.integers(1, 4))
+def test_contractive(bits: int, members: list[float], sets: int) -> None:
+    x = np.array([[np.roll(members, shift) * 4.0**shift for shift in range(sets)]])
     error, a = np.abs(round_trip(x, bits) - x), np.abs(x)
-    if bits in (1, 2):
-        # One mean of n magnitudes explains |x|_1^2 / n of their squares, two of them no less.
-        explained = a.sum() ** 2 / a.size * (1 - 2**-15)
-        assert (error**2).sum() <= (a**2).sum() * (1 + 1e-5) - explained
+    if bits in COARSE:
+        # Everything at the mean of all explains |x|_1^2 / n of the squares, but for rounding.
+        explained = a.sum() ** 2 / a.size * (1 - 0.04**2)
+        assert (error**2).sum() <= (a**2).sum() * (1 + 1e-5) - (explained if bits == 1 else 0)
     else:
         bound = {4: 1 / 14, 16: 0, 32: 0}[bits] * a.max() + {4: 2**-8, 16: 2**-8, 32: 0}[bits] * a
         assert (error <= np.minimum(a, bound * (1 + 1e-5))).all()
@@ -79,14 +114,10 @@ def test_contractive(bits: int, members: list[float]) -> None:
 
 @every_width
 @pytest.mark.parametrize("members", [[0.0], [0.0, -0.0, 0.0], [2.5], [-3.0] * 9, [3.0, -3.0]])
-def test_equal_magnitudes_are_kept_exactly(bits: int, members: list[float]) -> None:
-    x = np.array([[members]])
-    np.testing.assert_allclose(round_trip(x, bits), x, rtol=1e-6)
-
-
-def test_a_level_that_no_value_has_is_the_mean() -> None:
-    octets = ValueCode(bits=2).encode(torch.tensor([[[2.5, -2.5, 2.5]]]))
-    assert octets[0, :4].view(torch.bfloat16).tolist() == [2.5, 2.5]
+@pytest.mark.parametrize("sets", [1, 300])
+def test_equal_magnitudes_are_kept_exactly(bits: int, members: list[float], sets: int) -> None:
+    x = np.array([[members] * sets])
+    np.testing.assert_array_equal(round_trip(x, bits), x)
 
 
 @every_width
@@ -96,14 +127,47 @@ def test_values_below_the_range_of_bfloat16_do_not_spoil_each_other(bits: int) -
     assert (np.abs(decoded - x) <= np.abs(x)).all()
 
 
-@pytest.mark.parametrize(("bits", "per_value"), [(1, 1.25), (2, 2.5), (4, 4.5), (16, 16), (32, 32)])
+@pytest.mark.parametrize("bits", COARSE)
+def test_sets_that_are_tiny_beside_others_send_nothing_rather_than_too_much(bits: int) -> None:
+    x = np.full((1, 2, 300), 1e-9)
+    x[0, 0] = 1.0
+    decoded = round_trip(x, bits)
+    assert (decoded[0, 1] == 0).all()
+    assert (decoded[0, 0] == 1).all()
+
+
+@every_width
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_no_crash_where_values_are_not_finite(bits: int, value: float) -> None:
+    """Such rounds are discarded, but they get as far as here."""
+    code = ValueCode(bits)
+    octets, _ = code.encode(torch.tensor([[[1.0, value, -2.0]]]))
+    assert code.decode(octets, 1, 3).shape == (1, 1, 3)
+
+
+@every_width
+def test_nothing_takes_nothing(bits: int) -> None:
+    octets, sent = ValueCode(bits).encode(torch.empty(2, 3, 0))
+    assert octets.shape == (2, 0)
+    assert ValueCode(bits).decode(octets, 3, 0).shape == sent.shape == (2, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("bits", "per_value"), [(1, 1.032), (2, 2.032), (3, 3.033), (4, 4.5), (16, 16), (32, 32)]
+)
 def test_bits_of_each_of_64_values_with_their_levels(bits: int, per_value: float) -> None:
-    assert 8 * ValueCode(bits).nbytes(sets=50, count=64) == 50 * 64 * per_value
+    assert 8 * ValueCode(bits).nbytes(sets=2000, count=64) / (2000 * 64) <= per_value
 
 
 @pytest.mark.parametrize(
     ("bits", "gaussian", "laplace"),
-    [(1, 0.0119, 0.0358), (2, 0.0044, 0.0143), (4, 0.00044, 0.0015), (16, 3e-6, 3e-6)],
+    [
+        (1, 0.0124, 0.0378),
+        (2, 0.0046, 0.0154),
+        (3, 0.0018, 0.0061),
+        (4, 0.00044, 0.0015),
+        (16, 3e-6, 3e-6),
+    ],
 )
 def test_the_errors_in_the_documentation(bits: int, gaussian: float, laplace: float) -> None:
     generator = np.random.default_rng(0)

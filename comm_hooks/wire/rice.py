@@ -1,0 +1,132 @@
+"""Rice code: the gaps between sorted integers, in few bits where the gap is short.
+
+Rice & Plaunt, IEEE Trans. Commun. 1971; a Golomb code whose parameter is a power of two.  A gap g
+becomes g >> b in unary (that many zeros and a one) and its b low bits as they are.
+
+How many bits that takes depends on the gaps.  Their sum in a set of C places is at most C, so sets
+differ little, and many sets together hardly: the unary bits of all sets of a row share one stream
+whose room is what random sets take and a little more.  What does not fit is left out, which error
+feedback makes up for; elements chosen for their size in the gradients and momenta of transformers
+take within 2 % of what random ones do, so it is rare.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from comm_hooks.wire.bits import (
+    pack_bits,
+    pack_codes,
+    packed_nbytes,
+    set_places,
+    unpack_bits,
+    unpack_codes,
+)
+from comm_hooks.wire.places import PlacesCode
+
+_MARGIN = 1.01
+_DEVIATIONS = 4
+
+
+@dataclass(frozen=True)
+class Rice(PlacesCode):
+    """The code for ``count`` ascending distinct integers in ``range(universe)``, at least one.
+
+    Example::
+
+        >>> code = Rice(universe=4096, count=64)
+        >>> round(8 * code.nbytes(sets=1000) / 64000, 2)  # bits for each index
+        7.53
+    """
+
+    universe: int
+    count: int
+
+    @property
+    def low_bits(self) -> int:
+        return _parameter(self.universe, self.count)[0]
+
+    def stream_bits(self, sets: int) -> int:
+        """Return the room for the unary parts of ``sets`` sets."""
+        low_bits, expected = _parameter(self.universe, self.count)
+        # The parts of gaps that are no multiple of 2^b are uniform and nearly independent.
+        deviation = math.sqrt(sets * self.count / 12)
+        room = math.ceil(_MARGIN * sets * expected + _DEVIATIONS * deviation)
+        most = sets * (self.count + ((self.universe - self.count) >> low_bits))
+        return min(room, most)
+
+    def nbytes(self, sets: int) -> int:
+        lows = packed_nbytes(sets * self.count, self.low_bits)
+        return lows + packed_nbytes(self.stream_bits(sets), 1)
+
+    def encode(
+        self, indices: torch.Tensor, first: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows, sets, count = indices.shape
+        room = self.stream_bits(sets)
+        order = _order(first, sets, indices.device)
+        gaps = torch.diff(indices, dim=2, prepend=indices.new_full((rows, sets, 1), -1)) - 1
+        gaps = gaps.take_along_dim(order[..., None], dim=1).flatten(1)
+        ends = ((gaps >> self.low_bits) + 1).cumsum(1)
+        # What does not fit goes to a spare place behind the stream.
+        bits = torch.zeros(rows, room + 1, dtype=torch.bool, device=indices.device)
+        bits.scatter_(1, (ends - 1).clamp_(max=room), True)
+        lows = gaps & ((1 << self.low_bits) - 1)
+        octets = [pack_bits(bits[:, :room]), pack_codes(lows, self.low_bits)]
+        present = (ends <= room).view(rows, sets, count)
+        return torch.cat(octets, dim=1), _restored(present, order)
+
+    def decode(
+        self, octets: torch.Tensor, sets: int, first: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows, count = octets.shape[0], self.count
+        room = self.stream_bits(sets)
+        split = packed_nbytes(room, 1)
+        bits = unpack_bits(octets[:, :split], room)
+        places = set_places(bits[:, None], sets * count, missing=room)[:, 0]
+        present = (places < room).view(rows, sets, count)
+        zeros = torch.diff(places, dim=1, prepend=places.new_full((rows, 1), -1)) - 1
+        lows = unpack_codes(octets[:, split:], sets * count, self.low_bits).long()
+        gaps = (zeros << self.low_bits) | lows
+        indices = (gaps.view(rows, sets, count) + 1).cumsum(2) - 1
+        order = _order(first, sets, octets.device)
+        indices = _restored(indices, order)
+        # Behind the last index that fitted there are only guesses.
+        return indices.clamp_(0, self.universe - 1), _restored(present, order)
+
+
+def _order(first: Sequence[int], sets: int, device: torch.device) -> torch.Tensor:
+    """Return the sets of each row in the order in which they are coded, (n, sets)."""
+    starts = torch.tensor(first, dtype=torch.int64).to(device)
+    return (starts[:, None] + torch.arange(sets, device=device)) % sets
+
+
+def _restored(coded: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return what is coded (n, sets, count) with the sets in their own order."""
+    return torch.empty_like(coded).scatter_(1, order[..., None].expand_as(coded), coded)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameter(universe: int, count: int) -> tuple[int, float]:
+    """Return b, and how many unary bits a random set then takes, for the shortest code."""
+    best = (0, math.inf)
+    for low_bits in range(universe.bit_length()):
+        unary = count * (1 + _expected_quotient(universe, count, 1 << low_bits))
+        if count * low_bits + unary < count * best[0] + best[1]:
+            best = (low_bits, unary)
+    return best
+
+
+def _expected_quotient(universe: int, count: int, divisor: int) -> float:
+    """Return the mean of gap // divisor over random sets: the sum of P(gap >= j divisor)."""
+
+    def log_choose(n: int) -> float:
+        return math.lgamma(n + 1) - math.lgamma(n - count + 1)
+
+    return sum(
+        math.exp(log_choose(universe - gap) - log_choose(universe))
+        for gap in range(divisor, universe - count + 1, divisor)
+    )
