@@ -1,6 +1,6 @@
 # make demo   train a small GPT once per method and compare them (10 minutes)
 # make test   lint, type-check and test
-# make bench  print the tables of the operators and of per-sample gradients
+# make bench  print the tables of operators, wire format and per-sample gradients
 # make docs   build the documentation site into docs/_build
 # make studies  repeat the papers' comparisons on small tasks (two hours)
 # make predictions  check the advice against links of network namespaces (8 minutes; needs root)
@@ -27,6 +27,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/operators.py
+	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/per_sample_gradients.py
 
 docs: $(READY)

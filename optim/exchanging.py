@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -39,6 +39,9 @@ class ExchangingOptimizer(ExactStateOptimizer):
     # while the others wait for them, and passes grad_scale.
     _step_supports_amp_scaling = True
 
+    _overwrites_gradients: ClassVar[bool] = True
+    """Whether :meth:`_step` uses what it is given as a workspace, and so needs copies."""
+
     def __init__(
         self,
         params: ParamsT,
@@ -58,8 +61,9 @@ class ExchangingOptimizer(ExactStateOptimizer):
         """Take a step.
 
         Args:
-            gradients: float32 copies of this rank's gradients, unscaled, in the order of
-                :meth:`_parameters`; zeros where there is none.  They may be overwritten.
+            gradients: this rank's gradients in float32, unscaled, in the order of
+                :meth:`_parameters`; zeros where there is none.  Copies, if
+                ``_overwrites_gradients`` says so.
         """
 
     @overload
@@ -126,7 +130,9 @@ class ExchangingOptimizer(ExactStateOptimizer):
         return states
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Return float32 copies of the gradients, unscaled."""
+        """Return the gradients in float32, unscaled: copies where they may be changed."""
+        grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        copy = self._overwrites_gradients or grad_scale is not None
         gradients = []
         for parameter in self._parameters():
             gradient = parameter.grad
@@ -138,8 +144,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
                     f"{type(self).__name__} does not support sparse gradients: use sparse=False "
                     "in embeddings"
                 )
-            gradients.append(gradient.to(torch.float32, copy=True))
-        grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+            gradients.append(gradient.to(torch.float32, copy=copy))
         if grad_scale is not None:
             torch._foreach_div_(gradients, grad_scale)
         return gradients

@@ -1,5 +1,7 @@
 """Adam for sparse arrivals: ranks divide by their own second moment before they exchange."""
 
+from typing import Any
+
 import torch
 from torch.optim.optimizer import ParamsT
 
@@ -54,7 +56,8 @@ class LocalVarianceAdam(ExchangingOptimizer):
     ``exp_avg_sq`` (v_i), float32, **this rank's own**: save the optimizer's state on every rank, as
     the exchange's.
 
-    Cost: one collective per step, and one number read back from the device.
+    Cost: one collective per step, and one number read back from the device.  Both moments have a
+    second buffer of 4 bytes per parameter to compute the next ones in.
 
     Raises:
         ValueError: for hyperparameters out of range.
@@ -70,6 +73,8 @@ class LocalVarianceAdam(ExchangingOptimizer):
         >>> optimizer = LocalVarianceAdam(ddp_model.named_parameters(), exchange, lr=1e-3)
     """
 
+    _overwrites_gradients = False
+
     def __init__(
         self,
         params: ParamsT,
@@ -83,30 +88,98 @@ class LocalVarianceAdam(ExchangingOptimizer):
         check_hyperparameters(self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, exchange, {})
+        # What the next moments are computed into, so that a step that is skipped leaves no trace.
+        self._spare: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _step(self, gradients: list[torch.Tensor]) -> None:
         states = self._states("exp_avg", "exp_avg_sq")
         t = int(states[0]["step"]) + 1
-        variances: list[torch.Tensor] = []
-        momenta: list[torch.Tensor] = []
+        momenta, variances = self._prepare(states)
         for own, group in self._groups():
-            beta1, beta2 = group["betas"]
-            new = gradients[own]
-            v = torch._foreach_mul([s["exp_avg_sq"] for s in states[own]], beta2)
-            torch._foreach_addcmul_(v, new, new, value=1 - beta2)
-            roots = torch._foreach_sqrt(v)
-            torch._foreach_div_(roots, (1 - beta2**t) ** 0.5)
-            torch._foreach_add_(roots, group["eps"])
-            torch._foreach_div_(new, roots)
-            momenta += torch._foreach_lerp([s["exp_avg"] for s in states[own]], new, 1 - beta1)
-            variances += v
+            self._normalize(gradients[own], momenta[own], variances[own], group, t)
         if not self._average(self._named(momenta)):
             return
-        torch._foreach_copy_([s["exp_avg_sq"] for s in states], variances)
-        torch._foreach_copy_([s["exp_avg"] for s in states], momenta)
-        torch._foreach_add_([s["step"] for s in states], 1)
+        self._spare = [(state["exp_avg"], state["exp_avg_sq"]) for state in states]
+        for state, n, v in zip(states, momenta, variances, strict=True):
+            state["exp_avg"], state["exp_avg_sq"] = n, v
+        torch._foreach_add_([state["step"] for state in states], 1)
         for own, group in self._groups():
-            torch._foreach_mul_(group["params"], 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(
-                group["params"], momenta[own], alpha=-group["lr"] / (1 - group["betas"][0] ** t)
-            )
+            self._move(group, momenta[own], t)
+
+    def _prepare(
+        self, states: list[dict[str, torch.Tensor]]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return copies of n and v to compute in."""
+        old = [(state["exp_avg"], state["exp_avg_sq"]) for state in states]
+        fits = [m.shape for m, _ in self._spare] == [m.shape for m, _ in old]
+        # A state that was loaded may lie in memory in any order.
+        if not fits or any(m.stride() != v.stride() for m, v in self._spare):
+            self._spare = [(torch.empty_like(m), torch.empty_like(m)) for m, _ in old]
+        momenta, variances = (list(tensors) for tensors in zip(*self._spare, strict=True))
+        torch._foreach_copy_(momenta, [m for m, _ in old])
+        torch._foreach_copy_(variances, [v for _, v in old])
+        return momenta, variances
+
+    @staticmethod
+    def _normalize(
+        gradients: list[torch.Tensor],
+        momenta: list[torch.Tensor],
+        variances: list[torch.Tensor],
+        group: dict[str, Any],
+        t: int,
+    ) -> None:
+        """Take steps 1 and 2, in place.
+
+        That is one step of AdamW without momentum, beta2 and v as here, whose parameter is n: it
+        shrinks by 1 - lr weight_decay = beta1, and moves by -lr = 1 - beta1 along u_i.  PyTorch
+        has it in one pass over memory.
+        """
+        beta1, beta2 = group["betas"]
+        gradients = [_laid_out_like(g, n) for g, n in zip(gradients, momenta, strict=True)]
+        step = torch.full((), float(t), device=momenta[0].device)
+        torch._fused_adamw_(
+            momenta,
+            gradients,
+            gradients,  # without momentum, the first moment is the gradient itself
+            variances,
+            [],
+            [step] * len(momenta),
+            lr=beta1 - 1,
+            beta1=0.0,
+            beta2=beta2,
+            weight_decay=-1.0,
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+
+    @staticmethod
+    def _move(group: dict[str, Any], momenta: list[torch.Tensor], t: int) -> None:
+        """Take step 4."""
+        parameters, lr, decay = group["params"], group["lr"], group["weight_decay"]
+        correction = 1 - group["betas"][0] ** t
+        if any(p.dtype != torch.float32 for p in parameters):
+            torch._foreach_mul_(parameters, 1 - lr * decay)
+            torch._foreach_add_(parameters, momenta, alpha=-lr / correction)
+            return
+        momenta = [_laid_out_like(n, p) for n, p in zip(momenta, parameters, strict=True)]
+        # theta - lr / correction (n + correction weight_decay theta), in one pass.
+        torch._fused_sgd_(
+            parameters,
+            momenta,
+            [],
+            weight_decay=correction * decay,
+            momentum=0.0,
+            lr=lr / correction,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+
+
+def _laid_out_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the strides of another, which fused kernels do not look at."""
+    if tensor.stride() == other.stride():
+        return tensor
+    return torch.empty_like(other, dtype=tensor.dtype).copy_(tensor)

@@ -67,9 +67,8 @@ class Rice(PlacesCode):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, sets, count = indices.shape
         room = self.stream_bits(sets)
-        order = _order(first, sets, indices.device)
         gaps = torch.diff(indices, dim=2, prepend=indices.new_full((rows, sets, 1), -1)) - 1
-        gaps = gaps.take_along_dim(order[..., None], dim=1).flatten(1)
+        gaps = _rotated(gaps, first).flatten(1)
         ends = ((gaps >> self.low_bits) + 1).cumsum(1)
         # What does not fit goes to a spare place behind the stream.
         bits = torch.zeros(rows, room + 1, dtype=torch.bool, device=indices.device)
@@ -77,7 +76,7 @@ class Rice(PlacesCode):
         lows = gaps & ((1 << self.low_bits) - 1)
         octets = [pack_bits(bits[:, :room]), pack_codes(lows, self.low_bits)]
         present = (ends <= room).view(rows, sets, count)
-        return torch.cat(octets, dim=1), _restored(present, order)
+        return torch.cat(octets, dim=1), _rotated(present, [-start for start in first])
 
     def decode(
         self, octets: torch.Tensor, sets: int, first: Sequence[int]
@@ -92,21 +91,18 @@ class Rice(PlacesCode):
         lows = unpack_codes(octets[:, split:], sets * count, self.low_bits).long()
         gaps = (zeros << self.low_bits) | lows
         indices = (gaps.view(rows, sets, count) + 1).cumsum(2) - 1
-        order = _order(first, sets, octets.device)
-        indices = _restored(indices, order)
+        back = [-start for start in first]
         # Behind the last index that fitted there are only guesses.
-        return indices.clamp_(0, self.universe - 1), _restored(present, order)
+        indices = _rotated(indices.clamp_(0, self.universe - 1), back)
+        return indices, _rotated(present, back)
 
 
-def _order(first: Sequence[int], sets: int, device: torch.device) -> torch.Tensor:
-    """Return the sets of each row in the order in which they are coded, (n, sets)."""
-    starts = torch.tensor(first, dtype=torch.int64).to(device)
-    return (starts[:, None] + torch.arange(sets, device=device)) % sets
-
-
-def _restored(coded: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return what is coded (n, sets, count) with the sets in their own order."""
-    return torch.empty_like(coded).scatter_(1, order[..., None].expand_as(coded), coded)
+def _rotated(coded: torch.Tensor, first: Sequence[int]) -> torch.Tensor:
+    """Return (n, sets, count) with another set first in each row, and the others behind it."""
+    rows, sets, _ = coded.shape
+    order = torch.arange(sets) + torch.tensor(first, dtype=torch.int64)[:, None]
+    order = order % sets + torch.arange(0, rows * sets, sets)[:, None]
+    return coded.flatten(0, 1).index_select(0, order.flatten().to(coded.device)).view_as(coded)
 
 
 @functools.lru_cache(maxsize=1024)

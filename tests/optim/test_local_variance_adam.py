@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK
+from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Compressor
 from comm_hooks.optim.local_variance_adam import LocalVarianceAdam
 from tests.optim.test_compressed_adam import (
@@ -164,3 +165,50 @@ def test_bad_hyperparameters_are_refused(options: dict[str, object], message: st
             [nn.Parameter(torch.zeros(2))],
             **{"exchange": Exchange(Sign()), **options},  # type: ignore[arg-type]
         )
+
+
+@pytest.mark.filterwarnings("ignore:world size is 1")
+def test_parameters_gradients_and_state_may_lie_in_memory_as_they_like() -> None:
+    results = _in_other_orders()
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def _in_other_orders() -> list[np.ndarray]:
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(4, 8, 4, 3, 3, generator=generator)
+    results = []
+    for of_parameter, of_gradient, of_state in (
+        (torch.contiguous_format, torch.contiguous_format, torch.contiguous_format),
+        (torch.channels_last, torch.channels_last, torch.channels_last),
+        (torch.channels_last, torch.contiguous_format, torch.channels_last),
+        (torch.contiguous_format, torch.channels_last, torch.channels_last),
+    ):
+        parameter = nn.Parameter(start.clone().contiguous(memory_format=of_parameter))
+        exchange = Exchange(Identity(), transport=Simulated(1)[0])
+        optimizer = LocalVarianceAdam([parameter], exchange, weight_decay=0.1)
+        for own in gradients:
+            parameter.grad = own.clone().contiguous(memory_format=of_gradient)
+            optimizer.step()
+            # torch.equal() compares elements, wherever they are.
+            assert torch.equal(parameter.grad, own), "gradients stay as they are"
+            state = optimizer.state[parameter]
+            state["exp_avg_sq"] = state["exp_avg_sq"].contiguous(memory_format=of_state)
+        results.append(parameter.detach().contiguous().numpy().copy())
+    return results
+
+
+@pytest.mark.filterwarnings("ignore:world size is 1")
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_narrow_parameters_take_the_same_steps(weight_decay: float) -> None:
+    ends = []
+    for dtype in (torch.float32, torch.bfloat16):
+        parameter = nn.Parameter(torch.full((8, 8), 2.0, dtype=dtype))
+        exchange = Exchange(Identity(), transport=Simulated(1)[0])
+        optimizer = LocalVarianceAdam([parameter], exchange, lr=0.1, weight_decay=weight_decay)
+        for _ in range(3):
+            parameter.grad = torch.full_like(parameter, 0.5)
+            optimizer.step()
+        ends.append(parameter.detach().float())
+    torch.testing.assert_close(ends[0], ends[1], rtol=0.02, atol=0)
+    assert (ends[0] < 1.8).all()
