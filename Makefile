@@ -1,9 +1,11 @@
 # make demo   train a small GPT once per method and compare them (10 minutes)
 # make test   lint, type-check and test
 # make bench  print the tables of operators, wire format and per-sample gradients
+# make bench-gpu  compare the GPU kernels with a copy (needs a GPU)
+# make links  train over capped links and compare (half an hour; needs root)
 # make docs   build the documentation site into docs/_build
 # make studies  repeat the papers' comparisons on small tasks (two hours)
-# make predictions  check the advice against links of network namespaces (8 minutes; needs root)
+# make predictions  check the advice against links of network namespaces (15 minutes; needs root)
 # Each makes its own virtual environment in .venv first.
 
 PYTHON ?= python3
@@ -12,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench docs studies predictions clean
+.PHONY: demo test lint bench bench-gpu links docs studies predictions clean
 
 demo: $(READY)
 	$(BIN)/comm-hooks compare
@@ -30,6 +32,12 @@ bench: $(READY)
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/per_sample_gradients.py
 
+bench-gpu: $(READY)
+	$(BIN)/python -m benchmarks.gpu_kernels
+
+links: $(READY)
+	$(BIN)/comm-hooks bench --out benchmarks/results/bench
+
 docs: $(READY)
 	$(BIN)/sphinx-build -W --keep-going docs docs/_build
 
@@ -41,6 +49,7 @@ studies: $(READY)
 	$(BIN)/python -m benchmarks.studies.private_moments
 	$(BIN)/python -m benchmarks.studies.private_optimizers
 	$(BIN)/python -m benchmarks.studies.private_compressed
+	$(BIN)/python -m benchmarks.studies.scale
 
 predictions: $(READY)
 	$(BIN)/python -m benchmarks.netns.check_predictions

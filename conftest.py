@@ -27,6 +27,18 @@ if not find_spec("dp_accounting"):
     collect_ignore.append("comm_hooks/optim/private/accounting/pld.py")
 if not find_spec("opacus"):
     collect_ignore += ["comm_hooks/optim/private/opacus.py", "benchmarks/per_sample_gradients.py"]
+if not find_spec("triton"):
+    collect_ignore += [
+        f"comm_hooks/kernels/triton/{module}.py"
+        for module in (
+            "count_sketch",
+            "hadamard",
+            "random_signs",
+            "scatter",
+            "signs",
+            "top_k_feedback",
+        )
+    ]
 # Importing these changes DeepSpeed for the whole process.
 collect_ignore.append("comm_hooks/frameworks/deepspeed/auto.py")
 collect_ignore.append("tests/frameworks/deepspeed/without_compiler")

@@ -32,7 +32,7 @@ def main(density: float = 1 / 64) -> None:
     print(f"\n{kept} of {BLOCK}, {vector.numel():,} elements; the entropy of random places is")
     print(f"{entropy:.3f} bits. torch.topk of the blocks takes {selection:.0f} ms on one thread.\n")
     print(
-        "| value_bits | index_code | bits per kept element | over the bound | sent of what was kept "
+        "| value_bits | index_code | bits per kept element | over the bound | sent of the kept "
         "| encode, ms | decode, ms |"
     )
     print("|---|---|---|---|---|---|---|")

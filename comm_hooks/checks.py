@@ -10,7 +10,7 @@ from comm_hooks.errors import ConfigMismatchError
 from comm_hooks.layout import Granularity
 from comm_hooks.memory.base import Memory
 
-Collective = Literal["auto", "all_reduce", "all_gather", "sharded"]
+Collective = Literal["auto", "all_reduce", "all_gather", "sharded", "hierarchical"]
 
 
 def require_dense_floats(tensor: torch.Tensor) -> None:
@@ -33,6 +33,7 @@ def supported_collectives(
 ) -> list[str]:
     """Return the collectives that can carry a compressor's payloads, the simplest first.
 
+    Without ``"hierarchical"``, which uses one of these between nodes.
     ``exempt`` is what compresses the parameters that the compressor does not see.
     """
     collectives = ["all_reduce"] if compressor.linear and exempt.linear else []
@@ -52,7 +53,10 @@ def check_combination(
     """Raise ``ValueError`` for a compressor that the other settings cannot go with."""
     name = type(compressor).__name__
     supported = supported_collectives(compressor, granularity, exempt)
+    if granularity == "parameter":
+        supported.append("hierarchical")
     if collective not in ("auto", *supported):
+        no_shards = "a whole bucket has no shards that outlast DDP's rebuilding of buckets"
         reasons = {
             "all_reduce": (
                 "exempt parameters in bfloat16 cannot be summed"
@@ -60,10 +64,9 @@ def check_combination(
                 else f"the payloads of {name} cannot be summed"
             ),
             "sharded": (
-                f"{name} gives each rank its own elements"
-                if compressor.per_rank
-                else "a whole bucket has no shards that outlast DDP's rebuilding of buckets"
+                f"{name} gives each rank its own elements" if compressor.per_rank else no_shards
             ),
+            "hierarchical": no_shards,
         }
         raise ValueError(
             f"collective {collective!r} cannot be used: {reasons[collective]}; "
@@ -75,6 +78,22 @@ def check_combination(
             f"residual would grow without bound. Use memory=None; its noise averages out over "
             f"steps" + (" (or RandomK(unbiased=False))" if name == "RandomK" else "")
         )
+
+
+def check_nodes(ranks_per_node: int | None, world_size: int) -> int:
+    """Return ``ranks_per_node``, or raise ``ValueError`` if ranks cannot be divided like that."""
+    if ranks_per_node is None:
+        raise ValueError(
+            "collective 'hierarchical': how many ranks share a node is not known. LOCAL_WORLD_SIZE "
+            "is not set (torchrun does that), or the process group does not have equally many "
+            "consecutive ranks on each node: pass ranks_per_node"
+        )
+    if world_size % ranks_per_node:
+        raise ValueError(
+            f"collective 'hierarchical': {world_size} ranks cannot be divided into nodes of "
+            f"{ranks_per_node}: ranks_per_node must divide the number of ranks"
+        )
+    return ranks_per_node
 
 
 def check_agreement(configs: Sequence[Mapping[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from comm_hooks.checks import (
     Collective,
     check_agreement,
     check_combination,
+    check_nodes,
     require_dense_floats,
     supported_collectives,
 )
@@ -23,8 +24,15 @@ from comm_hooks.compressors.base import Compressor, require_choice, require_posi
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.layout import Granularity, Layout, Segment
 from comm_hooks.memory.base import Memory
+from comm_hooks.nodes import Nodes
 from comm_hooks.randomness import derive_key
-from comm_hooks.resuming import check_complete, check_memory, check_own, merge_memories
+from comm_hooks.resuming import (
+    check_complete,
+    check_memory,
+    check_own,
+    cut_memory,
+    merge_memories,
+)
 from comm_hooks.safeguard import COLLECTIVE_OF, Place, Safeguard
 from comm_hooks.wire.header import WIRE_VERSION, Stamp, digest
 
@@ -49,13 +57,17 @@ class Exchange:
         compressor: what turns a parameter into a payload.
         memory: what is remembered between rounds; None for nothing.
         collective: how payloads travel: ``"all_reduce"`` (linear compressors only),
-            ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one that moves the fewest bytes.
+            ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one of these that moves the fewest
+            bytes.  ``"hierarchical"``: averages vectors in full precision inside each node, and
+            compresses only what nodes send to each other, by the cheapest of the others.
         seed: where random draws come from; equal on all ranks.
         min_numel: parameters with fewer elements, or at most one dimension, are not compressed.
         exempt_bits: how those travel: 32 (float32) or 16 (bfloat16; what rounding drops is not
             remembered).
         granularity: ``"parameter"`` compresses each parameter on its own; ``"bucket"`` the whole
             bucket as one vector (whose random draws then depend on what is in the bucket).
+        ranks_per_node: of ``"hierarchical"``: how many ranks, each following the other, share a
+            node; by default what torchrun says (``LOCAL_WORLD_SIZE``).
         transport: how ranks reach each other; by default ``torch.distributed`` over
             ``process_group``.
         process_group: the group to average over; the default group if None.
@@ -92,6 +104,7 @@ class Exchange:
         min_numel: int = 1024,
         exempt_bits: int = 32,
         granularity: Granularity = "parameter",
+        ranks_per_node: int | None = None,
         transport: Transport | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -104,11 +117,16 @@ class Exchange:
             raise ValueError(
                 f"Exchange: memory must be None or a Memory such as ErrorFeedback(), got {memory!r}"
             )
-        require_choice(
-            self, "collective", collective, ("auto", "all_reduce", "all_gather", "sharded")
-        )
+        require_choice(self, "collective", collective, get_args(Collective))
         require_choice(self, "granularity", granularity, ("parameter", "bucket"))
         require_positive(self, "min_numel", min_numel)
+        if ranks_per_node is not None:
+            require_positive(self, "ranks_per_node", ranks_per_node)
+            if collective != "hierarchical":
+                raise ValueError(
+                    f"Exchange: ranks_per_node goes with collective='hierarchical', not "
+                    f"{collective!r}"
+                )
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"Exchange: seed must be an integer, got {seed!r}")
         self._exempt = Identity(exempt_bits)
@@ -132,6 +150,8 @@ class Exchange:
         self._numels: dict[str, int] = {}  # of all parameters that the memory may know
         self._bytes = 0
         self._bytes_uncompressed = 0
+        self._ranks_per_node = ranks_per_node
+        self._nodes: Nodes | None = None
 
     @property
     def exempt(self) -> Compressor:
@@ -148,6 +168,39 @@ class Exchange:
             self._transport = TorchDistributed(self._process_group)
         return self._transport
 
+    @property
+    def ranks_per_node(self) -> int | None:
+        """How many ranks share a node; None if that is not known or does not matter."""
+        if self.collective != "hierarchical":
+            return None
+        return self._ranks_per_node or self.transport.ranks_per_node
+
+    @property
+    def nodes(self) -> Nodes | None:
+        """With ``collective="hierarchical"``, the nodes and the exchange between them, else None.
+
+        The memories of that exchange are those of this one, about the shards of this rank's place.
+
+        Raises:
+            ValueError: if ranks cannot be divided into nodes.
+        """
+        if self.collective == "hierarchical" and self._nodes is None:
+            count = check_nodes(self.ranks_per_node, self.transport.world_size)
+            self._nodes = Nodes(self.transport, count, self._exchange_at)
+        return self._nodes
+
+    def _exchange_at(self, place: int, transport: Transport) -> "Exchange":
+        exchange = Exchange(
+            self.compressor,
+            self.memory,
+            seed=derive_key(self.seed, 0, f"place {place} of a node"),
+            exempt_bits=self.exempt_bits,
+            transport=transport,
+        )
+        exchange._server_memory = self._server_memory
+        exchange._agreed = True  # all ranks have compared more than this
+        return exchange
+
     def config(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks, as plain values."""
         return {
@@ -159,6 +212,7 @@ class Exchange:
             "min_numel": self.min_numel,
             "exempt_bits": self.exempt_bits,
             "granularity": self.granularity,
+            "ranks_per_node": self.ranks_per_node,
             "step": self.step,
             "wire_version": WIRE_VERSION,
             **self.owner_settings,
@@ -170,7 +224,10 @@ class Exchange:
             return
         configs = yield AllGatherObject(self.config())
         check_agreement(configs)
-        if self.transport.world_size == 1 and self.compressor != Identity():
+        if self.nodes:
+            if self.nodes.count == 1:
+                warnings.warn("all ranks are on one node: nothing is compressed", stacklevel=2)
+        elif self.transport.world_size == 1 and self.compressor != Identity():
             warnings.warn(
                 "world size is 1: gradients are compressed and decompressed, but no communication "
                 "is saved",
@@ -298,6 +355,19 @@ class Exchange:
         if isinstance(compress, Compressor):
             self._check(compress)
         yield from self.agree()
+        if self.nodes and compress:
+            if safeguard:
+                raise ValueError(
+                    "a safeguard cannot be used with collective='hierarchical', where nodes "
+                    "average vectors before it sees them"
+                )
+            layout.load(tensors)
+            self._count(self.nodes.traffic(layout), tensors)
+            yield from self.nodes.round(
+                layout, self.step, compress=compress, memory=memory, scale=scale
+            )
+            layout.store(tensors)
+            return
         place = safeguard.place if safeguard else None
         route = self._route(layout, compress, place)
         layout.load(tensors)
@@ -312,17 +382,15 @@ class Exchange:
             for rows, is_active in zip(layout.groups, active, strict=True):
                 memory.compensate(rows, is_active, scale)
 
+        # Now: by the time the memory draws, the owner may have gone on to the next step.
+        own_key = derive_key(self.seed, self.step, f"memory of rank {self.transport.rank}")
+
         def settle(accept: torch.Tensor) -> None:
             assert memory
-            key = derive_key(self.seed, self.step, f"memory of rank {self.transport.rank}")
             for rows, is_active in zip(layout.groups, active, strict=True):
-                memory.retain(rows, is_active & accept, scale, key)
+                memory.retain(rows, is_active & accept, scale, own_key)
 
-        self._bytes += route.traffic
-        ranks = self.transport.world_size
-        self._bytes_uncompressed += (
-            2 * (ranks - 1) * layout.work.numel() * tensors[0].element_size() // ranks
-        )
+        self._count(route.traffic, tensors)
         keys = [
             [derive_key(self.seed, self.step, name) for name in part.names]
             for part in layout.parts()
@@ -339,6 +407,11 @@ class Exchange:
             self._digests[layout] = digest(settings, layout.segments)
         return Stamp(self._digests[layout], self.step)
 
+    def _count(self, nbytes: int, tensors: Sequence[torch.Tensor]) -> None:
+        ranks = self.transport.world_size
+        uncompressed = sum(tensor.nbytes for tensor in tensors)
+        self.count_traffic(nbytes, 2 * (ranks - 1) * uncompressed // ranks)
+
     def count_traffic(self, nbytes: int, uncompressed: int) -> None:
         """Add traffic that went past the compressor (sparse gradients)."""
         self._bytes += nbytes
@@ -350,15 +423,19 @@ class Exchange:
         Keys: ``steps``; ``bytes_sent`` and ``bytes_received``, without transport headers, by the
         ring algorithms of gloo and NCCL; ``bytes_uncompressed``, what an all-reduce in the
         gradients' dtype would have sent; ``compression_ratio``, the latter over the bytes sent;
-        ``residual_norm``, of everything the memory keeps.
+        ``residual_norm``, of everything the memory keeps.  With ``collective="hierarchical"`` also
+        ``bytes_sent_between_nodes``, which is a part of ``bytes_sent``.
         """
         memories = [m for m in (self.memory, self._server_memory) if m]
+        between = {"bytes_sent_between_nodes": self.nodes.exchange._bytes} if self.nodes else {}
+        nbytes = self._bytes + sum(between.values())
         return {
             "steps": self.step,
-            "bytes_sent": self._bytes,
-            "bytes_received": self._bytes,
+            "bytes_sent": nbytes,
+            "bytes_received": nbytes,
+            **between,
             "bytes_uncompressed": self._bytes_uncompressed,
-            "compression_ratio": self._bytes_uncompressed / self._bytes if self._bytes else 1.0,
+            "compression_ratio": self._bytes_uncompressed / nbytes if nbytes else 1.0,
             "residual_norm": sum(m.norm() ** 2 for m in memories) ** 0.5,
         }
 
@@ -373,6 +450,8 @@ class Exchange:
             "rank": self.transport.rank,
             "world_size": self.transport.world_size,
         }
+        if self.collective == "hierarchical":
+            state["ranks_per_node"] = self.ranks_per_node
         if self.memory and self._server_memory:
             state["memory"] = self.memory.state_dict()
             state["server_memory"] = self._server_memory.state_dict()
@@ -386,7 +465,7 @@ class Exchange:
             ValueError: if the state is another rank's, of another number of ranks, of another kind
                 of memory, or of shards that this exchange does not have; nothing is changed.
         """
-        check_own(state, self.transport.rank, self.transport.world_size)
+        check_own(state, self.transport.rank, self.transport.world_size, self.ranks_per_node)
         check_memory(state, self.memory)
         if state.get("server_memory") and not self._may_shard:
             raise ValueError(
@@ -416,21 +495,30 @@ class Exchange:
         """
         check_complete(states)
         has_shards = any(state.get("server_memory") for state in states)
-        if len(states) == self.transport.world_size and (self._may_shard or not has_shards):
+        is_alike = (
+            len(states) == self.transport.world_size
+            and states[0].get("ranks_per_node") == self.ranks_per_node
+        )
+        if is_alike and (self._may_shard or not has_shards):
             self.load_state_dict(states[self.transport.rank])
             return
         for state in states:
             check_memory(state, self.memory)
         if self.memory and self._server_memory:
-            self.memory.load_state_dict(merge_memories(states, self.memory, self._server_memory))
-            self._server_memory.load_state_dict({})
             self._numels = {name: n for state in states for name, n in state["numels"].items()}
+            merged = merge_memories(states, self.memory, self._server_memory)
+            if self.nodes:
+                merged = cut_memory(
+                    merged, self.memory, self._numels, self.nodes.place, self.nodes.ranks_per_node
+                )
+            self.memory.load_state_dict(merged)
+            self._server_memory.load_state_dict({})
         self.step = states[0]["step"]
 
     @property
     def _may_shard(self) -> bool:
         possible = supported_collectives(self.compressor, self.granularity, self._exempt)
-        return self.collective in ("auto", "sharded") and "sharded" in possible
+        return self.collective in ("auto", "sharded", "hierarchical") and "sharded" in possible
 
     def _check(self, compressor: Compressor) -> None:
         check_combination(compressor, self.memory, self.collective, self.granularity, self._exempt)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from comm_hooks.checks import Collective, require_dense_floats
 from comm_hooks.collectives.base import completed
+from comm_hooks.collectives.requests import Round
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.config import build_compressor, build_memory
 from comm_hooks.ddp import AccumulationWatch, DataParallelModel, require_bucket
@@ -33,12 +34,14 @@ class CompressionState:
     Args:
         compressor: for instance ``TopK(density=1 / 64)``.
         memory: for instance ``ErrorFeedback()``; None for nothing.
-        collective: ``"auto"``, ``"all_reduce"``, ``"all_gather"`` or ``"sharded"``; see
-            :class:`~comm_hooks.exchange.Exchange`, also for the next four.
+        collective: ``"auto"``, ``"all_reduce"``, ``"all_gather"``, ``"sharded"`` or
+            ``"hierarchical"``; see :class:`~comm_hooks.exchange.Exchange`, also for ``seed`` to
+            ``ranks_per_node``.
         seed: equal on all ranks.
         min_numel: parameters with fewer elements, or at most one dimension, are not compressed.
         exempt_bits: 32 or 16.
         granularity: ``"parameter"`` or ``"bucket"``.
+        ranks_per_node: of ``"hierarchical"``; by default what torchrun says.
         process_group: the group that DDP was given; the default group if None.
         named_parameters: ``model.named_parameters()``, which ties saved state to names.  Without
             it parameters are numbered in the order in which DDP first reduces them, which is the
@@ -72,6 +75,7 @@ class CompressionState:
         min_numel: int = 1024,
         exempt_bits: int = 32,
         granularity: Granularity = "parameter",
+        ranks_per_node: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
         loss_scale: Callable[[], float] | None = None,
@@ -89,6 +93,7 @@ class CompressionState:
             min_numel=min_numel,
             exempt_bits=exempt_bits,
             granularity=granularity,
+            ranks_per_node=ranks_per_node,
             process_group=process_group,
         )
         self.loss_scale = loss_scale
@@ -201,13 +206,12 @@ def compression_hook(
         layout = state.layout(bucket)
         pieces = buffer.split([segment.numel for segment in layout.segments])
         scale = float(state.loss_scale()) if state.loss_scale else 1.0
-        round_ = exchange.bucket_round(layout, pieces, scale=scale)
 
-        def averaged(done: torch.futures.Future[None]) -> torch.Tensor:
-            done.value()  # raises what the round raised
+        def round_() -> Round[torch.Tensor]:
+            yield from exchange.bucket_round(layout, pieces, scale=scale)
             return buffer
 
-        future = exchange.transport.run_async(round_).then(averaged)
+        future = exchange.transport.run_async(round_(), buffer.device)
     if bucket.is_last():
         exchange.step += 1
     return future
@@ -241,6 +245,7 @@ def register(
     min_numel: int = 1024,
     exempt_bits: int = 32,
     granularity: Granularity = "parameter",
+    ranks_per_node: int | None = None,
     loss_scale: Callable[[], float] | None = None,
     **options: Any,
 ) -> CompressionState:
@@ -258,7 +263,8 @@ def register(
         loss_scale: see :class:`CompressionState`; by default that of Fabric or Lightning where
             they scale the loss.
         options: arguments of the compressor, when it is given by name.
-        collective, seed, min_numel, exempt_bits, granularity: see :class:`CompressionState`.
+        collective, seed, min_numel, exempt_bits, granularity, ranks_per_node: see
+            :class:`CompressionState`.
 
     Raises:
         ValueError: for bad settings; if there is not exactly one DDP model in ``model``; if it has
@@ -296,6 +302,7 @@ def register(
         min_numel=min_numel,
         exempt_bits=exempt_bits,
         granularity=granularity,
+        ranks_per_node=ranks_per_node,
         process_group=replicas.process_group,
         named_parameters=replicas.named_parameters(),
         loss_scale=loss_scale or replicas.loss_scale,

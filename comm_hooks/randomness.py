@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from comm_hooks.kernels.triton import available
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
@@ -126,18 +128,20 @@ def sign_table(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([signs, signs[:SIGN_WINDOW]])).to(device)
 
 
-def sign_offsets(keys: Sequence[int], count: int) -> list[list[int]]:
+def sign_offsets(keys: Sequence[int], count: int) -> npt.NDArray[np.int64]:
     """Return for each key the places of the table where its ``count`` windows of signs begin."""
-    offsets: list[list[int]] = random_below(keys, count, SIGN_TABLE_SIZE).tolist()
-    return offsets
+    return random_below(keys, count, SIGN_TABLE_SIZE)
 
 
 def multiply_signs_(rows: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
     """Multiply each row of ``rows`` (n, numel), in place, by the random signs of its key."""
+    offsets = sign_offsets(keys, -(-rows.shape[1] // SIGN_WINDOW))
+    if available(rows) and rows.is_contiguous():
+        from comm_hooks.kernels.triton import random_signs
+
+        return random_signs.multiply_signs_(rows, offsets)
     table = sign_table(rows.device)
-    numel = rows.shape[1]
-    offsets = sign_offsets(keys, -(-numel // SIGN_WINDOW))
-    for row, row_offsets in zip(rows, offsets, strict=True):
+    for row, row_offsets in zip(rows, offsets.tolist(), strict=True):
         for piece, offset in zip(row.split(SIGN_WINDOW), row_offsets, strict=True):
             piece.mul_(table[offset : offset + piece.numel()])
     return rows

@@ -10,14 +10,15 @@ from comm_hooks.memory.base import Memory, Remainder
 State = Mapping[str, Any]
 
 
-def check_own(state: State, rank: int, world_size: int) -> None:
-    """Raise ``ValueError`` unless ``state`` was saved by this rank of as many ranks."""
-    for setting, value in {"rank": rank, "world_size": world_size}.items():
+def check_own(state: State, rank: int, world_size: int, ranks_per_node: int | None) -> None:
+    """Raise ``ValueError`` unless ``state`` was saved by this rank of as many ranks and nodes."""
+    expected = {"rank": rank, "world_size": world_size, "ranks_per_node": ranks_per_node}
+    for setting, value in expected.items():
         if state.get(setting) != value:
             raise ValueError(
                 f"this state was saved with {setting} {state.get(setting)}, but this is "
                 f"{setting} {value}: every rank loads the state that it saved itself, or, on "
-                "another number of ranks, those of all ranks with load_state_dicts()"
+                "another number of ranks or nodes, those of all ranks with load_state_dicts()"
             )
 
 
@@ -41,6 +42,9 @@ def check_complete(states: Sequence[State]) -> None:
             f"the states must be those of all ranks in rank order, got ranks {ranks} of "
             f"{', '.join(map(str, sizes))}"
         )
+    counts = {state.get("ranks_per_node") for state in states}
+    if len(counts) > 1:
+        raise ValueError(f"the states were saved with different ranks_per_node: {counts}")
     steps = [state["step"] for state in states]
     if len(set(steps)) > 1:
         raise ValueError(f"the states were saved at different steps: {steps}")
@@ -57,6 +61,50 @@ def merge_memories(
     numels: dict[str, int] = {}
     for state in states:
         numels.update(state["numels"])
+    count = states[0].get("ranks_per_node")
+    if count is None:
+        return _merge(states, memory, server_memory, numels)
+    # Ranks at the same place in their node have the same shard of each parameter.
+    widths = {name: -(-numel // count) for name, numel in numels.items()}
+    shards = [
+        _as_floats(_merge(states[place::count], memory, server_memory, widths), memory, widths)
+        for place in range(count)
+    ]
+    joined = {}
+    for key in dict.fromkeys(key for shard in shards for key in shard):
+        width, numel = (lengths[_parameter(key, memory)] for lengths in (widths, numels))
+        pieces = [shard.get(key, torch.zeros(width)) for shard in shards]
+        joined[key] = torch.cat(pieces)[:numel]
+    return _from_floats(joined, memory, numels)
+
+
+def cut_memory(
+    state: Mapping[str, torch.Tensor],
+    memory: Memory,
+    numels: Mapping[str, int],
+    place: int,
+    ranks_per_node: int,
+) -> dict[str, torch.Tensor]:
+    """Return what the rank at ``place`` in each node remembers, given the memory of whole vectors.
+
+    Args:
+        state: as :func:`merge_memories` returns it.
+        memory: of the kind that the state is of.
+        numels: the number of elements of each whole parameter.
+        place, ranks_per_node: see :class:`~comm_hooks.collectives.hierarchical.NodeShards`.
+    """
+    widths = {name: -(-numel // ranks_per_node) for name, numel in numels.items()}
+    cut = {}
+    for key, row in _as_floats(state, memory, numels).items():
+        width = widths[_parameter(key, memory)]
+        shard = row[place * width : (place + 1) * width]
+        cut[key] = torch.nn.functional.pad(shard, (0, width - len(shard)))
+    return _from_floats(cut, memory, widths)
+
+
+def _merge(
+    states: Sequence[State], memory: Memory, server_memory: Remainder, numels: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
     # Rank j's server memory is about the j-th of as many equal ranges of each parameter.
     widths = {name: -(-numel // len(states)) for name, numel in numels.items()}
     shards = [server_memory.vectors(state["server_memory"], widths) for state in states]
@@ -67,3 +115,22 @@ def merge_memories(
         for name in dict.fromkeys(name for shard in shards for name in shard)
     }
     return memory.merge([state["memory"] for state in states], unsent, numels)
+
+
+def _parameter(key: str, memory: Memory) -> str:
+    (name,) = memory.parameters_in({key: torch.empty(0)})
+    return name
+
+
+def _as_floats(
+    state: Mapping[str, torch.Tensor], memory: Memory, numels: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """Return a state's rows with one float32 per element of a parameter."""
+    return memory.vectors(state, numels) if isinstance(memory, Remainder) else dict(state)
+
+
+def _from_floats(
+    rows: dict[str, torch.Tensor], memory: Memory, numels: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """Undo :func:`_as_floats`."""
+    return memory.merge([], rows, numels) if isinstance(memory, Remainder) else rows

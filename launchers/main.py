@@ -24,6 +24,7 @@ _COMMANDS = {
     "launch": ("comm_hooks.launchers.launch.command", "launch"),
     "preflight": ("comm_hooks.launchers.preflight.command", "launch"),
     "advise": ("comm_hooks.launchers.advise.command", "compare"),
+    "bench": ("comm_hooks.launchers.bench.command", "compare"),
     "report": ("comm_hooks.launchers.report.command", "compare"),
     "audit": ("comm_hooks.launchers.audit.command", "compare"),
 }

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.netns.bed import Bed, why_not
-from benchmarks.netns.links import NetnsError
+from comm_hooks.launchers.netns.bed import Bed, why_not
+from comm_hooks.launchers.netns.links import NetnsError
 
 # What automake and others take for "skipped".
 _SKIPPED = 77

@@ -1,13 +1,14 @@
 """What ``comm-hooks advise`` predicts, against what training takes in a network of capped links.
 
-    python -m benchmarks.netns.check_predictions                  # about 10 minutes, needs root
-    python -m benchmarks.netns.check_predictions --rates 100mbit --methods all_reduce,sign
+    python -m benchmarks.netns.check_predictions                  # about 15 minutes, needs root
+    python -m benchmarks.netns.check_predictions --ranks 2 --rates 100mbit --methods all_reduce,sign
 
-Trains the GPT of ``comm-hooks compare`` with 2 ranks.  Steps with and without exchange take turns,
-so that a machine that is busy with other things slows both down alike.  A step ends when the slower
-of the two ranks has ended it.
+Trains the GPT of ``comm-hooks compare``.  Steps with and without exchange take turns, so that a
+machine that is busy with other things slows both down alike.  A step ends when the slowest rank has
+ended it.
 """
 
+import itertools
 import json
 import statistics
 import subprocess
@@ -21,8 +22,6 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.netns.bed import Bed
-from benchmarks.netns.links import NetnsError
 from comm_hooks.launchers.advise.advice import Case
 from comm_hooks.launchers.advise.cost_model import predict
 from comm_hooks.launchers.advise.links import measure_links, network_of
@@ -33,9 +32,12 @@ from comm_hooks.launchers.compare.methods import Method, parse_method, parse_met
 from comm_hooks.launchers.compare.model import GPT, VOCABULARY
 from comm_hooks.launchers.compare.optimizers import Trainer
 from comm_hooks.launchers.compare.runs import Settings
+from comm_hooks.launchers.netns.bed import Bed
+from comm_hooks.launchers.netns.links import NetnsError, parse_rate
 
-METHODS = "all_reduce,bf16,topk,sign,count_sketch,local_adamw"
+METHODS = "all_reduce,bf16,topk,topk:collective=sharded,sign,count_sketch,local_adamw"
 RATES = "100mbit,1gbit,10mbit"
+RANKS = "2,4"
 _UNCOMPRESSED = ("all_reduce", "bf16")  # 10 to 20 s per step at 10 Mbit: nothing new is learnt
 _SLOW = ("10mbit",)
 _TIMEOUT_SECONDS = 1800.0
@@ -51,21 +53,31 @@ app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 def check(
     rates: Annotated[str, typer.Option(help="Of the links, separated by commas.")] = RATES,
     methods: Annotated[str, typer.Option(help="As in comm-hooks compare.")] = METHODS,
-    limit: Annotated[float, typer.Option(help="Percent by which a prediction may be off.")] = 20.0,
+    ranks: Annotated[str, typer.Option(help="How many, separated by commas.")] = RANKS,
+    limit: Annotated[float, typer.Option(help="Percent by which a prediction may be off.")] = 15.0,
 ) -> None:
     """Print a table; exit with 1 if a prediction is off by more than --limit."""
-    parse_methods(methods)
-    print("| link | method | without exchange, ms | predicted, ms | measured, ms | error |")
-    print("|---|---|---|---|---|---|")
+    try:
+        parse_methods(methods)
+        counts = [int(count) if count.isdecimal() else 0 for count in ranks.split(",")]
+        if min(counts) < 2:
+            raise ValueError(f"--ranks {ranks!r}: write numbers of at least 2, as in 2,4")
+        for rate in rates.split(","):
+            parse_rate(rate)
+    except ValueError as error:
+        typer.echo(f"check_predictions: {error}", err=True)
+        raise typer.Exit(2) from None
+    print("| ranks | link | method | without exchange, ms | predicted, ms | measured, ms | error |")
+    print("|---|---|---|---|---|---|---|")
     worst = 0.0
     try:
-        for rate in rates.split(","):
-            for row in _measure_in_bed(rate, methods):
-                error = 100 * (row["predicted"] / row["measured"] - 1)
-                worst = max(worst, abs(error))
+        for count, rate in itertools.product(counts, rates.split(",")):
+            for row in _measure_in_bed(count, rate, methods):
+                off = 100 * (row["predicted"] / row["measured"] - 1)
+                worst = max(worst, abs(off))
                 print(
-                    f"| {rate} | `{row['method']}` | {row['control']:.0f} "
-                    f"| {row['predicted']:.0f} | {row['measured']:.0f} | {error:+.0f} % |",
+                    f"| {count} | {rate} | `{row['method']}` | {row['control']:.0f} "
+                    f"| {row['predicted']:.0f} | {row['measured']:.0f} | {off:+.0f} % |",
                     flush=True,
                 )
     except NetnsError as error:
@@ -85,19 +97,19 @@ def worker(methods: str) -> None:
                 print(json.dumps(row), flush=True)
 
 
-def _measure_in_bed(rate: str, methods: str) -> Iterator[dict[str, Any]]:
+def _measure_in_bed(ranks: int, rate: str, methods: str) -> Iterator[dict[str, Any]]:
     specs = [m.spec for m in parse_methods(methods)]
     if rate in _SLOW:
         specs = [spec for spec in specs if spec not in _UNCOMPRESSED]
     command = [sys.executable, "-m", "benchmarks.netns.check_predictions", "worker"]
-    with Bed(2, rate=rate) as bed:
+    with Bed(ranks, rate=rate) as bed:
         root = Path(__file__).parents[2]
         options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "cwd": root}
-        ranks = [bed.start(rank, [*command, ",".join(specs)], **options) for rank in range(2)]
-        assert ranks[0].stdout
-        for line in ranks[0].stdout:
+        workers = [bed.start(r, [*command, ",".join(specs)], **options) for r in range(ranks)]
+        assert workers[0].stdout
+        for line in workers[0].stdout:
             yield json.loads(line)
-        if any(bed.wait(ranks, timeout=60)):
+        if any(bed.wait(workers, timeout=60)):
             raise NetnsError(f"a rank failed at {rate}")
 
 

@@ -1,6 +1,7 @@
 """What carries requests: a transport."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ class Transport(ABC):
     @abstractmethod
     def world_size(self) -> int: ...
 
+    @property
+    def ranks_per_node(self) -> int | None:
+        """How many ranks share a node; None if that is not known or differs between nodes."""
+        return None
+
     @abstractmethod
     def perform(self, request: Request) -> Any:
         """Run a collective to its end and return the reply."""
@@ -26,6 +32,18 @@ class Transport(ABC):
     @abstractmethod
     def start(self, request: Request) -> torch.futures.Future[Any]:
         """Begin a collective; the future holds the reply."""
+
+    def alike(
+        self, what: str, reply: torch.Tensor, compute: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return ``compute()``, which follows from a reply that is the same on all ranks.
+
+        A transport that plays several ranks may compute it for one of them.
+
+        Args:
+            what: tells apart what is computed from one reply.
+        """
+        return compute()
 
     def run(self, round_: Round[Result]) -> Result:
         """Run a round to its end, blocking, and return its result."""
@@ -36,11 +54,17 @@ class Transport(ABC):
         except StopIteration as stop:
             return stop.value
 
-    def run_async(self, round_: Round[Result]) -> torch.futures.Future[Result]:
+    def run_async(
+        self, round_: Round[Result], device: torch.device | None = None
+    ) -> torch.futures.Future[Result]:
         """Run a round up to its final request and return a future of its result.
 
         Requests before the final one block the caller.  After the final reply only arithmetic is
         left, which runs wherever the future's callback does.
+
+        Args:
+            round_: on an accelerator it must return a tensor.
+            device: where the tensors of the round are; None: the CPU.
         """
         try:
             request = next(round_)

@@ -15,6 +15,7 @@ from comm_hooks.collectives.requests import (
     AllGatherObject,
     AllReduce,
     AllToAll,
+    Group,
     Request,
 )
 
@@ -83,6 +84,7 @@ class MPITransport(Transport):
         self._mpi = MPI
         # Its own, so that no message of the program can meet one of ours.
         self._comm = comm.Dup()
+        self._parts: dict[Group, MPI.Intracomm] = {}
         self._worker: ThreadPoolExecutor | None = None
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="MPITransport")
@@ -103,35 +105,37 @@ class MPITransport(Transport):
         return self._comm.Get_size()
 
     def perform(self, request: Request) -> Any:
+        comm = self._part(request.group)
         if isinstance(request, AllGatherObject):
-            return self._comm.allgather(request.payload)
+            return comm.allgather(request.payload)
         payload = self._readable(request.payload)
         if isinstance(request, AllReduce):
-            self._comm.Allreduce(self._mpi.IN_PLACE, payload)
+            comm.Allreduce(self._mpi.IN_PLACE, payload)
             return payload
         if isinstance(request, AllGather):
-            reply = payload.new_empty(self.world_size, payload.numel())
-            self._comm.Allgather(payload, reply)
+            reply = payload.new_empty(comm.Get_size(), payload.numel())
+            comm.Allgather(payload, reply)
             return reply
         if isinstance(request, AllToAll):
             reply = torch.empty_like(payload)
-            self._comm.Alltoall(payload, reply)
+            comm.Alltoall(payload, reply)
             return reply
         raise TypeError(f"no such request: {request}")
 
     def start(self, request: Request) -> torch.futures.Future[Any]:
         if self._worker is None or isinstance(request, AllGatherObject):
             return completed(self.perform(request))
+        comm = self._part(request.group)
         payload = self._readable(request.payload)
         if isinstance(request, AllReduce):
             reply = payload
-            pending = self._comm.Iallreduce(self._mpi.IN_PLACE, payload)
+            pending = comm.Iallreduce(self._mpi.IN_PLACE, payload)
         elif isinstance(request, AllGather):
-            reply = payload.new_empty(self.world_size, payload.numel())
-            pending = self._comm.Iallgather(payload, reply)
+            reply = payload.new_empty(comm.Get_size(), payload.numel())
+            pending = comm.Iallgather(payload, reply)
         elif isinstance(request, AllToAll):
             reply = torch.empty_like(payload)
-            pending = self._comm.Ialltoall(payload, reply)
+            pending = comm.Ialltoall(payload, reply)
         else:
             raise TypeError(f"no such request: {request}")
         is_accelerated = reply.device.type != "cpu"
@@ -150,6 +154,17 @@ class MPITransport(Transport):
         # One worker, so that futures complete in the order of the requests on all ranks.
         self._worker.submit(wait)
         return future
+
+    def _part(self, group: Group | None) -> "MPI.Intracomm":
+        """Return the communicator of a part of the ranks, made at the first call by all of them."""
+        if group is None:
+            return self._comm
+        if group not in self._parts:
+            first = group.members(self.rank, self.world_size)[0]
+            part = self._comm.Split(color=first, key=self.rank)
+            assert isinstance(part, self._mpi.Intracomm)
+            self._parts[group] = part
+        return self._parts[group]
 
     def _readable(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the payload as MPI needs it: contiguous, reachable and complete."""

@@ -7,27 +7,54 @@ asynchronously: whoever drives it decides.
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
+GroupKind = Literal["node", "across"]
 Result = TypeVar("Result")
 Round = Generator["Request", Any, Result]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some of the ranks, of whom each ``ranks_per_node`` that follow each other share a node.
+
+    Args:
+        kind: ``"node"``: the ranks of one node; ``"across"``: the ranks at the same place in each
+            node.
+        ranks_per_node: a divisor of the number of ranks.
+    """
+
+    kind: GroupKind
+    ranks_per_node: int
+
+    def members(self, rank: int, world_size: int) -> range:
+        """Return the ranks of the one group of this kind to which ``rank`` belongs, ascending."""
+        place = rank % self.ranks_per_node
+        if self.kind == "node":
+            return range(rank - place, rank - place + self.ranks_per_node)
+        return range(place, world_size, self.ranks_per_node)
 
 
 @dataclass(frozen=True)
 class Request:
     """One collective.
 
-    ``final`` marks the last one of a round.  Only that one may be run asynchronously: on gloo a
-    collective issued from another one's callback hangs or, worse, meets the wrong partner.
+    ``final`` marks the last one of a round, after which only arithmetic is left.  ``group`` says
+    among whom: all ranks if None.  What is said of ranks below is then said of the group's members.
     """
 
     payload: Any
     final: bool = True
+    group: Group | None = None
 
     def traffic(self, world_size: int) -> int:
-        """Return the bytes that each rank sends, and receives, without transport headers."""
+        """Return the bytes that each rank sends, and receives, without transport headers.
+
+        Args:
+            world_size: how many ranks take part.
+        """
         raise NotImplementedError
 
 

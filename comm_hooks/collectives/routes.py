@@ -8,6 +8,7 @@ A route takes the vectors in a layout's workspace to their mean over ranks, in p
   compresses the mean again and gives it to all.  Its traffic does not grow with the ranks.
 """
 
+import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -105,7 +106,7 @@ class OneShot(Route):
         if self._sum_on_wire:
             if safeguard:
                 safeguard.clip_([payload[self._format.header_nbytes :].view(torch.float32)])
-            total = yield AllReduce(payload.view(torch.float32))
+            reply = total = yield AllReduce(payload.view(torch.float32))
             if safeguard:
                 # A simulated world gives the same tensor to all ranks.
                 total = total.clone()
@@ -114,18 +115,28 @@ class OneShot(Route):
                 noised = payloads[0, self._format.header_nbytes :].view(torch.float32)
                 safeguard.add_noise_([noised])
         else:
-            payloads = yield AllGather(payload)
-        health = self._format.health(payloads, stamp)
+            reply = payloads = yield AllGather(payload)
+        health = self._transport.alike(
+            "health", reply, lambda: self._format.health(payloads, stamp)
+        )
         if settle:
             settle(torch.isfinite(health))
-        share = 1 / self._transport.world_size
+        work, share = self._layout.work, 1 / self._transport.world_size
+
+        def average() -> torch.Tensor:
+            self._format.decode_sum(self._matrices, payloads, keys, alpha=share)
+            return work
+
         if safeguard and not self._sum_on_wire:
             self._sum_clipped(payloads, keys, safeguard)
-            self._layout.work.mul_(share)
+            work.mul_(share)
+        elif safeguard:
+            average()  # of what this rank has added noise to
         else:
-            for rank, payload in enumerate(payloads):
-                self._format.decode(self._matrices, payload, keys, rank, alpha=share, add=rank > 0)
-        spoil_(self._layout.work, health)
+            mean = self._transport.alike("mean", reply, average)
+            if mean is not work:
+                work.copy_(mean)
+        spoil_(work, health)
 
     def _sum_clipped(self, payloads: torch.Tensor, keys: Keys, safeguard: Safeguard) -> None:
         """Decompress and clip one payload after the other; write the noised sum."""
@@ -196,29 +207,19 @@ class Sharded(Route):
     ) -> Round[None]:
         ranks, own = self._transport.world_size, self._transport.rank
         owned = [rows.matrix for rows in self._owned]
-        uplink = [[fork(part, shard) for part in keys] for shard in range(ranks)]
-        downlink = [[fork(part, ranks + shard) for part in keys] for shard in range(ranks)]
+        of_parts = tuple(map(tuple, keys))
+        uplink, downlink = _forked(of_parts, 0, ranks), _forked(of_parts, ranks, ranks)
 
         shards = [self._split(matrix) for matrix in self._matrices]
-        payloads = torch.empty(ranks, self._uplink.nbytes, dtype=torch.uint8, device=health.device)
-        for shard in range(ranks):
-            matrices = [part[shard] for part in shards]
-            self._uplink.encode(
-                matrices,
-                uplink[shard],
-                own,
-                health,
-                stamp,
-                keep_rest=settle is not None,
-                out=payloads[shard],
-            )
+        payloads = self._uplink.encode_all(
+            shards, uplink, own, health, stamp, keep_rest=settle is not None
+        )
         received = yield AllToAll(payloads, final=False)
 
         health = self._uplink.health(received, stamp)
         # Noise belongs to the sum.
         share = 1.0 if safeguard else 1 / ranks
-        for rank in range(ranks):
-            self._uplink.decode(owned, received[rank], uplink[own], rank, alpha=share, add=rank > 0)
+        self._uplink.decode_sum(owned, received, uplink[own], alpha=share)
         if safeguard:
             safeguard.add_noise_(owned)
             torch._foreach_mul_(owned, 1 / ranks)
@@ -231,7 +232,11 @@ class Sharded(Route):
         )
         means = yield AllGather(mean)
 
-        health = self._downlink.health(means, stamp, senders="the owner of shard")
+        health = self._transport.alike(
+            "health",
+            means,
+            lambda: self._downlink.health(means, stamp, senders="the owner of shard"),
+        )
         accept = torch.isfinite(health)
         if self._memory:
             for rows, is_active in zip(self._remembered, active, strict=True):
@@ -239,11 +244,17 @@ class Sharded(Route):
         if settle:
             self._merge(shards)
             settle(accept)
-        for shard in range(ranks):
-            matrices = [part[shard] for part in shards]
-            self._downlink.decode(matrices, means[shard], downlink[shard], shard)
-        self._merge(shards)
-        spoil_(self._layout.work, health)
+        work = self._layout.work
+
+        def join() -> torch.Tensor:
+            self._downlink.decode_all(shards, means, downlink)
+            self._merge(shards)
+            return work
+
+        mean_of_all = self._transport.alike("mean", means, join)
+        if mean_of_all is not work:
+            work.copy_(mean_of_all)
+        spoil_(work, health)
 
     def _split(self, matrix: torch.Tensor) -> torch.Tensor:
         """Copy a matrix (n, numel) into shards (N, n, ceil(numel / N)), zero-padded."""
@@ -287,6 +298,12 @@ def cheapest_route(
     chosen = min(routes, key=lambda name: routes[name].traffic)
     logger.info("%d elements travel by %s", layout.work.numel(), chosen)
     return routes[chosen]
+
+
+@functools.lru_cache(maxsize=16)
+def _forked(keys: tuple[tuple[int, ...], ...], first: int, count: int) -> list[list[list[int]]]:
+    """Return the keys of ``count`` streams; cached for the ranks of a simulated world."""
+    return [[fork(part, stream) for part in keys] for stream in range(first, first + count)]
 
 
 def row_norms(matrix: torch.Tensor) -> torch.Tensor:

@@ -1,26 +1,37 @@
 """Requests over a ``torch.distributed`` process group."""
 
 import atexit
+import os
 import time
-from functools import cache
+import uuid
+from datetime import timedelta
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from comm_hooks.collectives.base import Transport, completed
+from comm_hooks.collectives.base import Transport, completed, finish
+from comm_hooks.collectives.gloo import GlooRanks
 from comm_hooks.collectives.requests import (
     AllGather,
     AllGatherObject,
     AllReduce,
     AllToAll,
+    Group,
     Request,
+    Result,
+    Round,
 )
+from comm_hooks.collectives.worker import RoundWorker
 
 # The name since torch 2.13; older versions know only the other one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _SECONDS_FOR_THREADS_TO_END = 0.1
+# Of messages between two ranks, so that none meets one that the program sends on the same group.
+_TAG = 0x636F6D6D
 
 
 @cache
@@ -39,8 +50,25 @@ def _let_gloo_threads_end_at_exit() -> None:
 class TorchDistributed(Transport):
     """A transport over a process group, the default one if ``group`` is None.
 
-    All collectives are issued from the calling thread in the order of the calls, which gloo needs
-    to match them.
+    How requests travel:
+
+    * gloo, tensors on the CPU: an all-gather of two ranks and every all-to-all by sends to and
+      receives from each rank, because gloo's own leave up to half of a slow link idle;
+    * otherwise by the collectives of ``torch.distributed``.
+
+    How rounds go on beside the caller (:meth:`run_async`):
+
+    * one collective, tensors on the CPU: the calling thread issues it, gloo's threads do what
+      follows;
+    * several collectives, or sends and receives, on gloo: a thread takes rounds to their end, one
+      after the other, over connections of its own (see
+      :class:`~comm_hooks.collectives.worker.RoundWorker`).  The first such round makes them, which
+      takes 10 ms or so and all ranks;
+    * accelerators: all of it on a stream of their own, for which neither the caller nor its stream
+      waits.
+
+    All other collectives are issued from the calling thread in the order of the calls, which gloo
+    needs to match them.
 
     Raises:
         ValueError: if ``torch.distributed`` is not initialized.
@@ -55,7 +83,12 @@ class TorchDistributed(Transport):
         world = dist.group.WORLD
         assert world is not None
         self._group = group if group is not None else world
-        self._is_gloo = "gloo" in dist.get_backend(self._group)
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
+        self._is_gloo = backends.get("cpu") == "gloo"
+        self._ranks_per_node = _ranks_per_node(self._group)
+        self._parts: dict[Group, dist.ProcessGroup] = {}
+        self._worker: RoundWorker | None = None
+        self._streams: dict[torch.device, Any] = {}
         if self._is_gloo:
             _let_gloo_threads_end_at_exit()
 
@@ -67,49 +100,182 @@ class TorchDistributed(Transport):
     def world_size(self) -> int:
         return dist.get_world_size(self._group)
 
+    @property
+    def ranks_per_node(self) -> int | None:
+        return self._ranks_per_node
+
+    @cached_property
+    def _gloo_parts(self) -> GlooRanks:
+        return self._gloo_ranks()
+
+    def _gloo_ranks(self) -> GlooRanks:
+        """Return the same ranks with connections of their own.  Takes all ranks."""
+        names: list[Any] = [None] * self.world_size
+        dist.all_gather_object(names, uuid.uuid4().hex, group=self._group)
+        default_store = dist.distributed_c10d._get_default_store()
+        store = PrefixStore(f"comm_hooks {names[0]}", default_store)
+        return GlooRanks(store, self.rank, self.world_size, _timeout(self._group))
+
     def perform(self, request: Request) -> Any:
+        if request.group and self._is_gloo and request.payload.device.type == "cpu":
+            return self._gloo_parts.perform(request)
+        group = self._part(request.group)
         if isinstance(request, AllGatherObject):
-            replies: list[Any] = [None] * self.world_size
-            dist.all_gather_object(replies, request.payload, group=self._group)
+            replies: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(replies, request.payload, group=group)
             return replies
-        if isinstance(request, AllToAll) and self._is_gloo:
-            return self._pairwise_all_to_all(request.payload)
-        works, reply = self._issue(request)
+        works, reply = self._issue(request, group)
         for work in works:
             work.wait()
         return reply
 
     def start(self, request: Request) -> torch.futures.Future[Any]:
-        works, reply = self._issue(request)
-        if not works:
-            return completed(reply)
+        if self._goes_by_pairs(request) or (self._is_gloo and request.group):
+            # Sends and receives have no futures on gloo.
+            return self.run_async(_only(request))
+        works, reply = self._issue(request, self._part(request.group))
         return works[0].get_future().then(lambda _: reply)
 
-    def _issue(self, request: Request) -> tuple[list[Any], torch.Tensor]:
-        """Begin a collective; return its work handle, if any, and the tensor it will fill."""
-        payload = request.payload
-        if isinstance(request, AllReduce):
-            return [dist.all_reduce(payload, group=self._group, async_op=True)], payload
+    def run_async(
+        self, round_: Round[Result], device: torch.device | None = None
+    ) -> torch.futures.Future[Result]:
+        if device is not None and device.type != "cpu":
+            return self._run_on_stream(round_, device)
+        if not self._is_gloo or self.world_size == 1:
+            return super().run_async(round_, device)
+        try:
+            request = next(round_)
+            # In the first round of all ranks; the next bucket must find them agreed.
+            while isinstance(request, AllGatherObject):
+                request = round_.send(self.perform(request))
+        except StopIteration as stop:
+            return completed(stop.value)
+        if request.final and not request.group and not self._goes_by_pairs(request):
+            return self.start(request).then(lambda done: finish(round_, done.value()))
+        if self._worker is None:
+            self._worker = RoundWorker(self._gloo_ranks())
+        return self._worker.submit(round_, request)
+
+    def _goes_by_pairs(self, request: Request) -> bool:
+        if not self._is_gloo or self.world_size == 1 or request.payload.device.type != "cpu":
+            return False
         if isinstance(request, AllGather):
-            reply = payload.new_empty(self.world_size * payload.numel())
-            work = _all_gather_single(reply, payload, group=self._group, async_op=True)
-            return [work], reply.view(self.world_size, -1)
+            # From three ranks on gloo's ring is as fast.
+            return self.world_size == 2
+        return isinstance(request, AllToAll)
+
+    def _run_on_stream(
+        self, round_: Round[Result], device: torch.device
+    ) -> torch.futures.Future[Result]:
+        """Queue all of a round on a side stream; the future orders whoever takes its value.
+
+        One stream for everything: what a round allocates is then used and freed on the stream that
+        it belongs to.  Waiting for a collective holds up that stream only.
+        """
+        accelerator = torch.get_device_module(device)
+        if device not in self._streams:
+            self._streams[device] = accelerator.Stream(device)
+        side = self._streams[device]
+        side.wait_stream(accelerator.current_stream(device))
+        with accelerator.stream(side):
+            result = self.run(round_)
+            if isinstance(result, torch.Tensor):
+                # Others have made it, and could reuse its memory too early.
+                result.record_stream(side)
+            return completed(result)
+
+    def _part(self, part: Group | None) -> dist.ProcessGroup:
+        """Return the process group of a part of the ranks, made at the first call.
+
+        Collective among its members.
+        """
+        if part is None:
+            return self._group
+        if part not in self._parts:
+            members = part.members(self.rank, self.world_size)
+            ranks = [dist.get_global_rank(self._group, member) for member in members]
+            backend = dist.get_backend_config(self._group)
+            counts: list[Any] = [None] * self.world_size
+            own_count = len(dist.distributed_c10d._world.pg_names)
+            dist.all_gather_object(counts, own_count, group=self._group)
+            if len(set(counts)) > 1:
+                # new_group() would wait for members that go by another name.
+                raise RuntimeError(
+                    "ranks cannot be divided into nodes, because they belong to different numbers "
+                    f"of process groups ({counts}): make the exchange before those groups"
+                )
+            self._parts[part] = _new_group(ranks, backend, like=self._group)
+        return self._parts[part]
+
+    def _issue(self, request: Request, group: dist.ProcessGroup) -> tuple[list[Any], torch.Tensor]:
+        """Begin a collective; return its work handles and the tensor that they will fill."""
+        payload, ranks = request.payload, dist.get_world_size(group)
+        if self._goes_by_pairs(request):
+            is_gather = isinstance(request, AllGather)
+            return _exchange_pairs(payload.expand(ranks, -1) if is_gather else payload, group)
+        if isinstance(request, AllReduce):
+            return [dist.all_reduce(payload, group=group, async_op=True)], payload
+        if isinstance(request, AllGather):
+            reply = payload.new_empty(ranks * payload.numel())
+            work = _all_gather_single(reply, payload, group=group, async_op=True)
+            return [work], reply.view(ranks, -1)
         if isinstance(request, AllToAll):
             reply = torch.empty_like(payload)
-            work = dist.all_to_all_single(reply, payload, group=self._group, async_op=True)
+            work = dist.all_to_all_single(reply, payload, group=group, async_op=True)
             return [work], reply
         raise TypeError(f"no such request: {request}")
 
-    def _pairwise_all_to_all(self, payload: torch.Tensor) -> torch.Tensor:
-        """All-to-all by pairs: gloo's ``all_to_all_single`` leaves half of a slow link idle."""
-        reply = torch.empty_like(payload)
-        reply[self.rank] = payload[self.rank]
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        peers = {rank: dist.get_global_rank(self._group, rank) for rank in others}
-        # Receives first: a send that meets a posted receive is not held up behind other data.
-        works = [dist.irecv(reply[r], src=peers[r], group=self._group) for r in others]
-        works += [dist.isend(payload[r], dst=peers[r], group=self._group) for r in others]
-        for work in works:
-            assert work is not None
-            work.wait()
-        return reply
+
+def _only(request: Request) -> Round[Any]:
+    return (yield request)
+
+
+def _exchange_pairs(rows: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[Any], torch.Tensor]:
+    """Send row j to rank j; return the work handles and the rows that come from all ranks."""
+    own = dist.get_rank(group)
+    reply = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    reply[own] = rows[own]
+    peers = {r: dist.get_global_rank(group, r) for r in range(len(rows)) if r != own}
+    # Receives first: a send that meets a posted receive is not held up behind other data.
+    works = [dist.irecv(reply[r], src=peers[r], group=group, tag=_TAG) for r in peers]
+    works += [dist.isend(rows[r], dst=peers[r], group=group, tag=_TAG) for r in peers]
+    return works, reply
+
+
+def _new_group(ranks: list[int], backend: str, *, like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Make a group that only its own ranks have to make, with the timeout of another."""
+    unsorted: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    group = dist.new_group(
+        ranks,
+        timeout=_timeout(like),
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc="comm_hooks",
+        **unsorted,
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _ranks_per_node(group: dist.ProcessGroup) -> int | None:
+    """Return how many of a group share a node, by ``LOCAL_WORLD_SIZE``, which torchrun sets.
+
+    None if it is not set, or if the group has not equally many consecutive ranks on each node.
+    """
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    if not local_ranks:
+        return None
+    nodes = [rank // local_ranks for rank in dist.get_process_group_ranks(group)]
+    count = nodes.count(nodes[0])
+    expected = [node for node in dict.fromkeys(nodes) for _ in range(count)]
+    return count if nodes == expected else None
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Return after how long a collective of a group fails; None where torch does not tell."""
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+    return None

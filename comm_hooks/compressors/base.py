@@ -78,6 +78,21 @@ class Compressor(ABC):
         self._decode(rows, octets, keys, rank, world_size, -1.0, add=True)
         return payloads
 
+    def _decode_sum(
+        self,
+        out: torch.Tensor,
+        payloads: torch.Tensor,
+        keys: Sequence[int],
+        world_size: int,
+        alpha: float,
+    ) -> None:
+        """Write ``alpha`` times the sum, in rank order, of payloads (N, n, nbytes) to ``out``.
+
+        To be overridden where that takes less than decompressing one after the other.
+        """
+        for rank, octets in enumerate(payloads):
+            self._decode(out, octets, keys, rank, world_size, alpha, add=rank > 0)
+
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
         """Return the largest possible ``|compress(v)| / |v|``; infinite where there is none.
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from comm_hooks.compressors.base import (
-    Blocks,
     Compressor,
     require_choice,
     require_positive,
     word_aligned,
-    write,
 )
+from comm_hooks.kernels.min_max import decode_min_max, encode_min_max
+from comm_hooks.kernels.signs import decode_signs, decode_sum_of_signs, encode_signs
 from comm_hooks.randomness import fork
-from comm_hooks.wire.bits import pack_bits, pack_codes, packed_nbytes, unpack_bits, unpack_codes
+from comm_hooks.wire.bits import packed_nbytes
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Sign(Compressor):
     as positive.
 
     Args:
-        block_size: the largest block that shares a scale (float32).
+        block_size: the elements that share a scale (float32); the last ones may be fewer.
 
     Shapes: vector (d,) -> payload uint8, about d/8 bytes.
     Use with :class:`~comm_hooks.memory.ErrorFeedback`.
@@ -48,24 +48,20 @@ class Sign(Compressor):
     contractive = True
 
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
-        return 4 * Blocks(numel, self.block_size).count + word_aligned(packed_nbytes(numel, 1))
+        return 4 * self._blocks(numel) + word_aligned(packed_nbytes(numel, 1))
+
+    def _blocks(self, numel: int) -> int:
+        return -(-numel // self.block_size)
 
     def _compress(
         self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
     ) -> torch.Tensor:
-        count, numel = rows.shape
-        blocks = Blocks(numel, self.block_size)
-        scales = blocks.split(rows).abs().sum(dim=2)
-        # The last block's padding takes no part in its mean.
-        sizes = torch.full((blocks.count,), float(blocks.size), device=rows.device)
-        sizes[-1] -= blocks.padded - numel
-        payload = torch.zeros(
-            count, self.payload_nbytes(numel), dtype=torch.uint8, device=rows.device
-        )
-        payload[:, : 4 * blocks.count] = (scales / sizes).view(torch.uint8)
-        signs = pack_bits(rows >= 0)
-        payload[:, 4 * blocks.count :][:, : signs.shape[1]] = signs
-        return payload
+        return _join(*encode_signs(rows, self.block_size))
+
+    def _extract(
+        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
+    ) -> torch.Tensor:
+        return _join(*encode_signs(rows, self.block_size, subtract=True))
 
     def _decode(
         self,
@@ -77,12 +73,21 @@ class Sign(Compressor):
         alpha: float,
         add: bool,
     ) -> None:
-        numel = out.shape[1]
-        blocks = Blocks(numel, self.block_size)
-        scales = payloads[:, : 4 * blocks.count].view(torch.float32)
-        signs = unpack_bits(payloads[:, 4 * blocks.count :], numel).float().mul_(2).sub_(1)
-        values = blocks.split(signs).mul_(scales[:, :, None])
-        write(out, blocks.join(values), alpha, add)
+        split = 4 * self._blocks(out.shape[1])
+        scales, octets = payloads[:, :split].view(torch.float32), payloads[:, split:]
+        decode_signs(out, scales, octets, self.block_size, alpha=alpha, add=add)
+
+    def _decode_sum(
+        self,
+        out: torch.Tensor,
+        payloads: torch.Tensor,
+        keys: Sequence[int],
+        world_size: int,
+        alpha: float,
+    ) -> None:
+        split = 4 * self._blocks(out.shape[1])
+        scales, octets = payloads[..., :split].view(torch.float32), payloads[..., split:]
+        decode_sum_of_signs(out, scales, octets, self.block_size, alpha=alpha)
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class Quantize(Compressor):
 
     Args:
         bits: 1, 2, 4 or 8.
-        block_size: the largest block that shares a range.
+        block_size: the elements that share a range; the last ones may be fewer.
         stochastic: unbiased rounding; the draws are independent across ranks.
 
     Shapes: vector (d,) -> payload uint8, about d x bits / 8 + d / 32 bytes.
@@ -133,40 +138,13 @@ class Quantize(Compressor):
 
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
         codes = word_aligned(packed_nbytes(numel, self.bits))
-        return 8 * Blocks(numel, self.block_size).count + codes
+        return 8 * -(-numel // self.block_size) + codes
 
     def _compress(
         self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
     ) -> torch.Tensor:
-        count, numel = rows.shape
-        blocks = Blocks(numel, self.block_size)
-        vectors = blocks.split(rows)
-        low, high = torch.aminmax(vectors, dim=2)
-        unit = (high - low) / (2**self.bits - 1)
-        # Where all elements of a block are equal any code decodes to them.
-        levels = (vectors - low[..., None]) / torch.where(unit > 0, unit, 1.0)[..., None]
-        levels += self._rounding(levels, keys, rank) if self.stochastic else 0.5
-        codes = blocks.join(levels).clamp_(0, 2**self.bits - 1).to(torch.uint8)
-        payload = torch.zeros(
-            count, self.payload_nbytes(numel), dtype=torch.uint8, device=rows.device
-        )
-        header = 4 * blocks.count
-        payload[:, :header] = low.contiguous().view(torch.uint8)
-        payload[:, header : 2 * header] = unit.contiguous().view(torch.uint8)
-        packed = pack_codes(codes, self.bits)
-        payload[:, 2 * header :][:, : packed.shape[1]] = packed
-        return payload
-
-    def _rounding(self, levels: torch.Tensor, keys: Sequence[int], rank: int) -> torch.Tensor:
-        generator = torch.Generator(levels.device)
-        return torch.stack(
-            [
-                torch.rand(
-                    levels.shape[1:], device=levels.device, generator=generator.manual_seed(key)
-                )
-                for key in fork(keys, rank)
-            ]
-        )
+        seeds = fork(keys, rank) if self.stochastic else None
+        return _join(*encode_min_max(rows, self.block_size, self.bits, seeds))
 
     def _decode(
         self,
@@ -178,11 +156,14 @@ class Quantize(Compressor):
         alpha: float,
         add: bool,
     ) -> None:
-        numel = out.shape[1]
-        blocks = Blocks(numel, self.block_size)
-        header = 4 * blocks.count
-        low = payloads[:, :header].view(torch.float32)
-        unit = payloads[:, header : 2 * header].view(torch.float32)
-        codes = unpack_codes(payloads[:, 2 * header :], numel, self.bits)
-        values = blocks.split(codes.float()).mul_(unit[..., None]).add_(low[..., None])
-        write(out, blocks.join(values), alpha, add)
+        count = -(-out.shape[1] // self.block_size)
+        low, unit = payloads[:, : 8 * count].view(torch.float32).split(count, dim=1)
+        octets = payloads[:, 8 * count :]
+        decode_min_max(out, low, unit, octets, self.block_size, self.bits, alpha=alpha, add=add)
+
+
+def _join(*parts: torch.Tensor) -> torch.Tensor:
+    """Return payloads of these parts, one after the other, (n, nbytes), word-aligned."""
+    octets = [part.view(torch.uint8) for part in parts]
+    padding = -sum(part.shape[1] for part in octets) % 4
+    return torch.nn.functional.pad(torch.cat(octets, dim=1), (0, padding))

@@ -6,9 +6,8 @@ decompressed mean is unbiased.  No error feedback belongs to them: R^T R v is of
 ``|v|``, which feedback would amplify.  The noise averages out over steps, through the momentum.
 """
 
-import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,20 +20,9 @@ from comm_hooks.compressors.base import (
     require_positive,
     write,
 )
-from comm_hooks.randomness import (
-    SIGN_TABLE_SIZE,
-    SIGN_WINDOW,
-    fork,
-    multiply_signs_,
-    random_below,
-    sign_offsets,
-    sign_table,
-    stratified_indices,
-)
-
-# Below this width a Count-Sketch takes many rows at once, about _BATCH elements.
-_NARROW = 512
-_BATCH = 1 << 16
+from comm_hooks.kernels import count_sketch
+from comm_hooks.kernels.hadamard import hadamard
+from comm_hooks.randomness import fork, multiply_signs_, stratified_indices
 
 
 class _Sketch(Compressor):
@@ -92,98 +80,11 @@ class CountSketch(_Sketch):
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
         return math.sqrt(-(-numel // self.width(numel)))
 
-    def _pieces(
-        self, numel: int, keys: Sequence[int]
-    ) -> Iterator[Iterator[tuple[int, int, int, int]]]:
-        """Yield, per key, (start, stop, first sum, sign offset) of every contiguous piece."""
-        width = self.width(numel)
-        windows = -(-width // SIGN_WINDOW)
-        count = -(-numel // width)
-        rotations = random_below(fork(keys, 0), count, width).tolist()
-        offsets = sign_offsets(fork(keys, 1), count * windows)
-        for row_rotations, row_offsets in zip(rotations, offsets, strict=True):
-            yield (
-                (
-                    start,
-                    min(start + SIGN_WINDOW, row * width + width, numel),
-                    rotation + start - row * width,
-                    row_offsets[row * windows + window],
-                )
-                for row, rotation in enumerate(row_rotations)
-                for window, start in enumerate(
-                    range(row * width, min(row * width + width, numel), SIGN_WINDOW)
-                )
-            )
-
-    def _batches(
-        self, numel: int, keys: Sequence[int], device: torch.device
-    ) -> Iterator[Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]]:
-        """Yield, per key, (start, stop, rotations, signs) of batches of whole rows.
-
-        For sketches so narrow that rows one by one take longer to ask for than to compute.
-        Rotations have the shape (rows, 1), signs (rows, width); the last batch may be padded.
-        """
-        width = self.width(numel)
-        count = -(-numel // width)
-        rotations, offsets = (
-            torch.from_numpy(random_below(fork(keys, stream), count, bound)).to(device)
-            for stream, bound in enumerate((width, SIGN_TABLE_SIZE))
-        )
-        columns = torch.arange(width, device=device)
-        step = max(1, _BATCH // width)
-        for row_rotations, row_offsets in zip(rotations, offsets, strict=True):
-            yield (
-                (
-                    first * width,
-                    min((first + step) * width, numel),
-                    row_rotations[first : first + step, None],
-                    sign_table(device)[row_offsets[first : first + step, None] + columns],
-                )
-                for first in range(0, count, step)
-            )
-
-    def _compress_narrow(self, rows: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
-        width = self.width(rows.shape[1])
-        columns = torch.arange(width, device=rows.device)
-        sums = torch.zeros(len(keys), width, device=rows.device)
-        for row, total, batches in zip(
-            rows, sums, self._batches(rows.shape[1], keys, rows.device), strict=True
-        ):
-            for start, stop, rotations, signs in batches:
-                padding = signs.numel() - (stop - start)
-                lines = torch.nn.functional.pad(row[start:stop], (0, padding)).view_as(signs)
-                total += (lines * signs).gather(1, (columns - rotations) % width).sum(0)
-        return sums
-
-    def _decode_narrow(
-        self, out: torch.Tensor, sketch: torch.Tensor, keys: Sequence[int], add: bool
-    ) -> None:
-        width = sketch.shape[1]
-        columns = torch.arange(width, device=out.device)
-        for row, total, batches in zip(
-            out, sketch, self._batches(out.shape[1], keys, out.device), strict=True
-        ):
-            for start, stop, rotations, signs in batches:
-                values = total[(columns + rotations) % width].mul_(signs)
-                write(row[start:stop], values.flatten()[: stop - start], 1.0, add)
-
     def _compress(
         self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
     ) -> torch.Tensor:
-        numel = rows.shape[1]
-        width = self.width(numel)
-        if width < _NARROW:
-            return self._compress_narrow(rows, keys)
-        signs = sign_table(rows.device)
-        # Twice the width: a rotated piece stays contiguous, and the halves are added at the end.
-        sums = torch.zeros(len(keys), 2 * width, device=rows.device)
-        for row, total, pieces in zip(rows, sums, self._pieces(numel, keys), strict=True):
-            for start, stop, place, offset in pieces:
-                length = stop - start
-                total[place : place + length].addcmul_(
-                    row[start:stop], signs[offset : offset + length]
-                )
-        return sums[:, :width] + sums[:, width:]
+        width = self.width(rows.shape[1])
+        return count_sketch.sketch(rows, width, *count_sketch.draw(keys, rows.shape[1], width))
 
     def _decode(
         self,
@@ -195,21 +96,9 @@ class CountSketch(_Sketch):
         alpha: float,
         add: bool,
     ) -> None:
-        numel = out.shape[1]
-        signs = sign_table(out.device)
-        sketch = payloads.view(torch.float32) * alpha
-        if sketch.shape[1] < _NARROW:
-            self._decode_narrow(out, sketch, keys, add)
-            return
-        sketch = torch.cat([sketch, sketch], dim=1)
-        for row, total, pieces in zip(out, sketch, self._pieces(numel, keys), strict=True):
-            for start, stop, place, offset in pieces:
-                length = stop - start
-                values, flips = total[place : place + length], signs[offset : offset + length]
-                if add:
-                    row[start:stop].addcmul_(values, flips)
-                else:
-                    torch.mul(values, flips, out=row[start:stop])
+        sketches = payloads.view(torch.float32)
+        draws = count_sketch.draw(keys, out.shape[1], sketches.shape[1])
+        count_sketch.unsketch(out, sketches, *draws, alpha=alpha, add=add)
 
 
 @dataclass(frozen=True)
@@ -363,36 +252,3 @@ class GaussianSketch(_Sketch):
         )
         signed = blocks.join(vectors).contiguous()
         write(out, multiply_signs_(signed, fork(keys, 1)), alpha, add)
-
-
-@functools.lru_cache(maxsize=32)
-def _hadamard_matrix(order: int, device: torch.device) -> torch.Tensor:
-    """Return the orthonormal Hadamard matrix of an order that is a power of two."""
-    matrix = torch.ones(1, 1)
-    while matrix.shape[0] < order:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-    return (matrix / math.sqrt(order)).to(device)
-
-
-def hadamard(rows: torch.Tensor) -> torch.Tensor:
-    """Return the orthonormal Walsh-Hadamard transform of each row (n, 2^k); its own inverse.
-
-    H_{2^k} is a Kronecker product of Hadamard matrices of order at most 64.  Each factor acts on
-    one axis of the row seen as an array, which is a matrix product that needs no transposition.
-    """
-    numel = rows.shape[1]
-    # Two buffers for all factors: new memory would take longer to touch than to compute.
-    current = rows.clone(memory_format=torch.contiguous_format)
-    other = torch.empty_like(current)
-    stride = 1
-    while stride < numel:
-        order = min(64, numel // stride)
-        factor = _hadamard_matrix(order, rows.device)
-        if stride == 1:
-            torch.mm(current.view(-1, order), factor, out=other.view(-1, order))
-        else:
-            shape = (-1, order, stride)
-            torch.matmul(factor, current.view(shape), out=other.view(shape))
-        current, other = other, current
-        stride *= order
-    return current

@@ -15,6 +15,7 @@ from comm_hooks.compressors.base import (
     word_aligned,
     write,
 )
+from comm_hooks.kernels.scatter import scatter_sum
 from comm_hooks.kernels.top_k import block_top_k
 from comm_hooks.randomness import fork, random_below, stratified_indices
 from comm_hooks.wire.index_codes import INDEX_CODES, IndexCode, places_code
@@ -22,6 +23,9 @@ from comm_hooks.wire.places import PlacesCode
 from comm_hooks.wire.values import VALUE_BITS, ValueCode
 
 MAX_BLOCK_SIZE = 65536
+# Entries of so many payloads are decoded together: fewer, larger operations, which for 64 of 4096
+# need about as much memory as the vector.
+_RANKS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,27 @@ class TopK(Compressor):
         if not add:
             out.zero_()
         _add(out, *_in_rows(blocks, places, values, present), alpha)
+
+    def _decode_sum(
+        self,
+        out: torch.Tensor,
+        payloads: torch.Tensor,
+        keys: Sequence[int],
+        world_size: int,
+        alpha: float,
+    ) -> None:
+        blocks, code = self._plan(out.shape[1])
+        split = self._values_nbytes(blocks, code)
+        for first in range(0, len(payloads), _RANKS_AT_ONCE):
+            group = payloads[first : first + _RANKS_AT_ONCE]
+            octets, group_keys = group.flatten(0, 1), [*keys] * len(group)
+            coded = self._values.decode(octets[:, :split], blocks.count, code.count)
+            found, present = code.decode(
+                octets[:, split:], blocks.count, _first_blocks(blocks, group_keys)
+            )
+            shape = (len(group), len(keys), blocks.count, code.count)
+            places, values = (t.view(shape) for t in _in_rows(blocks, found, coded, present))
+            scatter_sum(out, places, values, blocks.size, alpha=alpha, add=first > 0)
 
 
 def _first_blocks(blocks: Blocks, keys: Sequence[int]) -> list[int]:

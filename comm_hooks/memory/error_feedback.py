@@ -71,12 +71,23 @@ class ErrorFeedback(Remainder):
 
     def compensate(self, rows: Rows, active: torch.Tensor, scale: float) -> None:
         residual = self._decode(self._residuals.matrix(rows), rows.matrix.shape[1])
-        rows.matrix.addcmul_(residual, active.to(rows.matrix.dtype), value=scale * self.decay)
+        if active.device.type == "cpu" and active.all():
+            # Half the time of a multiplication by a column.
+            rows.matrix.add_(residual, alpha=scale * self.decay)
+        else:
+            rows.matrix.addcmul_(residual, active.to(rows.matrix.dtype), value=scale * self.decay)
 
     def retain(self, rows: Rows, accept: torch.Tensor, scale: float, key: int) -> None:
         left = rows.matrix if scale == 1 else rows.matrix / scale
-        keys = [derive_key(key, 0, n) for n in rows.names] if self.stochastic else (0,) * len(left)
-        replace_(self._residuals.matrix(rows), self._encode(left, keys), accept)
+        if self._codec:
+            keys = (
+                [derive_key(key, 0, name) for name in rows.names]
+                if self.stochastic
+                else (0,) * len(left)
+            )
+            left = self._encode(left, keys)
+        # Anything else is rounded, if at all, on the way to where it is kept.
+        replace_(self._residuals.matrix(rows), left, accept)
 
     def norm(self) -> float:
         norms = [

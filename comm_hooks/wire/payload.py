@@ -12,12 +12,13 @@ which is 0 when all elements of the rank's vector are finite, else NaN.  Either 
 learns whether any of them is not, at no extra collective.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.wire.header import HEADER_NBYTES, HeaderCheck, Stamp, write_header_
+from comm_hooks.wire.header import HEADER_NBYTES, HeaderCheck, Stamp, write_headers_
 
 SUMMED_HEADER_NBYTES = 4
 
@@ -68,22 +69,47 @@ class PayloadFormat:
             health: float32 scalar, 0 if the matrices are finite, else NaN.
             keep_rest: subtract from the matrices, in place, what the payload says of them.
         """
-        payload = (
-            torch.empty(self.nbytes, dtype=torch.uint8, device=health.device)
-            if out is None
-            else out
-        )
-        for compressor, (start, stop, _), matrix, part_keys in zip(
-            self._compressors, self._slices, matrices, keys, strict=True
+        return self.encode_all(
+            [matrix[None] for matrix in matrices],
+            [keys],
+            rank,
+            health,
+            stamp,
+            keep_rest=keep_rest,
+            out=None if out is None else out[None],
+        )[0]
+
+    def encode_all(
+        self,
+        stacks: Sequence[torch.Tensor],
+        keys: Sequence[Sequence[Sequence[int]]],
+        rank: int,
+        health: torch.Tensor,
+        stamp: Stamp,
+        *,
+        keep_rest: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return M payloads (M, nbytes) of stacks of M matrices; like M calls of :meth:`encode`.
+
+        Args:
+            stacks: for each part, contiguous matrices (M, rows, numel).
+            keys: those of each payload.
+        """
+        count = len(keys)
+        if out is None:
+            out = torch.empty(count, self.nbytes, dtype=torch.uint8, device=health.device)
+        for compressor, (start, stop, _), stack, part_keys in zip(
+            self._compressors, self._slices, stacks, _by_part(keys), strict=True
         ):
             compress = compressor._extract if keep_rest else compressor._compress
-            rows = compress(matrix, part_keys, rank, self._world_size)
-            payload[start:stop].view(rows.dtype).view(rows.shape).copy_(rows)
+            rows = compress(stack.flatten(0, 1), part_keys, rank, self._world_size)
+            out[:, start:stop].view(rows.dtype).copy_(rows.view(count, -1))
         if self._summed:
-            payload[:SUMMED_HEADER_NBYTES].view(torch.float32).copy_(health)
+            out[:, :SUMMED_HEADER_NBYTES].view(torch.float32).copy_(health)
         else:
-            write_header_(payload, stamp, health)
-        return payload
+            write_headers_(out, stamp, health)
+        return out
 
     def health(
         self, payloads: torch.Tensor, stamp: Stamp, *, senders: str = "rank"
@@ -102,6 +128,21 @@ class PayloadFormat:
             return payloads[0, :SUMMED_HEADER_NBYTES].view(torch.float32)[0]
         return self._check.health(payloads, stamp, senders)
 
+    def decode_sum(
+        self,
+        matrices: Sequence[torch.Tensor],
+        payloads: torch.Tensor,
+        keys: Sequence[Sequence[int]],
+        *,
+        alpha: float,
+    ) -> None:
+        """Write ``alpha`` times the sum of all ranks' payloads (N, nbytes) to matrices."""
+        for compressor, (start, stop, rows), matrix, part_keys in zip(
+            self._compressors, self._slices, matrices, keys, strict=True
+        ):
+            octets = payloads[:, start:stop].unflatten(1, (rows, -1))
+            compressor._decode_sum(matrix, octets, part_keys, self._world_size, alpha)
+
     def decode(
         self,
         matrices: Sequence[torch.Tensor],
@@ -118,3 +159,29 @@ class PayloadFormat:
         ):
             octets = payload[start:stop].view(rows, -1)
             compressor._decode(matrix, octets, part_keys, rank, self._world_size, alpha, add)
+
+    def decode_all(
+        self,
+        stacks: Sequence[torch.Tensor],
+        payloads: torch.Tensor,
+        keys: Sequence[Sequence[Sequence[int]]],
+    ) -> None:
+        """Write M decompressed payloads (M, nbytes) to stacks; like M calls of :meth:`decode`.
+
+        Not for compressors that are ``per_rank``.
+
+        Args:
+            stacks, keys: see :meth:`encode_all`.
+        """
+        for compressor, (start, stop, rows), stack, part_keys in zip(
+            self._compressors, self._slices, stacks, _by_part(keys), strict=True
+        ):
+            octets = payloads[:, start:stop].reshape(len(payloads) * rows, -1)
+            compressor._decode(
+                stack.flatten(0, 1), octets, part_keys, 0, self._world_size, 1.0, add=False
+            )
+
+
+def _by_part(keys: Sequence[Sequence[Sequence[int]]]) -> Iterator[list[int]]:
+    """Yield, per part, the keys of the rows of all payloads."""
+    return (list(chain.from_iterable(of_part)) for of_part in zip(*keys, strict=True))

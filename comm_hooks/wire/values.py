@@ -13,6 +13,7 @@ with its share of the levels:
 """
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -79,10 +80,11 @@ class ValueCode:
         if not values.shape[2]:
             return values.new_empty(len(values), 0, dtype=torch.uint8), values
         magnitudes = values.abs()
-        if self.bits == 4:
-            octets, levels, indices = _even_levels(magnitudes)
-        else:
-            octets, levels, indices = _shared_levels(magnitudes, 1 << (self.bits - 1))
+        octets, levels, indices = (
+            _even_levels(magnitudes)
+            if self.bits == 4
+            else _shared_levels(magnitudes, 1 << (self.bits - 1))
+        )
         positive = values >= 0
         codes = positive.to(torch.uint8) if indices is None else (indices << 1) | positive
         packed = pack_codes(codes.flatten(1), self.bits)
@@ -162,14 +164,15 @@ def _shared_levels(
     head = [largest.view(torch.uint8)]
     indices = None
     if count > 1:
-        scales = _expand(largest.float() * _scale_table(codes.device)[codes.int()], shared, sets)[
-            ..., None
-        ]
+        scales = largest.float() * _scale_table(codes.device)[codes.int()]
+        scales = _expand(scales, shared, sets)[..., None]
         relative = torch.where(scales > 0, magnitudes / scales, 1.0)
         ratios = _ratios(relative, count)
         head.append(ratios)
-        middles = _middles(_ratio_table(ratios.device)[ratios.int()])
-        indices = sum((relative > m[:, None, None]).to(torch.uint8) for m in middles.unbind(1))
+        levels = _ratio_table(ratios.device)[ratios.int()]
+        indices = torch.zeros_like(magnitudes, dtype=torch.uint8)
+        for low, high in itertools.pairwise(levels.unbind(1)):
+            indices += relative > ((low + high) / 2)[:, None, None]
     octets = torch.cat([*head, codes], dim=1)
     return octets, _read_shared_levels(octets, sets, values, count), indices
 
@@ -195,11 +198,6 @@ def _ratios(relative: torch.Tensor, count: int) -> torch.Tensor:
         classes = halves
     steps = (torch.log2(torch.cat(means, dim=1)) * _RATIO_STEPS).round_() + _RATIO_ONE
     return steps.nan_to_num_(nan=_RATIO_ONE).clamp_(0, 255).to(torch.uint8)
-
-
-def _middles(levels: torch.Tensor) -> torch.Tensor:
-    """Return what separates neighbours among levels (n, L): (n, L - 1)."""
-    return (levels[:, 1:] + levels[:, :-1]) / 2
 
 
 def _read_shared_levels(octets: torch.Tensor, sets: int, values: int, count: int) -> torch.Tensor:

@@ -194,7 +194,7 @@ def _advise(
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = console or _make_console()
-    rehearsals = Rehearsals(model, network.ranks, device)
+    rehearsals = Rehearsals(model, network.ranks, device, network.ranks_per_node)
     case = Case(model, network, slowest(rehearsals.optimizer_seconds()), zero_stage)
     plans = []
     left_out = {}

@@ -19,6 +19,7 @@ import torch
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
 
 Kind = Literal["all_reduce", "all_gather", "all_to_all"]
+Members = Literal["all", "node", "across"]
 
 TCP_SHARE = 1448 / 1514
 """Of the bytes on an Ethernet link, those that are not headers: the best a transfer can do."""
@@ -27,12 +28,11 @@ BACKWARD_SHARE = 2 / 3
 """Of forward and backward: for each product of matrices forward there are two backward."""
 
 _GLOO_EFFICIENCY: dict[Kind, tuple[float, float]] = {
-    # Bandwidth used over that of one transfer: with two ranks, with more.  Measured with
-    # benchmarks/netns at 100 Mbit on 1 to 8 MiB.  Two ranks send acknowledgements against each
-    # other's data; in gloo's all_gather of two, "ready to receive" queues behind bulk data; in an
-    # all-to-all of more, several senders meet at one receiver.
+    # Bandwidth used over that of one transfer: with two ranks, with more.  Measured in network
+    # namespaces at 100 Mbit on 1 to 8 MiB.  Two ranks send acknowledgements against each other's
+    # data; in an all-to-all of more, several senders meet at one receiver.
     "all_reduce": (0.93, 0.93),
-    "all_gather": (0.65, 0.93),
+    "all_gather": (0.91, 0.93),
     "all_to_all": (0.95, 0.82),
 }
 
@@ -59,7 +59,7 @@ class Network:
         ranks_per_node: L; they share their node's link.
         inside: the slowest link inside a node; None where every node has one rank.
         backend: of ``torch.distributed``.  Gloo's constants are measured.  For NCCL full use of
-            the link and trees (a number of rounds that grows with log N) are assumed.
+            the link and trees (a number of rounds that grows with log N) are assumed, not measured.
     """
 
     ranks: int
@@ -78,42 +78,62 @@ class Network:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a round: its kind, and the bytes that each rank sends."""
+    """One collective of a round.
+
+    Attributes:
+        kind: what it does.
+        traffic: the bytes that each rank sends.
+        members: which ranks take part in one: ``"all"``; those of a ``"node"``; or those at the
+            same place in every node, ``"across"``, of which a node's ranks have one each at the
+            same time.
+    """
 
     kind: Kind
     traffic: int
+    members: Members = "all"
 
     @classmethod
     def of(cls, request: AllReduce | AllGather | AllToAll, ranks: int) -> "Collective":
-        """Return what a request costs between ``ranks`` ranks."""
+        """Return what a request costs between ``ranks`` ranks, those of its group."""
         kinds: dict[type, Kind] = {
             AllReduce: "all_reduce",
             AllGather: "all_gather",
             AllToAll: "all_to_all",
         }
-        return cls(kinds[type(request)], request.traffic(ranks))
+        members: Members = request.group.kind if request.group else "all"
+        return cls(kinds[type(request)], request.traffic(ranks), members)
 
     def seconds(self, network: Network) -> float:
         """Return how long it takes when nothing else uses the network."""
-        if network.ranks < 2:
+        ranks, link, load = self._path(network)
+        if ranks < 2:
             return 0.0
-        link, load = network.ring, 1.0
-        outside = network.ranks - network.ranks_per_node
-        if self.kind == "all_to_all" and outside > 0:
-            # Every rank of a node sends to every rank outside, over the one link of the node.
-            load = network.ranks_per_node * outside / (network.ranks - 1)
         efficiency = 1.0
         if network.backend == "gloo":
-            efficiency = _GLOO_EFFICIENCY[self.kind][network.ranks > 2]
+            efficiency = _GLOO_EFFICIENCY[self.kind][ranks > 2]
         transfer = load * self.traffic / (efficiency * link.bandwidth)
-        return self._rounds(network) * link.latency + transfer
+        return self._rounds(ranks, network.backend) * link.latency + transfer
 
-    def _rounds(self, network: Network) -> float:
+    def _path(self, network: Network) -> tuple[int, Link, float]:
+        """Return how many ranks take part, over which link, and how many transfers share it."""
+        of_node = min(network.ranks_per_node, network.ranks)
+        if self.members == "node":
+            return of_node, network.inside or network.between, 1.0
+        if self.members == "across":
+            return network.ranks // of_node, network.between, of_node
+        outside = network.ranks - of_node
+        load = 1.0
+        if self.kind == "all_to_all" and outside:
+            # Every rank of a node sends to every rank outside, over the one link of the node.
+            load = of_node * outside / (network.ranks - 1)
+        return network.ranks, network.ring, load
+
+    def _rounds(self, ranks: int, backend: str) -> float:
         if self.kind == "all_to_all":
             return 1  # all transfers are posted at once
-        hops = network.ranks - 1
-        if network.backend == "nccl":
-            hops = math.ceil(math.log2(network.ranks))
+        hops = ranks - 1
+        if backend == "nccl":
+            hops = math.ceil(math.log2(ranks))
         return 2 * hops if self.kind == "all_reduce" else hops
 
 
@@ -197,10 +217,9 @@ def predict(
     """Return the mean time of a step.
 
     1. forward, then backward; a hook's round begins when its share of the backward pass is done;
-    2. encoding takes the device's time, and so do all collectives of a round but the last, for
-       which the hook waits; the last runs beside the rest of the backward pass.  The network does
-       one collective at a time, in order;
-    3. decoding takes the device's time, the last round's after its collective;
+    2. encoding takes the device's time; the collectives of a round follow one another beside the
+       rest of the backward pass.  The network does one collective at a time, in order;
+    3. decoding takes the device's time, the last round's after its collectives;
     4. the optimizer, whose rounds do not overlap with anything;
     5. what comes ``afterwards`` in every step: under ZeRO the all-gather of parameters.
 
@@ -224,9 +243,7 @@ def predict(
         device += (exchanged.ready - done) * backward + last_after + exchanged.before
         done = exchanged.ready
         last_after = exchanged.after
-        for collective in exchanged.collectives[:-1]:
-            device = network_free = max(device, network_free) + collective.seconds(network)
-        for collective in exchanged.collectives[-1:]:
+        for collective in exchanged.collectives:
             network_free = max(device, network_free) + collective.seconds(network)
     device += (1 - done) * backward
     time = max(device, network_free) + last_after

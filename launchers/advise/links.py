@@ -70,7 +70,7 @@ def edges_of(nodes: Sequence[Sequence[int]]) -> list[list[tuple[int, int, bool]]
 def measure_links(place: Place, device: torch.device) -> tuple[list[Measured], list[list[int]]]:
     """Measure the links between and inside nodes; return them, and the ranks of each node.
 
-    Latency is half the median time of a tiny message there and back; bandwidth that of a transfer
+    Latency is half the median time of a tiny message there and back; bandwidth that of transfers
     of 0.4 s or 256 MiB.  Other traffic on a link is part of what is measured.  Collective: all
     ranks call it, and get the same.
     """
@@ -108,22 +108,33 @@ def _measure_pair(rank: int, peer: int, inside: bool, device: torch.device) -> l
 
 
 def _bandwidth(rank: int, sender: int, peer: int, device: torch.device, latency: float) -> float:
-    """Return the bytes per second from ``sender``, with transfers that grow until one is long."""
+    """Return the bytes per second from ``sender``, with transfers that grow until one is long.
+
+    The median of three of that size: one alone may fall into a moment when a machine is busy.
+    """
     count = _FIRST_BYTES
-    tiny = torch.zeros(1, dtype=torch.uint8, device=device)
     while True:
-        data = torch.zeros(count, dtype=torch.uint8, device=device)
-        started = time.perf_counter()
-        _pass(data, rank, sender, peer)
-        _pass(tiny, rank, peer if sender == rank else rank, peer)  # it has arrived
-        seconds = max(1e-9, time.perf_counter() - started - 2 * latency)
-        # Both must go on or stop, so the sender's clock decides.
-        verdict = torch.tensor([seconds], dtype=torch.float64, device=device)
-        _pass(verdict, rank, sender, peer)
-        seconds = float(verdict)
+        seconds = _transfer(count, rank, sender, peer, device, latency)
         if seconds >= _ENOUGH_SECONDS or count >= _MOST_BYTES:
-            return count / seconds
+            again = [_transfer(count, rank, sender, peer, device, latency) for _ in range(2)]
+            return count / statistics.median([seconds, *again])
         count = min(_MOST_BYTES, 2 * count if seconds > _ENOUGH_SECONDS / 8 else 8 * count)
+
+
+def _transfer(
+    count: int, rank: int, sender: int, peer: int, device: torch.device, latency: float
+) -> float:
+    """Return the seconds in which ``count`` bytes arrive; the same on both ranks."""
+    tiny = torch.zeros(1, dtype=torch.uint8, device=device)
+    data = torch.zeros(count, dtype=torch.uint8, device=device)
+    started = time.perf_counter()
+    _pass(data, rank, sender, peer)
+    _pass(tiny, rank, peer if sender == rank else rank, peer)  # it has arrived
+    seconds = max(1e-9, time.perf_counter() - started - 2 * latency)
+    # Both must go on or stop, so the sender's clock decides.
+    verdict = torch.tensor([seconds], dtype=torch.float64, device=device)
+    _pass(verdict, rank, sender, peer)
+    return float(verdict)
 
 
 def _pass(tensor: torch.Tensor, rank: int, sender: int, peer: int) -> None:

@@ -53,9 +53,10 @@ _MIN_STEPS = 4
 class Alone(Transport):
     """A world of N ranks of which only this one exists: the others send what this one sends."""
 
-    def __init__(self, world_size: int, device: torch.device) -> None:
+    def __init__(self, world_size: int, device: torch.device, ranks_per_node: int = 1) -> None:
         self._world_size = world_size
         self._device = device
+        self._ranks_per_node = ranks_per_node
         self.start_noting()
 
     @property
@@ -65,6 +66,10 @@ class Alone(Transport):
     @property
     def world_size(self) -> int:
         return self._world_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self._ranks_per_node
 
     def start_noting(self) -> None:
         """Forget what was noted."""
@@ -91,15 +96,17 @@ class Alone(Transport):
         raise NotImplementedError("a rehearsal is driven by run() alone")
 
     def _answer(self, request: Request) -> Any:
-        payload = request.payload
+        payload, ranks = request.payload, self._world_size
+        if request.group:
+            ranks = len(request.group.members(self.rank, ranks))
         if isinstance(request, AllGatherObject):
-            return [payload] * self._world_size
+            return [payload] * ranks
         assert isinstance(request, AllReduce | AllGather | AllToAll)
-        self._collectives.append(Collective.of(request, self._world_size))
+        self._collectives.append(Collective.of(request, ranks))
         if isinstance(request, AllReduce):
-            return payload.mul_(self._world_size)
+            return payload.mul_(ranks)
         row = payload if isinstance(request, AllGather) else payload[0]
-        return row.expand(self._world_size, -1)
+        return row.expand(ranks, -1)
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,7 @@ class Rehearsals:
         step: the model.  If it has over 16.8 million parameters, a part of that size is played.
         ranks: of the world that is imagined.
         device: where training takes place.
+        ranks_per_node: how many of the ranks share a node.
 
     Example::
 
@@ -138,9 +146,16 @@ class Rehearsals:
         4194304.0
     """
 
-    def __init__(self, step: Step, ranks: int, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        step: Step,
+        ranks: int,
+        device: torch.device | str | None = None,
+        ranks_per_node: int = 1,
+    ) -> None:
         self.step = step
         self.ranks = ranks
+        self.ranks_per_node = ranks_per_node
         played = step
         if step.numel > _LARGEST:
             played = Step.of_numel(_LARGEST, step.milliseconds, step.dtype)
@@ -242,7 +257,7 @@ class Rehearsals:
         settings = Settings(nproc=self.ranks, steps=2 * _MIN_STEPS, warmup=1)
         named = [(n, nn.Parameter(p.detach().clone())) for n, p in self._stage.parameters]
         optimizer = OPTIMIZERS[name].build(named, exchange, settings, dict(options))
-        transport = exchange.transport if exchange else Alone(self.ranks, self._stage.device)
+        transport = exchange.transport if exchange else self._make_transport()
         assert isinstance(transport, Alone)
 
         def closure() -> Tensor:
@@ -287,8 +302,11 @@ class Rehearsals:
             min_numel=built.min_numel,
             exempt_bits=built.exempt_bits,
             granularity=built.granularity,
-            transport=Alone(self.ranks, self._stage.device),
+            transport=self._make_transport(),
         )
+
+    def _make_transport(self) -> Alone:
+        return Alone(self.ranks, self._stage.device, self.ranks_per_node)
 
     def _buckets(self, step: Step, method: Method) -> list[tuple[range, float]]:
         sizes = [math.prod(shape) * step.element_bytes for shape in step.shapes]

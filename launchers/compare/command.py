@@ -1,6 +1,5 @@
 """The ``compare`` command: check everything, run every method, tell what came out."""
 
-import importlib.metadata
 import platform
 import re
 import shlex
@@ -10,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -23,16 +21,18 @@ from comm_hooks.launchers.compare.methods import (
     Method,
     parse_methods,
 )
-from comm_hooks.launchers.compare.model import GPT, GPTConfig
+from comm_hooks.launchers.compare.options import (
+    describe_training,
+    make_console,
+    make_settings,
+    prepare_folder,
+    versions,
+)
 from comm_hooks.launchers.compare.plots import write_plots
 from comm_hooks.launchers.compare.progress import open_display
 from comm_hooks.launchers.compare.runs import Run, Settings
 from comm_hooks.launchers.compare.table import print_table
 from comm_hooks.launchers.report.page import write_page
-
-_QUICK_MODEL = GPTConfig(layers=2)
-_QUICK_STEPS = 60
-_LOG_WIDTH = 140
 
 # Exit codes.
 _FAILED = 1
@@ -82,19 +82,19 @@ def compare(
     """
     try:
         methods = parse_methods(hooks or (QUICK_METHODS if quick else DEFAULT_METHODS))
-        settings = _make_settings(nproc, steps, seed, eval_every, quick)
+        settings = make_settings(nproc, steps, seed, eval_every, quick)
         for method in methods:
             method.check(settings)
         if timeout <= 0:
             raise ValueError(f"--timeout must be positive, got {timeout:g}")
         corpus = load_corpus(data)
         check_length(corpus, nproc, settings.window)
-        _prepare_folder(out)
+        prepare_folder(out)
     except ValueError as error:
         typer.echo(f"comm-hooks compare: {error}", err=True)
         raise typer.Exit(_BAD_INPUT) from None
 
-    console = _make_console()
+    console = make_console()
     facts = _make_facts(settings, corpus.description, methods, data, quick)
     for name in ("Model", "Text", "Machine"):
         console.print(Text(f"{name}: {facts[name]}"), soft_wrap=True)
@@ -153,45 +153,6 @@ def _run_methods(
             yield run
 
 
-def _make_settings(
-    nproc: int, steps: int | None, seed: int, eval_every: int | None, quick: bool
-) -> Settings:
-    if steps is None:
-        steps = _QUICK_STEPS if quick else Settings.steps
-    for option, value in {"--nproc": nproc, "--steps": steps, "--eval-every": eval_every}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{option} must be at least 1, got {value}")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"--seed must lie between 0 and 2**32 - 1, got {seed}")
-    return Settings(
-        nproc=nproc,
-        steps=steps,
-        seed=seed,
-        eval_every=eval_every or max(1, steps // 5),
-        # A short run needs steps after the warm-up, too: some methods only then compress.
-        warmup=min(Settings.warmup, max(1, steps // 2)),
-        model=_QUICK_MODEL if quick else GPTConfig(),
-    )
-
-
-def _prepare_folder(out: Path) -> None:
-    """Make the report folder, and find out now rather than in ten minutes if that cannot be."""
-    try:
-        (out / "logs").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"--out {out}: cannot write there ({error.strerror}); give another folder"
-        ) from None
-
-
-def _make_console() -> Console:
-    console = Console()
-    # Where nobody looks at a terminal, its width is no limit, and logs should not be wrapped.
-    return console if console.is_terminal else Console(width=_LOG_WIDTH)
-
-
 def _make_facts(
     settings: Settings, text: str, methods: list[Method], data: Path | None, quick: bool
 ) -> dict[str, str]:
@@ -201,26 +162,11 @@ def _make_facts(
         command += [f"--{option.replace('_', '-')}", str(getattr(settings, option))]
     command += ["--quick"] if quick else []
     command += ["--data", str(data)] if data else []
-    with torch.device("meta"):
-        numel = sum(parameter.numel() for parameter in GPT(settings.model).parameters())
-    model = settings.model
     return {
         "Command": shlex.join(command),
         "Text": text,
-        "Model": f"GPT over bytes, {numel / 1e6:.2f} M parameters: {model.layers} layers, width "
-        f"{model.width}, {model.heads} heads, context {model.context}",
-        "Training": f"{settings.steps} steps, batch {settings.batch} per rank, learning rate "
-        f"{settings.learning_rate:g} after {settings.warmup} steps of warm-up, betas "
-        f"{settings.betas}, weight decay {settings.weight_decay:g}",
+        **describe_training(settings),
         "Machine": f"{settings.nproc} ranks, {threads_per_rank(settings.nproc)} threads each, on "
         f"{available_cores()} cores ({platform.machine()}, {platform.system()}); gloo, loopback",
-        "Versions": f"comm-hooks {_own_version()}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}",
+        "Versions": versions(),
     }
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("comm-hooks")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -5,7 +5,6 @@ table and nothing else.
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -13,21 +12,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
+from comm_hooks.launchers.compare.events import Event, EventReader, StalledError
 from comm_hooks.launchers.compare.methods import Method
 from comm_hooks.launchers.compare.runs import Figures, Point, Run, Settings
 
-_POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-
-Event = dict[str, Any]
-"""One thing a worker told; ``worker.train`` lists them."""
 
 
 def run_method(
@@ -53,31 +47,33 @@ def run_method(
     """
     run = Run(method.spec, method.note, settings)
     told: dict[int, str] = {}  # what each worker that failed said, first things first
+    hung = None
     with (
         tempfile.TemporaryDirectory(prefix="comm-hooks-") as scratch,
         _Job(method, settings, corpus, log, Path(scratch)) as job,
     ):
-        last_heard = time.monotonic()
-        running = True
-        while running and time.monotonic() - last_heard < stall_timeout:
-            # Asked before reading: whatever was written before the end is read after it.
-            running = job.is_running()
-            for event in job.new_events():
-                last_heard = time.monotonic()
-                values = {key: value for key, value in event.items() if key != "event"}
-                if event["event"] == "point":
-                    run.curve.append(Point(**values))
-                elif event["event"] == "figures":
-                    run.figures = Figures(**values)
-                elif event["event"] == "error":
-                    told[values["rank"]] = values["reason"]
+        try:
+            for event in job.events.follow(job.is_running, stall_timeout):
+                job.notice(event)
+                record_event(run, told, event)
                 watch(event)
-            time.sleep(_POLL_SECONDS)
+        except StalledError as error:
+            hung = str(error)
     if run.figures is None:
         output = log.read_text(errors="replace")
-        hung = f"hung: no progress for {stall_timeout:g} s" if running else None
         run.failure = hung or cause_of_failure(told, output)
     return run
+
+
+def record_event(run: Run, told: dict[int, str], event: Event) -> None:
+    """Put what an event says into the record, or, if a rank failed, what it said of that."""
+    values = {key: value for key, value in event.items() if key != "event"}
+    if event["event"] == "point":
+        run.curve.append(Point(**values))
+    elif event["event"] == "figures":
+        run.figures = Figures(**values)
+    elif event["event"] == "error":
+        told[values["rank"]] = values["reason"]
 
 
 class _Job:
@@ -87,7 +83,7 @@ class _Job:
         self, method: Method, settings: Settings, corpus: Path, log: Path, scratch: Path
     ) -> None:
         events = scratch / "events.jsonl"
-        events.touch()
+        self.events = EventReader(events)
         # fmt: off
         command = [
             *_TORCHRUN,
@@ -106,24 +102,15 @@ class _Job:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is ours to handle, not torchrun's
             )
-        self._events = events.open()
         self._workers: list[int] = []
 
     def is_running(self) -> bool:
         return self._torchrun.poll() is None
 
-    def new_events(self) -> Iterator[Event]:
-        """Yield what the workers told since the last call."""
-        while True:
-            start = self._events.tell()
-            line = self._events.readline()
-            if not line.endswith("\n"):
-                self._events.seek(start)  # half a line: the rest is being written
-                return
-            event = json.loads(line)
-            if event["event"] == "process":
-                self._workers.append(event["pid"])
-            yield event
+    def notice(self, event: Event) -> None:
+        """Remember the workers, in case they have to be killed."""
+        if event["event"] == "process":
+            self._workers.append(event["pid"])
 
     def __enter__(self) -> "_Job":
         return self
@@ -137,7 +124,7 @@ class _Job:
         try:
             self._stop()
         finally:
-            self._events.close()
+            self.events.close()
 
     def _stop(self) -> None:
         """End all processes: ask torchrun, which ends its workers; kill what does not listen."""

@@ -71,10 +71,16 @@ class Method:
         named = [(str(i), nn.Parameter(torch.ones(1))) for i in range(12 * settings.model.layers)]
         entry.build(named, exchange, settings, self.optimizer_options)
 
-    def connect(self, model: nn.Module, settings: Settings) -> Trainer:
-        """Wrap ``model`` for training with this method. Collective: every rank must call it."""
+    def connect(self, model: nn.Module, settings: Settings, **ddp_arguments: Any) -> Trainer:
+        """Wrap ``model`` for training with this method. Collective: every rank must call it.
+
+        Args:
+            model: what to train.
+            settings: what the method shares with the others.
+            ddp_arguments: for ``DistributedDataParallel``, in place of the method's own.
+        """
         crossing, entry = CROSSINGS[self.crossing], OPTIMIZERS[self.optimizer]
-        ddp = DistributedDataParallel(model, **crossing.ddp_arguments)
+        ddp = DistributedDataParallel(model, **{**crossing.ddp_arguments, **ddp_arguments})
         named = list(model.named_parameters())
         if not entry.crossing:
             traffic = crossing.connect(ddp, self.crossing_options, settings.seed)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from comm_hooks.launchers.compare.launch import Event
+from comm_hooks.launchers.compare.events import Event
 from comm_hooks.launchers.compare.methods import Method
 from comm_hooks.launchers.compare.runs import Run
 from comm_hooks.launchers.compare.table import format_bytes
@@ -46,7 +46,7 @@ def open_display(methods: list[Method], steps: int, console: Console) -> Iterato
 
 
 class _Bars:
-    """One live bar per method, with the loss of the last step and the bytes sent."""
+    """One live bar per method, with the last loss and the bytes sent, or the rate being timed."""
 
     def __init__(self, methods: list[Method], steps: int, progress: Progress) -> None:
         self._progress = progress
@@ -64,6 +64,8 @@ class _Bars:
         if event["event"] == "step":
             state = f"loss {event['loss']:.3f}  sent {format_bytes(event['bytes_sent'])}"
             self._progress.update(self._task, completed=event["step"], state=state)
+        elif event["event"] == "rate":
+            self._progress.update(self._task, state=f"timing steps, rate {event['rate']}")
 
     def finish(self, run: Run) -> None:
         self._progress.stop_task(self._task)

@@ -1,12 +1,9 @@
 """One rank of one method: trains under torchrun and tells the launcher how it goes.
 
-What it tells goes, one JSON object per line, to a file of its own, since anything may print to the
-standard streams. Rank 0 speaks for all; the others speak up only with their process id and when
-they fail.
+Rank 0 speaks for all; the others speak up only with their process id and when they fail.
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -23,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from comm_hooks.launchers.compare.corpus import shard_bounds, window_starts
+from comm_hooks.launchers.compare.events import Event, telling
 from comm_hooks.launchers.compare.methods import Method, parse_method
 from comm_hooks.launchers.compare.model import GPT
 from comm_hooks.launchers.compare.optimizers import Trainer
@@ -31,15 +29,23 @@ from comm_hooks.launchers.compare.runs import Figures, Point, Settings
 _EVAL_BATCH = 16
 
 
-def train(method: Method, settings: Settings, tokens: Tensor) -> Iterator[dict[str, Any]]:
+def connect(method: Method, settings: Settings, **ddp_arguments: Any) -> Trainer:
+    """Return a model like every method's, ready to be trained with this one. Collective.
+
+    Args:
+        ddp_arguments: for ``DistributedDataParallel``, in place of the method's own.
+    """
+    torch.manual_seed(settings.seed)  # the same weights on every rank
+    return method.connect(GPT(settings.model), settings, **ddp_arguments)
+
+
+def train(trainer: Trainer, settings: Settings, tokens: Tensor) -> Iterator[Event]:
     """Train on this rank's shard of ``tokens``, yielding events on the way. Collective.
 
     The events are ``step`` after each step, ``point`` after each evaluation (the fields of
     :class:`Point`) and ``figures`` at the end (those of :class:`Figures`).
     """
-    torch.manual_seed(settings.seed)  # the same weights on every rank
-    model = GPT(settings.model)
-    trainer = method.connect(model, settings)
+    model = trainer.ddp.module
     durations: list[float] = []
     totals: list[tuple[int, int]] = [(0, 0)]  # bytes sent and received after each step
 
@@ -81,14 +87,14 @@ def _steps(
     warmup = LambdaLR(trainer.scheduled, lambda done: min(1.0, (done + 1) / settings.warmup))
     for step in range(1, settings.steps + 1):
         started = time.perf_counter()
-        value = float(trainer.optimizer.step(_closure(trainer, next(batches))))
+        value = float(trainer.optimizer.step(closure_of(trainer, next(batches))))
         warmup.step()
         if not math.isfinite(value):
             raise FloatingPointError(f"diverged: the loss is {value} at step {step}")
         yield step, value, time.perf_counter() - started
 
 
-def _closure(trainer: Trainer, windows: Tensor) -> Callable[[], Tensor]:
+def closure_of(trainer: Trainer, windows: Tensor) -> Callable[[], Tensor]:
     """Return what computes the gradients of one batch; some optimizers call it more than once."""
 
     def closure() -> Tensor:
@@ -147,6 +153,11 @@ def replica_drift(model: nn.Module) -> float:
     return distance.item()
 
 
+def read_tokens(corpus: Path) -> Tensor:
+    """Return the bytes of a file, dtype uint8."""
+    return torch.frombuffer(bytearray(corpus.read_bytes()), dtype=torch.uint8)
+
+
 def _exit_with_launcher() -> None:
     """End this process when the launcher is gone, however it went.
 
@@ -173,25 +184,13 @@ def main() -> None:
     arguments = parser.parse_args()
     _exit_with_launcher()
 
-    # Line-buffered appends: the lines of several ranks interleave, but never tear.
-    with arguments.events.open("a", buffering=1) as events:
-
-        def report(event: dict[str, Any]) -> None:
-            events.write(json.dumps(event) + "\n")
-
-        report({"event": "process", "pid": os.getpid()})
-        try:
-            text = bytearray(arguments.corpus.read_bytes())
-            tokens = torch.frombuffer(text, dtype=torch.uint8)
-            dist.init_process_group("gloo")
-            for event in train(arguments.method, arguments.settings, tokens):
-                if dist.get_rank() == 0:
-                    report(event)
-        except Exception as error:
-            first_line = str(error).strip().split("\n")[0]
-            reason = f"{type(error).__name__}: {first_line}"
-            report({"event": "error", "rank": int(os.environ["RANK"]), "reason": reason})
-            raise
+    with telling(arguments.events) as tell:
+        tokens = read_tokens(arguments.corpus)
+        dist.init_process_group("gloo")
+        trainer = connect(arguments.method, arguments.settings)
+        for event in train(trainer, arguments.settings, tokens):
+            if dist.get_rank() == 0:
+                tell(event)
     dist.destroy_process_group()
 
 

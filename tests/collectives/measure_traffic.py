@@ -23,6 +23,7 @@ CASES = [
     (Sign(), "all_gather"),
     (TopK(density=0.25), "sharded"),
     (PermK(), "all_gather"),
+    (Sign(), "hierarchical"),  # two ranks to a node
 ]
 NUMEL = 2 << 20
 
@@ -43,7 +44,8 @@ def rank_main(rank: int, ranks: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     for compressor, collective in CASES:
-        exchange = Exchange(compressor, collective=collective)  # type: ignore[arg-type]
+        nodes = {"ranks_per_node": 2} if collective == "hierarchical" else {}
+        exchange = Exchange(compressor, collective=collective, **nodes)  # type: ignore[arg-type]
         tensors = {"a": torch.randn(NUMEL // 64, 64), "b": torch.randn(1001)}
         exchange.average_(tensors)  # agrees on the configuration, opens connections
         before_counted = exchange.stats()["bytes_sent"]

@@ -17,6 +17,11 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "random_k": {"compressor": RandomK(density=0.5), "collective": "all_reduce"},
     "topk": {"compressor": TopK(density=0.1), "collective": "all_gather"},
     "quantize": {"compressor": Quantize(bits=4), "collective": "sharded"},
+    "nodes": {
+        "compressor": Quantize(bits=4),
+        "collective": "hierarchical",
+        "ranks_per_node": 1,
+    },
 }
 
 

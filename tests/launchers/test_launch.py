@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from comm_hooks.launchers.compare import launch
+from comm_hooks.launchers.compare.events import Event
 from comm_hooks.launchers.compare.launch import (
-    Event,
     cause_of_failure,
     find_killed_rank,
     last_words,

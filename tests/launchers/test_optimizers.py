@@ -11,7 +11,7 @@ from comm_hooks.launchers.compare.methods import parse_method
 from comm_hooks.launchers.compare.model import GPTConfig
 from comm_hooks.launchers.compare.optimizers import OPTIMIZERS
 from comm_hooks.launchers.compare.runs import Settings
-from comm_hooks.launchers.compare.worker import train
+from comm_hooks.launchers.compare.worker import connect, train
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -27,7 +27,8 @@ SETTINGS = Settings(
 
 def run(spec: str) -> tuple[list[float], dict[str, float]]:
     text = torch.randint(32, 127, (4000,), generator=torch.Generator().manual_seed(1))
-    events = list(train(parse_method(spec), SETTINGS, text.to(torch.uint8)))
+    trainer = connect(parse_method(spec), SETTINGS)
+    events = list(train(trainer, SETTINGS, text.to(torch.uint8)))
     dist.barrier()
     return [e["loss"] for e in events if e["event"] == "point"], events[-1]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.netns import Bed, why_not
-from benchmarks.netns.links import call
+from comm_hooks.launchers.netns import Bed, why_not
+from comm_hooks.launchers.netns.links import call
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "comm_hooks.launchers.main"]

@@ -71,8 +71,9 @@ def test_state_survives_saving(bits: int, tmp_path: object) -> None:
     assert torch.equal(recall(memory, place), saved), "a rollback in place"
 
 
-def test_rows_that_are_not_accepted_keep_what_they_had() -> None:
-    memory, place = ErrorFeedback(), rows("a", "b")
+@every_width
+def test_rows_that_are_not_accepted_keep_what_they_had(bits: int) -> None:
+    memory, place = ErrorFeedback(bits), rows("a", "b")
     remember(memory, place, torch.ones(2, 600))
     place.matrix.fill_(5)
     memory.retain(place, torch.tensor([[True], [False]]), 1.0, key=0)
@@ -87,8 +88,19 @@ def test_inactive_rows_are_left_alone() -> None:
     assert place.matrix[:, 0].tolist() == [0, 1]
 
 
-def test_residuals_are_kept_in_unscaled_units() -> None:
-    memory, place = ErrorFeedback(), rows("a")
+@every_width
+@pytest.mark.parametrize("active", [[True, True], [True, False], [False, False]])
+def test_old_residuals_fade(bits: int, active: list[bool]) -> None:
+    memory, place = ErrorFeedback(bits, decay=0.5), rows("a", "b")
+    remember(memory, place, torch.full((2, 600), 4.0))
+    place.matrix.fill_(1)
+    memory.compensate(place, torch.tensor(active)[:, None], 1.0)
+    assert place.matrix.tolist() == [[3.0 if is_active else 1.0] * 600 for is_active in active]
+
+
+@every_width
+def test_residuals_are_kept_in_unscaled_units(bits: int) -> None:
+    memory, place = ErrorFeedback(bits), rows("a")
     place.matrix.fill_(1024)
     memory.retain(place, torch.tensor([[True]]), 1024.0, key=0)
     place.matrix.zero_()

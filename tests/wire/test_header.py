@@ -12,15 +12,16 @@ from comm_hooks import ErrorFeedback, Exchange, Sign, TopK
 from comm_hooks.collectives import Simulated
 from comm_hooks.collectives.requests import AllGather, AllToAll, Request
 from comm_hooks.errors import PayloadError
-from comm_hooks.wire.header import HEADER_NBYTES, HeaderCheck, Stamp, digest, write_header_
+from comm_hooks.wire.header import HEADER_NBYTES, HeaderCheck, Stamp, digest, write_headers_
 
 STAMP = Stamp(configuration=digest("settings"), step=7)
+HEALTHY = torch.tensor(0.0)
 
 
 def payload_of(body: list[int], stamp: Stamp = STAMP, health: float = 0.0) -> torch.Tensor:
     payload = torch.zeros(HEADER_NBYTES + 4 * len(body), dtype=torch.uint8)
     payload[HEADER_NBYTES:] = torch.tensor(body, dtype=torch.int32).view(torch.uint8)
-    write_header_(payload, stamp, torch.tensor(health))
+    write_headers_(payload[None], stamp, torch.tensor(health))
     return payload
 
 
@@ -61,8 +62,8 @@ def test_no_two_words_change_places_unnoticed(body: list[int], data: st.DataObje
         (lambda p: p[:2].zero_(), "not one of comm-hooks"),
         (lambda p: p[2:3].add_(1), "of version 2, this rank's comm-hooks has 1"),
         (lambda p: p[20:21].add_(1), "damaged on the way"),
-        (lambda p: write_header_(p, Stamp(STAMP.configuration, 6), torch.tensor(0.0)), "step 6, "),
-        (lambda p: write_header_(p, Stamp(5, 7), torch.tensor(0.0)), "with other settings"),
+        (lambda p: write_headers_(p[None], Stamp(STAMP.configuration, 6), HEALTHY), "step 6, "),
+        (lambda p: write_headers_(p[None], Stamp(5, 7), HEALTHY), "with other settings"),
     ],
 )  # fmt: skip
 def test_the_fault_and_the_rank_are_named(change: object, told: str) -> None:

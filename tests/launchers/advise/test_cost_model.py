@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
+from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Group
 from comm_hooks.launchers.advise.cost_model import (
     Collective,
     Compute,
@@ -92,7 +92,11 @@ def test_a_better_link_is_never_slower(
 def test_bytes_are_those_of_the_requests(ranks: int) -> None:
     payload = torch.empty(ranks, 1000, dtype=torch.uint8)
     for request in (AllReduce(payload.float()), AllGather(payload), AllToAll(payload)):
-        assert Collective.of(request, ranks).traffic == request.traffic(ranks)
+        assert Collective.of(request, ranks) == Collective(
+            Collective.of(request, ranks).kind, request.traffic(ranks)
+        )
+    among = AllGather(payload, group=Group("across", ranks_per_node=2))
+    assert Collective.of(among, ranks).members == "across"
     assert all_reduce(1000, ranks).traffic == 2 * (ranks - 1) * 1000 // ranks
 
 
@@ -100,7 +104,7 @@ def test_a_transfer_takes_its_bytes_and_its_rounds() -> None:
     # 0.93 of 12.5 MB/s is 11.625 MB/s; a ring of 2 has 2 rounds, one of 4 has 6.
     assert Collective("all_reduce", 11_625_000).seconds(NETWORK) == pytest.approx(1.002)
     assert Collective("all_reduce", 11_625_000).seconds(Network(4, LINK)) == pytest.approx(1.006)
-    assert Collective("all_gather", 8_125_000).seconds(NETWORK) == pytest.approx(1.001)
+    assert Collective("all_gather", 11_375_000).seconds(NETWORK) == pytest.approx(1.001)
     assert Collective("all_gather", 11_625_000).seconds(Network(4, LINK)) == pytest.approx(1.003)
     assert Collective("all_to_all", 10_250_000).seconds(Network(4, LINK)) == pytest.approx(1.001)
     # NCCL: the whole link, and a tree: twice 3 rounds for 8 ranks.
@@ -120,6 +124,13 @@ def test_nodes_share_their_links() -> None:
     assert scattered.seconds(network) - LINK.latency == pytest.approx(
         16 / 7 * (scattered.seconds(alone) - LINK.latency)
     )
+    # In a node its own links count; across nodes its ranks share the link between.
+    outside = Collective("all_gather", 11_375_000, "across")
+    assert outside.seconds(network) == pytest.approx(4 + LINK.latency)
+    assert outside.seconds(alone) == Collective("all_gather", 11_375_000).seconds(alone)
+    within = Collective("all_reduce", 10**9, "node")
+    assert within.seconds(network) == Collective("all_reduce", 10**9).seconds(Network(4, inside))
+    assert within.seconds(alone) == 0
     # One node, and a link inside that is worse than the one outside.
     assert Network(4, LINK, 4, inside).ring == inside
     assert Network(8, LINK, 4, Link(1e3, 1.0)).ring == Link(1e3, 1.0)
@@ -155,12 +166,13 @@ def test_early_buckets_travel_during_the_backward_pass() -> None:
     assert step(1, 1, before=0.25, after=0.125) == pytest.approx(3 + 0.5 + 0.125 + 1 + 0.125)
 
 
-def test_a_hook_waits_for_all_collectives_of_a_round_but_the_last() -> None:
+def test_the_collectives_of_a_round_follow_one_another_beside_the_backward_pass() -> None:
     wire = Collective("all_reduce", 11_625_000)
     network = Network(2, Link(12.5e6, 0.0))
-    early = Plan((Exchanged((wire, wire), ready=0.0),))
-    # Forward ends at 1 s; the first takes until 2 s, the second runs beside 2 s of backward.
-    assert predict(early, Compute(3.0), network).step == pytest.approx(4)
+    # Forward ends at 1 s, backward at 3 s.
+    for count, seconds in ((1, 3), (2, 3), (3, 4)):
+        early = Plan((Exchanged((wire,) * count, ready=0.0),))
+        assert predict(early, Compute(3.0), network).step == pytest.approx(seconds)
 
 
 def test_rounds_of_the_optimizer_are_spread_over_its_steps() -> None:
@@ -171,7 +183,7 @@ def test_rounds_of_the_optimizer_are_spread_over_its_steps() -> None:
 
 
 def test_what_comes_afterwards_comes_at_every_step() -> None:
-    gathered = Collective("all_gather", 8_125_000)
+    gathered = Collective("all_gather", 11_375_000)
     step = predict(Plan(), Compute(1.0), NETWORK, afterwards=(gathered,)).step
     assert step == pytest.approx(2.001)
 

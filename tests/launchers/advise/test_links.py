@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.netns import Bed, why_not
+from comm_hooks.launchers.advise import links
 from comm_hooks.launchers.advise.cost_model import Link
 from comm_hooks.launchers.advise.links import (
     Measured,
@@ -22,6 +22,7 @@ from comm_hooks.launchers.advise.links import (
     nodes_of,
 )
 from comm_hooks.launchers.advise.ranks import Place, find_place, joined
+from comm_hooks.launchers.netns import Bed, why_not
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=9))
@@ -49,19 +50,34 @@ def test_ranks_of_a_node_need_not_be_neighbours() -> None:
 
 
 def test_the_network_is_as_slow_as_its_slowest_links() -> None:
-    links = [
+    measured = [
         Measured(0, 2, False, Link(100.0, 0.1)),
         Measured(2, 0, False, Link(50.0, 0.05)),
         Measured(0, 1, True, Link(1000.0, 0.01)),
         Measured(1, 0, True, Link(2000.0, 0.02)),
     ]
-    network = network_of(links, [[0, 1], [2]], "gloo")
+    network = network_of(measured, [[0, 1], [2]], "gloo")
     assert network.between == Link(50.0, 0.1)
     assert network.inside == Link(1000.0, 0.02)
     assert (network.ranks, network.ranks_per_node) == (3, 2)
-    assert network_of(links[:2], [[0], [2]], "gloo").inside is None
+    assert network_of(measured[:2], [[0], [2]], "gloo").inside is None
     # One node: its links are the only ones.
-    assert network_of(links[2:], [[0, 1]], "gloo").ring == Link(1000.0, 0.02)
+    assert network_of(measured[2:], [[0, 1]], "gloo").ring == Link(1000.0, 0.02)
+
+
+def test_a_transfer_that_is_held_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfers: list[int] = []
+
+    def transfer(count: int, *arguments: object) -> float:
+        transfers.append(count)
+        is_held_up = transfers.count(count) == 2
+        return count / 1e6 * (5 if is_held_up else 1)
+
+    monkeypatch.setattr(links, "_transfer", transfer)
+    assert links._bandwidth(0, 0, 1, torch.device("cpu"), 0.0) == pytest.approx(1e6)
+    # They grow to one of 0.4 s, and only that one is repeated.
+    assert len(set(transfers)) == len(transfers) - 2
+    assert 0.4e6 <= transfers[-1] == transfers[-2] == transfers[-3] < 3.2e6
 
 
 def _measure() -> tuple[list[Measured], list[list[int]]]:
@@ -81,9 +97,9 @@ def print_links() -> None:
     """Be one rank in a bed."""
     place = find_place()
     with joined(place, "gloo", 60.0):
-        links, _ = measure_links(place, torch.device("cpu"))
+        measured, _ = measure_links(place, torch.device("cpu"))
     if place.rank == 0:
-        print(json.dumps({m.source: 8e-6 * m.link.bandwidth for m in links if not m.inside}))
+        print(json.dumps({m.source: 8e-6 * m.link.bandwidth for m in measured if not m.inside}))
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "")

@@ -14,6 +14,7 @@ from comm_hooks.launchers.compare.methods import parse_method
 from comm_hooks.launchers.compare.model import GPT, VOCABULARY, GPTConfig
 from comm_hooks.launchers.compare.optimizers import OPTIMIZERS
 from comm_hooks.launchers.compare.runs import Settings
+from comm_hooks.wire.header import HEADER_NBYTES
 
 MODEL = GPTConfig(layers=2, width=128, heads=4, context=16)
 SETTINGS = Settings(steps=8, warmup=1, batch=1, model=MODEL)
@@ -117,9 +118,9 @@ def test_half_precision_gradients_are_half_as_long() -> None:
     full = plan_of("all_reduce").sent_per_step()
     assert plan_of("all_reduce", step=half).sent_per_step() == full / 2
     assert plan_of("bf16", step=half).sent_per_step() == full / 2
-    # The same codes, but in one bucket of halves instead of two, so with one flag for its health.
+    # The same codes, but in one bucket of halves instead of two, so with one header.
     codes = [plan_of("sign", step=step) for step in (half, STEP)]
-    assert codes[1].sent_per_step() - codes[0].sent_per_step() == 4
+    assert codes[1].sent_per_step() - codes[0].sent_per_step() == HEADER_NBYTES
     assert [len(plan.in_backward) for plan in codes] == [1, 2]
 
 
@@ -178,6 +179,22 @@ def test_the_others_send_what_this_rank_sends(ranks: int, compressor: Any, colle
     assert torch.allclose(tensors["weight"], gradient)
     noted = transport.noted()
     assert noted.sent() == exchange.stats()["bytes_sent"]
+
+
+@pytest.mark.parametrize("compressor", [TopK(), Sign(), Identity()])
+def test_ranks_of_a_node_and_of_all_nodes_send_apart(compressor: Any) -> None:
+    transport = Alone(6, torch.device("cpu"), ranks_per_node=3)
+    exchange = Exchange(compressor, collective="hierarchical", transport=transport)
+    exchange.average_({"weight": torch.ones(6, 2048)})
+    noted = transport.noted()
+    assert noted.sent() == exchange.stats()["bytes_sent"]
+    members = [collective.members for collective in noted.collectives]
+    assert members[0] == members[-1] == "node"
+    assert set(members[1:-1]) == {"across"}
+    # A third of the vector each; half of it goes to the other node at most, twice.
+    assert noted.collectives[0].traffic == pytest.approx(2 / 3 * 4 * 6 * 2048, rel=0.01)
+    across = sum(c.traffic for c in noted.collectives if c.members == "across")
+    assert across < 1.01 * 4 * 2 * 2048 + 100
 
 
 def test_powersgd_sends_two_factors_and_what_is_not_worth_it() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-from benchmarks.netns.links import NetnsError, call, parse_rate, shape
+from comm_hooks.launchers.netns.links import NetnsError, call, parse_rate, shape
 
 PORT = 29500
 """Of the ranks' rendezvous.  Every bed is a network of its own, so all may use the same."""
@@ -70,7 +70,7 @@ class Bed:
 
     Example::
 
-        >>> from benchmarks.netns import Bed, why_not
+        >>> from comm_hooks.launchers.netns import Bed, why_not
         >>> if why_not() is None:
         ...     with Bed(2, rate="100mbit") as bed:
         ...         codes = bed.wait([bed.start(rank, ["true"]) for rank in range(2)])

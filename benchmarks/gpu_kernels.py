@@ -1,0 +1,182 @@
+"""Speed of the GPU kernels against a copy on the same GPU, as a Markdown table.
+
+    python -m benchmarks.gpu_kernels
+
+64 Mi floats, more than caches hold.  The bytes of a kernel are those that it must read and those
+that it must write, each once; its bandwidth is their number over its time, and is compared with
+that of ``copy_``, the roof for what computes as little as these do.  Each must reach 60 % of it.
+
+Exits with 1 if a kernel does not, and with 77 and one line where there is no GPU.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+NUMEL = 64 << 20
+BAR = 0.6
+RANKS = 8
+NO_GPU = 77
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to be measured, and the bytes that it must read and write.
+
+    ``passes`` over the data: with more than one it cannot reach the bar, and need not.
+    """
+
+    name: str
+    call: Callable[[], object]
+    nbytes: float
+    passes: int = 1
+
+
+def cases(numel: int, device: str) -> list[Case]:
+    """Return what is measured: ``numel`` elements, a multiple of 4096."""
+    from comm_hooks.kernels.count_sketch import draw
+    from comm_hooks.kernels.triton import count_sketch, hadamard, random_signs, scatter, signs
+    from comm_hooks.kernels.triton.top_k_feedback import top_k_feedback
+    from comm_hooks.randomness import SIGN_WINDOW, sign_offsets
+
+    size, kept = 4096, 64
+    rows, out, residuals = (torch.randn(1, numel, device=device) for _ in range(3))
+    factors = torch.ones(1, device=device)
+    width = numel // 50
+    draws = draw([1], numel, width)
+    offsets = sign_offsets([1], -(-numel // SIGN_WINDOW))
+    sketches = torch.randn(1, width, device=device)
+    blocks = rows.view(-1, size)
+    scales, octets = signs.encode_signs(rows, size)
+    all_scales, all_octets = (torch.stack([section] * RANKS) for section in (scales, octets))
+    places, values = top_k_feedback(rows, size, kept)
+    places += torch.arange(0, numel, size, device=device)[:, None]
+    all_places, all_values = (torch.stack([section] * RANKS) for section in (places, values))
+
+    vector, entries, packed = (
+        4 * numel,
+        places.nbytes + values.nbytes,
+        scales.nbytes + octets.nbytes,
+    )
+    mean = {"alpha": 1 / RANKS, "add": False}
+    write = {"alpha": 1.0, "add": False}
+    found = [
+        Case(
+            "top-k 64 of 4096, with residual",
+            lambda: top_k_feedback(rows, size, kept, residuals=residuals, factors=factors),
+            3 * vector + entries,
+        ),
+        Case(
+            "top-k 64 of 4096",
+            lambda: top_k_feedback(rows, size, kept),
+            vector + entries,
+        ),
+        Case(
+            f"mean of {RANKS} top-k payloads",
+            lambda: scatter.scatter_sum(out, all_places, all_values, size, **mean),
+            vector + RANKS * entries,
+        ),
+        Case(
+            "signs",
+            lambda: signs.encode_signs(rows, size),
+            vector + packed,
+        ),
+        Case(
+            "signs, subtracted",
+            lambda: signs.encode_signs(residuals, size, subtract=True),
+            2 * vector + packed,
+        ),
+        Case(
+            "vector of signs",
+            lambda: signs.decode_signs(out, scales, octets, size, **write),
+            vector + packed,
+        ),
+        Case(
+            f"mean of {RANKS} sign payloads",
+            lambda: signs.decode_sum_of_signs(out, all_scales, all_octets, size, **mean),
+            vector + RANKS * packed,
+        ),
+        Case(
+            "Count-Sketch, 2 %",
+            lambda: count_sketch.sketch(rows, width, *draws),
+            vector + sketches.nbytes,
+        ),
+        Case(
+            "vector of a Count-Sketch, 2 %",
+            lambda: count_sketch.unsketch(out, sketches, *draws, **write),
+            vector + sketches.nbytes,
+        ),
+        Case(
+            "random signs",
+            lambda: random_signs.multiply_signs_(residuals, offsets),
+            2 * vector,
+        ),
+        Case(
+            "Hadamard in blocks of 4096",
+            lambda: hadamard.hadamard(blocks),
+            2 * vector,
+        ),
+    ]
+    length = 1 << 19
+    if numel % length == 0:
+        long_rows = rows.view(-1, length)
+        found.append(
+            Case(
+                f"Hadamard of {length} in two passes",
+                lambda: hadamard.hadamard(long_rows),
+                2 * vector,
+                passes=2,
+            )
+        )
+    return found
+
+
+def measure() -> bool:
+    """Print the table; return whether all kernels reach the bar."""
+    from triton.testing import do_bench
+
+    source = torch.randn(NUMEL, device="cuda")
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / do_bench(lambda: target.copy_(source), return_mode="median") / 1e6
+    print(f"\n{torch.cuda.get_device_name()}, {NUMEL:,} floats; copy_ moves {copy:.0f} GB/s.\n")
+    print("| kernel | bytes per element | ms | GB/s | of copy_ | bar |")
+    print("|---|---|---|---|---|---|")
+    missed = []
+    for case in cases(NUMEL, "cuda"):
+        milliseconds = do_bench(case.call, return_mode="median")
+        bandwidth = case.nbytes / milliseconds / 1e6
+        share = bandwidth / copy
+        bar = f"{BAR:.0%}" if case.passes == 1 else f"none, {case.passes} passes"
+        if case.passes == 1 and share < BAR:
+            missed.append(case.name)
+        print(
+            f"| {case.name} | {case.nbytes / NUMEL:.2f} | {milliseconds:.3f} | {bandwidth:.0f} "
+            f"| {share:.0%} | {bar} |"
+        )
+    if missed:
+        print(f"\nBelow the bar: {', '.join(missed)}")
+    return not missed
+
+
+def obstacle() -> str | None:
+    """Return why nothing can be measured here, or None."""
+    if not torch.cuda.is_available():
+        return "needs a GPU, and PyTorch finds none"
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        return "measures nothing in Triton's interpreter: unset TRITON_INTERPRET"
+    return None
+
+
+def main() -> None:
+    reason = obstacle()
+    if reason:
+        print(f"gpu_kernels.py {reason}")
+        sys.exit(NO_GPU)
+    sys.exit(not measure())
+
+
+if __name__ == "__main__":
+    main()

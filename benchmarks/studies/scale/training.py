@@ -1,0 +1,245 @@
+"""Training by N simulated ranks, each with data and a residual of its own."""
+
+import math
+import statistics
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from benchmarks.studies.runs import Advance
+from benchmarks.studies.scale.methods import Method
+from benchmarks.studies.tasks import Task, build_task
+from benchmarks.studies.training import batch_generator, cosine, known_warnings_ignored, new_model
+from comm_hooks.collectives import Simulated
+
+_JUDGED_AT_ONCE = 64  # models
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How every run goes.
+
+    Args:
+        steps: how many there are.
+        batch: samples per step of all ranks together, so that exact averaging learns alike
+            whatever the number of ranks.
+        momentum: of SGD; its learning rate falls along half a cosine.
+        task: what is learnt; its training data is divided over the ranks.
+    """
+
+    steps: int
+    batch: int
+    momentum: float = 0.9
+    task: str = "digits"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What became of one run.
+
+    Attributes:
+        error: share of held-out predictions that are wrong at the end, the mean over ranks.
+        loss: cross-entropy there, in nats; None if the run diverged.
+        round_error: ``|m - g| / |g|`` of one round, m what arrived and g the exact mean over ranks:
+            the median over the second half of the steps.
+        lasting_error: the same of the sums over that half: what feedback does not make up for.
+        bytes_sent, bytes_received: by one rank in one step.
+        seconds: that the run took.
+    """
+
+    method: str
+    ranks: int
+    seed: int
+    lr: float
+    error: float
+    loss: float | None
+    round_error: float | None
+    lasting_error: float | None
+    bytes_sent: int
+    bytes_received: int
+    seconds: float
+
+
+def train(
+    setup: Setup, method: Method, ranks: int, *, seed: int, lr: float, advance: Advance
+) -> Trained:
+    """Train with that many ranks; return what became of it.
+
+    1. every rank computes the gradient of ``setup.batch / ranks`` of its own samples, all ranks at
+       once (``torch.func.vmap``);
+    2. the ranks' exchanges run in lockstep in a :class:`~comm_hooks.collectives.Simulated` world,
+       the whole model being one vector;
+    3. all take the same step of SGD with momentum on the mean.
+
+    Without communication each rank steps on its own gradient, and the mean over ranks of what
+    their models are worth is reported.
+    """
+    started = time.monotonic()
+    task = build_task(setup.task, clients=ranks, seed=seed)
+    clients = [
+        shard.batches(setup.batch // ranks, batch_generator(seed, rank))
+        for rank, shard in enumerate(task.clients)
+    ]
+    model = new_model(task, seed, "cpu")
+    world = _Together(model, method, ranks, seed) if method.exchanges else _Apart(model, ranks)
+    momentum = torch.zeros_like(world.parameters)
+    drift = _Drift()
+    for step in range(setup.steps):
+        batches = [next(client) for client in clients]
+        inputs, targets = (torch.stack(parts) for parts in zip(*batches, strict=True))
+        gradients = world.gradients(inputs, targets)
+        exact = gradients.mean(0)
+        step_direction = world.exchange(gradients)
+        if 2 * step >= setup.steps:
+            drift.add(step_direction, exact)
+        momentum.mul_(setup.momentum).add_(step_direction)
+        world.parameters.sub_(momentum, alpha=lr * cosine(step / setup.steps))
+        advance()
+    loss, error = world.judge(task)
+    finite = math.isfinite(loss)
+    measured = method.exchanges and finite
+    sent, received = world.traffic()
+    return Trained(
+        method=method.name,
+        ranks=ranks,
+        seed=seed,
+        lr=lr,
+        error=error if finite else 1.0,
+        loss=loss if finite else None,
+        round_error=statistics.median(drift.rounds) if measured else None,
+        lasting_error=drift.lasting() if measured else None,
+        bytes_sent=sent // setup.steps,
+        bytes_received=received // setup.steps,
+        seconds=round(time.monotonic() - started, 2),
+    )
+
+
+class _World(ABC):
+    """N ranks' parameters: one flat vector, or one for each of them."""
+
+    parameters: Tensor
+
+    def __init__(self, model: nn.Module) -> None:
+        named = dict(model.named_parameters())
+        self._model = model
+        self._shapes = {name: p.shape for name, p in named.items()}
+        self._initial = torch.cat([p.detach().flatten() for p in named.values()])
+
+    @abstractmethod
+    def gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return every rank's gradient, (N, d), of its batch: (N, samples, ...) each."""
+
+    @abstractmethod
+    def exchange(self, gradients: Tensor) -> Tensor:
+        """Return what parameters of this world's shape are to follow.  May overwrite its input."""
+
+    @abstractmethod
+    def judge(self, task: Task) -> tuple[float, float]:
+        """Return the loss and the share of errors on held-out data, means over ranks."""
+
+    @abstractmethod
+    def traffic(self) -> tuple[int, int]:
+        """Return the bytes that one rank has sent, and received."""
+
+    def _logits(self, flat: Tensor, inputs: Tensor) -> Tensor:
+        pieces = flat.split([shape.numel() for shape in self._shapes.values()])
+        named = {n: p.view(s) for (n, s), p in zip(self._shapes.items(), pieces, strict=True)}
+        logits: Tensor = functional_call(self._model, named, (inputs,))
+        return logits
+
+    def _loss(self, flat: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self._logits(flat, inputs), targets)
+
+    def _judge(self, models: Tensor, task: Task) -> tuple[float, float]:
+        inputs, targets = next(task.held_out.in_order(len(task.held_out)))
+        losses, errors = [], []
+        for some in models.split(_JUDGED_AT_ONCE):
+            logits = vmap(self._logits, in_dims=(0, None))(some, inputs)
+            everywhere = targets.expand(len(some), -1)
+            losses.append(F.cross_entropy(logits.flatten(0, 1), everywhere.flatten()) * len(some))
+            errors.append((logits.argmax(2) != everywhere).float().mean(1).sum())
+        count = len(models)
+        return float(torch.stack(losses).sum() / count), float(torch.stack(errors).sum() / count)
+
+
+class _Together(_World):
+    """Ranks that exchange gradients in every step, and so have the same parameters."""
+
+    def __init__(self, model: nn.Module, method: Method, ranks: int, seed: int) -> None:
+        super().__init__(model)
+        self.parameters = self._initial.clone()
+        self._world = Simulated(ranks, decode_once=True)
+        self._exchanges = [method.exchange(transport, seed) for transport in self._world]
+
+    def gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        of_ranks = vmap(grad(self._loss), in_dims=(None, 0, 0))
+        gradients: Tensor = of_ranks(self.parameters, inputs, targets)
+        return gradients
+
+    def exchange(self, gradients: Tensor) -> Tensor:
+        # A parameter of one dimension would not be compressed.
+        rounds = [
+            exchange.round({"model": gradient[None]})
+            for exchange, gradient in zip(self._exchanges, gradients, strict=True)
+        ]
+        with known_warnings_ignored():
+            self._world.run(rounds)
+        return gradients[0]
+
+    def judge(self, task: Task) -> tuple[float, float]:
+        return self._judge(self.parameters[None], task)
+
+    def traffic(self) -> tuple[int, int]:
+        stats = self._exchanges[0].stats()
+        return int(stats["bytes_sent"]), int(stats["bytes_received"])
+
+
+class _Apart(_World):
+    """Ranks that start alike and then go their own ways."""
+
+    def __init__(self, model: nn.Module, ranks: int) -> None:
+        super().__init__(model)
+        self.parameters = self._initial.repeat(ranks, 1)
+
+    def gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        gradients: Tensor = vmap(grad(self._loss))(self.parameters, inputs, targets)
+        return gradients
+
+    def exchange(self, gradients: Tensor) -> Tensor:
+        return gradients
+
+    def judge(self, task: Task) -> tuple[float, float]:
+        return self._judge(self.parameters, task)
+
+    def traffic(self) -> tuple[int, int]:
+        return 0, 0
+
+
+class _Drift:
+    """How far what arrived is from the exact means."""
+
+    def __init__(self) -> None:
+        self.rounds: list[float] = []
+        self._arrived: Tensor | float = 0.0
+        self._exact: Tensor | float = 0.0
+
+    def add(self, arrived: Tensor, exact: Tensor) -> None:
+        """Take in one round."""
+        self.rounds.append(_relative(arrived, exact))
+        self._arrived = self._arrived + arrived
+        self._exact = self._exact + exact
+
+    def lasting(self) -> float:
+        """Return the relative error of the sums over all rounds."""
+        assert isinstance(self._arrived, Tensor)
+        assert isinstance(self._exact, Tensor)
+        return _relative(self._arrived, self._exact)
+
+
+def _relative(arrived: Tensor, exact: Tensor) -> float:
+    return float((arrived - exact).norm() / exact.norm())

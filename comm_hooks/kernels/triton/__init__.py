@@ -1,0 +1,40 @@
+"""Kernels for GPUs, in Triton, one module per operator.  Each passes over the data once.
+
+A function here has the signature of its counterpart in :mod:`comm_hooks.kernels`, which calls it
+where :func:`available` says so.  The modules import Triton; this one does not, so that
+``import comm_hooks`` does not either.  Triton comes with PyTorch's builds for CUDA.
+
+They run in Triton's interpreter, too, on the CPU and slowly: with ``TRITON_INTERPRET=1`` set before
+Triton is imported.  That is how ``tests/kernels/triton`` tests them without a GPU.
+"""
+
+import functools
+from importlib.util import find_spec
+
+import torch
+
+# The most elements of a block that one program holds in registers.
+LARGEST_BLOCK = 16384
+# Kernels count the elements of a row, and those of an incomplete line behind it, in 32 bits.
+_LARGEST_ROW = 1 << 30
+
+
+def available(tensor: torch.Tensor) -> bool:
+    """Return whether the kernels work on ``tensor``: float32, on a GPU, with Triton installed.
+
+    Example::
+
+        >>> available(torch.ones(1, 8))  # on the CPU
+        False
+    """
+    return (
+        tensor.is_cuda
+        and tensor.dtype == torch.float32
+        and tensor[0].numel() < _LARGEST_ROW
+        and _is_installed()
+    )
+
+
+@functools.cache
+def _is_installed() -> bool:
+    return find_spec("triton") is not None

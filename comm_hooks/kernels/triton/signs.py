@@ -1,0 +1,183 @@
+"""One bit per element and a scale per block, and what they leave of the vector.
+
+Why each should reach 60 % of a copy:
+
+* encode: a program holds a block in registers, so every element is read once, for its magnitude,
+  its sign and what is left of it.  With ``subtract`` it is written once, too: a copy's traffic;
+* decode: writes every element once and reads a bit for each, of every rank.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from comm_hooks.kernels.triton.launching import COMPILE_OPTIONS, on_device_of
+
+_TILE = 2048
+
+
+@triton.jit
+def _encode(
+    rows,
+    scales,
+    bits,
+    numel,
+    size,
+    blocks,
+    nbytes,
+    TILE: tl.constexpr,
+    SUBTRACT: tl.constexpr,
+):
+    vector = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    octet, bit = tl.arange(0, TILE // 8)[:, None], tl.arange(0, 8)[None, :]
+    place = octet * 8 + bit
+    element = block * size + place
+    inside = (place < size) & (element < numel)
+    values = tl.load(rows + vector * numel + element, mask=inside, other=0.0)
+    length = tl.minimum(size, numel - block * size)
+    scale = tl.sum(tl.sum(tl.abs(values), 1), 0) / length
+    tl.store(scales + vector * blocks + block, scale)
+
+    is_positive = values >= 0
+    octets = tl.sum((is_positive & inside).to(tl.int32) << bit, 1)
+    first = block * size // 8
+    octet = tl.arange(0, TILE // 8)
+    tl.store(bits + vector * nbytes + first + octet, octets.to(tl.uint8), mask=octet * 8 < length)
+    if SUBTRACT:
+        rest = values - tl.where(is_positive, scale, -scale)
+        tl.store(rows + vector * numel + element, rest, mask=inside)
+
+
+@triton.jit
+def _decode(
+    out,
+    scales,
+    bits,
+    alpha,
+    numel,
+    size,
+    blocks,
+    tiles,
+    ranks,
+    scales_of_rank,
+    scales_of_vector,
+    bits_of_rank,
+    bits_of_vector,
+    TILE: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Add up, in rank order, what all ranks' signs say about a part of one block."""
+    line = tl.program_id(0) // tiles
+    vector = (line // blocks).to(tl.int64)
+    start = line % blocks * size
+    # A block may begin within a byte, then its first tile begins a few elements before it.
+    first = start // 8 + tl.program_id(0) % tiles * (TILE // 8)
+    octet = first + tl.arange(0, TILE // 8)
+    bit = tl.arange(0, 8)[None, :]
+    element = octet[:, None] * 8 + bit
+    stop = tl.minimum(start + size, numel)
+    inside = (element >= start) & (element < stop)
+    target = out + vector * numel + element
+    scales += vector * scales_of_vector + line % blocks
+    octets = bits + vector * bits_of_vector + octet
+    total = tl.load(target, mask=inside, other=0.0) if ADD else tl.zeros([TILE // 8, 8], tl.float32)
+    for _ in range(ranks):
+        scale = tl.load(scales) * alpha
+        signs = tl.load(octets, mask=octet * 8 < stop, other=0).to(tl.int32)[:, None]
+        total += tl.where((signs >> bit) & 1 != 0, scale, -scale)
+        scales += scales_of_rank
+        octets += bits_of_rank
+    tl.store(target, total, mask=inside)
+
+
+def encode_signs(
+    rows: torch.Tensor, size: int, *, subtract: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales and the packed signs of vectors.
+
+    As :func:`comm_hooks.kernels.signs.encode_signs`, but for the order of additions.
+
+    Args:
+        rows: contiguous.
+        size: at most ``LARGEST_BLOCK``, and a multiple of 8: a byte of signs has one writer.
+    """
+    count, numel = rows.shape
+    blocks = triton.cdiv(numel, size)
+    scales = torch.empty(count, blocks, device=rows.device)
+    bits = torch.empty(count, triton.cdiv(numel, 8), dtype=torch.uint8, device=rows.device)
+    tile = max(256, triton.next_power_of_2(min(size, numel)))
+    with on_device_of(rows):
+        _encode[(count * blocks,)](
+            rows,
+            scales,
+            bits,
+            numel,
+            size,
+            blocks,
+            bits.shape[1],
+            TILE=tile,
+            SUBTRACT=subtract,
+            num_warps=max(1, tile // 512),
+            **COMPILE_OPTIONS,
+        )
+    return scales, bits
+
+
+def decode_signs(
+    out: torch.Tensor,
+    scales: torch.Tensor,
+    bits: torch.Tensor,
+    size: int,
+    *,
+    alpha: float,
+    add: bool,
+) -> None:
+    """Write ``alpha`` times what the signs stand for to ``out`` (n, numel), or add it.
+
+    As :func:`comm_hooks.kernels.signs.decode_signs`; ``out`` must be contiguous.
+    """
+    decode_sum_of_signs(out, scales[None], bits[None], size, alpha=alpha, add=add)
+
+
+def decode_sum_of_signs(
+    out: torch.Tensor,
+    scales: torch.Tensor,
+    bits: torch.Tensor,
+    size: int,
+    *,
+    alpha: float,
+    add: bool = False,
+) -> None:
+    """Write ``alpha`` times the sum of what N ranks' signs stand for to ``out``, or add it.
+
+    As :func:`comm_hooks.kernels.signs.decode_sum_of_signs`, in one pass.
+
+    Args:
+        out: (n, numel), float32, contiguous.
+        scales, bits: (N, n, ...); only the last dimension must be contiguous.
+    """
+    count, numel = out.shape
+    blocks = triton.cdiv(numel, size)
+    tile = min(_TILE, max(32, triton.next_power_of_2(min(size, numel))))
+    tiles = triton.cdiv(min(size, numel) + (7 if size % 8 else 0), tile)
+    with on_device_of(out):
+        _decode[(count * blocks * tiles,)](
+            out,
+            scales,
+            bits,
+            alpha,
+            numel,
+            size,
+            blocks,
+            tiles,
+            len(scales),
+            scales.stride(0),
+            scales.stride(1),
+            bits.stride(0),
+            bits.stride(1),
+            TILE=tile,
+            ADD=add,
+            num_warps=max(1, tile // 512),
+            **COMPILE_OPTIONS,
+        )

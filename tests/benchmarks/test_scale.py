@@ -1,0 +1,251 @@
+"""The study of many ranks: simulated ranks learn as they should, predictions have exact bytes."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from benchmarks.studies.scale.methods import Method, make_methods
+from benchmarks.studies.scale.predicted import (
+    MODELS,
+    Assumptions,
+    Model,
+    Predicted,
+    break_even,
+    first_slower,
+    make_schemes,
+    plan_of,
+    predict_all,
+)
+from benchmarks.studies.scale.training import Setup, Trained, train
+from benchmarks.studies.tasks import build_task
+from benchmarks.studies.training import batch_generator, cosine, known_warnings_ignored, new_model
+from comm_hooks import Exchange
+from comm_hooks.collectives import Simulated
+from comm_hooks.launchers.advise.step import Step
+from tests.benchmarks.studying import NUMEL, nothing
+from tests.benchmarks.test_studies import complaint, invoke
+
+METHODS = {method.name: method for method in make_methods(density=1 / 16, ratio=1 / 16)}
+SCHEMES = {scheme.name: scheme for scheme in make_schemes()}
+COMPRESSED = [name for name, m in METHODS.items() if m.exchanges and name != "all-reduce"]
+
+
+def trained(method: Method, ranks: int, steps: int = 6, lr: float = 0.1) -> Trained:
+    return train(Setup(steps, batch=32), method, ranks, seed=3, lr=lr, advance=nothing)
+
+
+def by_hand(groups: list[list[int]], ranks: int, steps: int, lr: float) -> tuple[float, float]:
+    """Train a plain model for each group of ranks on their batches; return mean loss and error."""
+    task = build_task("digits", clients=ranks, seed=3)
+    judged = []
+    for group in groups:
+        model = new_model(task, 3, "cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+        batches = [
+            task.clients[rank].batches(32 // ranks, batch_generator(3, rank)) for rank in group
+        ]
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = lr * cosine(step / steps)
+            inputs, targets = (torch.cat(parts) for parts in zip(*map(next, batches), strict=True))
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        judged.append(task.evaluate(model))
+    loss, error = (sum(figures[key] for figures in judged) for key in ("loss", "error"))
+    return loss / len(judged), error / len(judged)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_controls_are_plain_training(ranks: int) -> None:
+    together = trained(METHODS["all-reduce"], ranks)
+    loss, error = by_hand([list(range(ranks))], ranks, 6, 0.1)
+    assert together.loss == pytest.approx(loss, rel=1e-3)
+    assert together.error == pytest.approx(error, abs=0.003)  # one image of 360
+    assert together.round_error == pytest.approx(0, abs=1e-5)
+    assert together.lasting_error == pytest.approx(0, abs=1e-5)
+    apart = trained(METHODS["none"], ranks)
+    loss, error = by_hand([[rank] for rank in range(ranks)], ranks, 6, 0.1)
+    assert apart.loss == pytest.approx(loss, rel=1e-3)
+    assert apart.error == pytest.approx(error, abs=0.003)
+    assert apart.bytes_sent == apart.bytes_received == 0
+    assert apart.round_error is None
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_methods_learn_and_are_off_by_something(name: str) -> None:
+    run = trained(METHODS[name], ranks=4, steps=20)
+    assert run.loss is not None
+    assert run.loss < 1.5 < math.log(10)
+    assert run.round_error is not None
+    assert run.round_error > 0.1
+
+
+@pytest.mark.parametrize("name", [name for name in COMPRESSED if METHODS[name].remembers])
+def test_residuals_make_up_for_what_a_round_left_out(name: str) -> None:
+    with_memory = trained(METHODS[name], ranks=4, steps=30, lr=1e-4)
+    without = trained(replace(METHODS[name], remembers=False), ranks=4, steps=30, lr=1e-4)
+    # The gradient hardly changes at this rate, so what is left out comes later.
+    assert with_memory.lasting_error is not None
+    assert without.lasting_error is not None
+    assert with_memory.lasting_error < 0.6 * without.lasting_error
+
+
+def test_bytes_by_ranks() -> None:
+    def sent(name: str, ranks: int) -> int:
+        run = trained(METHODS[name], ranks, steps=2)
+        assert run.bytes_received == run.bytes_sent
+        return run.bytes_sent
+
+    for kind in ("top-k", "signs"):
+        assert sent(f"{kind}, all-gather", 8) == 7 * sent(f"{kind}, all-gather", 2)
+        # Two payloads in the limit, and a header for every shard.
+        assert sent(f"{kind}, sharded", 8) < 2.2 * sent(f"{kind}, sharded", 2)
+    assert sent("all-reduce", 4) == pytest.approx(1.5 * 4 * NUMEL, rel=1e-3)
+    assert sent("Count-Sketch, all-reduce", 4) == pytest.approx(1.5 * 4 * NUMEL / 16, rel=1e-2)
+
+
+def test_a_run_that_diverges_says_so() -> None:
+    run = trained(METHODS["all-reduce"], ranks=2, lr=1e9)
+    assert run.loss is None
+    assert run.error == 1
+
+
+_NUMEL = 1 << 18
+
+
+@pytest.mark.filterwarnings("ignore:all ranks are on one node")
+@pytest.mark.parametrize("ranks", [8, 16])
+@pytest.mark.parametrize("name", [name for name, s in SCHEMES.items() if s.compressor])
+def test_predicted_bytes_are_those_of_real_rounds(name: str, ranks: int) -> None:
+    scheme = SCHEMES[name]
+    plan = plan_of(Assumptions(), scheme, _NUMEL, ranks)
+    if name == "all-reduce, bf16":
+        assert plan.sent_per_step() == 2 * (ranks - 1) * 2 * _NUMEL // ranks
+        return
+    assert scheme.compressor
+    nodes = {"ranks_per_node": 8} if scheme.way == "hierarchical" else {}
+    exchanges = [
+        Exchange(scheme.compressor, collective=scheme.way, transport=t, **nodes)
+        for t in Simulated(ranks)
+    ]
+    shapes = Step.of_numel(_NUMEL, milliseconds=1.0).shapes
+    rounds = [
+        exchange.round({str(i): torch.randn(shape) for i, shape in enumerate(shapes)})
+        for exchange in exchanges
+    ]
+    with known_warnings_ignored():
+        Simulated(ranks).run(rounds)
+    sent = exchanges[0].stats()["bytes_sent"]
+    assert plan.sent_per_step() * scheme.local_steps == pytest.approx(sent, rel=0.01)
+
+
+counts = st.sampled_from([8, 16, 64, 512])
+schemes = st.sampled_from(list(SCHEMES))
+
+
+def steps_of(ranks: int, gigabits: float, model: Model = MODELS[0]) -> dict[str, Predicted]:
+    rows = predict_all(Assumptions(), [model], [gigabits], [ranks])
+    return {row.scheme: row for row in rows}
+
+
+@given(counts, schemes, st.sampled_from([1.0, 10.0, 100.0]))
+def test_predictions_are_possible(ranks: int, name: str, gigabits: float) -> None:
+    row, plain = steps_of(ranks, gigabits)[name], MODELS[0].seconds
+    assert row.seconds >= plain + row.codec - 1e-9
+    assert row.seconds >= steps_of(ranks, 10 * gigabits)[name].seconds
+    slower = steps_of(ranks, gigabits, replace(MODELS[0], seconds=1.0))
+    assert slower[name].seconds >= row.seconds
+    if name == "no communication":
+        assert row.seconds == plain
+    if ranks == 8:
+        # One node: what joins it to others does not matter.
+        assert row.seconds == steps_of(ranks, 100 * gigabits)[name].seconds
+
+
+def test_a_node_sends_what_the_model_says() -> None:
+    """Worked out by hand for 2 nodes of 8: what crosses the link between them takes this long."""
+    model, ranks = replace(MODELS[0], seconds=1e-9), 16
+    rows = steps_of(ranks, 1.0, model)
+    link = 125e6
+
+    def waits(name: str) -> float:
+        return rows[name].seconds - rows[name].codec
+
+    gradient = 2 * model.numel
+    assert waits("all-reduce, bf16") == pytest.approx(2 * 15 / 16 * gradient / link, rel=0.02)
+    payload = rows["top-k 1/64, all-gather"].bytes_sent / 15
+    assert waits("top-k 1/64, all-gather") == pytest.approx(15 * payload / link, rel=0.02)
+    # Up: 8 ranks of a node send half of their payloads out of it.  Down: one ring.
+    assert waits("top-k 1/64, sharded") == pytest.approx((4 + 15 / 16) * payload / link, rel=0.1)
+    # Each of 8 ranks sends an eighth of a payload to the other node, and little else matters.
+    inside = 2 * 7 / 8 * 4 * model.numel / Assumptions().inside_bandwidth
+    assert waits("top-k 1/64, hierarchical") == pytest.approx(inside + payload / link, rel=0.1)
+
+
+def test_break_even_is_where_it_is_slower_from_then_on() -> None:
+    def rows(*seconds: tuple[int, float, float]) -> list[Predicted]:
+        return [
+            Predicted("m", 1.0, ranks, name, value, 1, 0)
+            for ranks, *values in seconds
+            for name, value in zip("ab", values, strict=True)
+        ]
+
+    crossing = rows((8, 1, 2), (16, 3, 2), (32, 1, 2), (64, 3, 2), (128, 4, 2))
+    assert first_slower(crossing, "m", 1.0, "a", "b") == 64
+    assert first_slower(crossing, "m", 1.0, "b", "a") is None
+    assert first_slower(rows((8, 2, 1), (16, 2, 1)), "m", 1.0, "a", "b") == 8
+    predicted = predict_all(Assumptions(), MODELS[:1], [1.0], [8, 64, 512])
+    found = {(point["scheme"], point["than"]): point["ranks"] for point in break_even(predicted)}
+    # N payloads of 0.018 bytes per element against 4 bytes per element: N = 228 by bytes alone.
+    assert found["top-k 1/64, all-gather", "all-reduce, bf16"] == 512
+    assert found["top-k 1/64, sharded", "all-reduce, bf16"] is None
+
+
+def test_the_command(tmp_path: Path) -> None:
+    arguments = ["--ranks", "1,2", "--steps", "2", "--batch", "16", "--tuned-at", "2", "--quick"]
+    few = ["--predicted-ranks", "8,16", "--gigabits", "1"]
+    result = invoke("scale", *arguments, *few, "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "scale.json").read_text())
+    assert len(record["simulated"]["runs"]) == 2 * len(METHODS)
+    assert record["predicted"]["measured"] is False
+    assert len(record["predicted"]["steps"]) == len(MODELS) * 2 * len(SCHEMES)
+    assert record["predicted"]["assumptions"]["ranks_per_node"] == 8
+    for name in (*METHODS, *SCHEMES):
+        assert name in result.stdout
+    plots = {path.name for path in tmp_path.glob("*.png")}
+    assert plots == {"error-vs-ranks.png", "bytes-vs-ranks.png", "predicted-steps.png"}
+
+
+def test_a_part_alone(tmp_path: Path) -> None:
+    result = invoke(
+        "scale", "--only", "predicted", "--predicted-ranks", "8", "--out", str(tmp_path)
+    )
+    assert result.exit_code == 0, result.output
+    assert "simulated" not in json.loads((tmp_path / "scale.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "predict"], "did you mean 'predicted'?"),
+        (["--ranks", "2,x"], "--ranks: 'x' is not an integer"),
+        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["--ranks", "2,3", "--batch", "64"], "--batch 64 cannot be divided over 3 ranks"),
+        (["--steps", "1"], "--steps must be at least 2, got 1"),
+        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["--density", "2"], "density is the fraction that is kept"),
+        (["--predicted-ranks", "8,12"], "give multiples of 8, got 12"),
+        (["--gigabits", "0"], "--gigabits: must be positive, got 0"),
+        (["--out", "/dev/null/folder"], "--out /dev/null/folder: cannot write there"),
+    ],
+)
+def test_what_is_refused(arguments: list[str], said: str) -> None:
+    assert said in complaint("scale", *arguments)

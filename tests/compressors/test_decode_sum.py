@@ -1,0 +1,33 @@
+"""What all ranks sent is added up as if it were decompressed rank after rank."""
+
+import pytest
+import torch
+
+from comm_hooks import Compressor, Sign
+from comm_hooks.compressors.sparse import _RANKS_AT_ONCE
+from tests.compressors.catalog import ALL
+
+
+@pytest.mark.parametrize("ranks", [1, 3, _RANKS_AT_ONCE + 1])
+@pytest.mark.parametrize("compressor", [*ALL, Sign(block_size=12)], ids=repr)
+def test_sum_over_ranks(compressor: Compressor, ranks: int) -> None:
+    """Bit for bit: the mean must be the same on ranks that compute it in one way or the other."""
+    generator = torch.Generator().manual_seed(0)
+    keys, numel = [3, 4], 500
+    vectors = torch.randn(ranks, 2, numel, generator=generator)
+    vectors[0, 0, 7:] = 0
+    payloads = torch.stack(
+        [
+            compressor._compress(rows, keys, rank, ranks).view(torch.uint8).view(2, -1)
+            for rank, rows in enumerate(vectors)
+        ]
+    )
+    # In a message of several parts a part's payloads are not contiguous.
+    message = torch.nn.functional.pad(payloads.flatten(1), (16, 8))
+    payloads = message[:, 16:-8].unflatten(1, (2, -1))
+    expected = torch.empty(2, numel)
+    for rank, octets in enumerate(payloads):
+        compressor._decode(expected, octets, keys, rank, ranks, 1 / ranks, add=rank > 0)
+    out = torch.full((2, numel), torch.nan)
+    compressor._decode_sum(out, payloads, keys, ranks, 1 / ranks)
+    assert torch.equal(out, expected)

@@ -1,0 +1,112 @@
+"""Signs and scales: the fast path is the reference, and what is subtracted is what is decoded."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from comm_hooks import Sign
+from comm_hooks.kernels import pieces
+from comm_hooks.kernels.signs import (
+    decode_signs,
+    encode_signs,
+    reference_decode_signs,
+    reference_encode_signs,
+)
+from tests.kernels.vectors import matrices
+
+vectors = matrices(
+    st.integers(1, 4),
+    st.one_of(st.integers(1, 70), st.sampled_from([1000, 4096, 5001, 9000])),
+)
+sizes = st.one_of(st.integers(1, 80), st.sampled_from([256, 4096]))
+piece_sizes = st.sampled_from([1, 100, 5000, pieces.PIECE])
+
+
+@given(rows=vectors, size=sizes, piece=piece_sizes)
+def test_encoding_is_the_reference(rows: torch.Tensor, size: int, piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE", piece)
+        scales, octets = encode_signs(rows, size)
+    expected_scales, expected_octets = reference_encode_signs(rows, size)
+    assert scales.shape == expected_scales.shape == (len(rows), -(-rows.shape[1] // size))
+    # Sums of another order.
+    torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0)
+    assert torch.equal(octets, expected_octets)
+
+
+@given(
+    rows=vectors,
+    size=sizes,
+    piece=piece_sizes,
+    alpha=st.sampled_from([1.0, -1.0, 0.25]),
+    add=st.booleans(),
+)
+def test_decoding_is_the_reference(
+    rows: torch.Tensor, size: int, piece: int, alpha: float, add: bool
+) -> None:
+    scales, octets = reference_encode_signs(rows, size)
+    # As in a payload, where other bytes may follow.
+    octets = torch.nn.functional.pad(octets, (0, 3), value=255)
+    out, expected = rows.clone(), rows.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE", piece)
+        decode_signs(out, scales, octets, size, alpha=alpha, add=add)
+    reference_decode_signs(expected, scales, octets, size, alpha=alpha, add=add)
+    assert torch.equal(out, expected)
+
+
+@given(rows=vectors, size=sizes, piece=piece_sizes)
+def test_what_is_subtracted_is_what_is_decoded(rows: torch.Tensor, size: int, piece: int) -> None:
+    left, expected = rows.clone(), rows.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE", piece)
+        scales, octets = encode_signs(left, size, subtract=True)
+    unchanged, same = encode_signs(rows, size)
+    assert torch.equal(scales, unchanged)
+    assert torch.equal(octets, same)
+    reference_decode_signs(expected, scales, octets, size, alpha=-1.0, add=True)
+    assert torch.equal(left, expected)
+
+
+def test_strided_rows_are_subtracted_from_in_place() -> None:
+    whole = torch.randn(3, 2000, generator=torch.Generator().manual_seed(0))
+    before = whole.clone()
+    encode_signs(whole[:, ::2], 64, subtract=True)
+    expected = before[:, ::2].clone()
+    encode_signs(expected, 64, subtract=True)
+    assert torch.equal(whole[:, ::2], expected)
+    assert torch.equal(whole[:, 1::2], before[:, 1::2])
+
+
+def test_zeros_of_both_signs_are_positive_and_nan_is_not() -> None:
+    row = torch.tensor([[0.0, -0.0, 1.0, -1.0, float("nan"), float("inf"), -float("inf")]])
+    scales, octets = encode_signs(row, 4)
+    assert octets.tolist() == [[0b0100111]]
+    assert scales[0, 0] == 0.5
+    assert scales[0, 1].isnan()
+
+
+def test_a_block_that_is_not_finite_leaves_others_alone() -> None:
+    rows = torch.ones(1, 12)
+    rows[0, 5] = float("inf")
+    scales, octets = encode_signs(rows, 4)
+    assert scales.tolist() == [[1.0, float("inf"), 1.0]]
+    decode_signs(rows, scales, octets, 4, alpha=1.0, add=False)
+    assert rows[0, :4].tolist() == rows[0, 8:].tolist() == [1.0] * 4
+
+
+def test_the_scale_of_a_shorter_last_block_is_its_own_mean() -> None:
+    scales, _ = encode_signs(torch.tensor([[1.0, -3.0, 5.0, -7.0, 10.0]]), 4)
+    assert scales.tolist() == [[4.0, 10.0]]
+
+
+@pytest.mark.parametrize("numel", [7, 64, 5000])
+def test_extracting_leaves_what_is_not_sent(numel: int) -> None:
+    sign = Sign(block_size=64)
+    rows = torch.randn(3, numel, generator=torch.Generator().manual_seed(1))
+    left = rows.clone()
+    payloads = sign._extract(left, [1, 2, 3], 0, 1)
+    assert torch.equal(payloads, sign._compress(rows, [1, 2, 3], 0, 1))
+    sign._decode(rows, payloads, [1, 2, 3], 0, 1, -1.0, add=True)
+    assert torch.equal(left, rows)
