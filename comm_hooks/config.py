@@ -77,6 +77,7 @@ _EXCHANGE_OPTIONS = (
     "collective",
     "seed",
     "min_numel",
+    "min_ndim",
     "exempt_bits",
     "granularity",
     "ranks_per_node",
@@ -140,8 +141,8 @@ def build_exchange(
     Args:
         settings: ``compressor``, a key of :data:`COMPRESSORS`, and the compressor's own options
             beside it; ``memory`` (default ``"auto"``; see :func:`build_memory`); and
-            ``collective``, ``seed``, ``min_numel``, ``exempt_bits``, ``granularity`` and
-            ``ranks_per_node`` (see :class:`~comm_hooks.exchange.Exchange`).
+            ``collective``, ``seed``, ``min_numel``, ``min_ndim``, ``exempt_bits``, ``granularity``
+            and ``ranks_per_node`` (see :class:`~comm_hooks.exchange.Exchange`).
         path: where the block stands in the configuration, for messages.
         transport, process_group: see :class:`~comm_hooks.exchange.Exchange`.
 

@@ -61,7 +61,9 @@ class Exchange:
             bytes.  ``"hierarchical"``: averages vectors in full precision inside each node, and
             compresses only what nodes send to each other, by the cheapest of the others.
         seed: where random draws come from; equal on all ranks.
-        min_numel: parameters with fewer elements, or at most one dimension, are not compressed.
+        min_numel: parameters with fewer elements are not compressed.
+        min_ndim: nor are those with fewer dimensions: norms and biases, which suffer most.  1
+            compresses them as well, for links so thin that they are most of what is sent.
         exempt_bits: how those travel: 32 (float32) or 16 (bfloat16; what rounding drops is not
             remembered).
         granularity: ``"parameter"`` compresses each parameter on its own; ``"bucket"`` the whole
@@ -102,6 +104,7 @@ class Exchange:
         seed: int = 0,
         *,
         min_numel: int = 1024,
+        min_ndim: int = 2,
         exempt_bits: int = 32,
         granularity: Granularity = "parameter",
         ranks_per_node: int | None = None,
@@ -120,6 +123,7 @@ class Exchange:
         require_choice(self, "collective", collective, get_args(Collective))
         require_choice(self, "granularity", granularity, ("parameter", "bucket"))
         require_positive(self, "min_numel", min_numel)
+        require_positive(self, "min_ndim", min_ndim)
         if ranks_per_node is not None:
             require_positive(self, "ranks_per_node", ranks_per_node)
             if collective != "hierarchical":
@@ -135,6 +139,7 @@ class Exchange:
         self.collective = collective
         self.seed = seed
         self.min_numel = min_numel
+        self.min_ndim = min_ndim
         self.granularity = granularity
         self._check(compressor)
         self.step = 0
@@ -210,6 +215,7 @@ class Exchange:
             "collective": self.collective,
             "seed": self.seed,
             "min_numel": self.min_numel,
+            "min_ndim": self.min_ndim,
             "exempt_bits": self.exempt_bits,
             "granularity": self.granularity,
             "ranks_per_node": self.ranks_per_node,
@@ -285,7 +291,7 @@ class Exchange:
 
     def exempts(self, shape: Sequence[int]) -> bool:
         """Return whether a parameter of this shape travels uncompressed."""
-        return len(shape) <= 1 or torch.Size(shape).numel() < self.min_numel
+        return len(shape) < self.min_ndim or torch.Size(shape).numel() < self.min_numel
 
     def layout_of(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
         """Return the workspace for these tensors by name.

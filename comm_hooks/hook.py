@@ -38,7 +38,8 @@ class CompressionState:
             ``"hierarchical"``; see :class:`~comm_hooks.exchange.Exchange`, also for ``seed`` to
             ``ranks_per_node``.
         seed: equal on all ranks.
-        min_numel: parameters with fewer elements, or at most one dimension, are not compressed.
+        min_numel: parameters with fewer elements are not compressed.
+        min_ndim: nor are those with fewer dimensions.
         exempt_bits: 32 or 16.
         granularity: ``"parameter"`` or ``"bucket"``.
         ranks_per_node: of ``"hierarchical"``; by default what torchrun says.
@@ -73,6 +74,7 @@ class CompressionState:
         seed: int = 0,
         *,
         min_numel: int = 1024,
+        min_ndim: int = 2,
         exempt_bits: int = 32,
         granularity: Granularity = "parameter",
         ranks_per_node: int | None = None,
@@ -91,6 +93,7 @@ class CompressionState:
             collective,
             seed,
             min_numel=min_numel,
+            min_ndim=min_ndim,
             exempt_bits=exempt_bits,
             granularity=granularity,
             ranks_per_node=ranks_per_node,
@@ -167,8 +170,8 @@ def compression_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket's gradients through a compressor.
 
-    1. split the bucket into its parameters; those with at most one dimension or fewer than
-       ``min_numel`` elements travel uncompressed in the same payload;
+    1. split the bucket into its parameters; those with fewer than ``min_ndim``
+       dimensions or ``min_numel`` elements travel uncompressed in the same payload;
     2. add the residual, compress, send one payload in one collective;
     3. decompress all payloads in rank order and take the mean over ranks: the hook owns the
        division, DDP does not divide when a hook is registered;
@@ -243,6 +246,7 @@ def register(
     collective: Collective = "auto",
     seed: int = 0,
     min_numel: int = 1024,
+    min_ndim: int = 2,
     exempt_bits: int = 32,
     granularity: Granularity = "parameter",
     ranks_per_node: int | None = None,
@@ -263,7 +267,7 @@ def register(
         loss_scale: see :class:`CompressionState`; by default that of Fabric or Lightning where
             they scale the loss.
         options: arguments of the compressor, when it is given by name.
-        collective, seed, min_numel, exempt_bits, granularity, ranks_per_node: see
+        collective, seed, min_numel, min_ndim, exempt_bits, granularity, ranks_per_node: see
             :class:`CompressionState`.
 
     Raises:
@@ -300,6 +304,7 @@ def register(
         collective,
         seed,
         min_numel=min_numel,
+        min_ndim=min_ndim,
         exempt_bits=exempt_bits,
         granularity=granularity,
         ranks_per_node=ranks_per_node,

@@ -74,7 +74,8 @@ class CompressedAdam(ExchangingOptimizer):
     the step is taken.
 
     Raises:
-        ValueError: for hyperparameters out of range; for a ``freeze_step`` beyond ``total_steps``.
+        ValueError: for hyperparameters out of range; for a ``freeze_step`` beyond ``total_steps``;
+            for an exchange that would compress the numbers p (``min_ndim=1``).
 
     Not supported: sparse gradients, parameters on several devices, ``capturable``.
 
@@ -109,6 +110,11 @@ class CompressedAdam(ExchangingOptimizer):
             exchange,
             {"freeze_step": freeze_step, "scaled": scaled},
         )
+        if not exchange.exempts((len(self._parameters()),)):
+            raise ValueError(
+                "CompressedAdam sends a number per parameter in one dimension, which its exchange "
+                "must not compress: leave min_ndim at 2"
+            )
         self.freeze_step = freeze_step
         self.scaled = scaled
 

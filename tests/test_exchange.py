@@ -374,6 +374,7 @@ def test_a_world_of_one_works_and_warns() -> None:
         ({"granularity": "bucket", "collective": "sharded"}, "whole bucket has no shards"),
         ({"compressor": PermK(), "collective": "sharded"}, "gives each rank its own elements"),
         ({"min_numel": 0}, "min_numel must be an integer of at least 1"),
+        ({"min_ndim": 0}, "min_ndim must be an integer of at least 1"),
         ({"seed": 1.5}, "seed must be an integer"),
         ({"compressor": SRHT(), "memory": ErrorFeedback()}, "not contractive"),
         ({"compressor": RandomK(), "memory": ErrorFeedback()}, r"RandomK\(unbiased=False\)"),

@@ -82,6 +82,17 @@ def test_exempt_parameters_in_bfloat16_take_half_the_bytes_and_agree() -> None:
     assert moved[1] == 2 * (HEADER_NBYTES + 2 * elements)
 
 
+def test_with_one_dimension_enough_small_vectors_are_compressed_too_and_nothing_is_lost() -> None:
+    world = World(3, TopK(density=0.1), collective="all_gather", min_ndim=1, min_numel=33)
+    gradients = world.gradients("be")
+    results = world.average(gradients)
+    residuals = [e.memory.state_dict() for e in world.exchanges if e.memory]
+    assert all(set(kept) == {"b"} for kept in residuals), "only what is large enough"
+    sent = mean(gradients, "b") - sum(kept["b"] for kept in residuals) / 3
+    torch.testing.assert_close(results[0]["b"], sent)
+    assert not torch.allclose(results[0]["b"], mean(gradients, "b"))
+
+
 def test_a_warm_up_step_is_exact_whatever_the_exempt_bits() -> None:
     world = World(2, TopK(), exempt_bits=16)
     gradients = world.gradients("abe")

@@ -57,6 +57,7 @@ def compress_all_reduce(
     collective: Collective = "auto",
     seed: int = 0,
     min_numel: int = 1024,
+    min_ndim: int = 2,
     exempt_bits: int = 32,
     granularity: Granularity = "parameter",
     loss_scale: Callable[[], float] | None = None,
@@ -89,7 +90,7 @@ def compress_all_reduce(
             that hold the same shard.
         memory: see :func:`~comm_hooks.register`.  Each rank remembers its shard only: 4 bytes
             (``bits=4``: 0.53) times the model's parameters over the number of shards.
-        collective, seed, min_numel, exempt_bits, granularity: see
+        collective, seed, min_numel, min_ndim, exempt_bits, granularity: see
             :class:`~comm_hooks.exchange.Exchange`.  Whether a parameter is exempt depends on its
             whole shape, not on its shard's.  A bucket is an FSDP module.
         loss_scale: see :class:`~comm_hooks.CompressionState`.
@@ -148,6 +149,7 @@ def compress_all_reduce(
         collective=collective,
         seed=seed,
         min_numel=min_numel,
+        min_ndim=min_ndim,
         exempt_bits=exempt_bits,
         granularity=granularity,
         process_group=group,

@@ -36,6 +36,7 @@ def compress_reduce_scatter(
     memory: Memory | str | Mapping[str, Any] | None = "auto",
     seed: int = 0,
     min_numel: int = 1024,
+    min_ndim: int = 2,
     exempt_bits: int = 32,
     granularity: Granularity = "parameter",
     loss_scale: Callable[[], float] | None = None,
@@ -66,7 +67,8 @@ def compress_reduce_scatter(
         model: an FSDP2 model, or what ``torch.compile`` made of one; a 2-D mesh is welcome.
         compressor: an object, or a name from ``comm_hooks.config.COMPRESSORS``.
         memory: see :func:`~comm_hooks.register`.
-        seed, min_numel, exempt_bits, granularity: see :class:`~comm_hooks.exchange.Exchange`.
+        seed, min_numel, min_ndim, exempt_bits, granularity: see
+            :class:`~comm_hooks.exchange.Exchange`.
             Whether a parameter is exempt depends on its whole shape, not on its shard's.
         loss_scale: see :class:`~comm_hooks.CompressionState`.
         options: arguments of the compressor, when it is given by name.
@@ -116,6 +118,7 @@ def compress_reduce_scatter(
         options,
         seed=seed,
         min_numel=min_numel,
+        min_ndim=min_ndim,
         exempt_bits=exempt_bits,
         granularity=granularity,
         # The payloads never travel so, but whatever can be gathered can be exchanged.

@@ -300,6 +300,7 @@ class Rehearsals:
             built.memory,
             built.collective,
             min_numel=built.min_numel,
+            min_ndim=built.min_ndim,
             exempt_bits=built.exempt_bits,
             granularity=built.granularity,
             transport=self._make_transport(),

@@ -105,7 +105,7 @@ def _arguments(method: Method, optimizer: Any) -> dict[str, Any]:
 def _optimizer_line(method: Method) -> str:
     exchange = build_exchange(method.crossing, method.crossing_options, seed=0)
     arguments = [repr(exchange.compressor), *([repr(exchange.memory)] if exchange.memory else [])]
-    for name in ("collective", "min_numel", "exempt_bits", "granularity"):
+    for name in ("collective", "min_numel", "min_ndim", "exempt_bits", "granularity"):
         value = getattr(exchange, name)
         if value != _EXCHANGE_DEFAULTS[name]:
             arguments.append(f"{name}={value!r}")

@@ -103,7 +103,14 @@ _ONE_BUCKET = {"bucket_cap_mb": 1 << 20}
 # With granularity=bucket these then sketch the whole gradient at once, as SAFL does.
 SKETCHES = ("count_sketch", "srht", "gaussian_sketch")
 _MEMORY_OPTIONS = {"memory_bits": "bits", "memory_decay": "decay", "memory_momentum": "momentum"}
-_EXCHANGE_OPTIONS = {"collective", "min_numel", "exempt_bits", "granularity", "ranks_per_node"}
+_EXCHANGE_OPTIONS = {
+    "collective",
+    "min_numel",
+    "min_ndim",
+    "exempt_bits",
+    "granularity",
+    "ranks_per_node",
+}
 
 
 def build_exchange(name: str, options: Options, seed: int) -> Exchange:
@@ -133,6 +140,7 @@ def _compressor_crossing(name: str) -> Crossing:
             exchange.collective,
             seed,
             min_numel=exchange.min_numel,
+            min_ndim=exchange.min_ndim,
             exempt_bits=exchange.exempt_bits,
             granularity=exchange.granularity,
             ranks_per_node=options.get("ranks_per_node"),

@@ -322,3 +322,10 @@ def test_sparse_gradients_are_refused() -> None:
     optimizer = CompressedAdam(table.parameters(), Exchange(Sign()), freeze_step=1)
     with pytest.raises(ValueError, match="does not support sparse gradients"):
         optimizer.step()
+
+
+def test_an_exchange_that_would_compress_its_scales_is_refused() -> None:
+    parameters = [nn.Parameter(torch.zeros(8, 8)) for _ in range(3)]
+    exchange = Exchange(TopK(), ErrorFeedback(), min_ndim=1, min_numel=3)
+    with pytest.raises(ValueError, match="leave min_ndim at 2"):
+        CompressedAdam(parameters, exchange, freeze_step=1)
