@@ -129,6 +129,8 @@ def test_ctrl_c_removes_the_network(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # Who runs the tests in the background may have them ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as bench:
         deadline = time.monotonic() + 120
         # torchrun has made the folder of its worker's logs: the ranks are starting.
