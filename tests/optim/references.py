@@ -14,9 +14,7 @@ Operator = Callable[[np.ndarray], np.ndarray]
 
 def sign_of_blocks(x: np.ndarray, block_size: int) -> np.ndarray:
     """What Sign's docstring says, in NumPy."""
-    count = -(-x.size // block_size)
-    size = -(-x.size // count)
-    blocks = [x[first : first + size] for first in range(0, x.size, size)]
+    blocks = [x[first : first + block_size] for first in range(0, x.size, block_size)]
     return np.concatenate([np.abs(b).mean() * np.where(b >= 0, 1, -1) for b in blocks])
 
 

@@ -16,6 +16,7 @@ from comm_hooks.compressors import Quantize
 from comm_hooks.optim.private import dp_micro_adam
 from comm_hooks.optim.private.dp_micro_adam import DPMicroAdam
 from comm_hooks.optim.sparse_window import SparseWindow
+from comm_hooks.randomness import fork
 from tests.optim.private.saving import resumes_exactly
 from tests.optim.replicas import LR_DECAY, SHAPES, draw, fresh, largest_of_blocks, start
 from tests.optim.test_compressed_adam import RanksOf
@@ -48,19 +49,21 @@ def advance(
 # Algorithm 1, in float64 and without any of the library.
 
 
-def draws(shape: Sequence[int], step: int, place: int) -> np.ndarray:
-    return np.random.default_rng([step, place]).uniform(size=shape)
+def key_of(step: int, place: int) -> int:
+    return step * len(SHAPES) + place
 
 
 def quantize(x: np.ndarray, step: int, place: int) -> np.ndarray:
-    """Q^-1(Q(x)), in blocks of 256, rounded at random."""
-    count = -(-x.size // 256)
-    size = -(-x.size // count)
-    padded = np.pad(x, (0, count * size - x.size)).reshape(count, size)
-    low, high = padded.min(axis=1, keepdims=True), padded.max(axis=1, keepdims=True)
-    unit = (high - low) / 15
-    codes = np.floor((padded - low) / unit + draws(padded.shape, step, place))
-    return (codes * unit + low).ravel()[: x.size]
+    """Q^-1(Q(x)), in blocks of 256, rounded by draws of this parameter and step."""
+    (seed,) = fork([key_of(step, place)], 0)
+    xi = torch.rand(x.size, generator=torch.Generator().manual_seed(seed)).double().numpy()
+    rounded = np.empty_like(x)
+    for first in range(0, x.size, 256):
+        block = slice(first, first + 256)
+        low, high = x[block].min(), x[block].max()
+        unit = (high - low) / 15
+        rounded[block] = np.floor((x[block] - low) / unit + xi[block]) * unit + low
+    return rounded
 
 
 def algorithm_1(window: int) -> dict[str, np.ndarray]:
@@ -88,24 +91,10 @@ def algorithm_1(window: int) -> dict[str, np.ndarray]:
     return results
 
 
-class SharedDraws(Quantize):
-    """Rounds by the draws of the reference."""
-
-    def _rounding(self, levels: torch.Tensor, keys: Sequence[int], rank: int) -> torch.Tensor:
-        assert len(set(keys)) == len(levels), "parameters must not share draws"
-        return torch.stack(
-            [
-                torch.from_numpy(draws(levels.shape[1:], *divmod(key, len(SHAPES)))).float()
-                for key in keys
-            ]
-        )
-
-
 @pytest.mark.parametrize("window", [1, WINDOW])
 def test_matches_algorithm_1(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    monkeypatch.setattr(dp_micro_adam, "_RESIDUAL", SharedDraws(bits=4, stochastic=True))
     monkeypatch.setattr(
-        dp_micro_adam, "derive_key", lambda _, step, place: step * len(SHAPES) + int(place)
+        dp_micro_adam, "derive_key", lambda _, step, place: key_of(step, int(place))
     )
     parameters = fresh()
     optimizer = make(parameters.items(), window=window, value_bits=32)
