@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,11 +59,14 @@ def test_filters_are_standardized() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "shape"), [(small_cnn(), (1, 8, 8)), (wide_resnet(depth=10, factor=1), (3, 32, 32))]
+    ("build", "shape"),
+    [(small_cnn, (1, 8, 8)), (lambda: wide_resnet(depth=10, factor=1), (3, 32, 32))],
 )
 def test_networks_have_gradients_of_single_samples(
-    model: torch.nn.Module, shape: tuple[int, ...]
+    build: Callable[[], torch.nn.Module], shape: tuple[int, ...]
 ) -> None:
+    torch.manual_seed(0)
+    model = build()
     check_model(model)
     inputs, labels = torch.randn(3, *shape), torch.tensor([1, 2, 3])
 
