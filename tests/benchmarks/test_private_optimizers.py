@@ -1,8 +1,8 @@
 """The study of private optimizers: networks, public images, and what each method is told."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from collections.abc import Callable
 from typing import Any
 
 import pytest
