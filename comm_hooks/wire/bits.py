@@ -50,6 +50,8 @@ def pack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
         >>> pack_codes(torch.tensor([1, 2, 3]), 4)
         tensor([33,  3], dtype=torch.uint8)
     """
+    if width == 0:
+        return torch.empty(*codes.shape[:-1], 0, dtype=torch.uint8, device=codes.device)
     if width == 1:
         return pack_bits(codes.bool())
     if width == 8:
@@ -63,12 +65,16 @@ def pack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
         for place in range(1, per_byte):
             packed = packed | (grouped[..., place] << (place * width))
         return packed
-    if codes.device.type == "cpu":
-        # Little-endian bytes, of which NumPy takes the lowest bits.
-        stored = codes.to(torch.uint8) if width < 8 else codes.to(torch.int32)
-        octets = stored[..., None].view(torch.uint8).numpy()
-        bits = np.unpackbits(octets, axis=-1, count=width, bitorder="little")
-        return pack_bits(torch.from_numpy(bits).flatten(-2))
+    if width < 8:
+        # Eight codes make as many bytes as one has bits.
+        eights = torch.nn.functional.pad(codes.long(), (0, -codes.shape[-1] % 8)).unflatten(
+            -1, (-1, 8)
+        )
+        words = eights[..., 0]
+        for place in range(1, 8):
+            words = words | (eights[..., place] << (place * width))
+        octets = torch.stack([(words >> 8 * place) & 255 for place in range(width)], dim=-1)
+        return octets.flatten(-2)[..., : packed_nbytes(codes.shape[-1], width)].to(torch.uint8)
     places = torch.arange(width, device=codes.device)
     return pack_bits(((codes[..., None] >> places) & 1).bool().flatten(-2))
 
@@ -84,12 +90,20 @@ def unpack_codes(octets: torch.Tensor, count: int, width: int) -> torch.Tensor:
     if width in (2, 4):
         places = torch.arange(0, 8, width, dtype=torch.uint8, device=octets.device)
         return ((octets[..., None] >> places) & ((1 << width) - 1)).flatten(-2)[..., :count]
+    if width < 8:
+        octets = octets[..., : packed_nbytes(count, width)].long()
+        groups = torch.nn.functional.pad(octets, (0, -octets.shape[-1] % width))
+        groups = groups.unflatten(-1, (-1, width))
+        words = groups[..., 0]
+        for place in range(1, width):
+            words = words | (groups[..., place] << (8 * place))
+        codes = torch.stack(
+            [(words >> place * width) & ((1 << width) - 1) for place in range(8)], -1
+        )
+        return codes.flatten(-2)[..., :count].to(torch.uint8)
     bits = unpack_bits(octets, count * width).unflatten(-1, (count, width))
-    if width < 8 and octets.device.type == "cpu":
-        return torch.from_numpy(np.packbits(bits.numpy(), axis=-1, bitorder="little")).squeeze(-1)
     places = torch.arange(width, device=octets.device)
-    codes = (bits.long() << places).sum(-1)
-    return codes.to(torch.uint8) if width < 8 else codes
+    return (bits.long() << places).sum(-1)
 
 
 def set_places(bits: torch.Tensor, count: int, *, missing: int | None = None) -> torch.Tensor:
@@ -105,26 +119,25 @@ def set_places(bits: torch.Tensor, count: int, *, missing: int | None = None) ->
     """
     rows, sets, width = bits.shape
     if bits.device.type == "cpu":
-        found = torch.from_numpy(np.flatnonzero(bits.numpy()))
-        owners = found // width
-        counts = torch.bincount(owners, minlength=rows * sets)
-        exact = missing is None
-        if counts.numel() and (int(counts.max()) > count or (exact and int(counts.min()) < count)):
+        found = np.flatnonzero(bits.numpy())
+        starts = np.arange(0, (rows * sets + 1) * width, width)
+        edges = np.searchsorted(found, starts)
+        counts = np.diff(edges)
+        if (counts > count).any() or (missing is None and (counts < count).any()):
             raise PayloadError(
                 f"a payload has other than {count} places in a set: it is damaged, or another "
                 "compressor's"
             )
-        places = found - owners * width
-        if exact:
-            return places.view(rows, sets, count)
-        starts = counts.cumsum(0) - counts
-        slots = torch.arange(len(found)) - starts[owners]
-        result = torch.full((rows * sets, count), missing or 0)
-        result[owners, slots] = places
-        return result.view(rows, sets, count)
+        if (counts == count).all():
+            result = found.reshape(rows * sets, count) - starts[:-1, None]
+        else:
+            result = np.full((rows * sets, count), missing)
+            owners = np.repeat(np.arange(rows * sets), counts)
+            result[owners, np.arange(len(found)) - edges[owners]] = found - starts[owners]
+        return torch.from_numpy(result).view(rows, sets, count)
     # Without nonzero(), whose size would have to be waited for: unset bits and those of a damaged
     # payload are written to one spare slot behind the others.
     slots = torch.where(bits.bool(), bits.long().cumsum(2) - 1, count).clamp_(max=count)
     places = torch.arange(width, device=bits.device).expand_as(slots)
-    result = torch.full((rows, sets, count + 1), missing or 0, device=bits.device)
-    return result.scatter_(2, slots, places)[..., :count]
+    filled = torch.full((rows, sets, count + 1), missing or 0, device=bits.device)
+    return filled.scatter_(2, slots, places)[..., :count]
