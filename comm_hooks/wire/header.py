@@ -103,8 +103,9 @@ class HeaderCheck:
         if payloads.device.type == "cpu":
             _compare(found, stamp, senders)
             return torch.where(finite.all(), 0.0, torch.nan)
-        _, configuration, step = map(_signed, stamp.words())
-        same = (words[:, 1] == configuration) & (words[:, 2] == step) & (sums == claimed)
+        kind, configuration, step = map(_signed, stamp.words())
+        same = (words[:, 0] & ~(1 << _FINITE_BIT) == kind) & (words[:, 1] == configuration)
+        same &= (words[:, 2] == step) & (sums == claimed)
         self._look_later(found, stamp, senders)
         return torch.where(finite.all() & same.all(), 0.0, torch.nan)
 

@@ -126,3 +126,44 @@ def test_ranks_in_different_steps_are_told() -> None:
     exchanges[1].step += 1
     with pytest.raises(PayloadError, match="rank 1 belongs to step 2, this rank is at step 1"):
         step()
+
+
+class Later(HeaderCheck):
+    """Compares as on an accelerator: at the next opportunity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.Tensor] = []
+
+    def _look_later(self, found: torch.Tensor, stamp: Stamp, senders: str) -> None:
+        self.found.append(found)
+
+
+class OnAccelerator(torch.Tensor):
+    class _Device:
+        type = "elsewhere"
+
+    device = _Device()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("place", [0, 2, 4, 8, 12, 20])
+def test_until_it_is_compared_what_is_not_intact_is_nan(
+    monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """Whether magic, version, settings, step, checksum or body is another one."""
+    weights = torch.arange(5, dtype=torch.int32) * 2 + 1
+    monkeypatch.setattr("comm_hooks.wire.header._weights", lambda count, device: weights[:count])
+    payload = payload_of([7])
+    for changed in (False, True):
+        words = payload.clone().view(torch.int32)
+        if changed and place < 12:
+            # With a checksum that fits: of another sender, not damaged.
+            words.view(torch.uint8)[place] += 1
+            words[3] = 0
+            words[3] = (words * weights).sum()
+        elif changed:
+            words.view(torch.uint8)[min(place, 19)] += 1
+        check = Later()
+        octets = words.view(torch.uint8)[None].as_subclass(OnAccelerator)
+        assert math.isnan(check.health(octets, STAMP)) == changed
+        assert len(check.found) == 1
