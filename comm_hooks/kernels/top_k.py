@@ -48,11 +48,13 @@ def _block_top_k_in_pieces(vectors: torch.Tensor, count: int) -> torch.Tensor:
     """Find the places through bounds, so that few elements are compared with each other.
 
     The bits of non-negative floats are ordered as the floats are, so magnitudes are compared as
-    integers.  For every block:
+    integers.  For every block, while a piece of the vectors is in the cache:
 
     1. a lower bound of the count-th largest magnitude (:func:`_lower_bounds`);
-    2. the elements above the bound are candidates: for 64 of 4096, about 73.  Where they are fewer
-       than ``count`` (zeros, say), so are as many of those equal to the bound as are missing;
+    2. the elements that reach it are candidates: for 64 of 4096, about 74.
+
+    Then for all blocks together:
+
     3. the count-th largest of the candidates is the threshold (:func:`_thresholds`);
     4. what is above the threshold is taken, and as many of those equal to it as are missing.
 
@@ -60,49 +62,51 @@ def _block_top_k_in_pieces(vectors: torch.Tensor, count: int) -> torch.Tensor:
     """
     n, blocks, size = vectors.shape
     bits = vectors.detach().contiguous().numpy().view(np.int32).reshape(n * blocks, size)
-    places = np.empty((n * blocks, count), np.int64)
     step = min(len(bits), max(1, _PIECE // size))
     magnitudes = np.empty((step, size), np.int32)
-    folded = np.empty((step, size), np.int32)
     is_candidate = np.empty((step, size), np.bool_)
+    found: list[_Indices] = []
+    values: list[_Ints] = []
     for first in range(0, len(bits), step):
         piece = bits[first : first + step]
         rows = len(piece)
-        taken = _top_k_of_piece(
-            np.bitwise_and(piece, _MAGNITUDE, out=magnitudes[:rows]),
-            count,
-            folded[:rows],
-            is_candidate[:rows],
-        )
-        starts = np.arange(0, rows * size, size)[:, None]
-        np.subtract(taken.reshape(rows, count), starts, out=places[first : first + rows])
-    return torch.from_numpy(places).view(n, blocks, count)
+        np.bitwise_and(piece, _MAGNITUDE, out=magnitudes[:rows])
+        candidates = _candidates(magnitudes[:rows], count, is_candidate[:rows])
+        values.append(magnitudes.ravel()[candidates])
+        found.append(np.add(candidates, first * size, out=candidates))
+    taken = _largest(np.concatenate(found), np.concatenate(values), len(bits), size, count)
+    starts = np.arange(0, len(bits) * size, size)[:, None]
+    return torch.from_numpy(taken.reshape(len(bits), count) - starts).view(n, blocks, count)
 
 
-def _top_k_of_piece(
-    magnitudes: _Ints, count: int, folded: _Ints, is_candidate: npt.NDArray[np.bool_]
-) -> _Indices:
-    """Return the ascending indices into ``magnitudes.ravel()`` of ``count`` elements of each row.
+def _candidates(magnitudes: _Ints, count: int, is_candidate: npt.NDArray[np.bool_]) -> _Indices:
+    """Return ascending indices into ``magnitudes.ravel()``: of each row at least ``count``.
 
-    ``folded`` and ``is_candidate``, of the same shape, are overwritten.
+    ``is_candidate``, of the same shape, is overwritten.
     """
-    rows, size = magnitudes.shape
-    bounds = _lower_bounds(magnitudes, count, folded)
-    np.greater(magnitudes, bounds[:, None], out=is_candidate)
-    candidates = np.flatnonzero(is_candidate)
-    owners = candidates // size
-    tallies = np.bincount(owners, minlength=rows)
-    short = np.flatnonzero(tallies < count)
-    if short.size:
-        is_equal = magnitudes[short] == bounds[short, None]
-        missing = (count - tallies[short])[:, None]
-        is_candidate[short] |= is_equal & (np.cumsum(is_equal, axis=1, dtype=np.int32) <= missing)
-        candidates = np.flatnonzero(is_candidate)
-        owners = candidates // size
-        tallies[short] = count
+    bounds = _lower_bounds(magnitudes, count)
+    # Elements that reach the bound, but for zeros: there may be thousands.
+    has_few = bounds == 0
+    np.greater(magnitudes, (bounds - ~has_few)[:, None], out=is_candidate)
+    if has_few.any():
+        short = np.flatnonzero(has_few)
+        missing = count - is_candidate[short].sum(1, keepdims=True)
+        is_zero = magnitudes[short] == 0
+        is_candidate[short] |= is_zero & (np.cumsum(is_zero, axis=1, dtype=np.int32) <= missing)
+    return np.flatnonzero(is_candidate)
+
+
+def _largest(candidates: _Indices, values: _Ints, rows: int, size: int, count: int) -> _Indices:
+    """Return the ``count`` of each row's candidates that are largest, ascending.
+
+    Args:
+        candidates: ascending indices into rows of ``size`` elements, at least ``count`` of each.
+        values: their magnitudes.
+    """
     if len(candidates) == rows * count:
         return candidates
-    values = magnitudes.ravel()[candidates]
+    owners = candidates // size
+    tallies = np.bincount(owners, minlength=rows)
     thresholds = _thresholds(values, owners, tallies, count)[owners]
     is_taken = values >= thresholds
     if np.count_nonzero(is_taken) > rows * count:
@@ -116,28 +120,21 @@ def _top_k_of_piece(
     return candidates[is_taken]
 
 
-def _lower_bounds(magnitudes: _Ints, count: int, folded: _Ints) -> _Ints:
+def _lower_bounds(magnitudes: _Ints, count: int) -> _Ints:
     """Return for each row a number that at least ``count`` of its elements reach, (rows,).
 
-    The row is cut into 4 to 8 times ``count`` groups, of elements that are far apart, by taking
-    the maximum of its first and second half over and over: vector operations, where groups of
-    neighbours would need elements one by one.  ``count`` groups have a maximum that reaches the
-    count-th largest of the maxima.
+    A row is cut into 4 to 8 times ``count`` groups, of elements that are far apart: their maxima
+    are vector operations, where those of neighbours would need elements one by one.  ``count``
+    groups have a maximum that reaches the count-th largest of the maxima.
     """
-    width = magnitudes.shape[1]
-    source = magnitudes
-    while width >= 8 * count:
-        half = (width + 1) // 2
-        paired = width - half
-        np.maximum(source[:, :paired], source[:, half:width], out=folded[:, :paired])
-        if paired < half and source is magnitudes:
-            folded[:, paired] = source[:, paired]
-        source, width = folded, half
-    if source is magnitudes:
-        np.copyto(folded, magnitudes)
-    maxima = folded[:, :width]
-    maxima.partition(width - count, axis=1)
-    return maxima[:, width - count].copy()
+    size = magnitudes.shape[1]
+    groups = size >> max(0, (size // (4 * count)).bit_length() - 1)
+    members = size // groups
+    # What is left over, fewer than one element for each group, would hardly raise the bound.
+    grouped = torch.from_numpy(magnitudes)[:, : members * groups].unflatten(1, (members, groups))
+    maxima = grouped.amax(1).numpy()  # NumPy takes twice as long
+    maxima.partition(groups - count, axis=1)
+    return maxima[:, groups - count]
 
 
 def _thresholds(values: _Ints, owners: _Indices, tallies: _Indices, count: int) -> _Ints:
