@@ -275,7 +275,7 @@ class Exchange:
 
         Args:
             tensors: parameter name -> floating-point tensor, the same names and shapes in the same
-                order on all ranks.
+                order on all ranks.  Those of :meth:`workspace` are not copied.
             compress: False averages exactly, for warm-up steps; a compressor takes the place of
                 the exchange's own in this round.
             memory: takes the place of the exchange's own: another client's, say.
@@ -307,6 +307,26 @@ class Exchange:
             [Segment(n, tuple(t.shape), self.exempts(t.shape)) for n, t in tensors.items()],
             next(iter(tensors.values())).device,
         )
+
+    def workspace(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return contiguous float32 tensors of these names and shapes to make a message in.
+
+        :meth:`average_` works on them without copying.  They hold anything at first, and again as
+        soon as another round averages tensors of any of these names.
+
+        Raises:
+            ValueError: as :meth:`layout_of`.
+
+        Example::
+
+            >>> from comm_hooks import Exchange, Identity
+            >>> weight = torch.ones(64, 64)
+            >>> exchange = Exchange(Identity())
+            >>> message = exchange.workspace({"weight": weight})
+            >>> _ = torch.mul(weight, 2, out=message["weight"])
+            >>> exchange.average_(message)
+        """
+        return dict(zip(tensors, self.layout_of(tensors).views, strict=True))
 
     def norm_bound(self, layout: Layout) -> float:
         """Return the largest possible norm of a payload over that of what is in it.

@@ -11,6 +11,7 @@ resumed run has others.  Whatever must last (residuals, random keys) is tied to 
 
 import hashlib
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -51,6 +52,7 @@ class Layout:
         groups: the parameters to compress, grouped by length.
         compressed: the rows a compressor sees: ``groups``, or with ``granularity="bucket"`` all of
             them as a single row.
+        views: each segment's part of the workspace, in its shape.
     """
 
     segments: tuple[Segment, ...]
@@ -60,7 +62,7 @@ class Layout:
     exempt: Rows | None = field(init=False, default=None)
     groups: list[Rows] = field(init=False)
     compressed: list[Rows] = field(init=False)
-    _views: list[torch.Tensor] = field(init=False)
+    views: list[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         exempt = [s for s in self.segments if s.exempt]
@@ -90,7 +92,7 @@ class Layout:
         if self.granularity == "bucket" and self.groups:
             digest = hashlib.blake2b(repr([g.names for g in self.groups]).encode()).hexdigest()
             self.compressed = [Rows((digest,), self.work[None, first_compressed:])]
-        self._views = [views[s.name].view(s.shape) for s in self.segments]
+        self.views = [views[s.name].view(s.shape) for s in self.segments]
 
     @property
     def names(self) -> set[str]:
@@ -101,9 +103,17 @@ class Layout:
         return [self.exempt, *self.compressed] if self.exempt else self.compressed
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy tensors shaped like the segments (any float dtype) into the workspace."""
-        torch._foreach_copy_(self._views, list(tensors))
+        """Copy tensors shaped like the segments (any float dtype) into the workspace.
+
+        Nothing is to be done for :attr:`views` themselves.
+        """
+        if not self._are_views(tensors):
+            torch._foreach_copy_(self.views, list(tensors))
 
     def store(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the workspace back into tensors shaped like the segments."""
-        torch._foreach_copy_(list(tensors), self._views)
+        if not self._are_views(tensors):
+            torch._foreach_copy_(list(tensors), self.views)
+
+    def _are_views(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return all(map(operator.is_, tensors, self.views))

@@ -56,8 +56,9 @@ class LocalVarianceAdam(ExchangingOptimizer):
     ``exp_avg_sq`` (v_i), float32, **this rank's own**: save the optimizer's state on every rank, as
     the exchange's.
 
-    Cost: one collective per step, and one number read back from the device.  Both moments have a
-    second buffer of 4 bytes per parameter to compute the next ones in.
+    Cost: one collective per step, and one number read back from the device.  v_i has a second
+    buffer of 4 bytes per parameter to compute the next one in; n is computed in the workspace of
+    the exchange.
 
     Raises:
         ValueError: for hyperparameters out of range.
@@ -88,37 +89,37 @@ class LocalVarianceAdam(ExchangingOptimizer):
         check_hyperparameters(self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, exchange, {})
-        # What the next moments are computed into, so that a step that is skipped leaves no trace.
-        self._spare: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # What the next v is computed in, so that a step that is skipped leaves no trace.
+        self._spare: list[torch.Tensor] = []
 
     def _step(self, gradients: list[torch.Tensor]) -> None:
         states = self._states("exp_avg", "exp_avg_sq")
         t = int(states[0]["step"]) + 1
-        momenta, variances = self._prepare(states)
+        message = self.exchange.workspace(self._named([state["exp_avg"] for state in states]))
+        momenta, variances = list(message.values()), self._next_variances(states)
+        torch._foreach_copy_(momenta, [state["exp_avg"] for state in states])
         for own, group in self._groups():
             self._normalize(gradients[own], momenta[own], variances[own], group, t)
-        if not self._average(self._named(momenta)):
+        if not self._average(message):
             return
-        self._spare = [(state["exp_avg"], state["exp_avg_sq"]) for state in states]
-        for state, n, v in zip(states, momenta, variances, strict=True):
-            state["exp_avg"], state["exp_avg_sq"] = n, v
+        torch._foreach_copy_([state["exp_avg"] for state in states], momenta)
+        self._spare = [state["exp_avg_sq"] for state in states]
+        for state, v in zip(states, variances, strict=True):
+            state["exp_avg_sq"] = v
         torch._foreach_add_([state["step"] for state in states], 1)
         for own, group in self._groups():
             self._move(group, momenta[own], t)
 
-    def _prepare(
-        self, states: list[dict[str, torch.Tensor]]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return copies of n and v to compute in."""
-        old = [(state["exp_avg"], state["exp_avg_sq"]) for state in states]
-        fits = [m.shape for m, _ in self._spare] == [m.shape for m, _ in old]
-        # A state that was loaded may lie in memory in any order.
-        if not fits or any(m.stride() != v.stride() for m, v in self._spare):
-            self._spare = [(torch.empty_like(m), torch.empty_like(m)) for m, _ in old]
-        momenta, variances = (list(tensors) for tensors in zip(*self._spare, strict=True))
-        torch._foreach_copy_(momenta, [m for m, _ in old])
-        torch._foreach_copy_(variances, [v for _, v in old])
-        return momenta, variances
+    def _next_variances(self, states: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """Return copies of v, contiguous as n is in the workspace, to compute in."""
+        old = [state["exp_avg_sq"] for state in states]
+        # A state that was just made or loaded may lie in memory in any order.
+        if [v.shape for v in self._spare] != [v.shape for v in old] or any(
+            not v.is_contiguous() for v in self._spare
+        ):
+            self._spare = [torch.empty_like(v, memory_format=torch.contiguous_format) for v in old]
+        torch._foreach_copy_(self._spare, old)
+        return self._spare
 
     @staticmethod
     def _normalize(

@@ -213,6 +213,21 @@ def test_exact_rounds_leave_the_memory_alone() -> None:
     assert torch.equal(world.residual("a"), before)
 
 
+@pytest.mark.parametrize("names", ["a", "abc"])
+def test_a_message_made_in_the_workspace_is_averaged_in_place(names: str) -> None:
+    world, other = (World(3, TopK(0.1)) for _ in range(2))
+    for _ in range(3):
+        gradients = world.gradients(names)
+        messages = [e.workspace(g) for e, g in zip(other.exchanges, gradients, strict=True)]
+        for message, own in zip(messages, gradients, strict=True):
+            for name in names:
+                message[name].copy_(own[name])
+        other.simulated.run([e.round(m) for e, m in zip(other.exchanges, messages, strict=True)])
+        for message, expected in zip(messages, world.average(gradients), strict=True):
+            for name in names:
+                assert torch.equal(message[name], expected[name])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_come_back_as_they_came(dtype: torch.dtype) -> None:
     world = World(2, Identity())

@@ -7,7 +7,9 @@ from comm_hooks.errors import PayloadError
 
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Pack booleans (..., m) into bytes (..., ceil(m / 8)), uint8; the last byte is zero-padded.
+    """Pack booleans (..., m), or zeros and ones, into bytes (..., ceil(m / 8)), uint8.
+
+    The last byte is zero-padded.
 
     Example::
 
@@ -65,18 +67,10 @@ def pack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
         for place in range(1, per_byte):
             packed = packed | (grouped[..., place] << (place * width))
         return packed
-    if width < 8:
-        # Eight codes make as many bytes as one has bits.
-        eights = torch.nn.functional.pad(codes.long(), (0, -codes.shape[-1] % 8)).unflatten(
-            -1, (-1, 8)
-        )
-        words = eights[..., 0]
-        for place in range(1, 8):
-            words = words | (eights[..., place] << (place * width))
-        octets = torch.stack([(words >> 8 * place) & 255 for place in range(width)], dim=-1)
-        return octets.flatten(-2)[..., : packed_nbytes(codes.shape[-1], width)].to(torch.uint8)
-    places = torch.arange(width, device=codes.device)
-    return pack_bits(((codes[..., None] >> places) & 1).bool().flatten(-2))
+    # All lowest bits, then all second ones, ...: as many operations as bits, on whole vectors.
+    codes = codes.to(torch.uint8) if width < 8 else codes
+    planes = [(codes >> place) & 1 for place in range(width)]
+    return pack_bits(torch.stack(planes, dim=-2).flatten(-2))
 
 
 def unpack_codes(octets: torch.Tensor, count: int, width: int) -> torch.Tensor:
@@ -90,20 +84,11 @@ def unpack_codes(octets: torch.Tensor, count: int, width: int) -> torch.Tensor:
     if width in (2, 4):
         places = torch.arange(0, 8, width, dtype=torch.uint8, device=octets.device)
         return ((octets[..., None] >> places) & ((1 << width) - 1)).flatten(-2)[..., :count]
-    if width < 8:
-        octets = octets[..., : packed_nbytes(count, width)].long()
-        groups = torch.nn.functional.pad(octets, (0, -octets.shape[-1] % width))
-        groups = groups.unflatten(-1, (-1, width))
-        words = groups[..., 0]
-        for place in range(1, width):
-            words = words | (groups[..., place] << (8 * place))
-        codes = torch.stack(
-            [(words >> place * width) & ((1 << width) - 1) for place in range(8)], -1
-        )
-        return codes.flatten(-2)[..., :count].to(torch.uint8)
-    bits = unpack_bits(octets, count * width).unflatten(-1, (count, width))
-    places = torch.arange(width, device=octets.device)
-    return (bits.long() << places).sum(-1)
+    planes = unpack_bits(octets, count * width).unflatten(-1, (width, count)).unbind(-2)
+    codes = planes[0] if width < 8 else planes[0].long()
+    for place, plane in enumerate(planes[1:], start=1):
+        codes = codes | (plane.to(codes.dtype) << place)
+    return codes
 
 
 def set_places(bits: torch.Tensor, count: int, *, missing: int | None = None) -> torch.Tensor:
@@ -119,7 +104,7 @@ def set_places(bits: torch.Tensor, count: int, *, missing: int | None = None) ->
     """
     rows, sets, width = bits.shape
     if bits.device.type == "cpu":
-        found = np.flatnonzero(bits.numpy())
+        found = np.flatnonzero(bits.numpy().view(np.bool_))
         starts = np.arange(0, (rows * sets + 1) * width, width)
         edges = np.searchsorted(found, starts)
         counts = np.diff(edges)

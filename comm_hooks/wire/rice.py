@@ -67,7 +67,8 @@ class Rice(PlacesCode):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, sets, count = indices.shape
         room = self.stream_bits(sets)
-        gaps = torch.diff(indices, dim=2, prepend=indices.new_full((rows, sets, 1), -1)) - 1
+        gaps = indices.int()
+        gaps[..., 1:] -= indices[..., :-1] + 1
         gaps = _rotated(gaps, first).flatten(1)
         ends = ((gaps >> self.low_bits) + 1).cumsum(1)
         # What does not fit goes to a spare place behind the stream.
@@ -76,7 +77,7 @@ class Rice(PlacesCode):
         lows = gaps & ((1 << self.low_bits) - 1)
         octets = [pack_bits(bits[:, :room]), pack_codes(lows, self.low_bits)]
         present = (ends <= room).view(rows, sets, count)
-        return torch.cat(octets, dim=1), _rotated(present, [-start for start in first])
+        return torch.cat(octets, dim=1), _if_some_lack(present, [-start for start in first])
 
     def decode(
         self, octets: torch.Tensor, sets: int, first: Sequence[int]
@@ -87,14 +88,15 @@ class Rice(PlacesCode):
         bits = unpack_bits(octets[:, :split], room)
         places = set_places(bits[:, None], sets * count, missing=room)[:, 0]
         present = (places < room).view(rows, sets, count)
-        zeros = torch.diff(places, dim=1, prepend=places.new_full((rows, 1), -1)) - 1
-        lows = unpack_codes(octets[:, split:], sets * count, self.low_bits).long()
+        zeros = places.int()
+        zeros[:, 1:] -= places[:, :-1] + 1
+        lows = unpack_codes(octets[:, split:], sets * count, self.low_bits)
         gaps = (zeros << self.low_bits) | lows
-        indices = (gaps.view(rows, sets, count) + 1).cumsum(2) - 1
+        indices = (gaps.view(rows, sets, count) + 1).cumsum(2, dtype=torch.int32) - 1
         back = [-start for start in first]
         # Behind the last index that fitted there are only guesses.
         indices = _rotated(indices.clamp_(0, self.universe - 1), back)
-        return indices, _rotated(present, back)
+        return indices.long(), _if_some_lack(present, back)
 
 
 def _rotated(coded: torch.Tensor, first: Sequence[int]) -> torch.Tensor:
@@ -103,6 +105,12 @@ def _rotated(coded: torch.Tensor, first: Sequence[int]) -> torch.Tensor:
     order = torch.arange(sets) + torch.tensor(first, dtype=torch.int64)[:, None]
     order = order % sets + torch.arange(0, rows * sets, sets)[:, None]
     return coded.flatten(0, 1).index_select(0, order.flatten().to(coded.device)).view_as(coded)
+
+
+def _if_some_lack(present: torch.Tensor, first: Sequence[int]) -> torch.Tensor | None:
+    """Return the same as :func:`_rotated`; None, on the CPU, if there was room for all."""
+    is_known = present.device.type == "cpu"  # an accelerator would have to be waited for
+    return None if is_known and bool(present.all()) else _rotated(present, first)
 
 
 @functools.lru_cache(maxsize=1024)
