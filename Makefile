@@ -2,7 +2,7 @@
 # make test   lint, type-check and test
 # make bench  print the tables of operators, wire format and per-sample gradients
 # make bench-gpu  compare the GPU kernels with a copy (needs a GPU)
-# make links  train over capped links and compare (half an hour; needs root)
+# make links  train over capped links and compare (forty minutes; needs root)
 # make docs   build the documentation site into docs/_build
 # make studies  repeat the papers' comparisons on small tasks (two hours)
 # make predictions  check the advice against links of network namespaces (15 minutes; needs root)

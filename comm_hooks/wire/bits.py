@@ -43,6 +43,10 @@ def packed_nbytes(count: int, width: int) -> int:
 def pack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
     """Pack integers (..., m) below 2**width into bytes (..., ceil(m * width / 8)).
 
+    Codes of 1, 2, 4 and 8 bits are packed whole, others in planes: the lowest bits of all codes,
+    then the second ones, and so on, which takes as many operations on whole vectors as there are
+    bits.
+
     Args:
         codes: any integer dtype.
         width: 0 to 16 bits; with 0 nothing is stored.
@@ -67,7 +71,6 @@ def pack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
         for place in range(1, per_byte):
             packed = packed | (grouped[..., place] << (place * width))
         return packed
-    # All lowest bits, then all second ones, ...: as many operations as bits, on whole vectors.
     codes = codes.to(torch.uint8) if width < 8 else codes
     planes = [(codes >> place) & 1 for place in range(width)]
     return pack_bits(torch.stack(planes, dim=-2).flatten(-2))
