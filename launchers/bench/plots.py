@@ -1,7 +1,6 @@
 """Three plots: step time by rate, loss against bytes, and loss against time at each rate."""
 
 import math
-import statistics
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -10,7 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from comm_hooks.launchers.bench.rates import show_rate
-from comm_hooks.launchers.bench.results import Result, Timing
+from comm_hooks.launchers.bench.results import Result
+from comm_hooks.launchers.bench.waits import step_milliseconds, usual_milliseconds
 from comm_hooks.launchers.compare.plots import LOSS, Styles, draw_by_bytes, save, styles_of
 
 
@@ -22,8 +22,7 @@ def write_plots(results: list[Result], rates: list[str], folder: Path) -> list[P
         rates: in the order in which they are shown.
         folder: where to write.
     """
-    controls = [t.control.milliseconds for result in results for t in result.timings]
-    usual = statistics.median(controls) if controls else 0.0
+    usual = usual_milliseconds(results)
     styles = styles_of([result.run for result in results])
     trained = [result for result in results if result.run.curve]
 
@@ -57,15 +56,6 @@ def write_plots(results: list[Result], rates: list[str], folder: Path) -> list[P
     return paths
 
 
-def _step_ms(timing: Timing, usual: float) -> float:
-    """Return the milliseconds of a step on a machine that is as busy as it usually was.
-
-    ``usual`` is a step without exchange, to which is added what the exchange took on top of the
-    control of the same run: another method may have been timed at a busier time.
-    """
-    return usual + timing.best.milliseconds - timing.control.milliseconds
-
-
 def _draw_step_times(
     axes: Axes, results: list[Result], rates: list[str], usual: float, styles: Styles
 ) -> None:
@@ -73,7 +63,7 @@ def _draw_step_times(
         timed = [(i, timing) for i, rate in enumerate(rates) if (timing := result.at(rate))]
         if timed:
             places = [i for i, _ in timed]
-            times = [_step_ms(timing, usual) for _, timing in timed]
+            times = [step_milliseconds(timing, usual) for _, timing in timed]
             style = styles[result.run.method]
             axes.plot(places, times, label=result.run.method, marker="o", markersize=3.5, **style)
     axes.set_xticks(range(len(rates)), [show_rate(rate) for rate in rates])
@@ -88,7 +78,7 @@ def _draw_losses_by_time(
 ) -> None:
     for result in results:
         if timing := result.at(rate):
-            seconds = _step_ms(timing, usual) / 1e3
+            seconds = step_milliseconds(timing, usual) / 1e3
             times = [seconds * point.step for point in result.run.curve]
             losses = [point.loss for point in result.run.curve]
             axes.plot(times, losses, label=result.run.method, **styles[result.run.method])
@@ -101,6 +91,8 @@ def _draw_losses_by_time(
 
 
 def _write_plain_numbers(axis: Axis) -> None:
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = axis.get_view_interval()
+    # Three numbers for each power of ten are too many to read where there are several.
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 50 * low else (1,)))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_locator(NullLocator())

@@ -3,10 +3,11 @@
 import json
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from comm_hooks.launchers.compare.plain import rebuild
 from comm_hooks.launchers.compare.runs import Run, Settings
 
 _VERSION = 1
@@ -125,6 +126,43 @@ def write_results(
         "methods": methods,
     }
     path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All that :func:`write_results` wrote."""
+
+    results: list[Result]
+    rates: list[str]
+    settings: Settings
+    facts: dict[str, str]
+
+
+def read_results(path: Path) -> Bench:
+    """Read what :func:`write_results` wrote.
+
+    Raises:
+        ValueError: if it was written by another version, or a field is missing, unknown or of the
+            wrong type.
+    """
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    if whole["version"] != _VERSION:
+        raise ValueError(
+            f"{path} is of version {whole['version']}, and this comm-hooks reads version {_VERSION}"
+        )
+    settings, facts = rebuild(Settings, whole["settings"]), whole["facts"]
+    results = []
+    for method in whole["methods"]:
+        timings = method.pop("timings")
+        run = rebuild(Run, {**method, "settings": whole["settings"], "facts": facts})
+        kept = {field.name for field in fields(Timing)}
+        results.append(
+            Result(
+                run,
+                [rebuild(Timing, {k: v for k, v in t.items() if k in kept}) for t in timings],
+            )
+        )
+    return Bench(results, whole["rates"], settings, facts)
 
 
 def moved_at(results: list[Result], rate: str) -> float | None:

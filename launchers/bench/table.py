@@ -10,6 +10,12 @@ from rich.text import Text
 
 from comm_hooks.launchers.bench.rates import UNSHAPED, bits_per_second, show_bits, show_rate
 from comm_hooks.launchers.bench.results import Result, Timing, moved_at
+from comm_hooks.launchers.bench.waits import (
+    halfway_loss,
+    step_milliseconds,
+    steps_until,
+    usual_milliseconds,
+)
 from comm_hooks.launchers.compare.groups import CONTROL
 from comm_hooks.launchers.compare.table import format_bytes
 
@@ -47,6 +53,32 @@ def _time(timing: Timing | None) -> str:
     return f"{timing.best.milliseconds:,.0f} ({timing.ratio:.2f})"
 
 
+def wait_columns_of(rates: list[str]) -> list[str]:
+    """Return the names of the columns of :func:`wait_rows_of`."""
+    return ["method", "steps", *map(show_rate, rates)]
+
+
+def wait_rows_of(results: list[Result], rates: list[str], loss: float) -> list[list[str]]:
+    """Return how many steps, and seconds at each rate, each method takes to a loss."""
+    usual = usual_milliseconds(results)
+    rows = []
+    for result in results:
+        steps = steps_until(loss, result.run.curve)
+        cells = [_NOTHING] * (1 + len(rates))
+        if steps is not None:
+            seconds = (
+                steps * step_milliseconds(timing, usual) / 1e3 if timing else None
+                for timing in map(result.at, rates)
+            )
+            cells = [_count(steps), *map(_count, seconds)]
+        rows.append([result.run.method, *cells])
+    return rows
+
+
+def _count(number: float | None) -> str:
+    return _NOTHING if number is None else f"{number:,.0f}"
+
+
 def make_notes(results: list[Result], rates: list[str]) -> list[str]:
     """Return what a reader must know to judge the figures, one paragraph each."""
     return [*_warnings(results, rates), *_explanations(results)]
@@ -82,7 +114,8 @@ def _explanations(results: list[Result]) -> list[str]:
         "count, and on the wire with headers and acknowledgements, as the network interface counts "
         "them.",
         "Loss is in nats per byte, on text of all ranks, after a training over links without a "
-        "cap; the rate does not change it.",
+        "cap; the rate does not change it. Between the points at which it is measured it is "
+        "interpolated, and seconds are steps times the time of a step.",
     ]
     control = next((result for result in results if result.run.method == CONTROL), None)
     if control and control.timings:
@@ -108,20 +141,34 @@ def _explanations(results: list[Result]) -> list[str]:
 
 
 def print_table(results: list[Result], rates: list[str], console: Console) -> None:
-    """Print the table, and the notes below it."""
+    """Print the tables, and the notes below them."""
+    failed = [bool(result.run.failure) for result in results]
+    console.print(_shown(columns_of(rates), rows_of(results, rates), failed))
+    console.print()
+    loss = halfway_loss(results)
+    if loss is not None:
+        console.print(Text(f"{_wait_title(loss)}:"))
+        console.print(_shown(wait_columns_of(rates), wait_rows_of(results, rates, loss), failed))
+        console.print()
+    warnings = _warnings(results, rates)
+    for note in make_notes(results, rates):
+        console.print(Text(f"* {note}"), style="yellow" if note in warnings else "")
+
+
+def _shown(columns: list[str], rows: list[list[str]], failed: list[bool]) -> Table:
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for index, name in enumerate(columns_of(rates)):
+    for index, name in enumerate(columns):
         if index == 0:
             shown.add_column(name, overflow="fold")
         else:
             shown.add_column("\n".join(name.rsplit(" ", 1)), justify="right", no_wrap=True)
-    for result, cells in zip(results, rows_of(results, rates), strict=True):
-        shown.add_row(*map(Text, cells), style="red" if result.run.failure else "")
-    console.print(shown)
-    console.print()
-    warnings = _warnings(results, rates)
-    for note in make_notes(results, rates):
-        console.print(Text(f"* {note}"), style="yellow" if note in warnings else "")
+    for cells, is_failed in zip(rows, failed, strict=True):
+        shown.add_row(*map(Text, cells), style="red" if is_failed else "")
+    return shown
+
+
+def _wait_title(loss: float) -> str:
+    return f"Seconds of training to a loss of {loss:.3f}, halfway from no exchange to an all-reduce"
 
 
 def write_markdown(
@@ -131,11 +178,13 @@ def write_markdown(
     plots: list[Path],
     path: Path,
 ) -> None:
-    """Write the table, the notes, the plots (by their names) and the facts as one page."""
-    columns = columns_of(rates)
-    lines = ["# Training over slow links", "", _line(columns), _line(["---"] * len(columns))]
-    for method, *cells in rows_of(results, rates):
-        lines.append(_line([f"`{method}`", *cells]))
+    """Write the tables, the notes, the plots (by their names) and the facts as one page."""
+    lines = ["# Training over slow links", ""]
+    lines += _table(columns_of(rates), rows_of(results, rates))
+    loss = halfway_loss(results)
+    if loss is not None:
+        lines += ["", f"{_wait_title(loss)}:", ""]
+        lines += _table(wait_columns_of(rates), wait_rows_of(results, rates, loss))
     lines += ["", *(f"* {note}" for note in make_notes(results, rates)), ""]
     for plot in plots:
         lines += [f"![{plot.stem.replace('-', ' ')}]({plot.name})", ""]
@@ -143,6 +192,11 @@ def write_markdown(
     for name, text in facts.items():
         lines.append(_line([name, f"`{text}`" if name == "Command" else text]))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [_line(columns), _line(["---"] * len(columns))]
+    return [*lines, *(_line([f"`{method}`", *cells]) for method, *cells in rows)]
 
 
 def _line(cells: list[str]) -> str:

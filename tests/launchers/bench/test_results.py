@@ -10,11 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comm_hooks.launchers.bench.plots import write_plots
-from comm_hooks.launchers.bench.results import Block, Candidate, Result, Timing, write_results
+from comm_hooks.launchers.bench.results import (
+    Block,
+    Candidate,
+    Result,
+    Timing,
+    read_results,
+    write_results,
+)
 from comm_hooks.launchers.bench.table import make_notes, rows_of, write_markdown
 from comm_hooks.launchers.compare.plain import rebuild
 from comm_hooks.launchers.compare.runs import Figures, Point, Run, Settings
 
+PUBLISHED = Path(__file__).parents[3] / "benchmarks/results"
 RATES = ["none", "1gbit", "10mbit"]
 FIGURES = Figures(2.5, 0.0, 100.0, 10.0, 10.0, 100, 100)
 
@@ -116,6 +124,15 @@ def test_everything_is_in_the_files(tmp_path: Path) -> None:
     assert (first["rate"], first["ms_per_step"], first["ratio"]) == ("10mbit", 230.0, 1.15)
     assert len(first["candidates"][0]["blocks"]) == 2
 
+    read = read_results(tmp_path / "results.json")
+    assert (read.rates, read.settings, read.facts) == (RATES, Settings(), facts)
+    for result_read, written in zip(read.results, results, strict=True):
+        assert result_read.timings == written.timings
+        assert result_read.run == replace(written.run, facts=facts)
+    (tmp_path / "other.json").write_text(json.dumps({**whole, "version": 0}))
+    with pytest.raises(ValueError, match=r"other\.json is of version 0"):
+        read_results(tmp_path / "other.json")
+
     plots = write_plots(results, RATES, tmp_path)
     assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
     write_markdown(results, RATES, facts, plots, tmp_path / "results.md")
@@ -123,3 +140,11 @@ def test_everything_is_in_the_files(tmp_path: Path) -> None:
     assert "| `topk` | 2.500 | 1 kB | 1.07 kB | 240 (1.20) | - | - |" in page
     assert all(f"({plot.name})" in page for plot in plots)
     assert "| Machine | two cores |" in page
+
+
+@pytest.mark.parametrize("folder", sorted(PUBLISHED.glob("bench*")), ids=lambda path: path.name)
+def test_published_pages_are_made_of_their_records(folder: Path, tmp_path: Path) -> None:
+    bench = read_results(folder / "results.json")
+    plots = [Path(f"{name}.png") for name in ("step-time", "loss-vs-bytes", "loss-vs-time")]
+    write_markdown(bench.results, bench.rates, bench.facts, plots, tmp_path / "results.md")
+    assert (tmp_path / "results.md").read_text() == (folder / "results.md").read_text()
