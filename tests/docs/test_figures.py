@@ -37,3 +37,15 @@ def test_other_pages_repeat_figures_that_the_readme_has() -> None:
     for name in ("choosing", "concepts"):
         text = (ROOT / f"docs/{name}.md").read_text()
         assert set(re.findall(r"\d\.\d{3}", text)) <= in_readme, name
+
+
+def test_times_are_those_of_the_published_bench() -> None:
+    """A ratio stands in brackets there; a time is followed by its unit here."""
+    published: dict[str, set[str]] = {}
+    for method, row in rows_by_method(Page(ROOT / "benchmarks/results/bench/results.md")):
+        cells = {part.strip("()") for cell in row for part in (cell, *cell.split())}
+        published.setdefault(method, set()).update(cells)
+    times = [(m, row) for m, row in rows_by_method(README) if row[-1].endswith((" s", "-"))]
+    assert len(times) >= 9
+    for method, row in times:
+        assert {cell.removesuffix(" s") for cell in row[1:]} <= published[method], method
