@@ -5,7 +5,6 @@ import math
 import platform
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,15 +22,14 @@ if _missing:
 
 import torch  # noqa: E402
 import typer  # noqa: E402
-from rich.console import Console  # noqa: E402
 
 from benchmarks.studies.tasks import TASKS, Task, build_task  # noqa: E402
 from comm_hooks.config import unknown  # noqa: E402
+from comm_hooks.launchers.output import prepare_folder  # noqa: E402
 
 Number = TypeVar("Number", int, float)
 Choice = TypeVar("Choice", bound=str)
 
-_LOG_WIDTH = 150
 _BAD_INPUT = 2
 
 TaskName = Annotated[str, typer.Option("--task", help=f"What to learn: {', '.join(TASKS)}.")]
@@ -156,20 +154,7 @@ def prepare(device: str, threads: int, out: Path) -> None:
         raise ValueError(f"--device {device}: cannot be used: {reason}") from None
     require_at_least(1, threads=threads)
     torch.set_num_threads(threads)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"--out {out}: cannot write there ({error.strerror}); give another folder"
-        ) from None
-
-
-def make_console() -> Console:
-    """Return a console; where nobody looks at a terminal, its width is no limit."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_LOG_WIDTH)
+    prepare_folder(out)
 
 
 def describe_machine() -> dict[str, str]:

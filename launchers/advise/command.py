@@ -26,9 +26,9 @@ from comm_hooks.launchers.advise.report import (
 )
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.compare.methods import Method, parse_methods
+from comm_hooks.launchers.output import make_console
 
 _BAD_INPUT = 2
-_LOG_WIDTH = 140
 _DEFAULT_LATENCY_MS = 0.1
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)?bit")
 
@@ -170,7 +170,7 @@ def _measure_and_advise(
     if backend == "nccl":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
-    console = _make_console(quiet=place.rank > 0)
+    console = make_console(quiet=place.rank > 0)
     links, nodes = measure_links(place, device)
     print_links(links, console)
     network = network_of(links, nodes, backend)
@@ -193,7 +193,7 @@ def _advise(
     """Play every method, on all ranks at once as in training, and print what comes out."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    console = console or _make_console()
+    console = console or make_console()
     rehearsals = Rehearsals(model, network.ranks, device, network.ranks_per_node)
     case = Case(model, network, slowest(rehearsals.optimizer_seconds()), zero_stage)
     plans = []
@@ -214,9 +214,3 @@ def _advise(
     if not console.quiet:
         write_plot(case, rows, plot)
         console.print(Text(f"Plot: {plot}"), soft_wrap=True)
-
-
-def _make_console(*, quiet: bool = False) -> Console:
-    console = Console(quiet=quiet)
-    # Where nobody looks at a terminal, its width is no limit, and logs should not be wrapped.
-    return console if console.is_terminal else Console(width=_LOG_WIDTH, quiet=quiet)

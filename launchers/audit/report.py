@@ -3,15 +3,13 @@
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from comm_hooks.launchers.audit.audit import Attack, Audit, Claim
 from comm_hooks.launchers.audit.configuration import Configuration
+from comm_hooks.launchers.output import make_console
 from comm_hooks.optim.private.placement import Verdict
-
-_LOG_WIDTH = 140
 
 
 def as_json(
@@ -67,7 +65,7 @@ def print_audit(audit: Audit, confidence: float) -> None:
             f"{attack.claimed:.3f}",
             attack.outcome,
         )
-    _console().print(table)
+    make_console().print(table)
     say = _printer()
     for attack in audit.attacks:
         say(_conclusion(attack, confidence))
@@ -89,11 +87,5 @@ def _conclusion(attack: Attack, confidence: float) -> str:
 
 
 def _printer() -> Any:
-    console = _console()
+    console = make_console()
     return lambda line: console.print(Text(line), soft_wrap=True)
-
-
-def _console() -> Console:
-    console = Console()
-    # Where nobody looks at a terminal, its width is no limit, and logs should not be wrapped.
-    return console if console.is_terminal else Console(width=_LOG_WIDTH)

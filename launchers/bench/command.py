@@ -27,15 +27,14 @@ from comm_hooks.launchers.compare.methods import Method, parse_methods
 from comm_hooks.launchers.compare.options import (
     count_parameters,
     describe_training,
-    make_console,
     make_settings,
-    prepare_folder,
     versions,
 )
 from comm_hooks.launchers.compare.progress import open_display
 from comm_hooks.launchers.compare.runs import Settings
 from comm_hooks.launchers.netns import why_not
 from comm_hooks.launchers.netns.links import call
+from comm_hooks.launchers.output import make_console, prepare_folder
 
 DEFAULT_METHODS = (
     "none,all_reduce,bf16,powersgd:rank=1,powersgd:rank=2,powersgd:rank=4,identity+local_adamw,"
@@ -122,7 +121,7 @@ def bench(
     """
     try:
         checked = _check(rate, hooks, nproc, steps, timing_steps, seed, data, quick, timeout)
-        prepare_folder(out)
+        prepare_folder(out, "logs")
     except ValueError as error:
         typer.echo(f"comm-hooks bench: {error}", err=True)
         raise typer.Exit(_BAD_INPUT) from None

@@ -23,15 +23,14 @@ from comm_hooks.launchers.compare.methods import (
 )
 from comm_hooks.launchers.compare.options import (
     describe_training,
-    make_console,
     make_settings,
-    prepare_folder,
     versions,
 )
 from comm_hooks.launchers.compare.plots import write_plots
 from comm_hooks.launchers.compare.progress import open_display
 from comm_hooks.launchers.compare.runs import Run, Settings
 from comm_hooks.launchers.compare.table import print_table
+from comm_hooks.launchers.output import make_console, prepare_folder
 from comm_hooks.launchers.report.page import write_page
 
 # Exit codes.
@@ -89,7 +88,7 @@ def compare(
             raise ValueError(f"--timeout must be positive, got {timeout:g}")
         corpus = load_corpus(data)
         check_length(corpus, nproc, settings.window)
-        prepare_folder(out)
+        prepare_folder(out, "logs")
     except ValueError as error:
         typer.echo(f"comm-hooks compare: {error}", err=True)
         raise typer.Exit(_BAD_INPUT) from None

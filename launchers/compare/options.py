@@ -2,18 +2,14 @@
 
 import importlib.metadata
 import platform
-import tempfile
-from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from comm_hooks.launchers.compare.model import GPT, GPTConfig
 from comm_hooks.launchers.compare.runs import Settings
 
 _QUICK_MODEL = GPTConfig(layers=2)
 _QUICK_STEPS = 60
-_LOG_WIDTH = 140
 
 
 def make_settings(
@@ -40,25 +36,6 @@ def make_settings(
         warmup=min(Settings.warmup, max(1, steps // 2)),
         model=_QUICK_MODEL if quick else GPTConfig(),
     )
-
-
-def prepare_folder(out: Path) -> None:
-    """Make the report folder, and find out now rather than in ten minutes if that cannot be."""
-    try:
-        (out / "logs").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"--out {out}: cannot write there ({error.strerror}); give another folder"
-        ) from None
-
-
-def make_console() -> Console:
-    """Return the console to print on."""
-    console = Console()
-    # Where nobody looks at a terminal, its width is no limit, and logs should not be wrapped.
-    return console if console.is_terminal else Console(width=_LOG_WIDTH)
 
 
 def count_parameters(model: GPTConfig) -> int:

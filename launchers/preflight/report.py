@@ -2,22 +2,19 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
+from comm_hooks.launchers.output import make_console
 from comm_hooks.launchers.preflight.facts import Facts
 from comm_hooks.launchers.preflight.links import Link
 from comm_hooks.launchers.preflight.problems import format_rate
 
 _MOST_LINKS = 12
-_LOG_WIDTH = 140
 
 
 def print_report(nodes: Sequence[Facts], links: Sequence[Link]) -> None:
     """Print the nodes, what they all have, and the slowest links."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_LOG_WIDTH)
+    console = make_console()
     table = Table("node", "host", "address", "interface", "processes", "GPUs")
     for index, facts in enumerate(nodes):
         gpus = f"{len(facts.gpus)} x {facts.gpus[0]}" if facts.gpus else "none"

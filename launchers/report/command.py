@@ -4,16 +4,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from comm_hooks.launchers.compare.runs import Run
 from comm_hooks.launchers.compare.table import print_table
+from comm_hooks.launchers.output import make_console
 from comm_hooks.launchers.report.page import write_page
 from comm_hooks.launchers.report.reading import read_runs
 
 _BAD_INPUT = 2
-_LOG_WIDTH = 140
 
 
 def report(
@@ -37,9 +36,7 @@ def report(
     except ValueError as error:
         typer.echo(f"comm-hooks report: {error}", err=True)
         raise typer.Exit(_BAD_INPUT) from None
-    console = Console()
-    # Where nobody looks at a terminal, its width is no limit, and logs should not be wrapped.
-    console = console if console.is_terminal else Console(width=_LOG_WIDTH)
+    console = make_console()
     print_table(runs, console)
     console.print(Text(f"Report: {out}"), soft_wrap=True)
 

@@ -15,6 +15,7 @@ from benchmarks.studies.report import conduct
 from benchmarks.studies.runs import Outcome
 from benchmarks.studies.training import Plan, constant
 from benchmarks.studies.tuning import run_method
+from comm_hooks.launchers.output import make_console
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -99,7 +100,7 @@ def fed_lamb(
 
     plan = Plan(rounds, steps[0], batch, min(points, rounds), constant, device=device)
     compared = make_methods(names, divisions, plan=plan, local_steps=steps, fraction=participation)
-    console = cli.make_console()
+    console = make_console()
 
     def outcomes() -> Iterator[Outcome]:
         with open_display(console, len(compared)) as display:

@@ -25,6 +25,7 @@ from benchmarks.studies.report import conduct
 from benchmarks.studies.runs import Outcome
 from benchmarks.studies.training import Plan
 from benchmarks.studies.tuning import run_method
+from comm_hooks.launchers.output import make_console
 
 _QUICK_MODEL = {"layers": 1, "width": 64, "heads": 2, "context": 64, "eval_windows": 64}
 _WARM_UP = 20
@@ -125,7 +126,7 @@ def local_steps(
     plan = Plan(steps, 1, batch, min(points, steps), schedule, device=device)
     study = Study(tasks, plan, lr, rates, fragments)
     methods = make_methods(study, local_steps=between, densities=fractions)
-    console = cli.make_console()
+    console = make_console()
 
     def outcomes() -> Iterator[Outcome]:
         with open_display(console, len(methods)) as display:

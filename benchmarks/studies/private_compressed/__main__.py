@@ -21,6 +21,7 @@ from benchmarks.studies.progress import open_display
 from benchmarks.studies.report import conduct
 from benchmarks.studies.runs import Outcome
 from benchmarks.studies.tuning import run_method
+from comm_hooks.launchers.output import make_console
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -116,7 +117,7 @@ def private_compressed(
 
     study = Study(tasks, plan, ratio)
     compared = make_methods(study, chosen, names, counts)
-    console = cli.make_console()
+    console = make_console()
 
     def outcomes() -> Iterator[Outcome]:
         with open_display(console, len(compared)) as display:

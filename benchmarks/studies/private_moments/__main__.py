@@ -12,6 +12,7 @@ from rich.text import Text
 from benchmarks.studies import cli
 from benchmarks.studies.private_moments.figures import make_tables, write_plots
 from benchmarks.studies.private_moments.measure import ALPHA, Setup, simulate, steps_by_floor
+from comm_hooks.launchers.output import make_console
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -65,7 +66,7 @@ def private_moments(
         cli.prepare("cpu", threads, out)
 
     setup = Setup(coordinates, levels, sigma, max_grad_norm, batch, beta2, seed)
-    console = cli.make_console()
+    console = make_console()
     try:
         with Progress(console=console, disable=not console.is_terminal) as progress:
             steps = progress.add_task("private_moments", total=due[-1])

@@ -16,6 +16,7 @@ from benchmarks.studies.progress import open_display
 from benchmarks.studies.report import conduct
 from benchmarks.studies.runs import Outcome
 from benchmarks.studies.tuning import run_method
+from comm_hooks.launchers.output import make_console
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 
 _DELTA = 1 / SAMPLES
@@ -69,7 +70,7 @@ def private_toy_regression(
     methods = make_methods(study)
     history = [GaussianEvent(noise_multiplier, BATCH / SAMPLES, steps)]
     epsilon = RDPAccountant().epsilon(history, _DELTA)
-    console = cli.make_console()
+    console = make_console()
 
     def outcomes() -> Iterator[Outcome]:
         with open_display(console, len(methods), reached) as display:

@@ -17,6 +17,7 @@ from benchmarks.studies.safl.peers import PEERS
 from benchmarks.studies.safl.sketched import BETAS, FAMILIES, LOCAL_LR, SERVERS
 from benchmarks.studies.training import Plan, cosine
 from benchmarks.studies.tuning import run_method
+from comm_hooks.launchers.output import make_console
 
 _LABEL_SMOOTHING = 0.1
 _WEIGHT_DECAY = 1e-4
@@ -106,7 +107,7 @@ def safl(
     methods = make_methods(
         study, ratios=fractions, families=chosen, peers=others, local_steps=steps
     )
-    console = cli.make_console()
+    console = make_console()
 
     def outcomes() -> Iterator[Outcome]:
         with open_display(console, len(methods)) as display:

@@ -22,6 +22,7 @@ from benchmarks.studies.scale.methods import Method, make_methods
 from benchmarks.studies.scale.predicted import MODELS, Assumptions, break_even, predict_all
 from benchmarks.studies.scale.training import Setup, Trained, train
 from comm_hooks.config import unknown
+from comm_hooks.launchers.output import make_console
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -108,7 +109,7 @@ def scale(
         methods = make_methods(density, ratio)
         cli.prepare("cpu", threads, out)
 
-    console = cli.make_console()
+    console = make_console()
     record: dict[str, Any] = {"study": "scale", **cli.describe_machine()}
     written: list[Path] = []
     interrupted = False
