@@ -5,7 +5,7 @@
 # make links  train over capped links and compare (forty minutes; needs root)
 # make docs   build the documentation site into docs/_build
 # make studies  repeat the papers' comparisons on small tasks (two hours)
-# make predictions  check the advice against links of network namespaces (15 minutes; needs root)
+# make predictions  check the advice against links of network namespaces (20 minutes; needs root)
 # Each makes its own virtual environment in .venv first.
 
 PYTHON ?= python3

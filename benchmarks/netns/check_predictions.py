@@ -1,6 +1,6 @@
 """What ``comm-hooks advise`` predicts, against what training takes in a network of capped links.
 
-    python -m benchmarks.netns.check_predictions                  # about 15 minutes, needs root
+    python -m benchmarks.netns.check_predictions                  # about 20 minutes, needs root
     python -m benchmarks.netns.check_predictions --ranks 2 --rates 100mbit --methods all_reduce,sign
 
 Trains the GPT of ``comm-hooks compare``.  Steps with and without exchange take turns, so that a
