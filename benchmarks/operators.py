@@ -12,7 +12,6 @@ reach.
 
 import argparse
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +34,7 @@ from comm_hooks import (
     Sign,
     TopK,
 )
+from comm_hooks.launchers.machine import processor
 from comm_hooks.layout import Rows
 
 D, B, DRAWS = 1024, 128, 2000
@@ -160,7 +160,9 @@ def speed() -> None:
     took = milliseconds(actions)
     copy = took["copy_"]
 
-    print(f"\nSpeed, {SPEED_NUMEL:,} floats, one thread, median of {ROUNDS} rounds on {cpu()}.")
+    print(
+        f"\nSpeed, {SPEED_NUMEL:,} floats, one thread, median of {ROUNDS} rounds on {processor()}."
+    )
     print(f"copy_ takes {copy:.2f} ms, torch.topk(64) of blocks of 4096 {took['topk']:.1f} ms.\n")
     print(
         "| compressor | bytes, % of float32 | compress, ms | decompress, ms | both / copy_ "
@@ -188,15 +190,6 @@ def speed() -> None:
     for name, against, measured, bar in bars:
         verdict = "met" if measured <= bar else "missed"
         print(f"| {name} | {against} | {measured:.2f} | {bar:.0f} | {verdict} |")
-
-
-def cpu() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-        return names[0]
-    except (OSError, IndexError):
-        return platform.machine()
 
 
 def main() -> None:

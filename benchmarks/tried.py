@@ -33,6 +33,7 @@ from comm_hooks.launchers.compare.launch import available_cores, run_method, thr
 from comm_hooks.launchers.compare.methods import parse_method, parse_methods
 from comm_hooks.launchers.compare.options import describe_training, versions
 from comm_hooks.launchers.compare.runs import Figures, Run, Settings, parse_run
+from comm_hooks.launchers.machine import processor
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -156,20 +157,10 @@ def make_facts(settings: Settings) -> dict[str, str]:
     return {
         "Date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
         **describe_training(settings),
-        "Machine": f"{available_cores()} cores ({_processor()}, {platform.system()}), "
+        "Machine": f"{available_cores()} cores ({processor()}, {platform.system()}), "
         f"OMP_NUM_THREADS={threads_per_rank(settings.nproc)}, gloo over loopback",
         "Versions": versions(),
     }
-
-
-def _processor() -> str:
-    # Rounding differs between processors, and with it a chaotic run's third digit.
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _summary(job: Job, run: Run) -> str:

@@ -25,6 +25,7 @@ import typer  # noqa: E402
 
 from benchmarks.studies.tasks import TASKS, Task, build_task  # noqa: E402
 from comm_hooks.config import unknown  # noqa: E402
+from comm_hooks.launchers.machine import processor  # noqa: E402
 from comm_hooks.launchers.output import prepare_folder  # noqa: E402
 
 Number = TypeVar("Number", int, float)
@@ -161,7 +162,7 @@ def describe_machine() -> dict[str, str]:
     """Return what a reader must know to repeat the figures, beside the settings."""
     return {
         "command": shlex.join(["python", "-m", *_module(), *sys.argv[1:]]),
-        "machine": f"{platform.machine()}, {platform.system()}",
+        "machine": f"{processor()}, {platform.system()}",
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
     }
 

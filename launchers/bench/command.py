@@ -32,6 +32,7 @@ from comm_hooks.launchers.compare.options import (
 )
 from comm_hooks.launchers.compare.progress import open_display
 from comm_hooks.launchers.compare.runs import Settings
+from comm_hooks.launchers.machine import processor
 from comm_hooks.launchers.netns import why_not
 from comm_hooks.launchers.netns.links import call
 from comm_hooks.launchers.output import make_console, prepare_folder
@@ -249,13 +250,10 @@ def _uncompressed_seconds(settings: Settings, rate: str) -> float:
 
 
 def _describe_machine(nproc: int) -> str:
-    # Not on every kind of processor.
-    named = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    processor = named[1] if named else platform.machine()
     kernel = platform.release().split("-")[0]
     load = ", ".join(f"{minutes:.1f}" for minutes in os.getloadavg())
     return (
         f"{nproc} ranks, {threads_per_rank(nproc)} threads each, on {available_cores()} cores "
-        f"({processor}, {platform.system()} {kernel}), load average {load} before; "
+        f"({processor()}, {platform.system()} {kernel}), load average {load} before; "
         "gloo, network namespaces"
     )

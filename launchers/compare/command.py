@@ -30,6 +30,7 @@ from comm_hooks.launchers.compare.plots import write_plots
 from comm_hooks.launchers.compare.progress import open_display
 from comm_hooks.launchers.compare.runs import Run, Settings
 from comm_hooks.launchers.compare.table import print_table
+from comm_hooks.launchers.machine import processor
 from comm_hooks.launchers.output import make_console, prepare_folder
 from comm_hooks.launchers.report.page import write_page
 
@@ -166,6 +167,6 @@ def _make_facts(
         "Text": text,
         **describe_training(settings),
         "Machine": f"{settings.nproc} ranks, {threads_per_rank(settings.nproc)} threads each, on "
-        f"{available_cores()} cores ({platform.machine()}, {platform.system()}); gloo, loopback",
+        f"{available_cores()} cores ({processor()}, {platform.system()}); gloo, loopback",
         "Versions": versions(),
     }
