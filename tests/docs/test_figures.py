@@ -3,9 +3,13 @@
 import re
 from collections.abc import Iterator
 
+import pytest
+
+from benchmarks.tried import Row, make_rows, read_records
 from tests.docs.pages import ROOT, Page
 
 README = Page(ROOT / "README.md")
+RECORDS = ROOT / "benchmarks/results/tried"
 _FIGURE = re.compile(r"\**[+-]?\d[\d,]*\.?\d*(?: [kM]B)?\**")
 
 
@@ -18,6 +22,36 @@ def rows_by_method(page: Page) -> Iterator[tuple[str, list[str]]]:
 
 def figures(row: list[str]) -> list[str]:
     return [cell for cell in row if _FIGURE.fullmatch(cell)]
+
+
+def as_in_readme(row: Row, all_reduce: Row, seeds: int) -> list[str]:
+    """Return what the README has of a method: all cells but the first."""
+    kilobytes = row.sent_warm / 1e3
+    sent = f"{kilobytes:,.{1 if 0 < kilobytes < 100 else 0}f} kB" if kilobytes else "0"
+    gaps = [row.losses[seed] - all_reduce.losses[seed] for seed in row.losses]
+    gap, each = f"{sum(gaps) / len(gaps):+.3f}", ", ".join(f"{gap:+.3f}" for gap in gaps)
+    shown = [gap, each] if seeds > 1 else [gap]
+    return [f"{row.loss:.3f}", *([""] * len(shown) if row is all_reduce else shown), sent]
+
+
+@pytest.mark.parametrize(
+    ("steps", "seeds", "begin", "end"),
+    [
+        (150, 3, "## Which method when", "One seed ("),
+        (450, 1, "\n450 steps, where", "* **Thin link**"),
+    ],
+)
+def test_losses_are_those_of_the_records(steps: int, seeds: int, begin: str, end: str) -> None:
+    rows = {row.method: row for row in make_rows(read_records(RECORDS), steps)}
+    section = README.path.read_text().partition(begin)[2].partition(end)[0]
+    compared = 0
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        row = rows.get(cells[0].strip("`"))
+        if row and len(row.losses) >= seeds:
+            assert cells[1:] == as_in_readme(row, rows["all_reduce"], seeds)
+            compared += 1
+    assert compared >= 3
 
 
 def test_choosing_repeats_the_figures_of_the_readme() -> None:

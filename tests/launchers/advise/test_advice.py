@@ -77,7 +77,13 @@ def test_losses_are_those_of_the_readme() -> None:
 def test_losses_belong_to_exactly_these_options() -> None:
     assert loss_cost(parse_method("topk")) == LossCost({150: 0.509})
     assert loss_cost(parse_method("topk:density=0.5")) is None
-    assert loss_cost(parse_method("localadamw:fragments=8")) == LossCost({150: -0.001, 450: -0.01})
+    of_fragments = {
+        result["steps"]: result["minus_all_reduce"]
+        for result in measured()["results"]
+        if result["method"] == "local_adamw:fragments=8"
+    }
+    assert loss_cost(parse_method("localadamw:fragments=8")) == LossCost(of_fragments)
+    assert set(of_fragments) == {150, 450}
     assert loss_cost(parse_method("all_reduce")) == LossCost({0: 0.0})
     assert loss_cost(parse_method("all_reduce+amsgrad")) is None
 
