@@ -85,11 +85,11 @@ def _candidates(magnitudes: _Ints, count: int, is_candidate: npt.NDArray[np.bool
     ``is_candidate``, of the same shape, is overwritten.
     """
     bounds = _lower_bounds(magnitudes, count)
-    # Elements that reach the bound, but for zeros: there may be thousands.
-    has_few = bounds == 0
-    np.greater(magnitudes, (bounds - ~has_few)[:, None], out=is_candidate)
-    if has_few.any():
-        short = np.flatnonzero(has_few)
+    # Elements that reach the bound, but of zeros, which may be thousands, only as many as needed.
+    is_zero_bound = bounds == 0
+    np.greater(magnitudes, (bounds - ~is_zero_bound)[:, None], out=is_candidate)
+    if is_zero_bound.any():
+        short = np.flatnonzero(is_zero_bound)
         missing = count - is_candidate[short].sum(1, keepdims=True)
         is_zero = magnitudes[short] == 0
         is_candidate[short] |= is_zero & (np.cumsum(is_zero, axis=1, dtype=np.int32) <= missing)

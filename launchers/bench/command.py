@@ -19,7 +19,7 @@ from rich.text import Text
 from comm_hooks.launchers.bench.launch import run_method
 from comm_hooks.launchers.bench.plots import write_plots
 from comm_hooks.launchers.bench.rates import bits_per_second, parse_rates
-from comm_hooks.launchers.bench.results import Result, write_results
+from comm_hooks.launchers.bench.results import Result, read_results, write_results
 from comm_hooks.launchers.bench.table import print_table, write_markdown
 from comm_hooks.launchers.compare.corpus import Corpus, check_length, load_corpus
 from comm_hooks.launchers.compare.launch import available_cores, threads_per_rank
@@ -103,6 +103,13 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="A smaller model and fewer steps.")
     ] = False,
+    redraw: Annotated[
+        bool,
+        typer.Option(
+            "--redraw",
+            help="Run nothing: make results.md and the plots again from results.json in --out.",
+        ),
+    ] = False,
     timeout: Annotated[
         float,
         typer.Option(
@@ -120,7 +127,12 @@ def bench(
     own row only. Exit codes: 0, 1 if a method failed, 2 for bad input (nothing is run), 77 where
     there can be no namespaces, 130 if interrupted (what is finished is reported).
     """
+    console = make_console()
     try:
+        if redraw:
+            bench = read_results(out / "results.json")
+            _report(bench.results, bench.rates, bench.facts, out, console)
+            return
         checked = _check(rate, hooks, nproc, steps, timing_steps, seed, data, quick, timeout)
         prepare_folder(out, "logs")
     except ValueError as error:
@@ -130,7 +142,6 @@ def bench(
         typer.echo(f"comm-hooks bench: skipped, {reason}", err=True)
         raise typer.Exit(_SKIPPED)
 
-    console = make_console()
     facts = _make_facts(checked, data, quick)
     for name in ("Model", "Text", "Machine"):
         console.print(Text(f"{name}: {facts[name]}"), soft_wrap=True)
@@ -150,10 +161,7 @@ def bench(
     except KeyboardInterrupt:
         interrupted = True
     if results:
-        print_table(results, rates, console)
-        plots = write_plots(results, rates, out)
-        write_markdown(results, rates, facts, plots, out / "results.md")
-        console.print(Text(f"Results: {out / 'results.json'}, results.md"), soft_wrap=True)
+        _report(results, rates, facts, out, console)
     if interrupted:
         typer.echo(
             f"comm-hooks bench: interrupted, {len(results)} of {len(checked.methods)} methods "
@@ -163,6 +171,15 @@ def bench(
         raise typer.Exit(_INTERRUPTED)
     if any(result.run.failure for result in results):
         raise typer.Exit(_FAILED)
+
+
+def _report(
+    results: list[Result], rates: list[str], facts: dict[str, str], out: Path, console: Console
+) -> None:
+    print_table(results, rates, console)
+    plots = write_plots(results, rates, out)
+    write_markdown(results, rates, facts, plots, out / "results.md")
+    console.print(Text(f"Results: {out / 'results.json'}, results.md"), soft_wrap=True)
 
 
 def _check(

@@ -142,13 +142,19 @@ def read_results(path: Path) -> Bench:
     """Read what :func:`write_results` wrote.
 
     Raises:
-        ValueError: if it was written by another version, or a field is missing, unknown or of the
-            wrong type.
+        ValueError: if it cannot be read, was written by another version, or a field is missing,
+            unknown or of the wrong type.
     """
-    whole = json.loads(path.read_text(encoding="utf-8"))
-    if whole["version"] != _VERSION:
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    version = whole.get("version") if isinstance(whole, dict) else None
+    if version != _VERSION:
         raise ValueError(
-            f"{path} is of version {whole['version']}, and this comm-hooks reads version {_VERSION}"
+            f"{path} is of version {version}, and this comm-hooks reads version {_VERSION}"
         )
     settings, facts = rebuild(Settings, whole["settings"]), whole["facts"]
     results = []

@@ -27,7 +27,7 @@ def figures(row: list[str]) -> list[str]:
 def as_in_readme(row: Row, all_reduce: Row, seeds: int) -> list[str]:
     """Return what the README has of a method: all cells but the first."""
     kilobytes = row.sent_warm / 1e3
-    sent = f"{kilobytes:,.{1 if 0 < kilobytes < 100 else 0}f} kB" if kilobytes else "0"
+    sent = f"{kilobytes:,.{1 if kilobytes < 100 else 0}f} kB" if kilobytes else "0"
     gaps = [row.losses[seed] - all_reduce.losses[seed] for seed in row.losses]
     gap, each = f"{sum(gaps) / len(gaps):+.3f}", ", ".join(f"{gap:+.3f}" for gap in gaps)
     shown = [gap, each] if seeds > 1 else [gap]

@@ -11,6 +11,8 @@ from comm_hooks.launchers.compare.methods import Method
 from comm_hooks.launchers.compare.runs import Figures, Run, Settings
 from comm_hooks.launchers.main import app
 
+PUBLISHED = Path(__file__).parents[3] / "benchmarks/results/bench"
+
 
 @pytest.fixture(autouse=True)
 def _nothing_may_be_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -36,6 +38,7 @@ def _nothing_may_be_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         (["--seed", "-1"], "--seed must lie between 0"),
         (["--timeout", "0"], "--timeout must be positive"),
         (["--data", "absent"], "--data absent: no such file or directory"),
+        (["--redraw", "--out", "absent"], "absent/results.json: cannot be read"),
         (["--out", "/dev/null/below"], "--out /dev/null/below: cannot write there"),
     ],
 )
@@ -75,3 +78,16 @@ def test_an_interruption_keeps_what_is_finished(
     assert "all_reduce 2.500" in " ".join(result.stdout.split())
     assert "`all_reduce` | 2.500" in (tmp_path / "r" / "results.md").read_text()
     assert "interrupted" not in (tmp_path / "r" / "results.json").read_text()
+
+
+def test_results_are_drawn_again_from_their_record(tmp_path: Path) -> None:
+    record = PUBLISHED / "results.json"
+    (tmp_path / "results.json").write_bytes(record.read_bytes())
+    result = CliRunner().invoke(app, ["bench", "--redraw", "--out", str(tmp_path)])
+    assert result.exit_code == 0
+    assert (tmp_path / "results.md").read_text() == (PUBLISHED / "results.md").read_text()
+    assert (tmp_path / "loss-vs-time.png").exists()
+    (tmp_path / "results.json").write_text("[1")
+    result = CliRunner().invoke(app, ["bench", "--redraw", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "is not JSON" in result.stderr
