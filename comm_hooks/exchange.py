@@ -25,7 +25,7 @@ from comm_hooks.compressors.identity import Identity
 from comm_hooks.layout import Granularity, Layout, Segment
 from comm_hooks.memory.base import Memory
 from comm_hooks.nodes import Nodes
-from comm_hooks.randomness import derive_key
+from comm_hooks.randomness import derive_key, derive_keys
 from comm_hooks.resuming import (
     check_complete,
     check_memory,
@@ -417,10 +417,7 @@ class Exchange:
                 memory.retain(rows, is_active & accept, scale, own_key)
 
         self._count(route.traffic, tensors)
-        keys = [
-            [derive_key(self.seed, self.step, name) for name in part.names]
-            for part in layout.parts()
-        ]
+        keys = [derive_keys(self.seed, self.step, part.names) for part in layout.parts()]
         yield from route.travel(
             keys, self.stamp(layout), health, scale, settle if memory else None, safeguard
         )

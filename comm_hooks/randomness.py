@@ -22,6 +22,9 @@ _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
 _PIECE = 1 << 14
 
+Keys = Sequence[int] | npt.NDArray[np.uint64]
+"""One key per row; those of many parameters or ranks are an array, (n,)."""
+
 SIGN_TABLE_SIZE = 1 << 21
 # Two windows coincide with probability 1 / SIGN_TABLE_SIZE and then add up coherently, which raises
 # the variance of a sketched constant vector by WINDOW / SIGN_TABLE_SIZE: 1.6 %.
@@ -36,9 +39,28 @@ def mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
+def _mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return :func:`mix64` of each of them, in an array of their shape."""
+    return _scramble_(values + np.uint64(_GOLDEN))
+
+
+def _scramble_(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(_MULTIPLIER_1)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(_MULTIPLIER_2)
+    values ^= values >> np.uint64(31)
+    return values
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def _name_hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _name_hashes(names: tuple[str, ...]) -> npt.NDArray[np.uint64]:
+    return np.array([_name_hash(name) for name in names], dtype=np.uint64)
 
 
 def derive_key(seed: int, step: int, name: str) -> int:
@@ -56,40 +78,55 @@ def derive_key(seed: int, step: int, name: str) -> int:
         >>> derive_key(0, 7, "layers.0.weight") == derive_key(0, 8, "layers.0.weight")
         False
     """
-    return mix64(mix64(mix64(seed & _MASK) ^ (step & _MASK)) ^ _name_hash(name))
+    return mix64(_round_key(seed, step) ^ _name_hash(name))
 
 
-def fork(keys: Sequence[int], stream: int) -> list[int]:
+def derive_keys(seed: int, step: int, names: tuple[str, ...]) -> npt.NDArray[np.uint64]:
+    """Return the :func:`derive_key` of each of these parameters, (len(names),), at once."""
+    return _mix64(_name_hashes(names) ^ np.uint64(_round_key(seed, step)))
+
+
+def _round_key(seed: int, step: int) -> int:
+    return mix64(mix64(seed & _MASK) ^ (step & _MASK))
+
+
+def as_array(keys: Keys) -> npt.NDArray[np.uint64]:
+    """Return keys as an array (n,); integers are taken modulo 2^64."""
+    if isinstance(keys, np.ndarray):
+        return keys
+    return np.array([key & _MASK for key in keys], dtype=np.uint64)
+
+
+def fork(keys: Keys, stream: int) -> npt.NDArray[np.uint64]:
     """Return keys of an independent stream: one for rotations, one for signs, one for a rank."""
-    salt = mix64(stream + 1)
-    return [mix64(key ^ salt) for key in keys]
+    return fork_all(keys, range(stream, stream + 1))[0]
 
 
-def random_bits(keys: Sequence[int], count: int) -> npt.NDArray[np.uint64]:
+def fork_all(keys: Keys, streams: range) -> npt.NDArray[np.uint64]:
+    """Return what :func:`fork` does for each of ``streams``: (len(streams), len(keys))."""
+    salts = _mix64(np.arange(streams.start + 1, streams.stop + 1, dtype=np.uint64))
+    return _mix64(as_array(keys) ^ salts[:, None])
+
+
+def random_bits(keys: Keys, count: int) -> npt.NDArray[np.uint64]:
     """Return ``count`` uniform 64-bit integers for each key, as an array (len(keys), count)."""
-    start = np.array([key & _MASK for key in keys], dtype=np.uint64)[:, None]
+    start = as_array(keys)[:, None]
     bits = np.empty((len(keys), count), dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        # In pieces that stay in the cache: a third of the time for millions of numbers.
-        for first in range(0, count, _PIECE):
-            piece = bits[:, first : first + _PIECE]
-            counter = np.arange(first + 1, first + 1 + piece.shape[1], dtype=np.uint64)
-            np.add(start, counter * np.uint64(_GOLDEN), out=piece)
-            piece ^= piece >> np.uint64(30)
-            piece *= np.uint64(_MULTIPLIER_1)
-            piece ^= piece >> np.uint64(27)
-            piece *= np.uint64(_MULTIPLIER_2)
-            piece ^= piece >> np.uint64(31)
+    # In pieces that stay in the cache: a third of the time for millions of numbers.
+    for first in range(0, count, _PIECE):
+        piece = bits[:, first : first + _PIECE]
+        counter = np.arange(first + 1, first + 1 + piece.shape[1], dtype=np.uint64)
+        _scramble_(np.add(start, counter * np.uint64(_GOLDEN), out=piece))
     return bits
 
 
-def random_unit(keys: Sequence[int], count: int) -> npt.NDArray[np.float64]:
+def random_unit(keys: Keys, count: int) -> npt.NDArray[np.float64]:
     """Return uniform numbers in [0, 1) with 53 random bits, as an array (len(keys), count)."""
     return (random_bits(keys, count) >> np.uint64(11)) * 2.0**-53
 
 
 def random_below(
-    keys: Sequence[int], count: int, bound: int | npt.NDArray[np.int64]
+    keys: Keys, count: int, bound: int | npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
     """Return uniform integers in [0, bound), as an array (len(keys), count).
 
@@ -100,7 +137,7 @@ def random_below(
 
 
 def stratified_indices(
-    keys: Sequence[int], numel: int, count: int
+    keys: Keys, numel: int, count: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Draw one index from each of ``count`` equal strata of ``range(numel)``.
 
@@ -128,12 +165,12 @@ def sign_table(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([signs, signs[:SIGN_WINDOW]])).to(device)
 
 
-def sign_offsets(keys: Sequence[int], count: int) -> npt.NDArray[np.int64]:
+def sign_offsets(keys: Keys, count: int) -> npt.NDArray[np.int64]:
     """Return for each key the places of the table where its ``count`` windows of signs begin."""
     return random_below(keys, count, SIGN_TABLE_SIZE)
 
 
-def multiply_signs_(rows: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
+def multiply_signs_(rows: torch.Tensor, keys: Keys) -> torch.Tensor:
     """Multiply each row of ``rows`` (n, numel), in place, by the random signs of its key."""
     offsets = sign_offsets(keys, -(-rows.shape[1] // SIGN_WINDOW))
     if available(rows) and rows.is_contiguous():

@@ -12,7 +12,7 @@ from comm_hooks.compressors.sparse import RandomK
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.randomness import derive_key, fork
+from comm_hooks.randomness import derive_key, fork_all
 
 # Travels with the exempt gradients, under a name that no parameter has.
 SKETCH = "<sketch of all gradients>"
@@ -114,7 +114,7 @@ class FetchSGD(ExchangingOptimizer):
         self.rows = rows
         self.masking = masking
         # One key for all steps: sketches of different steps are added up.
-        self._keys = [fork([derive_key(exchange.seed, 0, SKETCH)], row)[0] for row in range(rows)]
+        self._keys = fork_all([derive_key(exchange.seed, 0, SKETCH)], range(rows))[:, 0].tolist()
 
     def _step(self, gradients: list[torch.Tensor]) -> None:
         lr, momentum = self._shared("lr"), self._shared("momentum")

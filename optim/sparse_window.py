@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from comm_hooks.compressors.base import Blocks, word_aligned
@@ -78,7 +79,8 @@ class SparseWindow:
         octets = torch.zeros(len(vectors), self.nbytes, dtype=torch.uint8, device=vectors.device)
         values, _ = self._values.encode(blocks.gather(2, places))
         octets[:, : values.shape[1]] = values
-        codes, _ = self._places.encode(places, [0] * len(vectors))
+        first = np.zeros(len(vectors), dtype=np.int64)
+        codes, _ = self._places.encode(places, first)
         octets[:, self._values_nbytes :][:, : codes.shape[1]] = codes
         return octets
 
@@ -89,7 +91,9 @@ class SparseWindow:
         """
         split = self._values_nbytes
         values = self._values.decode(octets[:, :split], self._sets, self.capacity)
-        places, _ = self._places.decode(octets[:, split:], self._sets, [0] * len(octets))
+        places, _ = self._places.decode(
+            octets[:, split:], self._sets, np.zeros(len(octets), dtype=np.int64)
+        )
         blocks = self._blocks
         first_of_block = torch.arange(0, blocks.padded, blocks.size, device=octets.device)
         first_of_shard = torch.arange(self.shards, device=octets.device) * blocks.numel

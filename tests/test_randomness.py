@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 from comm_hooks.randomness import (
     SIGN_TABLE_SIZE,
     derive_key,
+    derive_keys,
     fork,
+    fork_all,
+    mix64,
     multiply_signs_,
     random_below,
     random_bits,
@@ -33,6 +36,22 @@ def test_keys_differ_in_every_argument() -> None:
     # 2**70 is 0 modulo 2**64.
     assert len(keys) == 3 * 50 * 3
     assert not set(fork(list(keys), 0)) & set(fork(list(keys), 1))
+
+
+@given(
+    seed=st.integers(),
+    step=st.integers(0),
+    names=st.lists(st.text(), min_size=1, max_size=5),
+    streams=st.integers(0, 2**40),
+)
+def test_keys_made_together_are_those_made_one_by_one(
+    seed: int, step: int, names: list[str], streams: int
+) -> None:
+    keys = derive_keys(seed, step, tuple(names))
+    assert keys.tolist() == [derive_key(seed, step, name) for name in names]
+    for stream, forked in enumerate(fork_all(keys, range(streams, streams + 3)), streams):
+        expected = [mix64(key ^ mix64(stream + 1)) for key in keys.tolist()]
+        assert forked.tolist() == fork(keys.tolist(), stream).tolist() == expected
 
 
 def test_draws_are_uniform() -> None:

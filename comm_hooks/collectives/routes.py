@@ -8,7 +8,6 @@ A route takes the vectors in a layout's workspace to their mean over ranks, in p
   compresses the mean again and gives it to all.  Its traffic does not grow with the ranks.
 """
 
-import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,14 +20,13 @@ from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.layout import Layout, Rows
 from comm_hooks.memory.base import Memory
-from comm_hooks.randomness import fork
+from comm_hooks.randomness import Keys, fork_all
 from comm_hooks.safeguard import Safeguard
 from comm_hooks.wire.header import Stamp
 from comm_hooks.wire.payload import PayloadFormat
 
 logger = logging.getLogger(__name__)
 
-Keys = Sequence[Sequence[int]]
 Settle = Callable[[torch.Tensor], None]
 
 
@@ -43,7 +41,7 @@ class Route(ABC):
     @abstractmethod
     def travel(
         self,
-        keys: Keys,
+        keys: Sequence[Keys],
         stamp: Stamp,
         health: torch.Tensor,
         scale: float,
@@ -92,7 +90,7 @@ class OneShot(Route):
 
     def travel(
         self,
-        keys: Keys,
+        keys: Sequence[Keys],
         stamp: Stamp,
         health: torch.Tensor,
         scale: float,
@@ -138,7 +136,9 @@ class OneShot(Route):
                 work.copy_(mean)
         spoil_(work, health)
 
-    def _sum_clipped(self, payloads: torch.Tensor, keys: Keys, safeguard: Safeguard) -> None:
+    def _sum_clipped(
+        self, payloads: torch.Tensor, keys: Sequence[Keys], safeguard: Safeguard
+    ) -> None:
         """Decompress and clip one payload after the other; write the noised sum."""
         total = torch.zeros_like(self._layout.work)
         for rank, payload in enumerate(payloads):
@@ -198,7 +198,7 @@ class Sharded(Route):
 
     def travel(
         self,
-        keys: Keys,
+        keys: Sequence[Keys],
         stamp: Stamp,
         health: torch.Tensor,
         scale: float,
@@ -207,19 +207,26 @@ class Sharded(Route):
     ) -> Round[None]:
         ranks, own = self._transport.world_size, self._transport.rank
         owned = [rows.matrix for rows in self._owned]
-        of_parts = tuple(map(tuple, keys))
-        uplink, downlink = _forked(of_parts, 0, ranks), _forked(of_parts, ranks, ranks)
+        # Of each shard.
+        uplink = [fork_all(part, range(ranks)) for part in keys]
+        downlink = [fork_all(part, range(ranks, 2 * ranks)) for part in keys]
+        own_uplink, own_downlink = ([part[own] for part in link] for link in (uplink, downlink))
 
         shards = [self._split(matrix) for matrix in self._matrices]
         payloads = self._uplink.encode_all(
-            shards, uplink, own, health, stamp, keep_rest=settle is not None
+            shards,
+            [part.ravel() for part in uplink],
+            own,
+            health,
+            stamp,
+            keep_rest=settle is not None,
         )
         received = yield AllToAll(payloads, final=False)
 
         health = self._uplink.health(received, stamp)
         # Noise belongs to the sum.
         share = 1.0 if safeguard else 1 / ranks
-        self._uplink.decode_sum(owned, received, uplink[own], alpha=share)
+        self._uplink.decode_sum(owned, received, own_uplink, alpha=share)
         if safeguard:
             safeguard.add_noise_(owned)
             torch._foreach_mul_(owned, 1 / ranks)
@@ -228,7 +235,7 @@ class Sharded(Route):
             for rows, is_active in zip(self._remembered, active, strict=True):
                 self._memory.compensate(rows, is_active, scale)
         mean = self._downlink.encode(
-            owned, downlink[own], own, health, stamp, keep_rest=self._memory is not None
+            owned, own_downlink, own, health, stamp, keep_rest=self._memory is not None
         )
         means = yield AllGather(mean)
 
@@ -240,14 +247,14 @@ class Sharded(Route):
         accept = torch.isfinite(health)
         if self._memory:
             for rows, is_active in zip(self._remembered, active, strict=True):
-                self._memory.retain(rows, is_active & accept, scale, downlink[own][0][0])
+                self._memory.retain(rows, is_active & accept, scale, int(own_downlink[0][0]))
         if settle:
             self._merge(shards)
             settle(accept)
         work = self._layout.work
 
         def join() -> torch.Tensor:
-            self._downlink.decode_all(shards, means, downlink)
+            self._downlink.decode_all(shards, means, [part.ravel() for part in downlink])
             self._merge(shards)
             return work
 
@@ -298,12 +305,6 @@ def cheapest_route(
     chosen = min(routes, key=lambda name: routes[name].traffic)
     logger.info("%d elements travel by %s", layout.work.numel(), chosen)
     return routes[chosen]
-
-
-@functools.lru_cache(maxsize=16)
-def _forked(keys: tuple[tuple[int, ...], ...], first: int, count: int) -> list[list[list[int]]]:
-    """Return the keys of ``count`` streams; cached for the ranks of a simulated world."""
-    return [[fork(part, stream) for part in keys] for stream in range(first, first + count)]
 
 
 def row_norms(matrix: torch.Tensor) -> torch.Tensor:

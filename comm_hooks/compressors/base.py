@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from comm_hooks.errors import PayloadError
+from comm_hooks.randomness import Keys
 
 
 class Compressor(ABC):
@@ -44,9 +45,7 @@ class Compressor(ABC):
         """Return the payload's size in bytes: a multiple of 4 that depends on nothing else."""
 
     @abstractmethod
-    def _compress(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         """Return the payloads, one row each: float32 if ``linear``, else float32 or uint8."""
 
     @abstractmethod
@@ -54,7 +53,7 @@ class Compressor(ABC):
         self,
         out: torch.Tensor,
         payloads: torch.Tensor,
-        keys: Sequence[int],
+        keys: Keys,
         rank: int,
         world_size: int,
         alpha: float,
@@ -65,9 +64,7 @@ class Compressor(ABC):
         With ``add`` they are added to what ``out`` (n, numel), float32, holds.
         """
 
-    def _extract(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _extract(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         """Return the payloads, and subtract from ``rows``, in place, what they say.
 
         What a memory keeps is then in ``rows``.  To be overridden where that takes less than
@@ -82,7 +79,7 @@ class Compressor(ABC):
         self,
         out: torch.Tensor,
         payloads: torch.Tensor,
-        keys: Sequence[int],
+        keys: Keys,
         world_size: int,
         alpha: float,
     ) -> None:

@@ -1,6 +1,5 @@
 """Three compressors in one: a random subset, the largest of it, in a few bits each."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,7 +7,7 @@ import torch
 
 from comm_hooks.compressors.base import Compressor, require_fraction
 from comm_hooks.compressors.sparse import TopK, require_selection
-from comm_hooks.randomness import stratified_indices
+from comm_hooks.randomness import Keys, stratified_indices
 
 
 @dataclass(frozen=True)
@@ -69,16 +68,14 @@ class Cocktail(Compressor):
     def _drawn(self, numel: int) -> int:
         return max(1, round(self.mask * numel))
 
-    def _indices(self, numel: int, keys: Sequence[int], device: torch.device) -> torch.Tensor:
+    def _indices(self, numel: int, keys: Keys, device: torch.device) -> torch.Tensor:
         indices, _ = stratified_indices(keys, numel, self._drawn(numel))
         return torch.from_numpy(indices).to(device)
 
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
         return self._top_k.payload_nbytes(self._drawn(numel))
 
-    def _compress(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         drawn = rows.gather(1, self._indices(rows.shape[1], keys, rows.device))
         return self._top_k._compress(drawn, keys, rank, world_size)
 
@@ -86,7 +83,7 @@ class Cocktail(Compressor):
         self,
         out: torch.Tensor,
         payloads: torch.Tensor,
-        keys: Sequence[int],
+        keys: Keys,
         rank: int,
         world_size: int,
         alpha: float,

@@ -2,13 +2,13 @@
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from comm_hooks.compressors.base import Compressor, require_positive, write
 from comm_hooks.compressors.sparse import MAX_BLOCK_SIZE, TopK, require_selection
+from comm_hooks.randomness import Keys
 
 MAX_CHUNK = math.isqrt(MAX_BLOCK_SIZE)
 
@@ -77,9 +77,7 @@ class DCTTopK(Compressor):
         _, padded, top_k = self._plan(numel)
         return top_k.payload_nbytes(padded)
 
-    def _compress(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         numel = rows.shape[1]
         side, padded, top_k = self._plan(numel)
         if padded != numel:
@@ -92,7 +90,7 @@ class DCTTopK(Compressor):
         self,
         out: torch.Tensor,
         payloads: torch.Tensor,
-        keys: Sequence[int],
+        keys: Keys,
         rank: int,
         world_size: int,
         alpha: float,

@@ -1,12 +1,12 @@
 """No compression: the control, and the way small parameters travel."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from comm_hooks.compressors.base import Compressor, require_choice, word_aligned, write
+from comm_hooks.randomness import Keys
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,7 @@ class Identity(Compressor):
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
         return 1.0 if self.linear else math.inf
 
-    def _compress(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         if self.linear:
             return rows
         payload = torch.zeros(
@@ -59,9 +57,7 @@ class Identity(Compressor):
         payload[:, : 2 * rows.shape[1]] = rows.bfloat16().view(torch.uint8)
         return payload
 
-    def _extract(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _extract(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         if not self.linear:
             return super()._extract(rows, keys, rank, world_size)
         payloads = rows.clone()
@@ -72,7 +68,7 @@ class Identity(Compressor):
         self,
         out: torch.Tensor,
         payloads: torch.Tensor,
-        keys: Sequence[int],
+        keys: Keys,
         rank: int,
         world_size: int,
         alpha: float,

@@ -1,6 +1,5 @@
 """Compressors that send every element in fewer bits."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from comm_hooks.compressors.base import (
 )
 from comm_hooks.kernels.min_max import decode_min_max, encode_min_max
 from comm_hooks.kernels.signs import decode_signs, decode_sum_of_signs, encode_signs
-from comm_hooks.randomness import fork
+from comm_hooks.randomness import Keys, fork
 from comm_hooks.wire.bits import packed_nbytes
 
 
@@ -53,21 +52,17 @@ class Sign(Compressor):
     def _blocks(self, numel: int) -> int:
         return -(-numel // self.block_size)
 
-    def _compress(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         return _join(*encode_signs(rows, self.block_size))
 
-    def _extract(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _extract(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         return _join(*encode_signs(rows, self.block_size, subtract=True))
 
     def _decode(
         self,
         out: torch.Tensor,
         payloads: torch.Tensor,
-        keys: Sequence[int],
+        keys: Keys,
         rank: int,
         world_size: int,
         alpha: float,
@@ -81,7 +76,7 @@ class Sign(Compressor):
         self,
         out: torch.Tensor,
         payloads: torch.Tensor,
-        keys: Sequence[int],
+        keys: Keys,
         world_size: int,
         alpha: float,
     ) -> None:
@@ -140,9 +135,7 @@ class Quantize(Compressor):
         codes = word_aligned(packed_nbytes(numel, self.bits))
         return 8 * -(-numel // self.block_size) + codes
 
-    def _compress(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         seeds = fork(keys, rank) if self.stochastic else None
         return _join(*encode_min_max(rows, self.block_size, self.bits, seeds))
 
@@ -150,7 +143,7 @@ class Quantize(Compressor):
         self,
         out: torch.Tensor,
         payloads: torch.Tensor,
-        keys: Sequence[int],
+        keys: Keys,
         rank: int,
         world_size: int,
         alpha: float,

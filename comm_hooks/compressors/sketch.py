@@ -7,7 +7,6 @@ decompressed mean is unbiased.  No error feedback belongs to them: R^T R v is of
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +21,7 @@ from comm_hooks.compressors.base import (
 )
 from comm_hooks.kernels import count_sketch
 from comm_hooks.kernels.hadamard import hadamard
-from comm_hooks.randomness import fork, multiply_signs_, stratified_indices
+from comm_hooks.randomness import Keys, fork, multiply_signs_, stratified_indices
 
 
 class _Sketch(Compressor):
@@ -80,9 +79,7 @@ class CountSketch(_Sketch):
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
         return math.sqrt(-(-numel // self.width(numel)))
 
-    def _compress(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         width = self.width(rows.shape[1])
         return count_sketch.sketch(rows, width, *count_sketch.draw(keys, rows.shape[1], width))
 
@@ -90,7 +87,7 @@ class CountSketch(_Sketch):
         self,
         out: torch.Tensor,
         payloads: torch.Tensor,
-        keys: Sequence[int],
+        keys: Keys,
         rank: int,
         world_size: int,
         alpha: float,
@@ -139,15 +136,13 @@ class SRHT(_Sketch):
         return math.sqrt(-(-numel // self.width(numel)))
 
     def _samples(
-        self, numel: int, keys: Sequence[int], device: torch.device
+        self, numel: int, keys: Keys, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         indices, sizes = stratified_indices(fork(keys, 0), numel, self.width(numel))
         scales = torch.from_numpy(np.sqrt(sizes).astype(np.float32))
         return torch.from_numpy(indices).to(device), scales.to(device)
 
-    def _compress(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         numel = rows.shape[1]
         coefficients = multiply_signs_(rows.clone(), fork(keys, 1))
         head = 1 << (numel.bit_length() - 1)
@@ -161,7 +156,7 @@ class SRHT(_Sketch):
         self,
         out: torch.Tensor,
         payloads: torch.Tensor,
-        keys: Sequence[int],
+        keys: Keys,
         rank: int,
         world_size: int,
         alpha: float,
@@ -220,15 +215,13 @@ class GaussianSketch(_Sketch):
         generator = torch.Generator(device).manual_seed(key)
         return torch.randn(size, width, device=device, generator=generator).div_(math.sqrt(width))
 
-    def _compress(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         blocks = Blocks(rows.shape[1], self.block_size)
         signed = blocks.split(multiply_signs_(rows.clone(), fork(keys, 1)))
         return torch.stack(
             [
                 (vectors @ self._matrix(blocks.size, key, rows.device)).flatten()
-                for vectors, key in zip(signed, keys, strict=True)
+                for vectors, key in zip(signed, map(int, keys), strict=True)
             ]
         )
 
@@ -236,7 +229,7 @@ class GaussianSketch(_Sketch):
         self,
         out: torch.Tensor,
         payloads: torch.Tensor,
-        keys: Sequence[int],
+        keys: Keys,
         rank: int,
         world_size: int,
         alpha: float,
@@ -247,7 +240,7 @@ class GaussianSketch(_Sketch):
         vectors = torch.stack(
             [
                 sketch @ self._matrix(blocks.size, key, out.device).T
-                for sketch, key in zip(sketches, keys, strict=True)
+                for sketch, key in zip(sketches, map(int, keys), strict=True)
             ]
         )
         signed = blocks.join(vectors).contiguous()

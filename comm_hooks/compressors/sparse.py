@@ -1,9 +1,10 @@
 """Compressors that send some of the elements: the largest, random ones, or each rank's own."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from comm_hooks.compressors.base import (
@@ -17,15 +18,16 @@ from comm_hooks.compressors.base import (
 )
 from comm_hooks.kernels.scatter import scatter_sum
 from comm_hooks.kernels.top_k import block_top_k
-from comm_hooks.randomness import fork, random_below, stratified_indices
+from comm_hooks.randomness import Keys, as_array, fork, random_below, stratified_indices
 from comm_hooks.wire.index_codes import INDEX_CODES, IndexCode, places_code
 from comm_hooks.wire.places import PlacesCode
 from comm_hooks.wire.values import VALUE_BITS, ValueCode
 
 MAX_BLOCK_SIZE = 65536
-# Entries of so many payloads are decoded together: fewer, larger operations, which for 64 of 4096
-# need about as much memory as the vector.
+# Payloads are decoded together, in fewer and larger operations: so many of them, which for 64 of
+# 4096 needs about as much memory as the vector, or more if they have no more entries than that.
 _RANKS_AT_ONCE = 8
+_ENTRIES_AT_ONCE = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -93,20 +95,16 @@ class TopK(Compressor):
         blocks, code = self._plan(numel)
         return self._values_nbytes(blocks, code) + word_aligned(code.nbytes(blocks.count))
 
-    def _compress(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         return self._encode(rows, keys)[0]
 
-    def _extract(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _extract(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         payloads, places, sent = self._encode(rows, keys)
         _add(rows, places, sent, -1.0)
         return payloads
 
     def _encode(
-        self, rows: torch.Tensor, keys: Sequence[int]
+        self, rows: torch.Tensor, keys: Keys
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the payloads, and the places in the rows, (n, k), and values that they say."""
         blocks, code = self._plan(rows.shape[1])
@@ -129,7 +127,7 @@ class TopK(Compressor):
         self,
         out: torch.Tensor,
         payloads: torch.Tensor,
-        keys: Sequence[int],
+        keys: Keys,
         rank: int,
         world_size: int,
         alpha: float,
@@ -149,15 +147,17 @@ class TopK(Compressor):
         self,
         out: torch.Tensor,
         payloads: torch.Tensor,
-        keys: Sequence[int],
+        keys: Keys,
         world_size: int,
         alpha: float,
     ) -> None:
         blocks, code = self._plan(out.shape[1])
         split = self._values_nbytes(blocks, code)
-        for first in range(0, len(payloads), _RANKS_AT_ONCE):
-            group = payloads[first : first + _RANKS_AT_ONCE]
-            octets, group_keys = group.flatten(0, 1), [*keys] * len(group)
+        entries = len(keys) * blocks.count * code.count
+        at_once = max(_RANKS_AT_ONCE, _ENTRIES_AT_ONCE // max(entries, 1))
+        for first in range(0, len(payloads), at_once):
+            group = payloads[first : first + at_once]
+            octets, group_keys = group.flatten(0, 1), np.tile(as_array(keys), len(group))
             coded = self._values.decode(octets[:, :split], blocks.count, code.count)
             found, present = code.decode(
                 octets[:, split:], blocks.count, _first_blocks(blocks, group_keys)
@@ -167,9 +167,9 @@ class TopK(Compressor):
             scatter_sum(out, places, values, blocks.size, alpha=alpha, add=first > 0)
 
 
-def _first_blocks(blocks: Blocks, keys: Sequence[int]) -> list[int]:
+def _first_blocks(blocks: Blocks, keys: Keys) -> npt.NDArray[np.int64]:
     """Return for each row the block that is sure of its room, another for each key."""
-    return [key % blocks.count for key in fork(keys, 0)]
+    return (fork(keys, 0) % np.uint64(blocks.count)).astype(np.int64)
 
 
 def _in_rows(
@@ -248,9 +248,7 @@ class RandomK(Compressor):
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
         return float(-(-numel // self._kept(numel))) if self.unbiased else 1.0
 
-    def _compress(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         indices, sizes = stratified_indices(keys, rows.shape[1], self._kept(rows.shape[1]))
         values = rows.gather(1, torch.from_numpy(indices).to(rows.device))
         return values.mul_(torch.from_numpy(sizes).to(rows.device)) if self.unbiased else values
@@ -259,7 +257,7 @@ class RandomK(Compressor):
         self,
         out: torch.Tensor,
         payloads: torch.Tensor,
-        keys: Sequence[int],
+        keys: Keys,
         rank: int,
         world_size: int,
         alpha: float,
@@ -302,14 +300,12 @@ class PermK(Compressor):
         return float(world_size)
 
     def _own(
-        self, count: int, keys: Sequence[int], rank: int, world_size: int, device: torch.device
+        self, count: int, keys: Keys, rank: int, world_size: int, device: torch.device
     ) -> torch.Tensor:
         shifts = random_below(fork(keys, 0), count, world_size)
         return torch.from_numpy((shifts + rank) % world_size).to(device)[..., None]
 
-    def _compress(
-        self, rows: torch.Tensor, keys: Sequence[int], rank: int, world_size: int
-    ) -> torch.Tensor:
+    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         hands = torch.nn.functional.pad(rows, (0, -rows.shape[1] % world_size))
         hands = hands.unflatten(1, (-1, world_size))
         own = self._own(hands.shape[1], keys, rank, world_size, rows.device)
@@ -319,7 +315,7 @@ class PermK(Compressor):
         self,
         out: torch.Tensor,
         payloads: torch.Tensor,
-        keys: Sequence[int],
+        keys: Keys,
         rank: int,
         world_size: int,
         alpha: float,

@@ -23,7 +23,7 @@ from comm_hooks.frameworks.fsdp_units import (
 )
 from comm_hooks.layout import Granularity, Layout
 from comm_hooks.memory.base import Memory
-from comm_hooks.randomness import derive_key
+from comm_hooks.randomness import derive_key, derive_keys
 from comm_hooks.wire.payload import PayloadFormat
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,10 @@ class CompressedReduceScatter:
         # Shards differ in size, but an all-to-all moves equal rows.
         nbytes = max(format_.nbytes for format_ in formats)
         payloads = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=flat.device)
-        keys = [[self._keys(part.names) for part in layout.parts()] for layout in layouts]
+        keys = [
+            [derive_keys(exchange.seed, exchange.step, part.names) for part in layout.parts()]
+            for layout in layouts
+        ]
         for shard, layout in enumerate(layouts):
             if memory:
                 for rows, is_active in zip(layout.groups, active[shard], strict=True):
@@ -259,9 +262,6 @@ class CompressedReduceScatter:
         return PayloadFormat(
             [(c, *part.matrix.shape) for c, part in zip(compressors, parts, strict=True)], ranks
         )
-
-    def _keys(self, names: Sequence[str]) -> list[int]:
-        return [derive_key(self.exchange.seed, self.exchange.step, name) for name in names]
 
 
 class _ReduceScatter:

@@ -5,14 +5,14 @@ The vector is cut into lines of ``width`` elements.  Element j of line i is adde
 is :func:`~comm_hooks.randomness.sign_table` and W = ``SIGN_WINDOW``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from comm_hooks.kernels.triton import available
-from comm_hooks.randomness import SIGN_WINDOW, fork, random_below, sign_offsets, sign_table
+from comm_hooks.randomness import SIGN_WINDOW, Keys, fork, random_below, sign_offsets, sign_table
 
 # Below this width many lines are taken at once, about _BATCH elements: one by one they take longer
 # to ask for than to compute.
@@ -22,7 +22,7 @@ _BATCH = 1 << 16
 Draws = npt.NDArray[np.int64]
 
 
-def draw(keys: Sequence[int], numel: int, width: int) -> tuple[Draws, Draws]:
+def draw(keys: Keys, numel: int, width: int) -> tuple[Draws, Draws]:
     """Return what a sketch draws from each key.
 
     Returns:

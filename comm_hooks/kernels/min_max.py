@@ -1,15 +1,14 @@
 """Codes of a few bits between the minimum and the maximum of their block, and back."""
 
-from collections.abc import Sequence
-
 import torch
 
 from comm_hooks.kernels.pieces import Pieces, chunks, packed, per_chunk
+from comm_hooks.randomness import Keys
 from comm_hooks.wire.bits import pack_codes, packed_nbytes, unpack_codes
 
 
 def encode_min_max(
-    rows: torch.Tensor, size: int, bits: int, seeds: Sequence[int] | None = None
+    rows: torch.Tensor, size: int, bits: int, seeds: Keys | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the range of every block and the code of every element within it.
 
@@ -60,7 +59,7 @@ def decode_min_max(
 
 
 def reference_encode_min_max(
-    rows: torch.Tensor, size: int, bits: int, seeds: Sequence[int] | None = None
+    rows: torch.Tensor, size: int, bits: int, seeds: Keys | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do the same as :func:`encode_min_max` in the plainest way."""
     numel = rows.shape[1]
@@ -99,12 +98,14 @@ def reference_decode_min_max(
     out.copy_(out + values if add else values)
 
 
-def _generators(seeds: Sequence[int] | None, device: torch.device) -> list[torch.Generator]:
-    return [torch.Generator(device).manual_seed(seed) for seed in seeds or ()]
+def _generators(seeds: Keys | None, device: torch.device) -> list[torch.Generator]:
+    if seeds is None:
+        return []
+    return [torch.Generator(device).manual_seed(int(seed)) for seed in seeds]
 
 
 def _encode_in_pieces(
-    rows: torch.Tensor, size: int, bits: int, seeds: Sequence[int] | None
+    rows: torch.Tensor, size: int, bits: int, seeds: Keys | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     n, numel = rows.shape
     rows = rows.detach()

@@ -36,7 +36,14 @@ def scatter_sum(
 
         on_gpu.scatter_sum(out, places, values, size, alpha=alpha, add=add)
         return
-    reference_scatter_sum(out, places, values, size, alpha=alpha, add=add)
+    if out.device.type != "cpu":
+        reference_scatter_sum(out, places, values, size, alpha=alpha, add=add)
+        return
+    if not add:
+        out.zero_()
+    # A CPU adds to a row in the order in which the values are given; others in any order.
+    in_rank_order = (tensor.transpose(0, 1).flatten(1) for tensor in (places, values * alpha))
+    out.scatter_add_(1, *in_rank_order)
 
 
 def reference_scatter_sum(

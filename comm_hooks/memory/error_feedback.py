@@ -10,7 +10,7 @@ from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.layout import Rows
 from comm_hooks.memory.base import Remainder, add_rows, mean_rows
 from comm_hooks.memory.named_rows import NamedRows, replace_
-from comm_hooks.randomness import derive_key
+from comm_hooks.randomness import Keys, derive_keys
 
 
 class ErrorFeedback(Remainder):
@@ -80,12 +80,7 @@ class ErrorFeedback(Remainder):
     def retain(self, rows: Rows, accept: torch.Tensor, scale: float, key: int) -> None:
         left = rows.matrix if scale == 1 else rows.matrix / scale
         if self._codec:
-            keys = (
-                [derive_key(key, 0, name) for name in rows.names]
-                if self.stochastic
-                else (0,) * len(left)
-            )
-            left = self._encode(left, keys)
+            left = self._encode(left, derive_keys(key, 0, rows.names))
         # Anything else is rounded, if at all, on the way to where it is kept.
         replace_(self._residuals.matrix(rows), left, accept)
 
@@ -121,7 +116,7 @@ class ErrorFeedback(Remainder):
             for name, vector in add_rows(mean, unsent).items()
         }
 
-    def _encode(self, matrix: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
+    def _encode(self, matrix: torch.Tensor, keys: Keys) -> torch.Tensor:
         if self._codec is None:
             return matrix.to(self._dtype)
         return self._codec._compress(matrix, keys, 0, 1)

@@ -1,8 +1,9 @@
 """One bit for each place: the best there is where about half of them are kept."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from comm_hooks.wire.bits import pack_bits, packed_nbytes, set_places, unpack_bits
@@ -30,7 +31,7 @@ class Bitmap(PlacesCode):
         return 0 if self._is_trivial else packed_nbytes(sets * self.universe, 1)
 
     def encode(
-        self, indices: torch.Tensor, first: Sequence[int]
+        self, indices: torch.Tensor, first: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, sets, _ = indices.shape
         if self._is_trivial:
@@ -41,7 +42,7 @@ class Bitmap(PlacesCode):
         return pack_bits(bitmap.flatten(1)), None
 
     def decode(
-        self, octets: torch.Tensor, sets: int, first: Sequence[int]
+        self, octets: torch.Tensor, sets: int, first: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows = octets.shape[0]
         if self._is_trivial:

@@ -6,9 +6,10 @@ takes 8 bits an index where a plain code takes 12 and the entropy is 7.36; unlik
 size does not depend on the data, whatever the data.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from comm_hooks.wire.bits import (
@@ -49,7 +50,7 @@ class EliasFano(PlacesCode):
         return lows + packed_nbytes(sets, self.bitmap_bits)
 
     def encode(
-        self, indices: torch.Tensor, first: Sequence[int]
+        self, indices: torch.Tensor, first: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, sets, count = indices.shape
         lows = (indices & ((1 << self.low_bits) - 1)).reshape(rows, sets * count)
@@ -61,7 +62,7 @@ class EliasFano(PlacesCode):
         return torch.cat(octets, dim=1), None
 
     def decode(
-        self, octets: torch.Tensor, sets: int, first: Sequence[int]
+        self, octets: torch.Tensor, sets: int, first: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows = octets.shape[0]
         split = packed_nbytes(sets, self.bitmap_bits)

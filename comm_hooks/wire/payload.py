@@ -12,12 +12,12 @@ which is 0 when all elements of the rank's vector are finite, else NaN.  Either 
 learns whether any of them is not, at no extra collective.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 
 import torch
 
 from comm_hooks.compressors.base import Compressor
+from comm_hooks.randomness import Keys
 from comm_hooks.wire.header import HEADER_NBYTES, HeaderCheck, Stamp, write_headers_
 
 SUMMED_HEADER_NBYTES = 4
@@ -55,7 +55,7 @@ class PayloadFormat:
     def encode(
         self,
         matrices: Sequence[torch.Tensor],
-        keys: Sequence[Sequence[int]],
+        keys: Sequence[Keys],
         rank: int,
         health: torch.Tensor,
         stamp: Stamp,
@@ -71,7 +71,7 @@ class PayloadFormat:
         """
         return self.encode_all(
             [matrix[None] for matrix in matrices],
-            [keys],
+            keys,
             rank,
             health,
             stamp,
@@ -82,7 +82,7 @@ class PayloadFormat:
     def encode_all(
         self,
         stacks: Sequence[torch.Tensor],
-        keys: Sequence[Sequence[Sequence[int]]],
+        keys: Sequence[Keys],
         rank: int,
         health: torch.Tensor,
         stamp: Stamp,
@@ -94,13 +94,13 @@ class PayloadFormat:
 
         Args:
             stacks: for each part, contiguous matrices (M, rows, numel).
-            keys: those of each payload.
+            keys: for each part, those of all rows, (M * rows,).
         """
-        count = len(keys)
+        count = len(stacks[0])
         if out is None:
             out = torch.empty(count, self.nbytes, dtype=torch.uint8, device=health.device)
         for compressor, (start, stop, _), stack, part_keys in zip(
-            self._compressors, self._slices, stacks, _by_part(keys), strict=True
+            self._compressors, self._slices, stacks, keys, strict=True
         ):
             compress = compressor._extract if keep_rest else compressor._compress
             rows = compress(stack.flatten(0, 1), part_keys, rank, self._world_size)
@@ -132,7 +132,7 @@ class PayloadFormat:
         self,
         matrices: Sequence[torch.Tensor],
         payloads: torch.Tensor,
-        keys: Sequence[Sequence[int]],
+        keys: Sequence[Keys],
         *,
         alpha: float,
     ) -> None:
@@ -147,7 +147,7 @@ class PayloadFormat:
         self,
         matrices: Sequence[torch.Tensor],
         payload: torch.Tensor,
-        keys: Sequence[Sequence[int]],
+        keys: Sequence[Keys],
         rank: int,
         *,
         alpha: float = 1.0,
@@ -164,7 +164,7 @@ class PayloadFormat:
         self,
         stacks: Sequence[torch.Tensor],
         payloads: torch.Tensor,
-        keys: Sequence[Sequence[Sequence[int]]],
+        keys: Sequence[Keys],
     ) -> None:
         """Write M decompressed payloads (M, nbytes) to stacks; like M calls of :meth:`decode`.
 
@@ -174,14 +174,9 @@ class PayloadFormat:
             stacks, keys: see :meth:`encode_all`.
         """
         for compressor, (start, stop, rows), stack, part_keys in zip(
-            self._compressors, self._slices, stacks, _by_part(keys), strict=True
+            self._compressors, self._slices, stacks, keys, strict=True
         ):
             octets = payloads[:, start:stop].reshape(len(payloads) * rows, -1)
             compressor._decode(
                 stack.flatten(0, 1), octets, part_keys, 0, self._world_size, 1.0, add=False
             )
-
-
-def _by_part(keys: Sequence[Sequence[Sequence[int]]]) -> Iterator[list[int]]:
-    """Yield, per part, the keys of the rows of all payloads."""
-    return (list(chain.from_iterable(of_part)) for of_part in zip(*keys, strict=True))

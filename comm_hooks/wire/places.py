@@ -1,8 +1,9 @@
 """The contract of a code for which places of a block are kept."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -21,7 +22,7 @@ class PlacesCode(ABC):
 
     @abstractmethod
     def encode(
-        self, indices: torch.Tensor, first: Sequence[int]
+        self, indices: torch.Tensor, first: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Encode ascending indices (n, sets, count), int64.
 
@@ -36,7 +37,7 @@ class PlacesCode(ABC):
 
     @abstractmethod
     def decode(
-        self, octets: torch.Tensor, sets: int, first: Sequence[int]
+        self, octets: torch.Tensor, sets: int, first: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the indices (n, sets, count), int64, and which of them there was room for.
 

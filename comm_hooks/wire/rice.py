@@ -12,9 +12,10 @@ take within 2 % of what random ones do, so it is rare.
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from comm_hooks.wire.bits import (
@@ -63,7 +64,7 @@ class Rice(PlacesCode):
         return lows + packed_nbytes(self.stream_bits(sets), 1)
 
     def encode(
-        self, indices: torch.Tensor, first: Sequence[int]
+        self, indices: torch.Tensor, first: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, sets, count = indices.shape
         room = self.stream_bits(sets)
@@ -77,10 +78,10 @@ class Rice(PlacesCode):
         lows = gaps & ((1 << self.low_bits) - 1)
         octets = [pack_bits(bits[:, :room]), pack_codes(lows, self.low_bits)]
         present = (ends <= room).view(rows, sets, count)
-        return torch.cat(octets, dim=1), _if_some_lack(present, [-start for start in first])
+        return torch.cat(octets, dim=1), _if_some_lack(present, -first)
 
     def decode(
-        self, octets: torch.Tensor, sets: int, first: Sequence[int]
+        self, octets: torch.Tensor, sets: int, first: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, count = octets.shape[0], self.count
         room = self.stream_bits(sets)
@@ -93,21 +94,21 @@ class Rice(PlacesCode):
         lows = unpack_codes(octets[:, split:], sets * count, self.low_bits)
         gaps = (zeros << self.low_bits) | lows
         indices = (gaps.view(rows, sets, count) + 1).cumsum(2, dtype=torch.int32) - 1
-        back = [-start for start in first]
+        back = -first
         # Behind the last index that fitted there are only guesses.
         indices = _rotated(indices.clamp_(0, self.universe - 1), back)
         return indices.long(), _if_some_lack(present, back)
 
 
-def _rotated(coded: torch.Tensor, first: Sequence[int]) -> torch.Tensor:
+def _rotated(coded: torch.Tensor, first: npt.NDArray[np.int64]) -> torch.Tensor:
     """Return (n, sets, count) with another set first in each row, and the others behind it."""
     rows, sets, _ = coded.shape
-    order = torch.arange(sets) + torch.tensor(first, dtype=torch.int64)[:, None]
+    order = torch.arange(sets) + torch.from_numpy(first)[:, None]
     order = order % sets + torch.arange(0, rows * sets, sets)[:, None]
     return coded.flatten(0, 1).index_select(0, order.flatten().to(coded.device)).view_as(coded)
 
 
-def _if_some_lack(present: torch.Tensor, first: Sequence[int]) -> torch.Tensor | None:
+def _if_some_lack(present: torch.Tensor, first: npt.NDArray[np.int64]) -> torch.Tensor | None:
     """Return the same as :func:`_rotated`; None, on the CPU, if there was room for all."""
     is_known = present.device.type == "cpu"  # an accelerator would have to be waited for
     return None if is_known and bool(present.all()) else _rotated(present, first)

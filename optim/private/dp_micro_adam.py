@@ -12,7 +12,7 @@ from comm_hooks.optim.batched import state_dtype, widened
 from comm_hooks.optim.micro_adam import BATCH
 from comm_hooks.optim.private.dp_adam import MomentsOptimizer
 from comm_hooks.optim.sparse_window import SparseWindow
-from comm_hooks.randomness import derive_key
+from comm_hooks.randomness import derive_keys
 
 _RESIDUAL = Quantize(bits=4, stochastic=True)
 
@@ -201,7 +201,7 @@ class DPMicroAdam(MomentsOptimizer):
         places, values = code.decode(rows)
         torch._foreach_copy_([window[steps % len(window)] for window in windows], list(rows))
         a.scatter_add_(1, places, -values)
-        keys = [derive_key(0, steps, str(place)) for place in self._places(members)]
+        keys = derive_keys(0, steps, self._places(members))
         torch._foreach_copy_(residuals, list(_RESIDUAL._compress(a, keys, 0, 1)))
         del a
 
@@ -221,11 +221,11 @@ class DPMicroAdam(MomentsOptimizer):
         if dtype != members[0].dtype:
             torch._foreach_copy_(members, x)
 
-    def _places(self, members: list[torch.Tensor]) -> list[int]:
-        """Return where parameters stand among all of the optimizer."""
+    def _places(self, members: list[torch.Tensor]) -> tuple[str, ...]:
+        """Return where parameters stand among all of the optimizer, as names."""
         everything = [p for group in self.param_groups for p in group["params"]]
         place = {parameter: index for index, parameter in enumerate(everything)}
-        return [place[member] for member in members]
+        return tuple(str(place[member]) for member in members)
 
 
 def _code(numel: int, group: dict[str, Any]) -> SparseWindow:

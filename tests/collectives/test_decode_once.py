@@ -1,5 +1,6 @@
 """A simulated world in which one rank decodes for all ends as one in which every rank does."""
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -88,19 +89,22 @@ def test_payloads_made_together_are_those_made_one_by_one(
     torch.manual_seed(0)
     stacks = [torch.randn(count, n, numel) for n, numel in zip(rows, numels, strict=True)]
     keys = [
-        [[100 * m + 10 * p + r for r in range(n)] for p, n in enumerate(rows)] for m in range(count)
+        [[100 * m + 10 * p + r for r in range(n)] for m in range(count)] for p, n in enumerate(rows)
     ]
+    of_all = [list(chain.from_iterable(of_part)) for of_part in keys]
     stamp, health = Stamp(7, 9), torch.tensor(0.0)
     apart = [stack.clone() for stack in stacks]
-    payloads = form.encode_all(stacks, keys, 1, health, stamp, keep_rest=keep_rest)
+    payloads = form.encode_all(stacks, of_all, 1, health, stamp, keep_rest=keep_rest)
     for m in range(count):
         matrices = [stack[m] for stack in apart]
-        one = form.encode(matrices, keys[m], 1, health, stamp, keep_rest=keep_rest)
+        one = form.encode(
+            matrices, [part[m] for part in keys], 1, health, stamp, keep_rest=keep_rest
+        )
         assert torch.equal(one, payloads[m])
     assert all(torch.equal(one, other) for one, other in zip(apart, stacks, strict=True))
     assert float(form.health(payloads, stamp)) == 0
-    form.decode_all(stacks, payloads, keys)
+    form.decode_all(stacks, payloads, of_all)
     for m in range(count):
-        form.decode([stack[m] for stack in apart], payloads[m], keys[m], 1)
+        form.decode([stack[m] for stack in apart], payloads[m], [part[m] for part in keys], 1)
     for one, other in zip(apart, stacks, strict=True):
         torch.testing.assert_close(one, other)

@@ -4,14 +4,18 @@ import pytest
 import torch
 
 from comm_hooks import Compressor, Sign
-from comm_hooks.compressors.sparse import _RANKS_AT_ONCE
+from comm_hooks.compressors import sparse
 from tests.compressors.catalog import ALL
 
 
-@pytest.mark.parametrize("ranks", [1, 3, _RANKS_AT_ONCE + 1])
+@pytest.mark.parametrize("ranks", [1, 3, sparse._RANKS_AT_ONCE + 1])
 @pytest.mark.parametrize("compressor", [*ALL, Sign(block_size=12)], ids=repr)
-def test_sum_over_ranks(compressor: Compressor, ranks: int) -> None:
+@pytest.mark.parametrize("entries_at_once", [1, 1 << 15])
+def test_sum_over_ranks(
+    compressor: Compressor, ranks: int, entries_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit for bit: the mean must be the same on ranks that compute it in one way or the other."""
+    monkeypatch.setattr(sparse, "_ENTRIES_AT_ONCE", entries_at_once)
     generator = torch.Generator().manual_seed(0)
     keys, numel = [3, 4], 500
     vectors = torch.randn(ranks, 2, numel, generator=generator)

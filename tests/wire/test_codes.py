@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -115,12 +116,13 @@ def clustered_sets(universe: int, count: int, sets: int, seed: int) -> torch.Ten
 
 def check_round_trip(code: PlacesCode, indices: torch.Tensor, first: list[int]) -> torch.Tensor:
     """Return which indices arrived, having checked that those did unchanged."""
-    octets, present = code.encode(indices, first)
+    first_sets = np.array(first)
+    octets, present = code.encode(indices, first_sets)
     sets = indices.shape[1]
     assert octets.shape == (len(indices), code.nbytes(sets))
     # What follows in a payload is none of the code's business.
     octets = torch.nn.functional.pad(octets, (0, 3), value=255)
-    decoded, still_present = code.decode(octets, sets, first)
+    decoded, still_present = code.decode(octets, sets, first_sets)
     if present is None:
         assert still_present is None
         present = torch.ones_like(indices, dtype=torch.bool)
@@ -226,7 +228,7 @@ def test_any_bytes_decode_to_places_or_are_refused(name: IndexCode, data: st.Dat
     octets = data.draw(st.binary(min_size=code.nbytes(2), max_size=code.nbytes(2)))
     payload = torch.tensor(list(octets), dtype=torch.uint8)[None]
     try:
-        indices, _ = code.decode(payload, 2, [0])
+        indices, _ = code.decode(payload, 2, np.array([0]))
     except PayloadError:
         return
     assert indices.shape == (1, 2, count)

@@ -56,7 +56,7 @@ def key_of(step: int, place: int) -> int:
 def quantize(x: np.ndarray, step: int, place: int) -> np.ndarray:
     """Q^-1(Q(x)), in blocks of 256, rounded by draws of this parameter and step."""
     (seed,) = fork([key_of(step, place)], 0)
-    xi = torch.rand(x.size, generator=torch.Generator().manual_seed(seed)).double().numpy()
+    xi = torch.rand(x.size, generator=torch.Generator().manual_seed(int(seed))).double().numpy()
     rounded = np.empty_like(x)
     for first in range(0, x.size, 256):
         block = slice(first, first + 256)
@@ -94,7 +94,9 @@ def algorithm_1(window: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("window", [1, WINDOW])
 def test_matches_algorithm_1(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
     monkeypatch.setattr(
-        dp_micro_adam, "derive_key", lambda _, step, place: key_of(step, int(place))
+        dp_micro_adam,
+        "derive_keys",
+        lambda _, step, places: [key_of(step, int(place)) for place in places],
     )
     parameters = fresh()
     optimizer = make(parameters.items(), window=window, value_bits=32)
