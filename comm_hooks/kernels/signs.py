@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from comm_hooks.kernels.pieces import Pieces, chunks, packed, per_chunk
+from comm_hooks.kernels.pieces import PIECE, Pieces, chunks, packed, per_chunk
 from comm_hooks.kernels.triton import LARGEST_BLOCK, available
 from comm_hooks.wire.bits import pack_bits, packed_nbytes, unpack_bits
 
@@ -87,6 +87,18 @@ def decode_sum_of_signs(
         from comm_hooks.kernels.triton import signs as on_gpu
 
         on_gpu.decode_sum_of_signs(out, scales, octets, size, alpha=alpha)
+        return
+    at_once = PIECE // out.numel()
+    if out.device.type == "cpu" and at_once >= 8:  # else the calls do not count
+        for first in range(0, len(octets), at_once):
+            group = slice(first, first + at_once)
+            vectors = torch.empty(len(octets[group]), *out.shape)
+            rows, row_scales, row_octets = (
+                part.flatten(0, 1) for part in (vectors, scales[group], octets[group])
+            )
+            decode_signs(rows, row_scales, row_octets, size, alpha=alpha, add=False)
+            for rank, vector in enumerate(vectors, first):
+                out.add_(vector) if rank else out.copy_(vector)
         return
     for rank, (rank_scales, rank_octets) in enumerate(zip(scales, octets, strict=True)):
         decode_signs(out, rank_scales, rank_octets, size, alpha=alpha, add=rank > 0)

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comm_hooks import Sign
-from comm_hooks.kernels import pieces
+from comm_hooks.kernels import pieces, signs
 from comm_hooks.kernels.signs import (
     decode_signs,
+    decode_sum_of_signs,
     encode_signs,
     reference_decode_signs,
     reference_encode_signs,
@@ -53,6 +54,29 @@ def test_decoding_is_the_reference(
         patch.setattr(pieces, "PIECE", piece)
         decode_signs(out, scales, octets, size, alpha=alpha, add=add)
     reference_decode_signs(expected, scales, octets, size, alpha=alpha, add=add)
+    assert torch.equal(out, expected)
+
+
+@given(
+    data=st.data(),
+    ranks=st.integers(1, 20),
+    rows=st.integers(1, 3),
+    size=sizes,
+    at_once=st.sampled_from([0, 8, 9, 100]),
+    alpha=st.sampled_from([1.0, -1 / 3]),
+)
+def test_a_sum_is_that_of_rank_after_rank(
+    data: st.DataObject, ranks: int, rows: int, size: int, at_once: int, alpha: float
+) -> None:
+    sent = data.draw(matrices(st.just(ranks * rows), st.integers(1, 100)))
+    numel = sent.shape[1]
+    scales, octets = (part.unflatten(0, (ranks, rows)) for part in encode_signs(sent, size))
+    out, expected = torch.full((rows, numel), torch.nan), torch.zeros(rows, numel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signs, "PIECE", at_once * out.numel())
+        decode_sum_of_signs(out, scales, octets, size, alpha=alpha)
+    for of_rank in zip(scales, octets, strict=True):
+        reference_decode_signs(expected, *of_rank, size, alpha=alpha, add=True)
     assert torch.equal(out, expected)
 
 
