@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import itemgetter
 from pathlib import Path
 
 from comm_hooks.launchers.compare.corpus import load_corpus
@@ -80,20 +81,21 @@ def read_methods(path: Path) -> list[Tried]:
 def make_jobs(
     methods: Iterable[Tried], seeds: Sequence[int] | None, steps: int | None
 ) -> list[Job]:
-    """Return the runs that the list asks for.
+    """Return the runs that the list asks for, the first seed of every method first.
 
     Args:
         seeds: in place of those of the list.
         steps: only runs of so many steps; None for all.
     """
-    return [
+    jobs = [
         # Three points of each curve: evaluating takes time, and changes nothing.
-        Job(tried.method, Settings(steps=length, seed=seed, eval_every=length // 3))
+        (place, Job(tried.method, Settings(steps=length, seed=seed, eval_every=length // 3)))
         for tried in methods
         for length, listed in tried.seeds.items()
         if steps in (None, length)
-        for seed in (listed if seeds is None else seeds)
+        for place, seed in enumerate(listed if seeds is None else seeds)
     ]
+    return [job for _, job in sorted(jobs, key=itemgetter(0))]
 
 
 def read_records(folder: Path) -> list[Run]:

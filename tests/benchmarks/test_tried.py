@@ -82,16 +82,16 @@ def test_runs_are_kept_and_not_repeated(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(tried.read_records(tmp_path / "records")) == 2  # a crash is no result
 
 
-def test_jobs_follow_the_list() -> None:
+def test_jobs_follow_the_list_first_seeds_first() -> None:
     methods = [Tried("none", ".", {150: [0, 1], 450: [0]}), Tried("sign", ".", {150: [2]})]
 
     def asked(seeds: list[int] | None, steps: int | None) -> list[tuple[str, int, int]]:
         jobs = tried.make_jobs(methods, seeds, steps)
         return [(job.method, job.settings.steps, job.settings.seed) for job in jobs]
 
-    everything = [("none", 150, 0), ("none", 150, 1), ("none", 450, 0), ("sign", 150, 2)]
+    everything = [("none", 150, 0), ("none", 450, 0), ("sign", 150, 2), ("none", 150, 1)]
     assert asked(None, None) == everything
-    assert asked(None, 150) == [*everything[:2], everything[3]]
+    assert asked(None, 150) == [everything[0], *everything[2:]]
     assert asked([7], 450) == [("none", 450, 7)]
 
 
