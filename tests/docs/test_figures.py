@@ -37,7 +37,8 @@ def as_in_readme(row: Row, all_reduce: Row, seeds: int) -> list[str]:
 @pytest.mark.parametrize(
     ("steps", "seeds", "begin", "end"),
     [
-        (150, 3, "## Which method when", "One seed ("),
+        (150, 3, "## Which method when", "\nOne seed,"),
+        (150, 1, "\nOne seed,", "\n450 steps, where"),
         (450, 1, "\n450 steps, where", "* **Thin link**"),
     ],
 )
@@ -52,6 +53,17 @@ def test_losses_are_those_of_the_records(steps: int, seeds: int, begin: str, end
             assert cells[1:] == as_in_readme(row, rows["all_reduce"], seeds)
             compared += 1
     assert compared >= 3
+
+
+def test_what_does_less_well_is_that_of_the_records() -> None:
+    rows = {row.method: row for row in make_rows(read_records(RECORDS), 150)}
+    section = README.path.read_text().partition("\nWhat does less well")[2].partition("\n\n##")[0]
+    lines = re.findall(r"^\| `(.+?)` \|.*\| (\S+) \|$", section, flags=re.MULTILINE)
+    assert len(lines) >= 5
+    for method, loss in lines:
+        assert loss == f"{rows[method].losses[0]:.3f}", method
+    controls = [f"{rows[name].losses[0]:.3f}" for name in ("all_reduce", "none")]
+    assert re.findall(r"\d\.\d{3}", section)[:2] == controls
 
 
 def test_choosing_repeats_the_figures_of_the_readme() -> None:
