@@ -276,7 +276,9 @@ over the seeds that both have. With one seed, differences below 0.03 say nothing
 that one rank sends. "Nothing thinner is as good": no row has both fewer bytes and a lower loss.
 
 `python benchmarks/tried.py` makes this page, and runs what has no record in
-`benchmarks/results/tried/`. Methods are written as `comm-hooks compare --hooks` takes them.
+`benchmarks/results/tried/`. Methods are written as `comm-hooks compare --hooks` takes them and have
+the learning rates that it gives them, where the row says no other: those of SGD, which most of the
+last rows are, were not tuned to this task, and gain from more steps than these.
 Measured {dates} on {machine}.
 """
 
