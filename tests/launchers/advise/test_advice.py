@@ -45,7 +45,7 @@ def test_the_fastest_of_those_that_cost_little() -> None:
     assert choice(plain, bf16, fast) == "bf16"
     assert choice(plain, bf16, fast, max_loss=0.1) == "powersgd"
     assert choice(plain) == "all_reduce"
-    assert choice(bf16, fast, max_loss=0.001) is None
+    assert choice(fast) is None
 
 
 def test_nothing_is_changed_for_a_few_percent() -> None:
@@ -60,7 +60,7 @@ def test_what_was_not_measured_or_does_not_communicate_is_not_recommended() -> N
 
 def test_the_longer_run_counts() -> None:
     assert LossCost({150: 0.0, 450: 0.5}).judged == 0.5
-    # 0.023 after 150 steps, 0.041 after 450.
+    # 0.023 after 150 steps, 0.044 after 450.
     assert choice(row("local_adamw", 0.1), row("all_reduce", 1.0)) == "all_reduce"
 
 
@@ -75,7 +75,7 @@ def test_losses_are_those_of_the_readme() -> None:
 
 
 def test_losses_belong_to_exactly_these_options() -> None:
-    assert loss_cost(parse_method("topk")) == LossCost({150: 0.508})
+    assert loss_cost(parse_method("topk")) == LossCost({150: 0.519})
     assert loss_cost(parse_method("topk:density=0.5")) is None
     of_fragments = {
         result["steps"]: result["minus_all_reduce"]
