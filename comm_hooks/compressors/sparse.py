@@ -154,7 +154,7 @@ class TopK(Compressor):
         blocks, code = self._plan(out.shape[1])
         split = self._values_nbytes(blocks, code)
         entries = len(keys) * blocks.count * code.count
-        at_once = max(_RANKS_AT_ONCE, _ENTRIES_AT_ONCE // max(entries, 1))
+        at_once = max(_RANKS_AT_ONCE, _ENTRIES_AT_ONCE // entries)
         for first in range(0, len(payloads), at_once):
             group = payloads[first : first + at_once]
             octets, group_keys = group.flatten(0, 1), np.tile(as_array(keys), len(group))

@@ -90,6 +90,7 @@ def decode_sum_of_signs(
         return
     at_once = PIECE // out.numel()
     if out.device.type == "cpu" and at_once >= 8:  # else the calls do not count
+        out.zero_()
         for first in range(0, len(octets), at_once):
             group = slice(first, first + at_once)
             vectors = torch.empty(len(octets[group]), *out.shape)
@@ -97,8 +98,8 @@ def decode_sum_of_signs(
                 part.flatten(0, 1) for part in (vectors, scales[group], octets[group])
             )
             decode_signs(rows, row_scales, row_octets, size, alpha=alpha, add=False)
-            for rank, vector in enumerate(vectors, first):
-                out.add_(vector) if rank else out.copy_(vector)
+            for vector in vectors:
+                out.add_(vector)
         return
     for rank, (rank_scales, rank_octets) in enumerate(zip(scales, octets, strict=True)):
         decode_signs(out, rank_scales, rank_octets, size, alpha=alpha, add=rank > 0)
