@@ -38,13 +38,20 @@ class Case:
 def cases(numel: int, device: str) -> list[Case]:
     """Return what is measured: ``numel`` elements, a multiple of 4096."""
     from comm_hooks.kernels.count_sketch import draw
-    from comm_hooks.kernels.triton import count_sketch, hadamard, random_signs, scatter, signs
-    from comm_hooks.kernels.triton.top_k_feedback import top_k_feedback
+    from comm_hooks.kernels.residual import Residual
+    from comm_hooks.kernels.triton import (
+        count_sketch,
+        hadamard,
+        random_signs,
+        scatter,
+        signs,
+        top_k,
+    )
     from comm_hooks.randomness import SIGN_WINDOW, sign_offsets
 
     size, kept = 4096, 64
-    rows, out, residuals = (torch.randn(1, numel, device=device) for _ in range(3))
-    factors = torch.ones(1, device=device)
+    rows, out, rest = (torch.randn(1, numel, device=device) for _ in range(3))
+    residual = Residual(torch.randn(1, numel, device=device), torch.ones(1, 1, device=device))
     width = numel // 50
     draws = draw([1], numel, width)
     offsets = sign_offsets([1], -(-numel // SIGN_WINDOW))
@@ -52,7 +59,7 @@ def cases(numel: int, device: str) -> list[Case]:
     blocks = rows.view(-1, size)
     scales, octets = signs.encode_signs(rows, size)
     all_scales, all_octets = (torch.stack([section] * RANKS) for section in (scales, octets))
-    places, values = top_k_feedback(rows, size, kept)
+    places, values = top_k.block_top_k(rows, size, kept)
     places += torch.arange(0, numel, size, device=device)[:, None]
     all_places, all_values = (torch.stack([section] * RANKS) for section in (places, values))
 
@@ -66,12 +73,12 @@ def cases(numel: int, device: str) -> list[Case]:
     found = [
         Case(
             "top-k 64 of 4096, with residual",
-            lambda: top_k_feedback(rows, size, kept, residuals=residuals, factors=factors),
+            lambda: top_k.block_top_k(rest, size, kept, residual),
             3 * vector + entries,
         ),
         Case(
             "top-k 64 of 4096",
-            lambda: top_k_feedback(rows, size, kept),
+            lambda: top_k.block_top_k(rows, size, kept),
             vector + entries,
         ),
         Case(
@@ -86,8 +93,13 @@ def cases(numel: int, device: str) -> list[Case]:
         ),
         Case(
             "signs, subtracted",
-            lambda: signs.encode_signs(residuals, size, subtract=True),
+            lambda: signs.encode_signs(rest, size, subtract=True),
             2 * vector + packed,
+        ),
+        Case(
+            "signs of a sum with a residual, subtracted",
+            lambda: signs.encode_signs(rest, size, residual=residual, subtract=True),
+            3 * vector + packed,
         ),
         Case(
             "vector of signs",
@@ -111,7 +123,7 @@ def cases(numel: int, device: str) -> list[Case]:
         ),
         Case(
             "random signs",
-            lambda: random_signs.multiply_signs_(residuals, offsets),
+            lambda: random_signs.multiply_signs_(rest, offsets),
             2 * vector,
         ),
         Case(

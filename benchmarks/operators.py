@@ -105,8 +105,8 @@ class Rounds:
 
     def __call__(self) -> None:
         matrix = self._rows.matrix
-        self._memory.compensate(self._rows, self._active, 1.0)
-        payload = self._compressor._extract(matrix, (1,), 0, 1)
+        residual = self._memory.compensate(self._rows, self._active, 1.0)
+        payload = self._compressor._extract_sum(matrix, residual, (1,), 0, 1)
         self._memory.retain(self._rows, self._active, 1.0, key=0)
         octets = payload.view(torch.uint8)
         self._compressor._decode(self._out, octets, (1,), 0, 1, 1.0, add=False)

@@ -18,7 +18,7 @@ from comm_hooks.checks import (
 )
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject, Round
-from comm_hooks.collectives.routes import Route, cheapest_route, row_norms
+from comm_hooks.collectives.routes import Feedback, Route, cheapest_route, row_norms
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor, require_choice, require_positive
 from comm_hooks.compressors.identity import Identity
@@ -404,24 +404,27 @@ class Exchange:
             norms.append(row_norms(layout.exempt.matrix))
         # 0 if all elements are finite, else NaN.  A norm that overflows float32 counts as infinite.
         health = torch.cat([norm - norm for norm in norms]).sum()
-        if memory:
-            for rows, is_active in zip(layout.groups, active, strict=True):
-                memory.compensate(rows, is_active, scale)
+        feedback = self._feedback(memory, layout, active, scale) if memory else None
+        self._count(route.traffic, tensors)
+        keys = [derive_keys(self.seed, self.step, part.names) for part in layout.parts()]
+        yield from route.travel(keys, self.stamp(layout), health, scale, feedback, safeguard)
+        layout.store(tensors)
 
+    def _feedback(
+        self, memory: Memory, layout: Layout, active: Sequence[torch.Tensor], scale: float
+    ) -> Feedback:
+        residuals = [
+            memory.compensate(rows, is_active, scale)
+            for rows, is_active in zip(layout.groups, active, strict=True)
+        ]
         # Now: by the time the memory draws, the owner may have gone on to the next step.
         own_key = derive_key(self.seed, self.step, f"memory of rank {self.transport.rank}")
 
         def settle(accept: torch.Tensor) -> None:
-            assert memory
             for rows, is_active in zip(layout.groups, active, strict=True):
                 memory.retain(rows, is_active & accept, scale, own_key)
 
-        self._count(route.traffic, tensors)
-        keys = [derive_keys(self.seed, self.step, part.names) for part in layout.parts()]
-        yield from route.travel(
-            keys, self.stamp(layout), health, scale, settle if memory else None, safeguard
-        )
-        layout.store(tensors)
+        return Feedback(layout.residuals(residuals), settle)
 
     def stamp(self, layout: Layout) -> Stamp:
         """Return what the payloads of a bucket in the present step have in common."""

@@ -18,6 +18,8 @@ from typing import Literal
 
 import torch
 
+from comm_hooks.kernels.residual import Residual
+
 Granularity = Literal["parameter", "bucket"]
 
 
@@ -101,6 +103,19 @@ class Layout:
     def parts(self) -> list[Rows]:
         """Return everything that travels: the exempt row, if any, then the compressed rows."""
         return [self.exempt, *self.compressed] if self.exempt else self.compressed
+
+    def residuals(self, of_groups: Sequence[Residual | None]) -> list[Residual | None]:
+        """Return what is still to be added to each of :meth:`parts`, given that of each group.
+
+        What no part has to itself is added at once.
+        """
+        of_compressed = list(of_groups)
+        if self.compressed is not self.groups:
+            for rows, residual in zip(self.groups, of_groups, strict=True):
+                if residual:
+                    residual.add_to(rows.matrix)
+            of_compressed = [None] * len(self.compressed)
+        return [None, *of_compressed] if self.exempt else of_compressed
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy tensors shaped like the segments (any float dtype) into the workspace.

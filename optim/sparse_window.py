@@ -74,10 +74,12 @@ class SparseWindow:
         """
         padding = self.shards * self._blocks.numel - self.numel
         shards = torch.nn.functional.pad(vectors, (0, padding)).view(-1, self._blocks.numel)
-        blocks = self._blocks.split(shards).view(len(vectors), self._sets, self._blocks.size)
-        places = block_top_k(blocks, self.capacity)
+        shape = len(vectors), self._sets, self.capacity
+        places, kept = (
+            found.view(shape) for found in block_top_k(shards, self._blocks.size, self.capacity)
+        )
         octets = torch.zeros(len(vectors), self.nbytes, dtype=torch.uint8, device=vectors.device)
-        values, _ = self._values.encode(blocks.gather(2, places))
+        values, _ = self._values.encode(kept)
         octets[:, : values.shape[1]] = values
         first = np.zeros(len(vectors), dtype=np.int64)
         codes, _ = self._places.encode(places, first)

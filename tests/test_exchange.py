@@ -117,7 +117,12 @@ def test_everybody_agrees_and_small_parameters_are_exact(
 
 
 @pytest.mark.parametrize(
-    ("compressor", "collective"), [r for r in ROUTES if r[0].contractive], ids=str
+    ("compressor", "collective", "granularity"),
+    [
+        *((*route, "parameter") for route in ROUTES if route[0].contractive),
+        *((compressor, "all_gather", "bucket") for compressor in WITH_FEEDBACK),
+    ],
+    ids=str,
 )
 @settings(max_examples=10)
 @given(
@@ -126,13 +131,18 @@ def test_everybody_agrees_and_small_parameters_are_exact(
     cut=st.integers(1, 3),
 )
 def test_nothing_is_lost_while_buckets_are_rebuilt(
-    compressor: Compressor, collective: str, size: int, buckets: list[str], cut: int
+    compressor: Compressor,
+    collective: str,
+    granularity: str,
+    size: int,
+    buckets: list[str],
+    cut: int,
 ) -> None:
     """Sum of true gradients = sum of what was sent + residual, for every parameter.
 
     Every step has another division into buckets and another order within them.
     """
-    world = World(size, compressor, collective=collective)
+    world = World(size, compressor, collective=collective, granularity=granularity)
     true = {name: torch.zeros(SHAPES[name]) for name in "acdf"}
     sent = {name: torch.zeros(SHAPES[name]) for name in "acdf"}
     for order in buckets:

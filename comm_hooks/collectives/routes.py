@@ -11,6 +11,7 @@ A route takes the vectors in a layout's workspace to their mean over ranks, in p
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +19,7 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Round
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.layout import Layout, Rows
 from comm_hooks.memory.base import Memory
 from comm_hooks.randomness import Keys, fork_all
@@ -27,7 +29,19 @@ from comm_hooks.wire.payload import PayloadFormat
 
 logger = logging.getLogger(__name__)
 
-Settle = Callable[[torch.Tensor], None]
+
+@dataclass(frozen=True)
+class Feedback:
+    """What a memory has to do with a round on one layout.
+
+    Attributes:
+        residuals: what is still to be added to each part's vectors before they are compressed.
+        settle: to be called once, with whether all ranks' vectors were finite (a boolean scalar),
+            at a moment when the workspace holds what this rank did not send.
+    """
+
+    residuals: Sequence[Residual | None]
+    settle: Callable[[torch.Tensor], None]
 
 
 class Route(ABC):
@@ -45,7 +59,7 @@ class Route(ABC):
         stamp: Stamp,
         health: torch.Tensor,
         scale: float,
-        settle: Settle | None,
+        feedback: Feedback | None,
         safeguard: Safeguard | None = None,
     ) -> Round[None]:
         """Replace the workspace's vectors by their mean over ranks; by NaN if one is not finite.
@@ -55,8 +69,7 @@ class Route(ABC):
             stamp: of this bucket and step, equal on all ranks.
             health: 0 or NaN, float32 scalar: whether this rank's vectors are finite.
             scale: the factor by which the vectors are scaled at present.
-            settle: called once, with whether all ranks' vectors were finite (a boolean scalar), at
-                a moment when the workspace holds what this rank did not send.  None: not needed.
+            feedback: of this rank's memory; None without one.
             safeguard: of a place on this route; see :class:`~comm_hooks.safeguard.Safeguard`.
         """
 
@@ -94,12 +107,17 @@ class OneShot(Route):
         stamp: Stamp,
         health: torch.Tensor,
         scale: float,
-        settle: Settle | None,
+        feedback: Feedback | None,
         safeguard: Safeguard | None = None,
     ) -> Round[None]:
         own = self._transport.rank
         payload = self._format.encode(
-            self._matrices, keys, own, health, stamp, keep_rest=settle is not None
+            self._matrices,
+            keys,
+            own,
+            health,
+            stamp,
+            residuals=feedback.residuals if feedback else None,
         )
         if self._sum_on_wire:
             if safeguard:
@@ -117,8 +135,8 @@ class OneShot(Route):
         health = self._transport.alike(
             "health", reply, lambda: self._format.health(payloads, stamp)
         )
-        if settle:
-            settle(torch.isfinite(health))
+        if feedback:
+            feedback.settle(torch.isfinite(health))
         work, share = self._layout.work, 1 / self._transport.world_size
 
         def average() -> torch.Tensor:
@@ -202,7 +220,7 @@ class Sharded(Route):
         stamp: Stamp,
         health: torch.Tensor,
         scale: float,
-        settle: Settle | None,
+        feedback: Feedback | None,
         safeguard: Safeguard | None = None,
     ) -> Round[None]:
         ranks, own = self._transport.world_size, self._transport.rank
@@ -212,6 +230,10 @@ class Sharded(Route):
         downlink = [fork_all(part, range(ranks, 2 * ranks)) for part in keys]
         own_uplink, own_downlink = ([part[own] for part in link] for link in (uplink, downlink))
 
+        if feedback:
+            for matrix, residual in zip(self._matrices, feedback.residuals, strict=True):
+                if residual:
+                    residual.add_to(matrix)
         shards = [self._split(matrix) for matrix in self._matrices]
         payloads = self._uplink.encode_all(
             shards,
@@ -219,7 +241,7 @@ class Sharded(Route):
             own,
             health,
             stamp,
-            keep_rest=settle is not None,
+            residuals=[None] * len(shards) if feedback else None,
         )
         received = yield AllToAll(payloads, final=False)
 
@@ -232,10 +254,19 @@ class Sharded(Route):
             torch._foreach_mul_(owned, 1 / ranks)
         if self._memory:
             active = [self._memory.active(row_norms(rows.matrix)) for rows in self._remembered]
-            for rows, is_active in zip(self._remembered, active, strict=True):
-                self._memory.compensate(rows, is_active, scale)
+            residuals = self._layout.residuals(
+                [
+                    self._memory.compensate(rows, is_active, scale)
+                    for rows, is_active in zip(self._remembered, active, strict=True)
+                ]
+            )
         mean = self._downlink.encode(
-            owned, own_downlink, own, health, stamp, keep_rest=self._memory is not None
+            owned,
+            own_downlink,
+            own,
+            health,
+            stamp,
+            residuals=residuals if self._memory else None,
         )
         means = yield AllGather(mean)
 
@@ -248,9 +279,9 @@ class Sharded(Route):
         if self._memory:
             for rows, is_active in zip(self._remembered, active, strict=True):
                 self._memory.retain(rows, is_active & accept, scale, int(own_downlink[0][0]))
-        if settle:
+        if feedback:
             self._merge(shards)
-            settle(accept)
+            feedback.settle(accept)
         work = self._layout.work
 
         def join() -> torch.Tensor:

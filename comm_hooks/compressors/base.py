@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from comm_hooks.errors import PayloadError
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.randomness import Keys
 
 
@@ -74,6 +75,16 @@ class Compressor(ABC):
         octets = payloads.contiguous().view(torch.uint8).view(len(rows), -1)
         self._decode(rows, octets, keys, rank, world_size, -1.0, add=True)
         return payloads
+
+    def _extract_sum(
+        self, rows: torch.Tensor, residual: Residual, keys: Keys, rank: int, world_size: int
+    ) -> torch.Tensor:
+        """Add the residual to ``rows``, in place, and do as :meth:`_extract`.
+
+        To be overridden where one pass over memory does both.
+        """
+        residual.add_to(rows)
+        return self._extract(rows, keys, rank, world_size)
 
     def _decode_sum(
         self,

@@ -11,6 +11,7 @@ from comm_hooks.compressors.base import (
     word_aligned,
 )
 from comm_hooks.kernels.min_max import decode_min_max, encode_min_max
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.signs import decode_signs, decode_sum_of_signs, encode_signs
 from comm_hooks.randomness import Keys, fork
 from comm_hooks.wire.bits import packed_nbytes
@@ -57,6 +58,11 @@ class Sign(Compressor):
 
     def _extract(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
         return _join(*encode_signs(rows, self.block_size, subtract=True))
+
+    def _extract_sum(
+        self, rows: torch.Tensor, residual: Residual, keys: Keys, rank: int, world_size: int
+    ) -> torch.Tensor:
+        return _join(*encode_signs(rows, self.block_size, residual=residual, subtract=True))
 
     def _decode(
         self,

@@ -16,6 +16,7 @@ from comm_hooks.compressors.base import (
     word_aligned,
     write,
 )
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.scatter import scatter_sum
 from comm_hooks.kernels.top_k import block_top_k
 from comm_hooks.randomness import Keys, as_array, fork, random_below, stratified_indices
@@ -99,19 +100,25 @@ class TopK(Compressor):
         return self._encode(rows, keys)[0]
 
     def _extract(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
-        payloads, places, sent = self._encode(rows, keys)
+        return self._take(rows, None, keys)
+
+    def _extract_sum(
+        self, rows: torch.Tensor, residual: Residual, keys: Keys, rank: int, world_size: int
+    ) -> torch.Tensor:
+        return self._take(rows, residual, keys)
+
+    def _take(self, rows: torch.Tensor, residual: Residual | None, keys: Keys) -> torch.Tensor:
+        payloads, places, sent = self._encode(rows, keys, residual)
         _add(rows, places, sent, -1.0)
         return payloads
 
     def _encode(
-        self, rows: torch.Tensor, keys: Keys
+        self, rows: torch.Tensor, keys: Keys, residual: Residual | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the payloads, and the places in the rows, (n, k), and values that they say."""
         blocks, code = self._plan(rows.shape[1])
-        vectors = blocks.split(rows)
-        places = block_top_k(vectors, code.count)
+        places, values = block_top_k(rows, blocks.size, code.count, residual)
         codes, present = code.encode(places, _first_blocks(blocks, keys))
-        values = vectors.gather(2, places)
         if present is not None:
             values.masked_fill_(~present, 0.0)
         octets, sent = self._values.encode(values)

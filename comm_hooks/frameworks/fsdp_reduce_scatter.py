@@ -217,9 +217,14 @@ class CompressedReduceScatter:
             for layout in layouts
         ]
         for shard, layout in enumerate(layouts):
+            residuals = None
             if memory:
-                for rows, is_active in zip(layout.groups, active[shard], strict=True):
-                    memory.compensate(rows, is_active, scale)
+                residuals = layout.residuals(
+                    [
+                        memory.compensate(rows, is_active, scale)
+                        for rows, is_active in zip(layout.groups, active[shard], strict=True)
+                    ]
+                )
             matrices = [part.matrix for part in layout.parts()]
             payload = payloads[shard, : formats[shard].nbytes]
             formats[shard].encode(
@@ -228,7 +233,7 @@ class CompressedReduceScatter:
                 own,
                 health,
                 exchange.stamp(layout),
-                keep_rest=memory is not None,
+                residuals=residuals,
                 out=payload,
             )
         request = AllToAll(payloads)

@@ -7,18 +7,20 @@ import numpy.typing as npt
 import torch
 
 from comm_hooks.kernels.pieces import PIECE, Pieces, chunks, packed, per_chunk
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.triton import LARGEST_BLOCK, available
 from comm_hooks.wire.bits import pack_bits, packed_nbytes, unpack_bits
 
 
 def encode_signs(
-    rows: torch.Tensor, size: int, *, subtract: bool = False
+    rows: torch.Tensor, size: int, *, residual: Residual | None = None, subtract: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean magnitude of every block and the sign of every element.
 
     Args:
         rows: (n, numel), float32.
         size: the elements of a block; the last block of a row may be shorter.
+        residual: added to ``rows``, in place, first.
         subtract: subtract from ``rows``, in place, what :func:`decode_signs` makes of the result.
 
     Returns:
@@ -34,10 +36,10 @@ def encode_signs(
     if available(rows) and rows.is_contiguous() and size <= LARGEST_BLOCK and size % 8 == 0:
         from comm_hooks.kernels.triton import signs as on_gpu
 
-        return on_gpu.encode_signs(rows, size, subtract=subtract)
+        return on_gpu.encode_signs(rows, size, residual=residual, subtract=subtract)
     if rows.device.type == "cpu":
-        return _encode_in_pieces(rows, size, subtract)
-    return reference_encode_signs(rows, size, subtract=subtract)
+        return _encode_in_pieces(rows, size, residual, subtract)
+    return reference_encode_signs(rows, size, residual=residual, subtract=subtract)
 
 
 def decode_signs(
@@ -106,9 +108,11 @@ def decode_sum_of_signs(
 
 
 def reference_encode_signs(
-    rows: torch.Tensor, size: int, *, subtract: bool = False
+    rows: torch.Tensor, size: int, *, residual: Residual | None = None, subtract: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do the same as :func:`encode_signs` in the plainest way."""
+    if residual:
+        residual.add_to(rows)
     numel = rows.shape[1]
     padded = torch.nn.functional.pad(rows.abs(), (0, -numel % size))
     sums = padded.unflatten(1, (-1, size)).sum(dim=2)
@@ -138,7 +142,7 @@ def reference_decode_signs(
 
 
 def _encode_in_pieces(
-    rows: torch.Tensor, size: int, subtract: bool
+    rows: torch.Tensor, size: int, residual: Residual | None, subtract: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     n, numel = rows.shape
     rows = rows.detach()
@@ -149,6 +153,8 @@ def _encode_in_pieces(
     for top, columns, blocks in pieces:
         piece, piece_scales = rows[top, columns], scales[top, blocks]
         width = piece.shape[1]
+        if residual:
+            residual.of(top, columns).add_to(piece)
         magnitudes = torch.abs(piece, out=pieces.buffer(*piece.shape))
         for chunk, sums in zip(
             chunks(magnitudes, size), per_chunk(piece_scales, width, size), strict=True

@@ -1,9 +1,10 @@
-"""The places of the largest elements of every block."""
+"""The largest elements of every block, and the addition of a residual before they are chosen."""
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.triton import LARGEST_BLOCK, available
 
 # 512 kB of magnitudes stay in the cache of a core while they are looked at several times.
@@ -14,69 +15,104 @@ _Ints = npt.NDArray[np.int32]
 _Indices = npt.NDArray[np.int64]
 
 
-def block_top_k(vectors: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the places of the ``count`` elements of largest magnitude of every block, ascending.
+def block_top_k(
+    rows: torch.Tensor, size: int, count: int, residual: Residual | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the ``count`` elements of largest magnitude of every block.
 
     Args:
-        vectors: (n, blocks, size), float32.
+        rows: (n, numel), float32.
+        size: elements per block.  The last block of a row is padded with zeros where it is shorter.
         count: 1 to ``size``.
+        residual: added to ``rows``, in place, first.
 
     Returns:
-        (n, blocks, count), int64.  Which of the elements of equal magnitude are taken is arbitrary,
-        but the same at every call.  NaN counts as larger than infinity.
+        ``(places, values)``: the places in the block, int64 and ascending, and the elements there,
+        both (n, ceil(numel / size), count).  Of equal magnitudes the first are taken.  NaN counts
+        as larger than infinity.
 
     Example::
 
-        >>> block_top_k(torch.tensor([[[0.0, -3.0, 1.0, 2.0]]]), 2)
-        tensor([[[1, 3]]])
+        >>> block_top_k(torch.tensor([[0.0, -3.0, 1.0, 2.0]]), 4, 2)
+        (tensor([[[1, 3]]]), tensor([[[-3.,  2.]]]))
     """
-    if available(vectors) and vectors.shape[2] <= LARGEST_BLOCK:
-        from comm_hooks.kernels.triton import top_k_feedback
+    if residual and not rows.is_contiguous():
+        residual.add_to(rows)
+        residual = None
+    if available(rows) and size <= LARGEST_BLOCK:
+        from comm_hooks.kernels.triton import top_k as on_gpu
 
-        return top_k_feedback.block_top_k(vectors, count)
-    if vectors.device.type == "cpu":
-        return _block_top_k_in_pieces(vectors, count)
-    return reference_block_top_k(vectors, count)
+        return on_gpu.block_top_k(rows.contiguous(), size, count, residual)
+    if rows.device.type == "cpu":
+        return _block_top_k_in_pieces(rows, size, count, residual)
+    return reference_block_top_k(rows, size, count, residual)
 
 
-def reference_block_top_k(vectors: torch.Tensor, count: int) -> torch.Tensor:
+def reference_block_top_k(
+    rows: torch.Tensor, size: int, count: int, residual: Residual | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Do the same as :func:`block_top_k` in the plainest way."""
-    return vectors.abs().topk(count, dim=2, sorted=False).indices.sort(dim=2).values
+    if residual:
+        residual.add_to(rows)
+    blocks = _cut(rows, size)
+    # A stable sort takes the first of equal ones.
+    order = blocks.abs().sort(dim=2, descending=True, stable=True).indices
+    places = order[..., :count].sort(dim=2).values
+    return places, blocks.gather(2, places)
 
 
-def _block_top_k_in_pieces(vectors: torch.Tensor, count: int) -> torch.Tensor:
+def _cut(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """View (or, where padding is needed, copy) rows (n, numel) as blocks (n, blocks, size)."""
+    padding = -rows.shape[1] % size
+    if padding:
+        rows = torch.nn.functional.pad(rows, (0, padding))
+    return rows.unflatten(1, (-1, size))
+
+
+def _block_top_k_in_pieces(
+    rows: torch.Tensor, size: int, count: int, residual: Residual | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the places through bounds, so that few elements are compared with each other.
 
     The bits of non-negative floats are ordered as the floats are, so magnitudes are compared as
     integers.  For every block, while a piece of the vectors is in the cache:
 
-    1. a lower bound of the count-th largest magnitude (:func:`_lower_bounds`);
-    2. the elements that reach it are candidates: for 64 of 4096, about 74.
+    1. the residual is added;
+    2. a lower bound of the count-th largest magnitude (:func:`_lower_bounds`);
+    3. the elements that reach it are candidates: for 64 of 4096, about 74.
 
     Then for all blocks together:
 
-    3. the count-th largest of the candidates is the threshold (:func:`_thresholds`);
-    4. what is above the threshold is taken, and as many of those equal to it as are missing.
-
-    Of equal ones the first are taken.
+    4. the count-th largest of the candidates is the threshold (:func:`_thresholds`);
+    5. what is above the threshold is taken, and as many of those equal to it as are missing.
     """
-    n, blocks, size = vectors.shape
-    bits = vectors.detach().contiguous().numpy().view(np.int32).reshape(n * blocks, size)
+    if residual and rows.shape[1] % size:
+        residual.add_to(rows)
+        residual = None
+    blocks = _cut(rows.detach(), size)
+    vectors = blocks.reshape(-1, size)
+    residuals = residual.in_blocks(size) if residual else None
+    bits = vectors.numpy().view(np.int32)
     step = min(len(bits), max(1, _PIECE // size))
     magnitudes = np.empty((step, size), np.int32)
     is_candidate = np.empty((step, size), np.bool_)
     found: list[_Indices] = []
     values: list[_Ints] = []
     for first in range(0, len(bits), step):
-        piece = bits[first : first + step]
-        rows = len(piece)
-        np.bitwise_and(piece, _MAGNITUDE, out=magnitudes[:rows])
-        candidates = _candidates(magnitudes[:rows], count, is_candidate[:rows])
+        here = slice(first, first + step)
+        if residuals:
+            residuals.of(here).add_to(vectors[here])
+        piece = bits[here]
+        height = len(piece)
+        np.bitwise_and(piece, _MAGNITUDE, out=magnitudes[:height])
+        candidates = _candidates(magnitudes[:height], count, is_candidate[:height])
         values.append(magnitudes.ravel()[candidates])
         found.append(np.add(candidates, first * size, out=candidates))
     taken = _largest(np.concatenate(found), np.concatenate(values), len(bits), size, count)
     starts = np.arange(0, len(bits) * size, size)[:, None]
-    return torch.from_numpy(taken.reshape(len(bits), count) - starts).view(n, blocks, count)
+    places = torch.from_numpy(taken.reshape(len(bits), count) - starts)
+    places = places.view(*blocks.shape[:2], count)
+    return places, blocks.gather(2, places)
 
 
 def _candidates(magnitudes: _Ints, count: int, is_candidate: npt.NDArray[np.bool_]) -> _Indices:

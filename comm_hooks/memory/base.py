@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.layout import Rows
 
 
@@ -42,13 +43,16 @@ class Memory(ABC):
         return norms != 0
 
     @abstractmethod
-    def compensate(self, rows: Rows, active: torch.Tensor, scale: float) -> None:
+    def compensate(self, rows: Rows, active: torch.Tensor, scale: float) -> Residual | None:
         """Add what is remembered to ``rows.matrix``, in place, where ``active``.
 
         Args:
             rows: this round's vectors.
             active: from :meth:`active`.
             scale: the factor by which gradients are scaled at present (loss scaling).
+
+        Returns:
+            What is still to be added, by who reads the vectors next; None if all has been.
         """
 
     @abstractmethod

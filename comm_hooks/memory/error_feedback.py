@@ -7,6 +7,7 @@ import torch
 
 from comm_hooks.compressors.base import require_choice
 from comm_hooks.compressors.quantize import Quantize
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.layout import Rows
 from comm_hooks.memory.base import Remainder, add_rows, mean_rows
 from comm_hooks.memory.named_rows import NamedRows, replace_
@@ -69,13 +70,12 @@ class ErrorFeedback(Remainder):
     def for_server(self) -> "ErrorFeedback":
         return self.fresh()
 
-    def compensate(self, rows: Rows, active: torch.Tensor, scale: float) -> None:
-        residual = self._decode(self._residuals.matrix(rows), rows.matrix.shape[1])
+    def compensate(self, rows: Rows, active: torch.Tensor, scale: float) -> Residual:
+        stored, factor = self._residuals.matrix(rows), scale * self.decay
+        vectors = self._decode(stored, rows.matrix.shape[1]) if self._codec else stored
         if active.device.type == "cpu" and active.all():
-            # Half the time of a multiplication by a column.
-            rows.matrix.add_(residual, alpha=scale * self.decay)
-        else:
-            rows.matrix.addcmul_(residual, active.to(rows.matrix.dtype), value=scale * self.decay)
+            return Residual(vectors, factor)
+        return Residual(vectors, active * factor)
 
     def retain(self, rows: Rows, accept: torch.Tensor, scale: float, key: int) -> None:
         left = rows.matrix if scale == 1 else rows.matrix / scale

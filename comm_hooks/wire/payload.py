@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from comm_hooks.compressors.base import Compressor
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.randomness import Keys
 from comm_hooks.wire.header import HEADER_NBYTES, HeaderCheck, Stamp, write_headers_
 
@@ -60,14 +61,16 @@ class PayloadFormat:
         health: torch.Tensor,
         stamp: Stamp,
         *,
-        keep_rest: bool = False,
+        residuals: Sequence[Residual | None] | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the payload (nbytes,), uint8, of one matrix and its keys per part.
 
         Args:
             health: float32 scalar, 0 if the matrices are finite, else NaN.
-            keep_rest: subtract from the matrices, in place, what the payload says of them.
+            residuals: for each part, what is to be added to its matrix first, if anything; the
+                matrix then keeps, in place, what the payload does not say.  None: matrices stay as
+                they are.
         """
         return self.encode_all(
             [matrix[None] for matrix in matrices],
@@ -75,7 +78,7 @@ class PayloadFormat:
             rank,
             health,
             stamp,
-            keep_rest=keep_rest,
+            residuals=residuals,
             out=None if out is None else out[None],
         )[0]
 
@@ -87,7 +90,7 @@ class PayloadFormat:
         health: torch.Tensor,
         stamp: Stamp,
         *,
-        keep_rest: bool = False,
+        residuals: Sequence[Residual | None] | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return M payloads (M, nbytes) of stacks of M matrices; like M calls of :meth:`encode`.
@@ -99,12 +102,22 @@ class PayloadFormat:
         count = len(stacks[0])
         if out is None:
             out = torch.empty(count, self.nbytes, dtype=torch.uint8, device=health.device)
-        for compressor, (start, stop, _), stack, part_keys in zip(
-            self._compressors, self._slices, stacks, keys, strict=True
+        for compressor, (start, stop, _), stack, part_keys, residual in zip(
+            self._compressors,
+            self._slices,
+            stacks,
+            keys,
+            residuals or [None] * len(stacks),
+            strict=True,
         ):
-            compress = compressor._extract if keep_rest else compressor._compress
-            rows = compress(stack.flatten(0, 1), part_keys, rank, self._world_size)
-            out[:, start:stop].view(rows.dtype).copy_(rows.view(count, -1))
+            rows, how = stack.flatten(0, 1), (part_keys, rank, self._world_size)
+            if residuals is None:
+                coded = compressor._compress(rows, *how)
+            elif residual is None:
+                coded = compressor._extract(rows, *how)
+            else:
+                coded = compressor._extract_sum(rows, residual, *how)
+            out[:, start:stop].view(coded.dtype).copy_(coded.view(count, -1))
         if self._summed:
             out[:, :SUMMED_HEADER_NBYTES].view(torch.float32).copy_(health)
         else:

@@ -93,12 +93,13 @@ def test_payloads_made_together_are_those_made_one_by_one(
     ]
     of_all = [list(chain.from_iterable(of_part)) for of_part in keys]
     stamp, health = Stamp(7, 9), torch.tensor(0.0)
+    residuals = [None] * len(rows) if keep_rest else None
     apart = [stack.clone() for stack in stacks]
-    payloads = form.encode_all(stacks, of_all, 1, health, stamp, keep_rest=keep_rest)
+    payloads = form.encode_all(stacks, of_all, 1, health, stamp, residuals=residuals)
     for m in range(count):
         matrices = [stack[m] for stack in apart]
         one = form.encode(
-            matrices, [part[m] for part in keys], 1, health, stamp, keep_rest=keep_rest
+            matrices, [part[m] for part in keys], 1, health, stamp, residuals=residuals
         )
         assert torch.equal(one, payloads[m])
     assert all(torch.equal(one, other) for one, other in zip(apart, stacks, strict=True))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from comm_hooks import Sign
 from comm_hooks.kernels import pieces, signs
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.signs import (
     decode_signs,
     decode_sum_of_signs,
@@ -91,6 +92,26 @@ def test_what_is_subtracted_is_what_is_decoded(rows: torch.Tensor, size: int, pi
     assert torch.equal(octets, same)
     reference_decode_signs(expected, scales, octets, size, alpha=-1.0, add=True)
     assert torch.equal(left, expected)
+
+
+@given(data=st.data(), rows=vectors, size=sizes, piece=piece_sizes, subtract=st.booleans())
+def test_residuals_are_added_first(
+    data: st.DataObject, rows: torch.Tensor, size: int, piece: int, subtract: bool
+) -> None:
+    n, numel = rows.shape
+    added = data.draw(matrices(st.just(n), st.just(numel)))
+    # Powers of two: torch may round a product and a sum in one go.
+    powers = torch.tensor([1.0, 0.0, -0.5]).repeat(n)[:n, None]
+    residual = Residual(added, data.draw(st.sampled_from([1.0, powers])))
+    found, expected = rows.clone(), rows.clone()
+    residual.add_to(expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE", piece)
+        coded = encode_signs(found, size, residual=residual, subtract=subtract)
+        reference = encode_signs(expected, size, subtract=subtract)
+    assert torch.equal(found, expected)
+    assert torch.equal(coded[0], reference[0])
+    assert torch.equal(coded[1], reference[1])
 
 
 def test_strided_rows_are_subtracted_from_in_place() -> None:

@@ -1,4 +1,4 @@
-"""The places of the largest of each block: as many as asked for, ascending, and none larger."""
+"""The largest of each block: as many as asked for, ascending, and none larger."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comm_hooks.kernels import top_k
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.top_k import block_top_k, reference_block_top_k
 from tests.kernels.vectors import matrices
 
@@ -13,29 +14,47 @@ sizes = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 100, 257, 1000, 4
 pieces = st.sampled_from([1, 500, top_k._PIECE])
 
 
-def check(vectors: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the places, after comparing what is there with what the reference finds."""
-    places = block_top_k(vectors, count)
-    reference = reference_block_top_k(vectors, count)
-    assert places.dtype == reference.dtype == torch.int64
-    assert places.shape == reference.shape
-    assert (places >= 0).all()
-    assert (places < vectors.shape[2]).all()
-    assert (places.diff(dim=2) > 0).all()
-    magnitudes = vectors.abs()
-    found, expected = (magnitudes.gather(2, p).sort(dim=2).values for p in (places, reference))
-    assert torch.equal(found, expected)
+def check(rows: torch.Tensor, size: int, count: int) -> torch.Tensor:
+    """Return the places, after comparing them and what is there with what the reference finds."""
+    before = rows.clone()
+    places, values = block_top_k(rows, size, count)
+    reference, expected = reference_block_top_k(rows, size, count)
+    assert places.dtype == torch.int64
+    assert torch.equal(places, reference)
+    assert torch.equal(values, expected)
+    assert torch.equal(rows, before)
     return places
 
 
 @given(data=st.data(), piece=pieces)
-def test_equals_the_reference_up_to_ties(data: st.DataObject, piece: int) -> None:
-    blocks, size = data.draw(st.integers(1, 7)), data.draw(sizes)
-    matrix = data.draw(matrices(st.integers(1, 3), st.just(blocks * size)))
+def test_equals_the_reference(data: st.DataObject, piece: int) -> None:
+    """Full blocks and tails, rows that are strided, ties."""
+    size = data.draw(sizes)
+    numels = st.one_of(st.integers(1, 7).map(lambda n: n * size), st.integers(1, 7 * size))
+    matrix = data.draw(matrices(st.integers(1, 3), numels))
     count = data.draw(st.one_of(st.integers(1, size), st.integers(1, -(-size // 16))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(top_k, "_PIECE", piece)
-        check(matrix.reshape(len(matrix), blocks, size), count)
+        check(matrix, size, count)
+
+
+@given(data=st.data(), piece=pieces, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_residuals_are_added_first(data: st.DataObject, piece: int, dtype: torch.dtype) -> None:
+    """By one factor or one for each row, to rows that are pieces or not."""
+    size, n = data.draw(sizes), data.draw(st.integers(1, 3))
+    numel = data.draw(st.one_of(st.integers(1, 7).map(lambda n: n * size), st.integers(1, 99)))
+    rows, vectors = (data.draw(matrices(st.just(n), st.just(numel))) for _ in range(2))
+    # Powers of two: torch may round a product and a sum in one go.
+    factor = data.draw(st.sampled_from([1.0, 2.0, torch.tensor([[1.0], [0.0], [-0.5]])[:n]]))
+    residual = Residual(vectors.to(dtype).contiguous(), factor)
+    expected_rows = rows.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(top_k, "_PIECE", piece)
+        found = block_top_k(rows, size, min(3, size), residual)
+    expected = reference_block_top_k(expected_rows, size, min(3, size), residual)
+    assert torch.equal(rows, expected_rows)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
 
 
 @pytest.mark.parametrize("count", [1, 64, 512, 4095, 4096])
@@ -44,28 +63,28 @@ def test_several_pieces_of_large_blocks(count: int) -> None:
     vectors[1, ::3] = 0
     vectors[0, 7, 100:] = 0
     vectors[0, 8] = vectors[0, 8].bfloat16()
-    check(vectors, count)
+    check(vectors.flatten(1), 4096, count)
 
 
 def test_the_largest_block() -> None:
-    check(torch.randn(1, 3, 65536, generator=torch.Generator().manual_seed(1)), 1000)
+    check(torch.randn(1, 3 * 65536, generator=torch.Generator().manual_seed(1)), 65536, 1000)
 
 
 def test_the_first_of_equal_ones_are_taken() -> None:
     """More ties than are missing, at the bound that is found first and above it."""
-    vectors = torch.ones(1, 1, 64)
-    assert block_top_k(vectors, 3).tolist() == [[[0, 1, 2]]]
-    vectors[0, 0, 40] = -2.0
-    assert block_top_k(vectors, 3).tolist() == [[[0, 1, 40]]]
-    vectors[0, 0, [5, 6, 37, 38, 50]] = torch.tensor([3.0, -3.0, 3.0, 3.0, 4.0])
-    assert block_top_k(vectors, 3).tolist() == [[[5, 6, 50]]]
+    rows = torch.ones(1, 64)
+    assert check(rows, 64, 3).tolist() == [[[0, 1, 2]]]
+    rows[0, 40] = -2.0
+    assert check(rows, 64, 3).tolist() == [[[0, 1, 40]]]
+    rows[0, [5, 6, 37, 38, 50]] = torch.tensor([3.0, -3.0, 3.0, 3.0, 4.0])
+    assert check(rows, 64, 3).tolist() == [[[5, 6, 50]]]
 
 
 def test_rows_that_tie_leave_others_alone() -> None:
     vectors = torch.zeros(1, 3, 128)
     vectors[0, 1] = torch.arange(128.0)
     vectors[0, 2, 9:12] = torch.tensor([1.0, -1.0, 1.0])
-    places = check(vectors, 2)
+    places = check(vectors.flatten(1), 128, 2)
     assert places.tolist() == [[[0, 1], [126, 127], [9, 10]]]
 
 
@@ -74,8 +93,8 @@ def test_neighbours_and_elements_far_apart_are_found() -> None:
     for step in (1, 8, 64, 512):
         vectors = torch.rand(1, 2, 4096, generator=torch.Generator().manual_seed(2))
         vectors[..., step // 2 : step // 2 + 8 * step : step] += 2
-        check(vectors, 8)
-        check(vectors, 9)
+        check(vectors.flatten(1), 4096, 8)
+        check(vectors.flatten(1), 4096, 9)
 
 
 def test_nan_counts_as_largest_and_infinity_follows() -> None:
@@ -83,14 +102,9 @@ def test_nan_counts_as_largest_and_infinity_follows() -> None:
     vectors[1, 1, 100] = float("nan")
     vectors[1, 1, 17] = -float("inf")
     vectors[1, 1, 300] = -float("nan")
-    places = block_top_k(vectors, 3)
+    rows = vectors.view(2, -1)
+    places, _ = block_top_k(rows, 512, 3)
     assert places[1, 1].tolist() == [17, 100, 300]
-    vectors[:] = float("nan")
-    assert block_top_k(vectors, 4)[1, 2].tolist() == [0, 1, 2, 3]
-
-
-def test_the_vectors_are_not_changed() -> None:
-    vectors = torch.randn(2, 3, 512, generator=torch.Generator().manual_seed(4))
-    before = vectors.clone()
-    block_top_k(vectors, 5)
-    assert torch.equal(vectors, before)
+    rows.fill_(float("nan"))
+    places, _ = block_top_k(rows, 512, 4)
+    assert places[1, 2].tolist() == [0, 1, 2, 3]

@@ -18,8 +18,12 @@ def rows(*names: str, numel: int = 600) -> Rows:
 def recall(memory: ErrorFeedback, where: Rows) -> torch.Tensor:
     """Return what the memory adds to ``where``."""
     where.matrix.zero_()
-    memory.compensate(where, torch.ones(len(where.names), 1, dtype=torch.bool), 1.0)
+    compensate(memory, where, [True] * len(where.names))
     return where.matrix.clone()
+
+
+def compensate(memory: ErrorFeedback, where: Rows, active: list[bool], scale: float = 1.0) -> None:
+    memory.compensate(where, torch.tensor(active)[:, None], scale).add_to(where.matrix)
 
 
 def remember(memory: ErrorFeedback, where: Rows, values: torch.Tensor) -> None:
@@ -84,7 +88,7 @@ def test_inactive_rows_are_left_alone() -> None:
     memory, place = ErrorFeedback(), rows("a", "b")
     remember(memory, place, torch.ones(2, 600))
     place.matrix.zero_()
-    memory.compensate(place, torch.tensor([[False], [True]]), 1.0)
+    compensate(memory, place, [False, True])
     assert place.matrix[:, 0].tolist() == [0, 1]
 
 
@@ -94,7 +98,7 @@ def test_old_residuals_fade(bits: int, active: list[bool]) -> None:
     memory, place = ErrorFeedback(bits, decay=0.5), rows("a", "b")
     remember(memory, place, torch.full((2, 600), 4.0))
     place.matrix.fill_(1)
-    memory.compensate(place, torch.tensor(active)[:, None], 1.0)
+    compensate(memory, place, active)
     assert place.matrix.tolist() == [[3.0 if is_active else 1.0] * 600 for is_active in active]
 
 
@@ -104,7 +108,7 @@ def test_residuals_are_kept_in_unscaled_units(bits: int) -> None:
     place.matrix.fill_(1024)
     memory.retain(place, torch.tensor([[True]]), 1024.0, key=0)
     place.matrix.zero_()
-    memory.compensate(place, torch.tensor([[True]]), 8.0)
+    compensate(memory, place, [True], scale=8.0)
     assert place.matrix.unique().tolist() == [8]
 
 

@@ -3,7 +3,8 @@
 Why each should reach 60 % of a copy:
 
 * encode: a program holds a block in registers, so every element is read once, for its magnitude,
-  its sign and what is left of it.  With ``subtract`` it is written once, too: a copy's traffic;
+  its sign and what is left of it.  With ``subtract`` it is written once, too: a copy's traffic.  A
+  residual is read once on the way;
 * decode: writes every element once and reads a bit for each, of every rank.
 """
 
@@ -11,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.triton.launching import COMPILE_OPTIONS, on_device_of
 
 _TILE = 2048
@@ -19,6 +21,8 @@ _TILE = 2048
 @triton.jit
 def _encode(
     rows,
+    residuals,
+    factors,
     scales,
     bits,
     numel,
@@ -26,6 +30,7 @@ def _encode(
     blocks,
     nbytes,
     TILE: tl.constexpr,
+    COMPENSATE: tl.constexpr,
     SUBTRACT: tl.constexpr,
 ):
     vector = (tl.program_id(0) // blocks).to(tl.int64)
@@ -35,6 +40,11 @@ def _encode(
     element = block * size + place
     inside = (place < size) & (element < numel)
     values = tl.load(rows + vector * numel + element, mask=inside, other=0.0)
+    if COMPENSATE:
+        residual = tl.load(residuals + vector * numel + element, mask=inside, other=0.0)
+        values += residual.to(tl.float32) * tl.load(factors + vector)
+        if not SUBTRACT:
+            tl.store(rows + vector * numel + element, values, mask=inside)
     length = tl.minimum(size, numel - block * size)
     scale = tl.sum(tl.sum(tl.abs(values), 1), 0) / length
     tl.store(scales + vector * blocks + block, scale)
@@ -92,7 +102,7 @@ def _decode(
 
 
 def encode_signs(
-    rows: torch.Tensor, size: int, *, subtract: bool = False
+    rows: torch.Tensor, size: int, *, residual: Residual | None = None, subtract: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales and the packed signs of vectors.
 
@@ -110,6 +120,8 @@ def encode_signs(
     with on_device_of(rows):
         _encode[(count * blocks,)](
             rows,
+            residual.vectors.contiguous() if residual else rows,
+            residual.factors() if residual else rows,
             scales,
             bits,
             numel,
@@ -117,6 +129,7 @@ def encode_signs(
             blocks,
             bits.shape[1],
             TILE=tile,
+            COMPENSATE=residual is not None,
             SUBTRACT=subtract,
             num_warps=max(1, tile // 512),
             **COMPILE_OPTIONS,

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from benchmarks import gpu_kernels
 from comm_hooks import kernels, randomness
-from comm_hooks.kernels import top_k
 from comm_hooks.kernels.count_sketch import draw, reference_sketch, reference_unsketch
 from comm_hooks.kernels.hadamard import reference_hadamard
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.scatter import reference_scatter_sum
 from comm_hooks.kernels.signs import reference_decode_signs, reference_encode_signs
+from comm_hooks.kernels.top_k import reference_block_top_k
 from comm_hooks.kernels.triton import (
     LARGEST_BLOCK,
     count_sketch,
@@ -27,9 +28,8 @@ from comm_hooks.kernels.triton import (
     random_signs,
     scatter,
     signs,
-    top_k_feedback,
+    top_k,
 )
-from comm_hooks.kernels.triton.top_k_feedback import reference_top_k_feedback
 
 Array = NDArray[np.float32]
 Call = Callable[[], object]
@@ -40,31 +40,40 @@ exactly = functools.partial(torch.testing.assert_close, rtol=0, atol=0, equal_na
 def check_top_k(device: str, matrix: Array, size: int, count: int) -> None:
     rows = torch.from_numpy(matrix).to(device)
     before = rows.clone()
-    found = top_k_feedback.top_k_feedback(rows, size, count)
+    found = top_k.block_top_k(rows, size, count)
     exactly(rows, before)
-    for result, expected in zip(found, reference_top_k_feedback(rows, size, count), strict=True):
+    for result, expected in zip(found, reference_block_top_k(rows, size, count), strict=True):
         exactly(result, expected)
-    if rows.shape[1] % size == 0:
-        blocks = rows.view(len(rows), -1, size)
-        exactly(top_k_feedback.block_top_k(blocks, count), found[0])
 
 
-def check_feedback(
-    device: str, matrix: Array, residuals: Array, factors: Array, size: int, count: int, bits: int
+def check_residual(
+    device: str, matrix: Array, vectors: Array, factors: Array, size: int, count: int, bits: int
 ) -> None:
-    rows = torch.from_numpy(matrix).to(device)
-    expected_rows = rows.clone()
-    there = {
-        "residuals": torch.from_numpy(residuals)
-        .to(device)
-        .to(torch.float32 if bits == 32 else torch.bfloat16),
-        "factors": torch.from_numpy(factors).to(device),
-    }
-    found = top_k_feedback.top_k_feedback(rows, size, count, **there)
-    expected = reference_top_k_feedback(expected_rows, size, count, **there)
-    exactly(rows, expected_rows)
-    for result, reference in zip(found, expected, strict=True):
-        exactly(result, reference)
+    """The kernels that add a residual do as if it had been added before, by one factor or many."""
+    dtype = torch.float32 if bits == 32 else torch.bfloat16
+    stored = torch.from_numpy(vectors).to(device).to(dtype)
+    for factor in (torch.from_numpy(factors).to(device)[:, None], 1.0):
+        residual = Residual(stored, factor)
+        rows = torch.from_numpy(matrix).to(device)
+        total = rows.clone()
+        residual.add_to(total)
+
+        chosen_of = rows.clone()
+        found = top_k.block_top_k(chosen_of, size, count, residual)
+        exactly(chosen_of, total)
+        for result, expected in zip(found, reference_block_top_k(total, size, count), strict=True):
+            exactly(result, expected)
+
+        of_whole_bytes = -(-size // 8) * 8
+        for subtract in (False, True):
+            found_rows, expected_rows = rows.clone(), total.clone()
+            coded = signs.encode_signs(
+                found_rows, of_whole_bytes, residual=residual, subtract=subtract
+            )
+            expected = signs.encode_signs(expected_rows, of_whole_bytes, subtract=subtract)
+            for result, reference in zip(coded, expected, strict=True):
+                exactly(result, reference)
+            exactly(found_rows, expected_rows)
 
 
 def check_scatter_sum(
@@ -73,7 +82,7 @@ def check_scatter_sum(
     """Send the largest of each block of each rank; what is zero has the row's last place."""
     places, values = [], []
     for rank in ranks:
-        rank_places, rank_values = reference_top_k_feedback(torch.from_numpy(rank), size, count)
+        rank_places, rank_values = reference_block_top_k(torch.from_numpy(rank), size, count)
         rank_places += torch.arange(rank_places.shape[1])[:, None] * size
         numel = rank.shape[1]
         places.append(torch.where(rank_values == 0, numel - 1, rank_places))
@@ -179,10 +188,10 @@ def check_dispatch(device: str) -> None:
     calls: list[tuple[ModuleType, ModuleType, str, Call]] = [
         (kernels.hadamard, hadamard, "hadamard", lambda: kernels.hadamard.hadamard(rows)),
         (
+            kernels.top_k,
             top_k,
-            top_k_feedback,
             "block_top_k",
-            lambda: top_k.block_top_k(rows.view(1, 2, 32), 3),
+            lambda: kernels.top_k.block_top_k(rows, 32, 3),
         ),
         (
             kernels.signs,
@@ -256,8 +265,12 @@ def check_dispatch(device: str) -> None:
             with mock.patch.object(signs, "encode_signs") as kernel:
                 kernels.signs.encode_signs(rows, size)
             assert not kernel.called
-    with mock.patch.object(top_k, "available", return_value=True):
-        top_k.block_top_k(torch.ones(1, 1, LARGEST_BLOCK + 1, device=device), 1)
+    with (
+        mock.patch.object(kernels.top_k, "available", return_value=True),
+        mock.patch.object(top_k, "block_top_k") as kernel,
+    ):
+        kernels.top_k.block_top_k(torch.ones(1, 8, device=device), LARGEST_BLOCK + 1, 1)
+    assert not kernel.called
 
 
 def check_benchmark(device: str) -> None:

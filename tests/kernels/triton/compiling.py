@@ -13,13 +13,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.triton import (
     count_sketch,
     hadamard,
     random_signs,
     scatter,
     signs,
-    top_k_feedback,
+    top_k,
 )
 
 _TYPES = {
@@ -83,9 +84,8 @@ def _launch_all(rows: torch.Tensor, *, width: int, size: int, kept: int) -> None
     count_sketch.sketch(rows, width, *draws)
     count_sketch.unsketch(rows, torch.zeros(n, width), *draws, alpha=0.5, add=True)
     random_signs.multiply_signs_(rows, draws[1])
-    scales, octets = signs.encode_signs(rows, size, subtract=True)
+    residual = Residual(rows.bfloat16(), torch.ones(n, 1))
+    scales, octets = signs.encode_signs(rows, size, residual=residual, subtract=True)
     signs.decode_signs(rows, scales, octets, size, alpha=0.5, add=True)
-    places, values = top_k_feedback.top_k_feedback(
-        rows, size, kept, residuals=rows.bfloat16(), factors=torch.ones(n)
-    )
+    places, values = top_k.block_top_k(rows, size, kept, residual)
     scatter.scatter_sum(rows, places[None], values[None], size, alpha=0.5, add=False)

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.triton.launching import COMPILE_OPTIONS, on_device_of
 
 
@@ -81,38 +82,16 @@ def _select(
     tl.store(values + first + position, elements, mask=chosen != 0)
 
 
-def block_top_k(vectors: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the places of the largest elements of every block, ascending.
-
-    As :func:`comm_hooks.kernels.top_k.block_top_k`; of equal ones the first are taken.
-    Blocks have at most ``LARGEST_BLOCK`` elements.
-    """
-    return top_k_feedback(vectors.contiguous().flatten(1), vectors.shape[2], count)[0]
-
-
-def top_k_feedback(
-    rows: torch.Tensor,
-    size: int,
-    count: int,
-    *,
-    residuals: torch.Tensor | None = None,
-    factors: torch.Tensor | None = None,
+def block_top_k(
+    rows: torch.Tensor, size: int, count: int, residual: Residual | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the residuals to vectors and choose the largest elements of every block.
+    """Add the residual to vectors and choose the largest elements of every block.
 
-    Of equal ones the first are taken.
+    As :func:`comm_hooks.kernels.top_k.block_top_k`.
 
     Args:
-        rows: (n, numel), float32, contiguous; with ``residuals`` the sum is written to it.
-        size: elements per block, at most ``LARGEST_BLOCK``.  The last block of a row is padded with
-            zeros where it is shorter.
-        count: how many to choose of each block, 1 to ``size``.
-        residuals: (n, numel), float32 or bfloat16, contiguous.
-        factors: (n,), float32, what each residual is multiplied by before it is added.
-
-    Returns:
-        ``(places, values)``: int64, in the block and ascending, and float32, both
-        (n, blocks, count).
+        rows: contiguous.
+        size: at most ``LARGEST_BLOCK``.
     """
     numel = rows.shape[1]
     blocks = triton.cdiv(numel, size)
@@ -123,8 +102,8 @@ def top_k_feedback(
     with on_device_of(rows):
         _select[(len(rows) * blocks,)](
             rows,
-            rows if residuals is None else residuals,
-            rows if factors is None else factors,
+            residual.vectors.contiguous() if residual else rows,
+            residual.factors() if residual else rows,
             places,
             values,
             numel,
@@ -133,26 +112,8 @@ def top_k_feedback(
             count,
             TILE=tile,
             GROUPS=triton.next_power_of_2(count),
-            COMPENSATE=residuals is not None,
+            COMPENSATE=residual is not None,
             num_warps=min(16, max(1, tile // 512)),
             **COMPILE_OPTIONS,
         )
     return places, values
-
-
-def reference_top_k_feedback(
-    rows: torch.Tensor,
-    size: int,
-    count: int,
-    *,
-    residuals: torch.Tensor | None = None,
-    factors: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do the same as :func:`top_k_feedback` in the plainest way."""
-    if residuals is not None and factors is not None:
-        rows += residuals.float() * factors[:, None]
-    padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % size)).unflatten(1, (-1, size))
-    # A stable sort takes the first of equal ones.
-    order = padded.abs().sort(dim=2, descending=True, stable=True).indices
-    places = order[..., :count].sort(dim=2).values
-    return places, padded.gather(2, places)
