@@ -231,7 +231,9 @@ def verdict(row: Row, rows: Sequence[Row]) -> str:
     if gap is None or gain is None:
         return "no control with this seed"
     noise = _NOISE / len(row.shared_seeds(controls["all_reduce"])) ** 0.5
-    if gap <= noise:
+    if gap < -noise:
+        words = "better than all-reduce"
+    elif gap <= noise:
         words = "as good as all-reduce"
     elif gain > noise:
         words = "worse than not exchanging"

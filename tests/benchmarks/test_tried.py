@@ -117,6 +117,8 @@ def test_differences_are_those_of_the_seeds_that_both_have(
 @pytest.mark.parametrize(
     ("loss", "seeds", "words"),
     [
+        (1.975, 1, "as good as all-reduce"),
+        (1.975, 3, "better than all-reduce"),
         (2.025, 1, "as good as all-reduce"),
         (2.025, 3, "90 % of what exchanging is worth"),  # three seeds tell smaller differences
         (2.0625, 1, "75 % of what exchanging is worth"),
