@@ -31,20 +31,20 @@ class Residual:
 
     def add_to(self, rows: torch.Tensor) -> None:
         """Add it to ``rows`` (n, numel), float32, in place."""
-        if isinstance(self.factor, float):
+        if isinstance(self.factor, torch.Tensor):
+            rows.addcmul_(self.vectors.float(), self.factor)
+        else:
             # Half the time of a multiplication by a column.
             rows.add_(self.vectors, alpha=self.factor)
-        else:
-            rows.addcmul_(self.vectors.float(), self.factor)
 
     def of(self, rows: slice, columns: slice = slice(None)) -> Residual:
         """Return what is to be added to these rows and columns."""
-        factor = self.factor if isinstance(self.factor, float) else self.factor[rows]
+        factor = self.factor[rows] if isinstance(self.factor, torch.Tensor) else self.factor
         return Residual(self.vectors[rows, columns], factor)
 
     def in_blocks(self, size: int) -> Residual:
         """Return the same with a row for each block of ``size`` elements, which divides numel."""
-        blocks = self.vectors.view(-1, size)
+        blocks = self.vectors.reshape(-1, size)
         factor = self.factor
         if isinstance(factor, torch.Tensor):
             factor = factor.repeat_interleave(len(blocks) // len(factor), dim=0)
@@ -52,6 +52,6 @@ class Residual:
 
     def factors(self) -> torch.Tensor:
         """Return one factor for each row, (n,), float32."""
-        if isinstance(self.factor, float):
-            return self.vectors.new_full((len(self.vectors),), self.factor, dtype=torch.float32)
-        return self.factor.flatten()
+        if isinstance(self.factor, torch.Tensor):
+            return self.factor.flatten()
+        return self.vectors.new_full((len(self.vectors),), self.factor, dtype=torch.float32)

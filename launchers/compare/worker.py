@@ -4,11 +4,14 @@ Rank 0 speaks for all; the others speak up only with their process id and when t
 """
 
 import argparse
+import gc
 import math
 import os
 import statistics
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -184,14 +187,23 @@ def main() -> None:
     arguments = parser.parse_args()
     _exit_with_launcher()
 
-    with telling(arguments.events) as tell:
-        tokens = read_tokens(arguments.corpus)
-        dist.init_process_group("gloo")
-        trainer = connect(arguments.method, arguments.settings)
-        for event in train(trainer, arguments.settings, tokens):
-            if dist.get_rank() == 0:
-                tell(event)
-    dist.destroy_process_group()
+    try:
+        with telling(arguments.events) as tell:
+            tokens = read_tokens(arguments.corpus)
+            dist.init_process_group("gloo")
+            trainer = connect(arguments.method, arguments.settings)
+            for event in train(trainer, arguments.settings, tokens):
+                if dist.get_rank() == 0:
+                    tell(event)
+        # DDP's reducer must not be the last to let go of the process group: it would wait for
+        # gloo's threads and hold Python's lock meanwhile, which those threads may want.
+        del trainer
+        gc.collect()
+        dist.destroy_process_group()
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # not by way of destructors, for the same reason
 
 
 if __name__ == "__main__":
