@@ -200,7 +200,7 @@ def main() -> None:
         del trainer
         gc.collect()
         dist.destroy_process_group()
-    except Exception:
+    except FloatingPointError:  # diverged
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # not by way of destructors, for the same reason
