@@ -18,12 +18,13 @@ from comm_hooks.checks import (
 )
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject, Round
-from comm_hooks.collectives.routes import Feedback, Route, cheapest_route, row_norms
+from comm_hooks.collectives.routes import Route, cheapest_route, row_norms
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor, require_choice, require_positive
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.layout import Granularity, Layout, Segment
 from comm_hooks.memory.base import Memory
+from comm_hooks.memory.feedback import Feedback
 from comm_hooks.nodes import Nodes
 from comm_hooks.randomness import derive_key, derive_keys
 from comm_hooks.resuming import (
@@ -157,6 +158,14 @@ class Exchange:
         self._bytes_uncompressed = 0
         self._ranks_per_node = ranks_per_node
         self._nodes: Nodes | None = None
+
+    def __repr__(self) -> str:
+        names = ("memory", "collective", "seed", "min_numel", "min_ndim", "exempt_bits")
+        settings = {name: getattr(self, name) for name in (*names, "granularity")}
+        if self._ranks_per_node is not None:
+            settings["ranks_per_node"] = self._ranks_per_node
+        keywords = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        return f"Exchange({self.compressor!r}, {keywords})"
 
     @property
     def exempt(self) -> Compressor:
@@ -399,32 +408,18 @@ class Exchange:
         layout.load(tensors)
         memory = (memory or self.memory) if compress and place != "owner" else None
         norms = [row_norms(rows.matrix) for rows in layout.groups]
-        active = [memory.active(norm) for norm in norms] if memory else []
-        if layout.exempt:
-            norms.append(row_norms(layout.exempt.matrix))
+        exempt_norm = [row_norms(layout.exempt.matrix)] if layout.exempt else []
         # 0 if all elements are finite, else NaN.  A norm that overflows float32 counts as infinite.
-        health = torch.cat([norm - norm for norm in norms]).sum()
-        feedback = self._feedback(memory, layout, active, scale) if memory else None
+        health = torch.cat([norm - norm for norm in (*norms, *exempt_norm)]).sum()
+        feedback = None
+        if memory:
+            # Of now: by the time the memory draws, the owner may have gone on to the next step.
+            own_key = derive_key(self.seed, self.step, f"memory of rank {self.transport.rank}")
+            feedback = Feedback(memory, layout, norms, scale, own_key)
         self._count(route.traffic, tensors)
         keys = [derive_keys(self.seed, self.step, part.names) for part in layout.parts()]
         yield from route.travel(keys, self.stamp(layout), health, scale, feedback, safeguard)
         layout.store(tensors)
-
-    def _feedback(
-        self, memory: Memory, layout: Layout, active: Sequence[torch.Tensor], scale: float
-    ) -> Feedback:
-        residuals = [
-            memory.compensate(rows, is_active, scale)
-            for rows, is_active in zip(layout.groups, active, strict=True)
-        ]
-        # Now: by the time the memory draws, the owner may have gone on to the next step.
-        own_key = derive_key(self.seed, self.step, f"memory of rank {self.transport.rank}")
-
-        def settle(accept: torch.Tensor) -> None:
-            for rows, is_active in zip(layout.groups, active, strict=True):
-                memory.retain(rows, is_active & accept, scale, own_key)
-
-        return Feedback(layout.residuals(residuals), settle)
 
     def stamp(self, layout: Layout) -> Stamp:
         """Return what the payloads of a bucket in the present step have in common."""

@@ -12,10 +12,12 @@ from comm_hooks import (
     Compressor,
     ConfigMismatchError,
     CountSketch,
+    Differences,
     ErrorFeedback,
     Exchange,
     GaussianSketch,
     Identity,
+    MomentumCorrection,
     PermK,
     Quantize,
     RandomK,
@@ -379,6 +381,22 @@ def test_ranks_that_are_configured_differently_all_say_so(
             rounds[rank].send([request.payload for request in requests])
         assert expected in str(caught.value)
     assert gradient.eq(1).all(), "nothing may be exchanged"
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        Exchange(TopK(density=0.1), transport=Simulated(2)[0]),
+        Exchange(Identity(bits=16), min_numel=1, min_ndim=1, seed=3, granularity="bucket"),
+        Exchange(Sign(), memory=ErrorFeedback(bits=4, decay=1 / 3, stochastic=True)),
+        Exchange(Sign(), memory=MomentumCorrection(2 / 3), collective="sharded"),
+        Exchange(Sign(), memory=Differences(), exempt_bits=16),
+        Exchange(Sign(), collective="hierarchical", ranks_per_node=2),
+    ],
+    ids=str,
+)
+def test_an_exchange_is_written_as_what_makes_it(exchange: Exchange) -> None:
+    assert eval(repr(exchange)).config() == exchange.config()
 
 
 def test_a_world_of_one_works_and_warns() -> None:

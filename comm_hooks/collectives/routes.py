@@ -10,8 +10,7 @@ A route takes the vectors in a layout's workspace to their mean over ranks, in p
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
@@ -19,29 +18,15 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Round
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
-from comm_hooks.kernels.residual import Residual
 from comm_hooks.layout import Layout, Rows
 from comm_hooks.memory.base import Memory
+from comm_hooks.memory.feedback import Feedback
 from comm_hooks.randomness import Keys, fork_all
 from comm_hooks.safeguard import Safeguard
 from comm_hooks.wire.header import Stamp
 from comm_hooks.wire.payload import PayloadFormat
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Feedback:
-    """What a memory has to do with a round on one layout.
-
-    Attributes:
-        residuals: what is still to be added to each part's vectors before they are compressed.
-        settle: to be called once, with whether all ranks' vectors were finite (a boolean scalar),
-            at a moment when the workspace holds what this rank did not send.
-    """
-
-    residuals: Sequence[Residual | None]
-    settle: Callable[[torch.Tensor], None]
 
 
 class Route(ABC):
@@ -252,21 +237,18 @@ class Sharded(Route):
         if safeguard:
             safeguard.add_noise_(owned)
             torch._foreach_mul_(owned, 1 / ranks)
+        server = None
         if self._memory:
-            active = [self._memory.active(row_norms(rows.matrix)) for rows in self._remembered]
-            residuals = self._layout.residuals(
-                [
-                    self._memory.compensate(rows, is_active, scale)
-                    for rows, is_active in zip(self._remembered, active, strict=True)
-                ]
-            )
+            norms = [row_norms(rows.matrix) for rows in self._remembered]
+            key = int(own_downlink[0][0])
+            server = Feedback(self._memory, self._layout, norms, scale, key, self._remembered)
         mean = self._downlink.encode(
             owned,
             own_downlink,
             own,
             health,
             stamp,
-            residuals=residuals if self._memory else None,
+            residuals=server.residuals if server else None,
         )
         means = yield AllGather(mean)
 
@@ -276,9 +258,8 @@ class Sharded(Route):
             lambda: self._downlink.health(means, stamp, senders="the owner of shard"),
         )
         accept = torch.isfinite(health)
-        if self._memory:
-            for rows, is_active in zip(self._remembered, active, strict=True):
-                self._memory.retain(rows, is_active & accept, scale, int(own_downlink[0][0]))
+        if server:
+            server.settle(accept)
         if feedback:
             self._merge(shards)
             feedback.settle(accept)

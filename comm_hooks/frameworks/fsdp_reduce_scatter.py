@@ -23,6 +23,7 @@ from comm_hooks.frameworks.fsdp_units import (
 )
 from comm_hooks.layout import Granularity, Layout
 from comm_hooks.memory.base import Memory
+from comm_hooks.memory.feedback import Feedback
 from comm_hooks.randomness import derive_key, derive_keys
 from comm_hooks.wire.payload import PayloadFormat
 
@@ -199,16 +200,17 @@ class CompressedReduceScatter:
         pieces = unit.pieces()
         norm = torch.linalg.vector_norm(flat, dtype=torch.float32)
         health = norm - norm  # 0 if all elements are finite, else NaN
-        layouts, formats, active = [], [], []
+        key = derive_key(exchange.seed, exchange.step, f"memory of rank {own}")
+        layouts, formats, feedbacks = [], [], []
         for shard, part in enumerate(flat.view(ranks, -1)):
             segments, tensors = unit.views(pieces, part, shard, exchange.exempts)
             layout = exchange.layout(segments, flat.device)
             layout.load(tensors)
             layouts.append(layout)
             formats.append(self._format(layout, ranks))
-            active.append(
-                [memory.active(row_norms(rows.matrix)) for rows in layout.groups] if memory else []
-            )
+            if memory:
+                norms = [row_norms(rows.matrix) for rows in layout.groups]
+                feedbacks.append(Feedback(memory, layout, norms, scale, key))
         # Shards differ in size, but an all-to-all moves equal rows.
         nbytes = max(format_.nbytes for format_ in formats)
         payloads = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=flat.device)
@@ -217,14 +219,6 @@ class CompressedReduceScatter:
             for layout in layouts
         ]
         for shard, layout in enumerate(layouts):
-            residuals = None
-            if memory:
-                residuals = layout.residuals(
-                    [
-                        memory.compensate(rows, is_active, scale)
-                        for rows, is_active in zip(layout.groups, active[shard], strict=True)
-                    ]
-                )
             matrices = [part.matrix for part in layout.parts()]
             payload = payloads[shard, : formats[shard].nbytes]
             formats[shard].encode(
@@ -233,7 +227,7 @@ class CompressedReduceScatter:
                 own,
                 health,
                 exchange.stamp(layout),
-                residuals=residuals,
+                residuals=feedbacks[shard].residuals if memory else None,
                 out=payload,
             )
         request = AllToAll(payloads)
@@ -244,11 +238,8 @@ class CompressedReduceScatter:
 
         received = received[:, : formats[own].nbytes]
         health = formats[own].health(received, exchange.stamp(layouts[own]))
-        if memory:
-            key = derive_key(exchange.seed, exchange.step, f"memory of rank {own}")
-            for shard, layout in enumerate(layouts):
-                for rows, is_active in zip(layout.groups, active[shard], strict=True):
-                    memory.retain(rows, is_active & torch.isfinite(health), scale, key)
+        for feedback in feedbacks:
+            feedback.settle(torch.isfinite(health))
         matrices = [part.matrix for part in layouts[own].parts()]
         for rank in range(ranks):
             formats[own].decode(

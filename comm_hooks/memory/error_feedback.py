@@ -61,8 +61,9 @@ class ErrorFeedback(Remainder):
         )
 
     def __repr__(self) -> str:
-        decay = f", decay={self.decay:g}" if self.decay < 1 else ""
-        return f"ErrorFeedback(bits={self.bits}{decay}{', stochastic' * self.stochastic})"
+        decay = f", decay={self.decay!r}" if self.decay < 1 else ""
+        stochastic = ", stochastic=True" if self.stochastic else ""
+        return f"ErrorFeedback(bits={self.bits}{decay}{stochastic})"
 
     def fresh(self) -> "ErrorFeedback":
         return ErrorFeedback(self.bits, decay=self.decay, stochastic=self.stochastic)

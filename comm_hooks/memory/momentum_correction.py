@@ -50,7 +50,7 @@ class MomentumCorrection(Memory):
         self._sending: WeakKeyDictionary[Rows, torch.Tensor] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
-        return f"MomentumCorrection(momentum={self.momentum:g})"
+        return f"MomentumCorrection(momentum={self.momentum!r})"
 
     def fresh(self) -> "MomentumCorrection":
         return MomentumCorrection(self.momentum)
