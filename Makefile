@@ -19,8 +19,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/comm-hooks compare
 
+# One process per core, with files in their order: slow ones are not among the last.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -22,8 +22,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("default")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def _all_ranks() -> Iterator[dict[int, Ranks]]:
+    """Running ranks by number; a module's own, since the groups that tests make keep threads."""
     started: dict[int, Ranks] = {}
     yield started
     for ranks in started.values():

@@ -1,8 +1,8 @@
 """Real ranks for tests: processes joined by gloo, kept alive between tests.
 
 Starting a process costs seconds, most of them for importing torch.  So one set of ranks serves all
-tests that need that many, and all ranks are forked from one process that has imported what they
-need.  A test that fails or hangs gets its ranks killed; the next one starts new ones.
+tests of a module that need that many, and all ranks are forked from one process that has imported
+what they need.  A test that fails or hangs gets its ranks killed; the next one starts new ones.
 """
 
 import multiprocessing

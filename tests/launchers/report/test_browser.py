@@ -42,7 +42,7 @@ RUNS = [
 ]
 FINISHED = ["all_reduce", "none", GOOD.method, "topk", LONG, HOSTILE]
 SCREENS = [(1280, 900), (390, 844), (360, 640)]
-SCHEMES = ["light", "dark"]
+in_all_colours = pytest.mark.parametrize("page", ["light", "dark"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -78,20 +78,20 @@ def open_page(browser: Any, file: Path, size: tuple[int, int], **options: Any) -
     return page
 
 
-@pytest.fixture(params=SCHEMES)
+@pytest.fixture
 def page(browser: Any, file: Path, request: pytest.FixtureRequest) -> Iterator[Page]:
-    page = open_page(browser, file, SCREENS[0], color_scheme=request.param)
+    scheme = getattr(request, "param", "light")
+    page = open_page(browser, file, SCREENS[0], color_scheme=scheme)
     yield page
     assert page.troubles == []
     page.context.close()
 
 
 @pytest.mark.parametrize("size", SCREENS)
-@pytest.mark.parametrize("scheme", SCHEMES)
 def test_nothing_but_the_table_scrolls_sideways(
-    browser: Any, file: Path, size: tuple[int, int], scheme: str
+    browser: Any, file: Path, size: tuple[int, int]
 ) -> None:
-    page = open_page(browser, file, size, color_scheme=scheme)
+    page = open_page(browser, file, size)
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
     table = page.locator(".scroll")
     if size[0] < 1000:
@@ -191,6 +191,7 @@ def pixels(picture: Picture, colour: tuple[float, ...]) -> int:
     return int((np.abs(picture - np.array(colour)).max(axis=2) <= 2.5 / 255).sum())
 
 
+@in_all_colours
 def test_every_method_is_drawn_in_every_chart_until_it_is_switched_off(page: Page) -> None:
     buttons = page.locator("#legend button")
     shown = [button.inner_text() for button in buttons.all()]
@@ -295,6 +296,7 @@ BEHIND = """element => {
 }"""
 
 
+@in_all_colours
 def test_text_and_lines_stand_out_from_what_is_behind_them(page: Page) -> None:
     page.get_by_role("button", name="2 seeds").click()
     for kind, least in {

@@ -227,7 +227,12 @@ def test_private_loader_keeps_what_it_can() -> None:
         assert getattr(loader, name) == getattr(usual, name), name
     assert isinstance(loader.multiprocessing_context, multiprocessing.context.SpawnContext)
     in_process = private_loader(
-        DataLoader(Structured(), 2, collate_fn=flipped), 0.25, 200, rank=1, world_size=2
+        DataLoader(Structured(), 2, collate_fn=flipped),
+        0.25,
+        200,
+        rank=1,
+        world_size=2,
+        secret=Secret(KNOWN),
     )
     batches = list(in_process)
     assert {int(v) for b in batches for v in b["image"].flatten()} == {1, 3, 5}
