@@ -11,13 +11,16 @@ from comm_hooks.memory.base import Memory
 class Feedback:
     """A memory's share in a round: what it adds to the vectors, and what it keeps of them.
 
+    To be made when the vectors are there: it begins by adding, in place, what cannot be left to
+    who compresses them.
+
     Args:
         memory: of this rank.
         layout: what the round is about.
         norms: of the rows of each group, (n, 1).
         scale: the factor by which the vectors are scaled at present.
         key: this rank's and round's own, for memories that draw.
-        groups: what is remembered of the layout's groups; their shards, for one.
+        groups: what to work on in place of the layout's own groups: shards of them, say.
 
     Attributes:
         residuals: what is still to be added to each part of the layout before it is compressed.
