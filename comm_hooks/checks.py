@@ -7,7 +7,6 @@ import torch
 
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.errors import ConfigMismatchError
-from comm_hooks.layout import Granularity
 from comm_hooks.memory.base import Memory
 
 Collective = Literal["auto", "all_reduce", "all_gather", "sharded", "hierarchical"]
@@ -28,9 +27,7 @@ def checksum(parameters: Sequence[torch.Tensor]) -> int:
     return sum(int(o.sum(dtype=torch.int64)) for o in octets)
 
 
-def supported_collectives(
-    compressor: Compressor, granularity: Granularity, exempt: Compressor
-) -> list[str]:
+def supported_collectives(compressor: Compressor, exempt: Compressor) -> list[str]:
     """Return the collectives that can carry a compressor's payloads, the simplest first.
 
     Without ``"hierarchical"``, which uses one of these between nodes.
@@ -38,7 +35,7 @@ def supported_collectives(
     """
     collectives = ["all_reduce"] if compressor.linear and exempt.linear else []
     collectives.append("all_gather")
-    if granularity == "parameter" and not compressor.per_rank:
+    if not compressor.per_rank:
         collectives.append("sharded")
     return collectives
 
@@ -47,26 +44,19 @@ def check_combination(
     compressor: Compressor,
     memory: Memory | None,
     collective: str,
-    granularity: Granularity,
     exempt: Compressor,
 ) -> None:
     """Raise ``ValueError`` for a compressor that the other settings cannot go with."""
     name = type(compressor).__name__
-    supported = supported_collectives(compressor, granularity, exempt)
-    if granularity == "parameter":
-        supported.append("hierarchical")
+    supported = [*supported_collectives(compressor, exempt), "hierarchical"]
     if collective not in ("auto", *supported):
-        no_shards = "a whole bucket has no shards that outlast DDP's rebuilding of buckets"
         reasons = {
             "all_reduce": (
                 "exempt parameters in bfloat16 cannot be summed"
                 if compressor.linear
                 else f"the payloads of {name} cannot be summed"
             ),
-            "sharded": (
-                f"{name} gives each rank its own elements" if compressor.per_rank else no_shards
-            ),
-            "hierarchical": no_shards,
+            "sharded": f"{name} gives each rank its own elements",
         }
         raise ValueError(
             f"collective {collective!r} cannot be used: {reasons[collective]}; "

@@ -68,7 +68,8 @@ class Exchange:
         exempt_bits: how those travel: 32 (float32) or 16 (bfloat16; what rounding drops is not
             remembered).
         granularity: ``"parameter"`` compresses each parameter on its own; ``"bucket"`` the whole
-            bucket as one vector (whose random draws then depend on what is in the bucket).
+            bucket as one vector (whose random draws then depend on what is in the bucket), or where
+            the exchange divides it into shards, each of those.
         ranks_per_node: of ``"hierarchical"``: how many ranks, each following the other, share a
             node; by default what torchrun says (``LOCAL_WORLD_SIZE``).
         transport: how ranks reach each other; by default ``torch.distributed`` over
@@ -209,6 +210,7 @@ class Exchange:
             self.memory,
             seed=derive_key(self.seed, 0, f"place {place} of a node"),
             exempt_bits=self.exempt_bits,
+            granularity=self.granularity,
             transport=transport,
         )
         exchange._server_memory = self._server_memory
@@ -538,11 +540,11 @@ class Exchange:
 
     @property
     def _may_shard(self) -> bool:
-        possible = supported_collectives(self.compressor, self.granularity, self._exempt)
+        possible = supported_collectives(self.compressor, self._exempt)
         return self.collective in ("auto", "sharded", "hierarchical") and "sharded" in possible
 
     def _check(self, compressor: Compressor) -> None:
-        check_combination(compressor, self.memory, self.collective, self.granularity, self._exempt)
+        check_combination(compressor, self.memory, self.collective, self._exempt)
 
     def _route(self, layout: Layout, compress: bool | Compressor, place: Place | None) -> Route:
         compressor: Compressor = Identity()
@@ -553,15 +555,14 @@ class Exchange:
         if key not in self._routes:
             collectives = ["all_reduce"]
             if compress or place:
-                collectives = supported_collectives(compressor, self.granularity, exempt)
+                collectives = supported_collectives(compressor, exempt)
                 wanted = (self.collective, COLLECTIVE_OF[place]) if place else (self.collective,)
                 collectives = [c for c in collectives if all(w in ("auto", c) for w in wanted)]
             if not collectives:
                 assert place
                 raise ValueError(
                     f"a safeguard at the {place} needs collective={COLLECTIVE_OF[place]!r}, which "
-                    f"{compressor} with collective={self.collective!r} and "
-                    f"granularity={self.granularity!r} cannot have"
+                    f"{compressor} with collective={self.collective!r} cannot have"
                 )
             self._routes[key] = cheapest_route(
                 layout,

@@ -13,7 +13,7 @@ import hashlib
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -44,64 +44,50 @@ class Rows:
     matrix: torch.Tensor
 
 
-@dataclass(eq=False)
-class Layout:
-    """A workspace for one bucket, and the views of it that the steps of a round need.
+class Workspace:
+    """Vectors of many parameters in one tensor, and the views of it that the steps of a round need.
+
+    Args:
+        exempt: how many elements travel uncompressed; None if there is nothing of the kind.
+        groups: the parameters to compress: for each distinct length, their names and that length.
+        device: where it is.
+        granularity: what a compressor sees as one vector.
 
     Attributes:
         work: float32, all elements: first the exempt ones, then the groups.
         exempt: what travels uncompressed, as one row; None if nothing does.
-        groups: the parameters to compress, grouped by length.
+        groups: the parameters to compress, a row for each.
         compressed: the rows a compressor sees: ``groups``, or with ``granularity="bucket"`` all of
             them as a single row.
-        views: each segment's part of the workspace, in its shape.
     """
 
-    segments: tuple[Segment, ...]
-    device: torch.device
-    granularity: Granularity
-    work: torch.Tensor = field(init=False)
-    exempt: Rows | None = field(init=False, default=None)
-    groups: list[Rows] = field(init=False)
-    compressed: list[Rows] = field(init=False)
-    views: list[torch.Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        exempt = [s for s in self.segments if s.exempt]
-        by_length: dict[int, list[Segment]] = {}
-        for segment in self.segments:
-            if not segment.exempt:
-                by_length.setdefault(segment.numel, []).append(segment)
-        self.work = torch.zeros(sum(s.numel for s in self.segments), device=self.device)
-
-        views: dict[str, torch.Tensor] = {}
-        start = 0
-        for segment in exempt:
-            views[segment.name] = self.work[start : start + segment.numel]
-            start += segment.numel
-        if exempt:
-            self.exempt = Rows(("",), self.work[None, :start])
-        first_compressed = start
-
-        self.groups = []
-        for numel, members in by_length.items():
-            matrix = self.work[start : start + len(members) * numel].view(len(members), numel)
-            views.update(zip((s.name for s in members), matrix, strict=True))
-            self.groups.append(Rows(tuple(s.name for s in members), matrix))
-            start += matrix.numel()
-
+    def __init__(
+        self,
+        exempt: int | None,
+        groups: Sequence[tuple[Sequence[str], int]],
+        device: torch.device,
+        granularity: Granularity,
+    ) -> None:
+        self.device = device
+        self.granularity = granularity
+        start, sizes = exempt or 0, [len(names) * numel for names, numel in groups]
+        self.work = torch.zeros(start + sum(sizes), device=device)
+        self.exempt = None if exempt is None else Rows(("",), self.work[None, :start])
+        self.groups = [
+            Rows(tuple(names), part.view(len(names), numel))
+            for part, (names, numel) in zip(self.work[start:].split(sizes), groups, strict=True)
+        ]
         self.compressed = self.groups
-        if self.granularity == "bucket" and self.groups:
+        if granularity == "bucket" and self.groups:
             digest = hashlib.blake2b(repr([g.names for g in self.groups]).encode()).hexdigest()
-            self.compressed = [Rows((digest,), self.work[None, first_compressed:])]
-        self.views = [views[s.name].view(s.shape) for s in self.segments]
+            self.compressed = [Rows((digest,), self.work[None, start:])]
 
-    @property
-    def names(self) -> set[str]:
-        return {segment.name for segment in self.segments}
+    def vectors(self) -> list[Rows]:
+        """Return everything that there is: the exempt row, if any, then the groups."""
+        return [self.exempt, *self.groups] if self.exempt else self.groups
 
     def parts(self) -> list[Rows]:
-        """Return everything that travels: the exempt row, if any, then the compressed rows."""
+        """Return everything as it travels: the exempt row, if any, then the compressed rows."""
         return [self.exempt, *self.compressed] if self.exempt else self.compressed
 
     def residuals(self, of_groups: Sequence[Residual | None]) -> list[Residual | None]:
@@ -116,6 +102,44 @@ class Layout:
                     residual.add_to(rows.matrix)
             of_compressed = [None] * len(self.compressed)
         return [None, *of_compressed] if self.exempt else of_compressed
+
+
+class Layout(Workspace):
+    """A workspace for one bucket, which tensors shaped like its parameters are copied to.
+
+    Args:
+        segments: the parameters of the bucket.
+        device, granularity: see :class:`Workspace`.
+
+    Attributes:
+        views: each segment's part of the workspace, in its shape.
+    """
+
+    def __init__(
+        self, segments: tuple[Segment, ...], device: torch.device, granularity: Granularity
+    ) -> None:
+        self.segments = segments
+        exempt = [s for s in segments if s.exempt]
+        by_length: dict[int, list[str]] = {}
+        for segment in segments:
+            if not segment.exempt:
+                by_length.setdefault(segment.numel, []).append(segment.name)
+        lengths = [s.numel for s in exempt]
+        super().__init__(
+            sum(lengths) if exempt else None,
+            [(names, numel) for numel, names in by_length.items()],
+            device,
+            granularity,
+        )
+        pieces = self.work[: sum(lengths)].split(lengths)
+        vectors = dict(zip((s.name for s in exempt), pieces, strict=True))
+        for rows in self.groups:
+            vectors.update(zip(rows.names, rows.matrix, strict=True))
+        self.views = [vectors[s.name].view(s.shape) for s in segments]
+
+    @property
+    def names(self) -> set[str]:
+        return {segment.name for segment in self.segments}
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy tensors shaped like the segments (any float dtype) into the workspace.

@@ -30,7 +30,7 @@ class CDAdam(DifferencesOptimizer):
     delay.  Large batches suit it.
 
     Differences to the authors' code: weight decay is decoupled; each parameter is compressed on its
-    own (``granularity="bucket"``, without sharding, compresses the whole model as one vector);
+    own (``granularity="bucket"`` compresses the whole model, or shard of it, as one vector);
     parameters that the exchange exempts from compression travel exactly: for them g is the mean of
     g_i.
 

@@ -24,6 +24,7 @@ class World:
         memory: Callable[[], Memory],
         collective: str = "sharded",
         compressor: Compressor | None = None,
+        granularity: str = "parameter",
     ) -> None:
         self.simulated = Simulated(ranks)
         self.exchanges = [
@@ -32,6 +33,7 @@ class World:
                 memory(),
                 collective,  # type: ignore[arg-type]
                 min_numel=1,
+                granularity=granularity,  # type: ignore[arg-type]
                 transport=transport,
             )
             for transport in self.simulated
@@ -63,15 +65,22 @@ class World:
 @given(
     st.integers(1, 5), st.integers(1, 5), st.sampled_from([32, 16, 4]),
     st.sampled_from(["sharded", "all_gather"]), st.sampled_from(["sharded", "all_gather"]),
+    st.sampled_from(["parameter", "bucket"]), st.sampled_from(["parameter", "bucket"]),
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:world size is 1")
 def test_nothing_is_lost_on_another_number_of_ranks(
-    before: int, after: int, bits: int, collective: str, other: str
+    before: int,
+    after: int,
+    bits: int,
+    collective: str,
+    other: str,
+    granularity: str,
+    other_granularity: str,
 ) -> None:
     torch.manual_seed(before * 7 + after)
-    world = World(before, lambda: ErrorFeedback(bits), collective)
+    world = World(before, lambda: ErrorFeedback(bits), collective, granularity=granularity)
     world.average(4)
-    resumed = World(after, lambda: ErrorFeedback(bits), other)
+    resumed = World(after, lambda: ErrorFeedback(bits), other, granularity=other_granularity)
     resumed.average(1)  # what it remembers by now is replaced
     resumed.resume(world)
     assert all(exchange.step == 4 for exchange in resumed.exchanges)
@@ -131,15 +140,9 @@ def test_one_state_with_shards_is_refused_where_there_are_none() -> None:
     world = World(2, ErrorFeedback, "sharded")
     world.average(2)
     state = world.exchanges[0].state_dict()
-    for settings in ({"collective": "all_gather"}, {"granularity": "bucket"}):
-        other = Exchange(
-            TopK(0.3),
-            ErrorFeedback(),
-            **settings,  # type: ignore[arg-type]
-            transport=Simulated(2)[0],
-        )
-        with pytest.raises(ValueError, match="nothing is sharded with these"):
-            other.load_state_dict(state)
+    other = World(2, ErrorFeedback, "all_gather").exchanges[0]
+    with pytest.raises(ValueError, match="nothing is sharded with these"):
+        other.load_state_dict(state)
 
 
 def test_resuming_twice_without_a_round_between_changes_nothing() -> None:

@@ -22,6 +22,7 @@ from comm_hooks.collectives.requests import (
 )
 from comm_hooks.collectives.routes import spoil_
 from comm_hooks.layout import Layout, Segment
+from comm_hooks.shards import cut_into, join_from, shard_width
 
 
 class PartOfRanks(Transport):
@@ -101,13 +102,13 @@ class NodeShards:
         # Not the layout: who keeps the two together knows by it that DDP has rebuilt the bucket.
         self._work = layout.work
         self._node = node
-        self._matrices = [part.matrix for part in layout.parts()]
-        self._widths = [-(-matrix.shape[1] // node.world_size) for matrix in self._matrices]
+        self._matrices = [rows.matrix for rows in layout.vectors()]
+        self._widths = [shard_width(m.shape[1], node.world_size) for m in self._matrices]
         self.segments: list[Segment] = []
-        for part, width in zip(layout.parts(), self._widths, strict=True):
-            is_exempt = part is layout.exempt
+        for rows, width in zip(layout.vectors(), self._widths, strict=True):
+            is_exempt = rows is layout.exempt
             # The exempt row has no name of its own, and every bucket may have one.
-            names = [next(s.name for s in layout.segments if s.exempt)] if is_exempt else part.names
+            names = [next(s.name for s in layout.segments if s.exempt)] if is_exempt else rows.names
             self.segments += [Segment(name, (width,), is_exempt) for name in names]
         self._numels = [segment.numel for segment in self.segments]
 
@@ -140,17 +141,13 @@ class NodeShards:
         shards = self._work.new_zeros(self._node.world_size, 1 + sum(self._numels))
         shards[:, 0] = health
         for matrix, place in zip(self._matrices, self._places(shards[:, 1:]), strict=True):
-            width = place.shape[2]
-            for shard, columns in zip(place, matrix.split(width, dim=1), strict=False):
-                shard[:, : columns.shape[1]] = columns
+            cut_into(place, matrix)
         return shards
 
     def _join(self, shards: torch.Tensor) -> None:
         """Copy the shards of all ranks of the node (L, numel of a shard) to the workspace."""
         for matrix, place in zip(self._matrices, self._places(shards), strict=True):
-            width = place.shape[2]
-            for shard, columns in zip(place, matrix.split(width, dim=1), strict=False):
-                columns.copy_(shard[:, : columns.shape[1]])
+            join_from(place, matrix)
 
     def _places(self, shards: torch.Tensor) -> list[torch.Tensor]:
         """Return where the rows of each matrix lie in shards: views (L, rows, width)."""

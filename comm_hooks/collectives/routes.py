@@ -5,7 +5,7 @@ A route takes the vectors in a layout's workspace to their mean over ranks, in p
 * :class:`OneShot` with ``sum_on_wire``: one all-reduce of linear payloads;
 * :class:`OneShot` otherwise: one all-gather, and every rank decodes all payloads in rank order;
 * :class:`Sharded`: every rank owns a shard of each parameter, averages the payloads it gets for it,
-  compresses the mean again and gives it to all.  Its traffic does not grow with the ranks.
+  compresses the mean again and gives it to all.  Its traffic hardly grows with the ranks.
 """
 
 import logging
@@ -18,11 +18,12 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Round
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
-from comm_hooks.layout import Layout, Rows
+from comm_hooks.layout import Layout
 from comm_hooks.memory.base import Memory
 from comm_hooks.memory.feedback import Feedback
 from comm_hooks.randomness import Keys, fork_all
 from comm_hooks.safeguard import Safeguard
+from comm_hooks.shards import Shards
 from comm_hooks.wire.header import Stamp
 from comm_hooks.wire.payload import PayloadFormat
 
@@ -155,9 +156,9 @@ class OneShot(Route):
 class Sharded(Route):
     """All-to-all, average, compress again, all-gather.
 
-    Rank j owns the j-th of N equal column ranges of every part, so which rank averages an element
-    depends on its parameter alone, not on the bucket it came in.  ``memory`` keeps what the second
-    compression left out of the owned shards; like every memory it belongs to this rank.
+    Rank j owns the j-th of N equal ranges of the elements of every parameter
+    (:class:`~comm_hooks.shards.Shards`).  ``memory`` keeps what the second compression left out of
+    the owned shards; like every memory it belongs to this rank.
 
     With ``exact_uplink`` vectors reach the owners as they are, in float32, and only what the owners
     send is compressed.
@@ -176,17 +177,9 @@ class Sharded(Route):
         self._transport = transport
         self._memory = memory
         ranks = transport.world_size
-        parts = layout.parts()
-        self._matrices = [part.matrix for part in parts]
-        self._owned = [
-            Rows(
-                part.names,
-                part.matrix.new_zeros(len(part.names), -(-part.matrix.shape[1] // ranks)),
-            )
-            for part in parts
-        ]
-        self._remembered = self._owned[1:] if layout.exempt else self._owned
-        shapes = [rows.matrix.shape for rows in self._owned]
+        self._shards = Shards(layout, ranks)
+        self._owned = self._shards.owned
+        shapes = [part.matrix.shape for part in self._owned.parts()]
         self._downlink = PayloadFormat(
             [(c, *shape) for c, shape in zip(compressors, shapes, strict=True)], ranks
         )
@@ -209,17 +202,17 @@ class Sharded(Route):
         safeguard: Safeguard | None = None,
     ) -> Round[None]:
         ranks, own = self._transport.world_size, self._transport.rank
-        owned = [rows.matrix for rows in self._owned]
+        owned = [part.matrix for part in self._owned.parts()]
         # Of each shard.
         uplink = [fork_all(part, range(ranks)) for part in keys]
         downlink = [fork_all(part, range(ranks, 2 * ranks)) for part in keys]
         own_uplink, own_downlink = ([part[own] for part in link] for link in (uplink, downlink))
 
         if feedback:
-            for matrix, residual in zip(self._matrices, feedback.residuals, strict=True):
+            for part, residual in zip(self._layout.parts(), feedback.residuals, strict=True):
                 if residual:
-                    residual.add_to(matrix)
-        shards = [self._split(matrix) for matrix in self._matrices]
+                    residual.add_to(part.matrix)
+        shards = self._shards.cut()
         payloads = self._uplink.encode_all(
             shards,
             [part.ravel() for part in uplink],
@@ -239,9 +232,9 @@ class Sharded(Route):
             torch._foreach_mul_(owned, 1 / ranks)
         server = None
         if self._memory:
-            norms = [row_norms(rows.matrix) for rows in self._remembered]
+            norms = [row_norms(rows.matrix) for rows in self._owned.groups]
             key = int(own_downlink[0][0])
-            server = Feedback(self._memory, self._layout, norms, scale, key, self._remembered)
+            server = Feedback(self._memory, self._owned, norms, scale, key)
         mean = self._downlink.encode(
             owned,
             own_downlink,
@@ -261,29 +254,19 @@ class Sharded(Route):
         if server:
             server.settle(accept)
         if feedback:
-            self._merge(shards)
+            self._shards.join(shards)
             feedback.settle(accept)
         work = self._layout.work
 
         def join() -> torch.Tensor:
             self._downlink.decode_all(shards, means, [part.ravel() for part in downlink])
-            self._merge(shards)
+            self._shards.join(shards)
             return work
 
         mean_of_all = self._transport.alike("mean", means, join)
         if mean_of_all is not work:
             work.copy_(mean_of_all)
         spoil_(work, health)
-
-    def _split(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Copy a matrix (n, numel) into shards (N, n, ceil(numel / N)), zero-padded."""
-        ranks = self._transport.world_size
-        padded = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % ranks))
-        return padded.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
-
-    def _merge(self, shards: Sequence[torch.Tensor]) -> None:
-        for matrix, part in zip(self._matrices, shards, strict=True):
-            matrix.copy_(part.transpose(0, 1).flatten(1)[:, : matrix.shape[1]])
 
 
 def cheapest_route(
@@ -298,6 +281,9 @@ def cheapest_route(
 ) -> Route:
     """Return the route over one of ``collectives`` that moves the fewest bytes.
 
+    Where payloads can be summed, shards are not considered: they would move as many bytes, but for
+    rounding, and compress twice.
+
     Args:
         exempt: compresses the parameters that ``compressor`` does not see.
         server_memory, exact_uplink: see :class:`Sharded`.
@@ -306,6 +292,8 @@ def cheapest_route(
     compressors = [exempt, *compressors] if layout.exempt else compressors
     routes: dict[str, Route] = {}
     for collective in collectives:
+        if collective == "sharded" and "all_reduce" in collectives:
+            continue
         if collective == "sharded":
             routes[collective] = Sharded(
                 layout, compressors, transport, server_memory, exact_uplink=exact_uplink

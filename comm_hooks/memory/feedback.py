@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from comm_hooks.layout import Layout, Rows
+from comm_hooks.layout import Workspace
 from comm_hooks.memory.base import Memory
 
 
@@ -16,31 +16,29 @@ class Feedback:
 
     Args:
         memory: of this rank.
-        layout: what the round is about.
-        norms: of the rows of each group, (n, 1).
+        vectors: of this rank.
+        norms: of the rows of each group of them, (n, 1).
         scale: the factor by which the vectors are scaled at present.
         key: this rank's and round's own, for memories that draw.
-        groups: what to work on in place of the layout's own groups: shards of them, say.
 
     Attributes:
-        residuals: what is still to be added to each part of the layout before it is compressed.
+        residuals: what is still to be added to each part of the vectors before it is compressed.
     """
 
     def __init__(
         self,
         memory: Memory,
-        layout: Layout,
+        vectors: Workspace,
         norms: Sequence[torch.Tensor],
         scale: float,
         key: int,
-        groups: Sequence[Rows] | None = None,
     ) -> None:
         self._memory = memory
-        self._groups = layout.groups if groups is None else groups
+        self._groups = vectors.groups
         self._active = [memory.active(norm) for norm in norms]
         self._scale = scale
         self._key = key
-        self.residuals = layout.residuals(
+        self.residuals = vectors.residuals(
             [
                 memory.compensate(rows, active, scale)
                 for rows, active in zip(self._groups, self._active, strict=True)

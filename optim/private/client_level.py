@@ -145,7 +145,7 @@ class _PrivateCollection(Collection):
         super().__init__(exchange, delta, statistics)
         self._participation = participation
         self._stream = stream
-        possible = supported_collectives(exchange.compressor, exchange.granularity, exchange.exempt)
+        possible = supported_collectives(exchange.compressor, exchange.exempt)
         sums = "all_reduce" in possible and exchange.collective in ("auto", "all_reduce")
         self._guard = _PayloadGuard if sums else _MessageGuard
         # Guards clip messages, whatever clients do: raises only where the rules change.

@@ -202,13 +202,12 @@ def add_noise_(tensors: Sequence[torch.Tensor], std: float, stream: torch.Genera
 
 def require_owners(exchange: Exchange) -> None:
     """Raise ``ValueError`` for an exchange whose vectors cannot have owners of shards."""
-    possible = supported_collectives(exchange.compressor, exchange.granularity, exchange.exempt)
+    possible = supported_collectives(exchange.compressor, exchange.exempt)
     if "sharded" not in possible or exchange.collective not in ("auto", "sharded"):
         raise ValueError(
             f"placement 'central' needs owners of shards, which {exchange.compressor} with "
-            f"collective={exchange.collective!r} and granularity={exchange.granularity!r} cannot "
-            "have: leave the last two at 'auto' and 'parameter', and choose a compressor that is "
-            "the same on all ranks"
+            f"collective={exchange.collective!r} cannot have: leave that at 'auto', and choose a "
+            "compressor that is the same on all ranks"
         )
 
 

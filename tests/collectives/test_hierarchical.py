@@ -48,6 +48,7 @@ class World:
         ranks_per_node: int | None,
         memory: Callable[[], Memory | None] = ErrorFeedback,
         compressor: Compressor | None = None,
+        granularity: str = "parameter",
     ) -> None:
         self.simulated = Simulated(nodes * (ranks_per_node or 1))
         self.exchanges = [
@@ -56,6 +57,7 @@ class World:
                 memory(),
                 "hierarchical" if ranks_per_node else "auto",
                 min_numel=1,
+                granularity=granularity,  # type: ignore[arg-type]
                 ranks_per_node=ranks_per_node,
                 transport=transport,
             )
@@ -97,17 +99,22 @@ class World:
 
 quietly = pytest.mark.filterwarnings("ignore:world size is 1", "ignore:all ranks are on one node")
 divisions = st.tuples(st.integers(1, 4), st.integers(1, 3))
+granularities = st.sampled_from(["parameter", "bucket"])
 
 
 @quietly
 @settings(max_examples=12)
-@given(divisions, st.sampled_from([TopK(0.3, block_size=64), Sign(64), CountSketch(0.5), PermK()]))
+@given(
+    divisions,
+    st.sampled_from([TopK(0.3, block_size=64), Sign(64), CountSketch(0.5), PermK()]),
+    granularities,
+)
 def test_everybody_agrees_and_the_mean_is_right(
-    division: tuple[int, int], compressor: Compressor
+    division: tuple[int, int], compressor: Compressor, granularity: str
 ) -> None:
     torch.manual_seed(0)
     memory = ErrorFeedback if compressor.contractive else lambda: None
-    world = World(*division, memory, compressor)
+    world = World(*division, memory, compressor, granularity)
     world.average(2)
     torch.testing.assert_close(world.received["norm"], world.given["norm"], rtol=0, atol=1e-5)
     exact = World(*division, lambda: None, Identity())
@@ -119,10 +126,10 @@ def test_everybody_agrees_and_the_mean_is_right(
 
 @quietly
 @settings(max_examples=6)
-@given(divisions, st.sampled_from([32, 16, 4]))
-def test_nothing_is_lost(division: tuple[int, int], bits: int) -> None:
+@given(divisions, st.sampled_from([32, 16, 4]), granularities)
+def test_nothing_is_lost(division: tuple[int, int], bits: int, granularity: str) -> None:
     torch.manual_seed(1)
-    world = World(*division, lambda: ErrorFeedback(bits))
+    world = World(*division, lambda: ErrorFeedback(bits), granularity=granularity)
     world.average(4)
     assert division[0] == 1 or world.missing() > 0.1, "compression must have kept something back"
     world.average(12, silent=True)
@@ -231,7 +238,6 @@ def test_bytes_are_counted_where_they_travel(nodes: int) -> None:
         ({}, "LOCAL_WORLD_SIZE is not set .* pass ranks_per_node"),
         ({"ranks_per_node": 0}, "ranks_per_node must be"),
         ({"ranks_per_node": 2, "collective": "auto"}, "goes with collective='hierarchical'"),
-        ({"ranks_per_node": 2, "granularity": "bucket"}, "a whole bucket has no shards"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(options: dict[str, Any], message: str) -> None:

@@ -125,6 +125,7 @@ def test_more_samples_than_are_claimed() -> None:
 VALID = [
     ("central", {"compressor": "identity"}),
     ("central", TOPK),
+    ("central", {**TOPK, "granularity": "bucket"}),
     ("local", {**TOPK, "granularity": "bucket"}),
     ("shares", MASK),
     ("aggregate", MASK),

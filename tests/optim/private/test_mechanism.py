@@ -21,6 +21,7 @@ from comm_hooks import (
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
+from comm_hooks.layout import Granularity
 from comm_hooks.optim.private import mechanism as mechanism_module
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.mechanism import GaussianMechanism, Released
@@ -34,12 +35,24 @@ class World:
     """Mechanisms of all ranks of a simulated world."""
 
     def __init__(
-        self, ranks: int, compressor: Compressor, place: str, *, memory: bool = False, **kw: Any
+        self,
+        ranks: int,
+        compressor: Compressor,
+        place: str,
+        *,
+        memory: bool = False,
+        granularity: Granularity = "parameter",
+        **kw: Any,
     ) -> None:
         self.world = Simulated(ranks)
         self.mechanisms = [
             GaussianMechanism(
-                Exchange(compressor, ErrorFeedback() if memory else None, transport=transport),
+                Exchange(
+                    compressor,
+                    ErrorFeedback() if memory else None,
+                    granularity=granularity,
+                    transport=transport,
+                ),
                 place=place,  # type: ignore[arg-type]
                 **{
                     "noise_multiplier": SIGMA,
@@ -71,8 +84,11 @@ def gradients(rank: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("place", ["central", "shares", "local", "aggregate"])
-def test_the_variance_is_the_one_that_was_told(place: str, ranks: int) -> None:
-    world = World(ranks, Identity(), place)
+@pytest.mark.parametrize("granularity", ["parameter", "bucket"])
+def test_the_variance_is_the_one_that_was_told(
+    place: str, ranks: int, granularity: Granularity
+) -> None:
+    world = World(ranks, Identity(), place, granularity=granularity)
     count, squares, total = 0, 0.0, 0.0
     for _ in range(40):
         released = world.release([zeros()] * ranks)[0]
@@ -268,12 +284,8 @@ def test_settings_out_of_range(setting: str, value: float) -> None:
 def test_places_and_collectives_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match="placement must be one of central, shares, local"):
         World(1, Identity(), "rank_0")
-    for compressor, settings in (
-        (Identity(), {"collective": "all_reduce"}),
-        (Identity(), {"granularity": "bucket"}),
-        (PermK(), {}),
-    ):
-        exchange = Exchange(compressor, transport=Simulated(1)[0], **settings)  # type: ignore[arg-type]
+    for compressor, collective in ((Identity(), "all_reduce"), (PermK(), "auto")):
+        exchange = Exchange(compressor, collective=collective, transport=Simulated(1)[0])  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="'central' needs owners of shards"):
             GaussianMechanism(
                 exchange, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1

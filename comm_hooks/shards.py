@@ -1,0 +1,87 @@
+"""How a bucket's vectors are divided among owners."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from comm_hooks.layout import Workspace
+
+
+class Shards:
+    """Equal ranges of the elements of every vector, one for each owner.
+
+    Which owner has an element depends on its parameter alone, not on the bucket that it came in nor
+    on what is compressed together: what owners remember outlasts DDP's rebuilding of buckets.
+
+    Args:
+        whole: what is divided.
+        owners: among how many.
+
+    Attributes:
+        owned: a workspace for what one owner has, in which everything is named as in ``whole``.
+            Ranges that are shorter than others have zeros at their end.
+    """
+
+    def __init__(self, whole: Workspace, owners: int) -> None:
+        self._owners = owners
+        self._vectors = [rows.matrix for rows in whole.vectors()]
+        self.owned = Workspace(
+            None if whole.exempt is None else shard_width(whole.exempt.matrix.shape[1], owners),
+            [(rows.names, shard_width(rows.matrix.shape[1], owners)) for rows in whole.groups],
+            whole.device,
+            whole.granularity,
+        )
+
+    def cut(self) -> list[torch.Tensor]:
+        """Return copies of all shards: for each part of ``owned``, (owners, rows, width)."""
+        stacks = [
+            part.matrix.new_zeros(self._owners, *part.matrix.shape) for part in self.owned.parts()
+        ]
+        for vectors, shards in zip(self._vectors, self._shards_in(stacks), strict=True):
+            cut_into(shards, vectors)
+        return stacks
+
+    def join(self, stacks: Sequence[torch.Tensor]) -> None:
+        """Copy shards, as :meth:`cut` returns them, back to the vectors."""
+        for vectors, shards in zip(self._vectors, self._shards_in(stacks), strict=True):
+            join_from(shards, vectors)
+
+    def _shards_in(self, stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return views of stacks for each of the vectors: (owners, rows, width)."""
+        if self.owned.compressed is self.owned.groups:
+            return list(stacks)
+        *exempt, bucket = stacks
+        shapes = [rows.matrix.shape for rows in self.owned.groups]
+        pieces = bucket[:, 0].split([shape.numel() for shape in shapes], dim=1)
+        return [*exempt, *(p.unflatten(1, shape) for p, shape in zip(pieces, shapes, strict=True))]
+
+
+def shard_width(numel: int, owners: int) -> int:
+    """Return how many elements of a vector each owner has."""
+    return -(-numel // owners)
+
+
+def cut_into(shards: torch.Tensor, vectors: torch.Tensor) -> None:
+    """Copy vectors (n, numel) to shards (owners, n, width), but for the padding at their end."""
+    for shard, columns in _pairs(shards, vectors):
+        shard.copy_(columns)
+
+
+def join_from(shards: torch.Tensor, vectors: torch.Tensor) -> None:
+    """Copy shards (owners, n, width) to vectors (n, numel)."""
+    for shard, columns in _pairs(shards, vectors):
+        columns.copy_(shard)
+
+
+def _pairs(
+    shards: torch.Tensor, vectors: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield all full shards and their elements, then the shard that has fewer, if there is one."""
+    width = shards.shape[2]
+    full = vectors.shape[1] // width if width else 0
+    if full:
+        columns = vectors[:, : full * width].unflatten(1, (full, width))
+        yield shards[:full], columns.transpose(0, 1)
+    rest = vectors[:, full * width :]
+    if rest.shape[1]:
+        yield shards[full, :, : rest.shape[1]], rest
