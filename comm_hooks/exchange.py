@@ -59,8 +59,9 @@ class Exchange:
         memory: what is remembered between rounds; None for nothing.
         collective: how payloads travel: ``"all_reduce"`` (linear compressors only),
             ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one of these that moves the fewest
-            bytes.  ``"hierarchical"``: averages vectors in full precision inside each node, and
-            compresses only what nodes send to each other, by the cheapest of the others.
+            bytes (never shards of what can be summed).  ``"hierarchical"``: averages vectors in
+            full precision inside each node, and compresses only what nodes send to each other, by
+            the cheapest of the others.
         seed: where random draws come from; equal on all ranks.
         min_numel: parameters with fewer elements are not compressed.
         min_ndim: nor are those with fewer dimensions: norms and biases, which suffer most.  1
@@ -472,6 +473,7 @@ class Exchange:
             "step": self.step,
             "rank": self.transport.rank,
             "world_size": self.transport.world_size,
+            "collective": self.collective,
         }
         if self.collective == "hierarchical":
             state["ranks_per_node"] = self.ranks_per_node
@@ -486,14 +488,15 @@ class Exchange:
 
         Raises:
             ValueError: if the state is another rank's, of another number of ranks, of another kind
-                of memory, or of shards that this exchange does not have; nothing is changed.
+                of memory, or of shards that this exchange may not have; nothing is changed.
         """
         check_own(state, self.transport.rank, self.transport.world_size, self.ranks_per_node)
         check_memory(state, self.memory)
-        if state.get("server_memory") and not self._may_shard:
+        if not self._passes_on(state):
             raise ValueError(
-                "the state has what owners of shards had not passed on, but nothing is sharded "
-                "with these settings: load the states of all ranks with load_state_dicts()"
+                "the state has what owners of shards had not passed on, and was saved with "
+                f"collective={state['collective']!r}: with {self.collective!r} there may be no "
+                "such owners, so load the states of all ranks with load_state_dicts()"
             )
         if self.memory and self._server_memory:
             self.memory.load_state_dict(state["memory"])
@@ -505,8 +508,8 @@ class Exchange:
         """Restore what :meth:`state_dict` returned on *all* ranks, on any number of ranks.
 
         On as many ranks as then, each loads its own.  On another number (or where there were shards
-        and are none), all start with the mean over ranks of what the ranks remembered, and what the
-        owners of shards had not passed on is added to it: what the mean over ranks still has to
+        and may be none), all start with the mean over ranks of what the ranks remembered, and what
+        the owners of shards had not passed on is added to it: what the mean over ranks still has to
         receive is the same as before.
 
         Args:
@@ -517,12 +520,11 @@ class Exchange:
                 of memory; nothing is changed.
         """
         check_complete(states)
-        has_shards = any(state.get("server_memory") for state in states)
         is_alike = (
             len(states) == self.transport.world_size
             and states[0].get("ranks_per_node") == self.ranks_per_node
         )
-        if is_alike and (self._may_shard or not has_shards):
+        if is_alike and all(map(self._passes_on, states)):
             self.load_state_dict(states[self.transport.rank])
             return
         for state in states:
@@ -538,10 +540,16 @@ class Exchange:
             self._server_memory.load_state_dict({})
         self.step = states[0]["step"]
 
-    @property
-    def _may_shard(self) -> bool:
+    def _passes_on(self, state: Mapping[str, Any]) -> bool:
+        """Return whether rounds will send what the state's rank remembers as an owner of shards.
+
+        Whether ``"auto"`` and ``"hierarchical"`` divide into shards depends on more than settings,
+        but where they did they will.
+        """
+        if not state.get("server_memory") or self.collective == "sharded":
+            return True
         possible = supported_collectives(self.compressor, self._exempt)
-        return self.collective in ("auto", "sharded", "hierarchical") and "sharded" in possible
+        return self.collective == state["collective"] and "sharded" in possible
 
     def _check(self, compressor: Compressor) -> None:
         check_combination(compressor, self.memory, self.collective, self._exempt)

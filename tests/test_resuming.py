@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from comm_hooks import Differences, ErrorFeedback, Exchange, MomentumCorrection, Sign, TopK
@@ -64,9 +64,12 @@ class World:
 
 @given(
     st.integers(1, 5), st.integers(1, 5), st.sampled_from([32, 16, 4]),
-    st.sampled_from(["sharded", "all_gather"]), st.sampled_from(["sharded", "all_gather"]),
+    st.sampled_from(["sharded", "all_gather", "auto"]),
+    st.sampled_from(["sharded", "all_gather", "auto"]),
     st.sampled_from(["parameter", "bucket"]), st.sampled_from(["parameter", "bucket"]),
 )  # fmt: skip
+# As many ranks, but "auto" has no shards on two of them.
+@example(2, 2, 32, "sharded", "auto", "parameter", "parameter")
 @pytest.mark.filterwarnings("ignore:world size is 1")
 def test_nothing_is_lost_on_another_number_of_ranks(
     before: int,
@@ -140,9 +143,10 @@ def test_one_state_with_shards_is_refused_where_there_are_none() -> None:
     world = World(2, ErrorFeedback, "sharded")
     world.average(2)
     state = world.exchanges[0].state_dict()
-    other = World(2, ErrorFeedback, "all_gather").exchanges[0]
-    with pytest.raises(ValueError, match="nothing is sharded with these"):
-        other.load_state_dict(state)
+    for collective in ("all_gather", "auto"):
+        other = World(2, ErrorFeedback, collective).exchanges[0]
+        with pytest.raises(ValueError, match="owners of shards had not passed on, and was saved"):
+            other.load_state_dict(state)
 
 
 def test_resuming_twice_without_a_round_between_changes_nothing() -> None:
