@@ -1,11 +1,14 @@
 # make demo   train a small GPT once per method and compare them (10 minutes)
 # make test   lint, type-check and test
-# make bench  print the tables of operators, wire format and per-sample gradients
+# make bench  print the tables of operators, wire format, per-sample gradients and checks
 # make bench-gpu  compare the GPU kernels with a copy (needs a GPU)
 # make links  train over capped links and compare (forty minutes; needs root)
 # make docs   build the documentation site into docs/_build
 # make studies  repeat the papers' comparisons on small tasks (two hours)
+# make fuzz   feed a million inputs of any bytes to all that reads what others wrote (5 minutes)
+# make soak   look for what grows in 5,000 steps of five methods (20 minutes)
 # make predictions  check the advice against links of network namespaces (20 minutes; needs root)
+# make faults  inject faults into runs of every method, and write docs/faults.md (a quarter of an hour)
 # Each makes its own virtual environment in .venv first.
 
 PYTHON ?= python3
@@ -14,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench bench-gpu links docs studies predictions clean
+.PHONY: demo test lint bench bench-gpu links docs studies fuzz soak predictions faults clean
 
 demo: $(READY)
 	$(BIN)/comm-hooks compare
@@ -32,6 +35,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/operators.py
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/per_sample_gradients.py
+	$(BIN)/python -m benchmarks.checks
 
 bench-gpu: $(READY)
 	$(BIN)/python -m benchmarks.gpu_kernels
@@ -52,8 +56,17 @@ studies: $(READY)
 	$(BIN)/python -m benchmarks.studies.private_compressed
 	$(BIN)/python -m benchmarks.studies.scale
 
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz
+
+soak: $(READY)
+	$(BIN)/python -m benchmarks.soak
+
 predictions: $(READY)
 	$(BIN)/python -m benchmarks.netns.check_predictions
+
+faults: $(READY)
+	$(BIN)/python -m tests.faults
 
 $(READY): setup.cfg pyproject.toml .ci/install_torch.py
 	$(PYTHON) -m venv $(VENV)

@@ -13,9 +13,9 @@ import typer
 from torch.utils.benchmark import Timer
 
 from comm_hooks import TopK
-from comm_hooks.wire.header import Stamp
 from comm_hooks.wire.index_codes import INDEX_CODES
 from comm_hooks.wire.payload import PayloadFormat
+from comm_hooks.wire.stamp import Stamp
 from comm_hooks.wire.values import VALUE_BITS
 
 BLOCK, BLOCKS = 4096, 2048
@@ -39,8 +39,8 @@ def main(density: float = 1 / 64) -> None:
     for value_bits in VALUE_BITS:
         for index_code in INDEX_CODES:
             top_k = TopK(density, BLOCK, value_bits, index_code)
-            format_ = PayloadFormat([(top_k, *vector.shape)], world_size=2)
-            payload = format_.encode([vector], [[1]], 0, torch.tensor(0.0), STAMP)
+            format_ = PayloadFormat([(top_k, *vector.shape)], ranks=range(2), place=0)
+            payload = format_.encode([vector], [[1]], torch.tensor(0.0), STAMP)
             back = torch.empty_like(vector)
             format_.decode([back], payload, [[1]], 0)
             bits = 8 * payload.nbytes / (BLOCKS * kept)
@@ -49,7 +49,7 @@ def main(density: float = 1 / 64) -> None:
             names |= {"h": torch.tensor(0.0), "s": STAMP}
             print(
                 f"| {value_bits} | {index_code} | {bits:.3f} | {bits / (entropy + value_bits):.3f} "
-                f"| {100 * arrived:.2f} % | {milliseconds('f.encode(v, k, 0, h, s)', **names):.0f} "
+                f"| {100 * arrived:.2f} % | {milliseconds('f.encode(v, k, h, s)', **names):.0f} "
                 f"| {milliseconds('f.decode(b, p, k, 0)', **names):.0f} |"
             )
 

@@ -14,10 +14,12 @@ from comm_hooks.compressors import (
     Sign,
     TopK,
 )
-from comm_hooks.errors import ConfigMismatchError, PayloadError
+from comm_hooks.errors import ConfigMismatchError, PayloadError, PeerError
 from comm_hooks.exchange import Exchange
 from comm_hooks.hook import CompressionState, compression_hook, register, skip_hook
 from comm_hooks.memory import Differences, ErrorFeedback, Memory, MomentumCorrection
+
+__version__ = "0.1.0"
 
 __all__ = [
     "SRHT",
@@ -35,6 +37,7 @@ __all__ = [
     "Memory",
     "MomentumCorrection",
     "PayloadError",
+    "PeerError",
     "PermK",
     "Quantize",
     "RandomK",

@@ -1,12 +1,10 @@
 """What is refused before anything is sent."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.errors import ConfigMismatchError
 from comm_hooks.memory.base import Memory
 
 Collective = Literal["auto", "all_reduce", "all_gather", "sharded", "hierarchical"]
@@ -19,12 +17,6 @@ def require_dense_floats(tensor: torch.Tensor) -> None:
             f"gradients must be dense and of a floating-point dtype to be compressed, got "
             f"{tensor.dtype} ({tensor.layout})"
         )
-
-
-def checksum(parameters: Sequence[torch.Tensor]) -> int:
-    """Return the sum of all bytes: equal for equal models, whatever the device."""
-    octets = [p.detach().contiguous().view(-1).view(torch.uint8) for p in parameters]
-    return sum(int(o.sum(dtype=torch.int64)) for o in octets)
 
 
 def supported_collectives(compressor: Compressor, exempt: Compressor) -> list[str]:
@@ -84,25 +76,3 @@ def check_nodes(ranks_per_node: int | None, world_size: int) -> int:
             f"{ranks_per_node}: ranks_per_node must divide the number of ranks"
         )
     return ranks_per_node
-
-
-def check_agreement(configs: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ConfigMismatchError`` naming the settings in which ranks differ."""
-    differences = []
-    for setting in dict.fromkeys(key for config in configs for key in config):
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, config in enumerate(configs):
-            value = repr(config[setting]) if setting in config else "absent"
-            ranks_by_value.setdefault(value, []).append(rank)
-        if len(ranks_by_value) > 1:
-            listed = ", ".join(
-                f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-                for value, ranks in ranks_by_value.items()
-            )
-            differences.append(f"{setting} is {listed}")
-    if differences:
-        raise ConfigMismatchError(
-            "ranks are configured differently: "
-            + "; ".join(differences)
-            + ". Give every rank the same settings"
-        )

@@ -25,6 +25,7 @@ from comm_hooks.compressors import (
 )
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory import Differences, ErrorFeedback, Memory, MomentumCorrection
+from comm_hooks.memory.error_feedback import fitting_memory
 
 COMPRESSORS: dict[str, type[Compressor]] = {
     "count_sketch": CountSketch,
@@ -63,7 +64,7 @@ def build_compressor(name: str, **options: Any) -> Compressor:
         >>> build_compressor("topk", density=0.01)
         TopK(density=0.01, block_size=4096, value_bits=16, index_code='elias_fano')
     """
-    if name not in COMPRESSORS:
+    if not isinstance(name, str) or name not in COMPRESSORS:
         raise ValueError(unknown("compressor", name, COMPRESSORS))
     kind = COMPRESSORS[name]
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
@@ -81,6 +82,7 @@ _EXCHANGE_OPTIONS = (
     "exempt_bits",
     "granularity",
     "ranks_per_node",
+    "verify_every",
 )
 
 
@@ -105,18 +107,18 @@ def build_memory(
             raise ValueError(
                 f"memory as a mapping needs its name under 'type', one of {', '.join(MEMORIES)}; "
                 f"got only {', '.join(map(repr, memory)) or 'an empty one'}"
+                f"{_instead_of('type', memory)}"
             )
         options = {**{k: v for k, v in memory.items() if k != "type"}, **options}
         memory = memory["type"]
     if memory == "auto":
-        fits = compressor.contractive and not compressor.unbiased
-        memory = "error_feedback" if fits else "none"
+        memory = "error_feedback" if fitting_memory(compressor) else "none"
     if memory is not None and not isinstance(memory, (str, Memory)):
         raise ValueError(f"memory must be a name, a mapping or a Memory, got {memory!r}")
     if not isinstance(memory, str) or memory == "none":
         if options:
             raise ValueError(
-                f"{', '.join(options)} cannot be set: memory is {memory!r}, not one of "
+                f"{', '.join(map(repr, options))} cannot be set: memory is {memory!r}, not one of "
                 f"{', '.join(MEMORIES)} by name"
             )
         return None if isinstance(memory, str) else memory
@@ -141,8 +143,8 @@ def build_exchange(
     Args:
         settings: ``compressor``, a key of :data:`COMPRESSORS`, and the compressor's own options
             beside it; ``memory`` (default ``"auto"``; see :func:`build_memory`); and
-            ``collective``, ``seed``, ``min_numel``, ``min_ndim``, ``exempt_bits``, ``granularity``
-            and ``ranks_per_node`` (see :class:`~comm_hooks.exchange.Exchange`).
+            ``collective``, ``seed``, ``min_numel``, ``min_ndim``, ``exempt_bits``, ``granularity``,
+            ``ranks_per_node`` and ``verify_every`` (see :class:`~comm_hooks.exchange.Exchange`).
         path: where the block stands in the configuration, for messages.
         transport, process_group: see :class:`~comm_hooks.exchange.Exchange`.
 
@@ -158,7 +160,10 @@ def build_exchange(
     if not isinstance(settings, Mapping):
         raise ValueError(f"{path}: must be an object with a 'compressor', got {settings!r}")
     if "compressor" not in settings:
-        raise ValueError(f"{path}.compressor: missing; choose from {', '.join(COMPRESSORS)}")
+        raise ValueError(
+            f"{path}.compressor: missing; choose from {', '.join(COMPRESSORS)}"
+            f"{_instead_of('compressor', settings)}"
+        )
     name = settings["compressor"]
     if not isinstance(name, str) or name not in COMPRESSORS:
         raise ValueError(f"{path}.compressor: {unknown('compressor', name, COMPRESSORS)}")
@@ -167,7 +172,8 @@ def build_exchange(
     known = ["compressor", *of_compressor, "memory", *_EXCHANGE_OPTIONS]
     for key in settings:
         if key not in known:
-            raise ValueError(f"{path}.{key}: {unknown(f'setting with {name}', key, known)}")
+            where = f"{path}.{key}" if str(key).isprintable() else path
+            raise ValueError(f"{where}: {unknown(f'setting with {name}', key, known)}")
     try:
         compressor = build_compressor(
             name, **{k: settings[k] for k in of_compressor if k in settings}
@@ -188,6 +194,12 @@ def build_exchange(
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _instead_of(missing: str, keys: Iterable[object]) -> str:
+    """Return the end of a message about a missing key: what stands there and may have meant it."""
+    similar = difflib.get_close_matches(missing, map(str, keys), n=1, cutoff=0.6)
+    return f". There is {similar[0]!r}: did you mean {missing!r}?" if similar else ""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:

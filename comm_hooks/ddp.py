@@ -181,6 +181,27 @@ def require_bucket(bucket: object) -> None:
         raise ValueError(_PYTHON_REDUCER)
 
 
+def gradients_in(bucket: dist.GradBucket) -> list[torch.Tensor]:  # type: ignore[name-defined]
+    """Return views of a bucket in the shapes of its parameters, each element at its own place.
+
+    ``bucket.gradients()`` takes elements as they lie in memory, and DDP lays them out as in the
+    parameter: with ``channels_last`` both are not the same.
+    """
+    parameters = bucket.parameters()
+    pieces = bucket.buffer().split([p.numel() for p in parameters])
+    return [
+        piece.view(p.shape)
+        if p.is_contiguous() or not _is_dense(p)
+        else piece.as_strided(p.shape, p.stride(), piece.storage_offset())
+        for p, piece in zip(parameters, pieces, strict=True)
+    ]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements fill its memory, in whatever order: DDP keeps that."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
 _PYTHON_REDUCER = (
     "torch._dynamo.config.optimize_ddp = 'python_reducer' calls hooks parameter by parameter and "
     "ignores what they return: set it to 'ddp_optimizer', the default, before DDP is constructed"

@@ -11,5 +11,14 @@ class ConfigMismatchError(RuntimeError):
 class PayloadError(ValueError):
     """A payload is not what its receiver expects: cut short, damaged, or another round's.
 
-    Raised on the rank that received it, before anything is decoded, so that no gradient is wrong.
+    Raised before anything is decoded, so that no gradient is wrong: where ranks differ on all of
+    them, where a payload was damaged on the rank that received it.  Names the rank and the reason.
+    """
+
+
+class PeerError(RuntimeError):
+    """A collective failed because another rank has ended, is stopped, or came too late.
+
+    Raised on every rank that is still there, naming those that are not.  Nothing has been applied;
+    the process group cannot be used any more: end the process, and go on from a checkpoint.
     """

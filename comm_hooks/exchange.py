@@ -1,29 +1,33 @@
 """One round on flat vectors, no framework in sight."""
 
+import copy
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, get_args
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
+from comm_hooks.agreement import Owner, compare_settings, compare_tensors
 from comm_hooks.checks import (
     Collective,
-    check_agreement,
     check_combination,
     check_nodes,
     require_dense_floats,
     supported_collectives,
 )
 from comm_hooks.collectives.base import Transport
-from comm_hooks.collectives.requests import AllGatherObject, Round
+from comm_hooks.collectives.requests import Round
 from comm_hooks.collectives.routes import Route, cheapest_route, row_norms
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor, require_choice, require_positive
 from comm_hooks.compressors.identity import Identity
+from comm_hooks.errors import PeerError
 from comm_hooks.layout import Granularity, Layout, Segment
 from comm_hooks.memory.base import Memory
+from comm_hooks.memory.error_feedback import fitting_memory
 from comm_hooks.memory.feedback import Feedback
 from comm_hooks.nodes import Nodes
 from comm_hooks.randomness import derive_key, derive_keys
@@ -31,11 +35,14 @@ from comm_hooks.resuming import (
     check_complete,
     check_memory,
     check_own,
+    check_whole,
     cut_memory,
     merge_memories,
+    seal_own,
 )
 from comm_hooks.safeguard import COLLECTIVE_OF, Place, Safeguard
-from comm_hooks.wire.header import WIRE_VERSION, Stamp, digest
+from comm_hooks.wire.checksum import fingerprint
+from comm_hooks.wire.stamp import WIRE_VERSION, Stamp, digest
 
 
 class Exchange:
@@ -56,7 +63,8 @@ class Exchange:
 
     Args:
         compressor: what turns a parameter into a payload.
-        memory: what is remembered between rounds; None for nothing.
+        memory: what is remembered between rounds; None for nothing; ``"auto"``: error feedback
+            where the compressor is biased.
         collective: how payloads travel: ``"all_reduce"`` (linear compressors only),
             ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one of these that moves the fewest
             bytes (never shards of what can be summed).  ``"hierarchical"``: averages vectors in
@@ -73,6 +81,10 @@ class Exchange:
             the exchange divides it into shards, each of those.
         ranks_per_node: of ``"hierarchical"``: how many ranks, each following the other, share a
             node; by default what torchrun says (``LOCAL_WORLD_SIZE``).
+        verify_every: how often ranks compare, beside what they send, a fingerprint of what must be
+            the same on all of them (the parameters, for hooks and optimizers): at the first
+            exchange, and whenever so many steps are over.  0: never, for machines that differ in
+            their arithmetic.
         transport: how ranks reach each other; by default ``torch.distributed`` over
             ``process_group``.
         process_group: the group to average over; the default group if None.
@@ -102,7 +114,7 @@ class Exchange:
     def __init__(
         self,
         compressor: Compressor,
-        memory: Memory | None = None,
+        memory: Memory | Literal["auto"] | None = "auto",
         collective: Collective = "auto",
         seed: int = 0,
         *,
@@ -111,6 +123,7 @@ class Exchange:
         exempt_bits: int = 32,
         granularity: Granularity = "parameter",
         ranks_per_node: int | None = None,
+        verify_every: int = 32,
         transport: Transport | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -119,14 +132,18 @@ class Exchange:
                 f"Exchange: compressor must be a Compressor such as TopK(density=1/64), "
                 f"got {compressor!r}"
             )
+        if isinstance(memory, str) and memory == "auto":
+            memory = fitting_memory(compressor)
         if memory is not None and not isinstance(memory, Memory):
             raise ValueError(
-                f"Exchange: memory must be None or a Memory such as ErrorFeedback(), got {memory!r}"
+                "Exchange: memory must be None, 'auto' or a Memory such as ErrorFeedback(), got "
+                f"{memory!r}"
             )
         require_choice(self, "collective", collective, get_args(Collective))
         require_choice(self, "granularity", granularity, ("parameter", "bucket"))
         require_positive(self, "min_numel", min_numel)
         require_positive(self, "min_ndim", min_ndim)
+        require_choice(self, "exempt_bits", exempt_bits, (16, 32))
         if ranks_per_node is not None:
             require_positive(self, "ranks_per_node", ranks_per_node)
             if collective != "hierarchical":
@@ -136,6 +153,8 @@ class Exchange:
                 )
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"Exchange: seed must be an integer, got {seed!r}")
+        if verify_every != 0:
+            require_positive(self, "verify_every", verify_every)
         self._exempt = Identity(exempt_bits)
         self.compressor = compressor
         self.memory = memory
@@ -144,14 +163,18 @@ class Exchange:
         self.min_numel = min_numel
         self.min_ndim = min_ndim
         self.granularity = granularity
+        self.verify_every = verify_every
         self._check(compressor)
         self.step = 0
         # What else must be equal on all ranks, added by whoever uses this exchange.
         self.owner_settings: dict[str, Any] = {}
+        self._owner: weakref.ref[Owner] | None = None
         self._server_memory = memory.for_server() if memory else None
         self._transport = transport
         self._process_group = process_group
         self._agreed = False
+        self._compared: set[Layout] = set()
+        self._loaded_at: int | None = None
         self._layouts: dict[tuple[tuple[Segment, ...], torch.device], Layout] = {}
         self._routes: dict[tuple[Layout, Identity, Compressor, Place | None], Route] = {}
         self._digests: dict[Layout, int] = {}
@@ -162,12 +185,41 @@ class Exchange:
         self._nodes: Nodes | None = None
 
     def __repr__(self) -> str:
-        names = ("memory", "collective", "seed", "min_numel", "min_ndim", "exempt_bits")
-        settings = {name: getattr(self, name) for name in (*names, "granularity")}
+        names = ["memory", "collective", "seed", "min_numel", "min_ndim", "exempt_bits"]
+        names += ["granularity", "verify_every"]
+        settings = {name: getattr(self, name) for name in names}
         if self._ranks_per_node is not None:
             settings["ranks_per_node"] = self._ranks_per_node
         keywords = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         return f"Exchange({self.compressor!r}, {keywords})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Exchange":
+        """Return an exchange between the same ranks, with a copy of what is remembered."""
+        duplicate = memo[id(self)] = copy.copy(self)
+        memories = self.memory, self._server_memory
+        duplicate.memory, duplicate._server_memory = copy.deepcopy(memories, memo)
+        duplicate.owner_settings = dict(self.owner_settings)
+        duplicate.owner = None
+        duplicate._compared = set()
+        duplicate._numels = dict(self._numels)
+        # Workspaces are made when they are needed.
+        duplicate._layouts, duplicate._routes, duplicate._digests = {}, {}, {}
+        duplicate._nodes = None
+        return duplicate
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: all but the owner, which is known by a weak reference."""
+        return {**self.__dict__, "_owner": None}
+
+    @property
+    def owner(self) -> Owner | None:
+        """The optimizer or hook that exchanges through this, as long as there is one."""
+        return self._owner() if self._owner else None
+
+    @owner.setter
+    def owner(self, owner: Owner | None) -> None:
+        # Weak: an owner has its exchange, and a circle would keep ledgers and memories alive.
+        self._owner = weakref.ref(owner) if owner else None
 
     @property
     def exempt(self) -> Compressor:
@@ -215,7 +267,6 @@ class Exchange:
             transport=transport,
         )
         exchange._server_memory = self._server_memory
-        exchange._agreed = True  # all ranks have compared more than this
         return exchange
 
     def config(self) -> dict[str, Any]:
@@ -231,6 +282,7 @@ class Exchange:
             "exempt_bits": self.exempt_bits,
             "granularity": self.granularity,
             "ranks_per_node": self.ranks_per_node,
+            "verify_every": self.verify_every,
             "step": self.step,
             "wire_version": WIRE_VERSION,
             **self.owner_settings,
@@ -240,8 +292,7 @@ class Exchange:
         """Make sure, once, that all ranks are configured alike."""
         if self._agreed:
             return
-        configs = yield AllGatherObject(self.config())
-        check_agreement(configs)
+        yield from compare_settings(self.config(), self.owner)
         if self.nodes:
             if self.nodes.count == 1:
                 warnings.warn("all ranks are on one node: nothing is compressed", stacklevel=2)
@@ -257,6 +308,7 @@ class Exchange:
         self,
         tensors: Mapping[str, torch.Tensor],
         *,
+        beside: Mapping[str, torch.Tensor] | None = None,
         compress: bool | Compressor = True,
         memory: Memory | None = None,
         safeguard: Safeguard | None = None,
@@ -267,8 +319,8 @@ class Exchange:
         process group use :meth:`average_`, which takes the same arguments.
         """
         yield from self.bucket_round(
-            self.layout_of(tensors),
-            list(tensors.values()),
+            self.layout_of(tensors, beside),
+            [*tensors.values(), *(beside or {}).values()],
             compress=compress,
             memory=memory,
             safeguard=safeguard,
@@ -279,6 +331,7 @@ class Exchange:
         self,
         tensors: Mapping[str, torch.Tensor],
         *,
+        beside: Mapping[str, torch.Tensor] | None = None,
         compress: bool | Compressor = True,
         memory: Memory | None = None,
         safeguard: Safeguard | None = None,
@@ -288,6 +341,8 @@ class Exchange:
         Args:
             tensors: parameter name -> floating-point tensor, the same names and shapes in the same
                 order on all ranks.  Those of :meth:`workspace` are not copied.
+            beside: more tensors, float32, in the same payload, which no compressor sees: flags,
+                counts and the like, averaged exactly.
             compress: False averages exactly, for warm-up steps; a compressor takes the place of
                 the exchange's own in this round.
             memory: takes the place of the exchange's own: another client's, say.
@@ -298,15 +353,21 @@ class Exchange:
                 or a safeguard that cannot go with the exchange's other settings.
         """
         self.transport.run(
-            self.round(tensors, compress=compress, memory=memory, safeguard=safeguard)
+            self.round(
+                tensors, beside=beside, compress=compress, memory=memory, safeguard=safeguard
+            )
         )
 
     def exempts(self, shape: Sequence[int]) -> bool:
         """Return whether a parameter of this shape travels uncompressed."""
         return len(shape) < self.min_ndim or torch.Size(shape).numel() < self.min_numel
 
-    def layout_of(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
-        """Return the workspace for these tensors by name.
+    def layout_of(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        beside: Mapping[str, torch.Tensor] | None = None,
+    ) -> Layout:
+        """Return the workspace for these tensors by name; see :meth:`average_`.
 
         Raises:
             ValueError: if there are none, or one is not dense and floating-point.
@@ -315,8 +376,12 @@ class Exchange:
             raise ValueError("there is nothing to average: no tensors were given")
         for tensor in tensors.values():
             require_dense_floats(tensor)
+        exact = (Segment(n, tuple(t.shape), True, True) for n, t in (beside or {}).items())
         return self.layout(
-            [Segment(n, tuple(t.shape), self.exempts(t.shape)) for n, t in tensors.items()],
+            [
+                *(Segment(n, tuple(t.shape), self.exempts(t.shape)) for n, t in tensors.items()),
+                *exact,
+            ],
             next(iter(tensors.values())).device,
         )
 
@@ -352,6 +417,8 @@ class Exchange:
         ]
         if layout.exempt:
             bounds.append(self._exempt.norm_bound(layout.exempt.matrix.shape[1]))
+        if layout.exact:
+            bounds.append(1.0)
         # Parts are apart in the vector and in the payload, so their bounds do not add up.
         return max(bounds)
 
@@ -367,6 +434,7 @@ class Exchange:
                 layout = self._layouts.pop(old)
                 self._routes = {k: r for k, r in self._routes.items() if k[0] is not layout}
                 self._digests.pop(layout, None)
+                self._compared.discard(layout)
             self._layouts[key] = Layout(*key, self.granularity)
             self._numels.update({s.name: s.numel for s in segments if not s.exempt})
         return self._layouts[key]
@@ -380,6 +448,7 @@ class Exchange:
         memory: Memory | None = None,
         scale: float = 1.0,
         safeguard: Safeguard | None = None,
+        replica: Sequence[torch.Tensor] | None = None,
     ) -> Round[None]:
         """Return a round on one bucket of a step that may have several.
 
@@ -389,10 +458,64 @@ class Exchange:
                 overwritten with the mean.
             compress, memory, safeguard: see :meth:`average_`.
             scale: the factor by which the tensors are scaled at present.
+            replica: what must be bit-identical on all ranks at this moment, of which now and then
+                they compare a fingerprint; by default what the exchange's owner says.
         """
         if isinstance(compress, Compressor):
             self._check(compress)
         yield from self.agree()
+        is_new = layout not in self._compared
+        if is_new:
+            yield from compare_tensors(layout.segments)
+            self._compared.add(layout)
+        stamp = self.stamp(layout)
+        # What has just been loaded is looked at, too.
+        is_due = is_new or self.step == self._loaded_at
+        verify = self.verify_every > 0 and (is_due or self.step % self.verify_every == 0)
+        if verify:
+            tensors_alike = self.owner.replica() if replica is None and self.owner else replica
+            if tensors_alike:
+                stamp = replace(stamp, model=fingerprint(tensors_alike))
+        try:
+            yield from self.unchecked_round(
+                layout,
+                tensors,
+                stamp,
+                compress=compress,
+                memory=memory,
+                scale=scale,
+                safeguard=safeguard,
+                verify=verify,
+                limit=_largest_in(tensors[0].dtype),
+            )
+        except PeerError as error:
+            raise PeerError(f"{error}, during step {stamp.step}") from error.__cause__
+        except Exception as error:
+            self.transport.report(error)
+            raise
+
+    def unchecked_round(
+        self,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        stamp: Stamp,
+        *,
+        compress: bool | Compressor = True,
+        memory: Memory | None = None,
+        scale: float = 1.0,
+        safeguard: Safeguard | None = None,
+        verify: bool = False,
+        limit: float | None = None,
+    ) -> Round[None]:
+        """Return a :meth:`bucket_round` whose ranks have compared settings and tensors already.
+
+        Args:
+            stamp: what all payloads must have in common; see :meth:`stamp`.
+            verify: make sure that what is remembered is finite.
+            limit: the largest element that whoever gets the mean can hold; what is above it is
+                remembered.
+            layout, tensors, compress, memory, scale, safeguard: see :meth:`bucket_round`.
+        """
         if self.nodes and compress:
             if safeguard:
                 raise ValueError(
@@ -402,7 +525,13 @@ class Exchange:
             layout.load(tensors)
             self._count(self.nodes.traffic(layout), tensors)
             yield from self.nodes.round(
-                layout, self.step, compress=compress, memory=memory, scale=scale
+                layout,
+                stamp,
+                compress=compress,
+                memory=memory,
+                scale=scale,
+                verify=verify,
+                limit=limit,
             )
             layout.store(tensors)
             return
@@ -411,17 +540,19 @@ class Exchange:
         layout.load(tensors)
         memory = (memory or self.memory) if compress and place != "owner" else None
         norms = [row_norms(rows.matrix) for rows in layout.groups]
-        exempt_norm = [row_norms(layout.exempt.matrix)] if layout.exempt else []
+        plain_norms = [row_norms(row.matrix) for row in (layout.exact, layout.exempt) if row]
         # 0 if all elements are finite, else NaN.  A norm that overflows float32 counts as infinite.
-        health = torch.cat([norm - norm for norm in (*norms, *exempt_norm)]).sum()
+        health = torch.cat([norm - norm for norm in (*norms, *plain_norms)]).sum()
         feedback = None
         if memory:
             # Of now: by the time the memory draws, the owner may have gone on to the next step.
             own_key = derive_key(self.seed, self.step, f"memory of rank {self.transport.rank}")
-            feedback = Feedback(memory, layout, norms, scale, own_key)
+            feedback = Feedback(memory, layout, norms, scale, own_key, verify=verify)
         self._count(route.traffic, tensors)
         keys = [derive_keys(self.seed, self.step, part.names) for part in layout.parts()]
-        yield from route.travel(keys, self.stamp(layout), health, scale, feedback, safeguard)
+        yield from route.travel(keys, stamp, health, scale, feedback, safeguard)
+        if feedback and limit is not None:
+            feedback.give_back(limit)
         layout.store(tensors)
 
     def stamp(self, layout: Layout) -> Stamp:
@@ -429,7 +560,15 @@ class Exchange:
         if layout not in self._digests:
             settings = {key: value for key, value in self.config().items() if key != "step"}
             self._digests[layout] = digest(settings, layout.segments)
-        return Stamp(self._digests[layout], self.step)
+        since = self.step - (self._loaded_at or 0)
+        owner = self.owner
+        return Stamp(
+            self._digests[layout],
+            self.step,
+            # Exchanges since the start or the last load, and which of the two it was.
+            loads=2 * since + (self._loaded_at is not None),
+            hyperparameters=digest(owner.hyperparameters()) if owner else 0,
+        )
 
     def _count(self, nbytes: int, tensors: Sequence[torch.Tensor]) -> None:
         ranks = self.transport.world_size
@@ -478,20 +617,23 @@ class Exchange:
         if self.collective == "hierarchical":
             state["ranks_per_node"] = self.ranks_per_node
         if self.memory and self._server_memory:
+            state["memory_type"] = type(self.memory).__name__
             state["memory"] = self.memory.state_dict()
             state["server_memory"] = self._server_memory.state_dict()
             state["numels"] = dict(self._numels)
-        return state
+        return seal_own(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned on this rank.
+        """Restore what :meth:`state_dict` returned on this rank; all ranks must load theirs.
 
         Raises:
-            ValueError: if the state is another rank's, of another number of ranks, of another kind
-                of memory, or of shards that this exchange may not have; nothing is changed.
+            ValueError: if the state is damaged, another rank's, of another number of ranks, of
+                another kind of memory, of parameters that the owner of the exchange does not have,
+                or of shards that this exchange may not have; nothing is changed.
         """
+        check_whole(state)
         check_own(state, self.transport.rank, self.transport.world_size, self.ranks_per_node)
-        check_memory(state, self.memory)
+        check_memory(state, self.memory, self._known_names())
         if not self._passes_on(state):
             raise ValueError(
                 "the state has what owners of shards had not passed on, and was saved with "
@@ -502,7 +644,7 @@ class Exchange:
             self.memory.load_state_dict(state["memory"])
             self._server_memory.load_state_dict(state["server_memory"])
             self._numels = dict(state["numels"])
-        self.step = state["step"]
+        self.step = self._loaded_at = state["step"]
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore what :meth:`state_dict` returned on *all* ranks, on any number of ranks.
@@ -528,7 +670,7 @@ class Exchange:
             self.load_state_dict(states[self.transport.rank])
             return
         for state in states:
-            check_memory(state, self.memory)
+            check_memory(state, self.memory, self._known_names())
         if self.memory and self._server_memory:
             self._numels = {name: n for state in states for name, n in state["numels"].items()}
             merged = merge_memories(states, self.memory, self._server_memory)
@@ -538,7 +680,10 @@ class Exchange:
                 )
             self.memory.load_state_dict(merged)
             self._server_memory.load_state_dict({})
-        self.step = states[0]["step"]
+        self.step = self._loaded_at = states[0]["step"]
+
+    def _known_names(self) -> Collection[str] | None:
+        return self.owner.names() if self.owner else None
 
     def _passes_on(self, state: Mapping[str, Any]) -> bool:
         """Return whether rounds will send what the state's rank remembers as an owner of shards.
@@ -582,3 +727,13 @@ class Exchange:
                 exact_uplink=place == "owner",
             )
         return self._routes[key]
+
+
+def _largest_in(dtype: torch.dtype) -> float | None:
+    """Return the largest number that a dtype can hold; None if float32 has no larger ones.
+
+    A sparse compressor sends what has gathered over many steps at once: in float16, scaled by a
+    GradScaler, that may be too much although no gradient was.
+    """
+    largest = torch.finfo(dtype).max
+    return largest if largest < torch.finfo(torch.bfloat16).max else None

@@ -4,23 +4,26 @@ No ``from __future__ import annotations`` here: DDP compares the annotations of 
 and refuses strings.
 """
 
+import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
+from comm_hooks.backward import Underway
 from comm_hooks.checks import Collective, require_dense_floats
-from comm_hooks.collectives.base import completed
+from comm_hooks.collectives.base import after_all, completed
 from comm_hooks.collectives.requests import Round
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.config import build_compressor, build_memory
-from comm_hooks.ddp import AccumulationWatch, DataParallelModel, require_bucket
+from comm_hooks.ddp import AccumulationWatch, DataParallelModel, gradients_in, require_bucket
 from comm_hooks.exchange import Exchange
 from comm_hooks.layout import Granularity, Layout, Segment
 from comm_hooks.memory.base import Memory
+from comm_hooks.resuming import seal_own
 from comm_hooks.sparse_gradients import average_sparse
 
 logger = logging.getLogger(__name__)
@@ -33,7 +36,8 @@ class CompressionState:
 
     Args:
         compressor: for instance ``TopK(density=1 / 64)``.
-        memory: for instance ``ErrorFeedback()``; None for nothing.
+        memory: for instance ``ErrorFeedback()``; None for nothing; ``"auto"``: error feedback where
+            the compressor is biased.
         collective: ``"auto"``, ``"all_reduce"``, ``"all_gather"``, ``"sharded"`` or
             ``"hierarchical"``; see :class:`~comm_hooks.exchange.Exchange`, also for ``seed`` to
             ``ranks_per_node``.
@@ -43,6 +47,7 @@ class CompressionState:
         exempt_bits: 32 or 16.
         granularity: ``"parameter"`` or ``"bucket"``.
         ranks_per_node: of ``"hierarchical"``; by default what torchrun says.
+        verify_every: how often ranks compare a fingerprint of the parameters; 0: never.
         process_group: the group that DDP was given; the default group if None.
         named_parameters: ``model.named_parameters()``, which ties saved state to names.  Without
             it parameters are numbered in the order in which DDP first reduces them, which is the
@@ -57,6 +62,10 @@ class CompressionState:
     Warns once if gradients are averaged a second time because nobody cleared them: accumulate
     under ``no_sync()``.
 
+    A copy of a hooked model (``copy.deepcopy``, ``AveragedModel``) has a copy of the state.  It is
+    for evaluation: PyTorch does not register the hook with the copy, whose backward passes average
+    uncompressed.
+
     Not supported: the same state in two models; DDP's ``python_reducer``.
 
     Example::
@@ -69,7 +78,7 @@ class CompressionState:
     def __init__(
         self,
         compressor: Compressor,
-        memory: Memory | None = None,
+        memory: Memory | Literal["auto"] | None = "auto",
         collective: Collective = "auto",
         seed: int = 0,
         *,
@@ -78,11 +87,12 @@ class CompressionState:
         exempt_bits: int = 32,
         granularity: Granularity = "parameter",
         ranks_per_node: int | None = None,
+        verify_every: int = 32,
         process_group: dist.ProcessGroup | None = None,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
         loss_scale: Callable[[], float] | None = None,
     ) -> None:
-        if memory is not None and memory.sends_changes:
+        if isinstance(memory, Memory) and memory.sends_changes:
             raise ValueError(
                 f"CompressionState: {memory} sends changes, which an optimizer behind a hook would "
                 "take for gradients: use ErrorFeedback(), or optim.EF21 or CDAdam with skip_hook"
@@ -97,13 +107,47 @@ class CompressionState:
             exempt_bits=exempt_bits,
             granularity=granularity,
             ranks_per_node=ranks_per_node,
+            verify_every=verify_every,
             process_group=process_group,
         )
         self.loss_scale = loss_scale
         self._names = {p: name for name, p in named_parameters} if named_parameters else {}
+        self._known_names = set(self._names.values()) or None
+        self.exchange.owner = self
         # Weak: the exchange drops a layout when DDP has rebuilt its bucket.
         self._layouts: WeakValueDictionary[tuple[int, ...], Layout] = WeakValueDictionary()
+        self._saved_buckets: list[list[str]] = []
         self._accumulation = AccumulationWatch()
+        self._underway = Underway()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressionState":
+        """Return a state for a copy of the model, whose parameters it knows by the same names."""
+        duplicate = memo[id(self)] = copy.copy(self)
+        duplicate.exchange = copy.deepcopy(self.exchange, memo)
+        duplicate._names = {copy.deepcopy(p, memo): name for p, name in self._names.items()}
+        duplicate.exchange.owner = duplicate
+        duplicate._layouts = WeakValueDictionary()
+        duplicate._underway = Underway()
+        duplicate._accumulation = AccumulationWatch()
+        return duplicate
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Return nothing: a hook does not see the optimizer."""
+        return {}
+
+    def replica(self) -> Sequence[torch.Tensor]:
+        """Return nothing: each bucket brings its own parameters."""
+        return ()
+
+    def names(self) -> Collection[str] | None:
+        """Return the names of the model's parameters, if they were given."""
+        return self._known_names
+
+    def __repr__(self) -> str:
+        settings = repr(self.exchange).removeprefix("Exchange")
+        if self.loss_scale is not None:
+            settings = f"{settings[:-1]}, loss_scale={self.loss_scale!r})"
+        return f"CompressionState{settings}"
 
     def stats(self) -> dict[str, float]:
         """Return what this rank moved; see :meth:`~comm_hooks.exchange.Exchange.stats`."""
@@ -111,7 +155,7 @@ class CompressionState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank must save; see :meth:`~comm_hooks.exchange.Exchange.state_dict`."""
-        return self.exchange.state_dict()
+        return seal_own({**self.exchange.state_dict(), "buckets": self._buckets()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned on this rank.
@@ -120,8 +164,8 @@ class CompressionState:
             ValueError: if the state is not this rank's or names parameters that this model lacks;
                 nothing is changed.
         """
-        self._refuse_strangers(state)
         self.exchange.load_state_dict(state)
+        self._saved_buckets = list(state.get("buckets", []))
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore what :meth:`state_dict` returned on *all* ranks, on any number of ranks.
@@ -131,37 +175,45 @@ class CompressionState:
         Raises:
             ValueError: also if a state names parameters that this model lacks; nothing is changed.
         """
-        for state in states:
-            self._refuse_strangers(state)
         self.exchange.load_state_dicts(states)
+        self._saved_buckets = list(states[0].get("buckets", []))
 
-    def _refuse_strangers(self, state: Mapping[str, Any]) -> None:
-        memory = self.exchange.memory
-        saved = memory.parameters_in(state.get("memory", {})) if memory else set()
-        if self._names and not saved <= set(self._names.values()):
-            strangers = ", ".join(sorted(saved - set(self._names.values()))[:3])
-            raise ValueError(
-                f"the state has residuals of parameters that this model does not have: {strangers}"
-            )
+    def _buckets(self) -> list[list[str]]:
+        """Return which parameters are compressed together, where that matters."""
+        if self.exchange.granularity != "bucket":
+            return []
+        return [[s.name for s in layout.segments] for layout in self._layouts.values()]
 
-    def layout(self, bucket: dist.GradBucket) -> Layout:  # type: ignore[name-defined]
-        """Return the workspace for a bucket's parameters."""
-        parameters = bucket.parameters()
+    def parts(self, parameters: Sequence[torch.nn.Parameter]) -> list[list[int]]:
+        """Return how a bucket is to be exchanged: the places of the parameters in each part.
+
+        One part, as a rule.  DDP's first bucket in a process has all parameters, later ones are
+        smaller; where a bucket is compressed as one vector, a run that goes on from a saved state
+        would draw other numbers at first than the run that was saved.  So what was in one bucket
+        then is exchanged together again.
+        """
+        places = {self._name(p): place for place, p in enumerate(parameters)}
+        saved = [names for names in self._saved_buckets if not places.keys().isdisjoint(names)]
+        if sorted(name for names in saved for name in names) != sorted(places):
+            return [list(places.values())]
+        return [[places[name] for name in names] for names in saved]
+
+    def layout(self, parameters: Sequence[torch.nn.Parameter]) -> Layout:
+        """Return the workspace for gradients of these parameters."""
         # id() is safe: a parameter of a live DDP model is never freed.
         key = tuple(map(id, parameters))
         layout = self._layouts.get(key)
         if layout is None:
             segments = [
-                Segment(
-                    self._names.setdefault(p, f"parameter.{len(self._names)}"),
-                    (p.numel(),),
-                    self.exchange.exempts(p.shape),
-                )
+                Segment(self._name(p), tuple(p.shape), self.exchange.exempts(p.shape))
                 for p in parameters
             ]
-            layout = self.exchange.layout(segments, bucket.buffer().device)
+            layout = self.exchange.layout(segments, parameters[0].device)
             self._layouts[key] = layout
         return layout
+
+    def _name(self, parameter: torch.nn.Parameter) -> str:
+        return self._names.setdefault(parameter, f"parameter.{len(self._names)}")
 
 
 def compression_hook(
@@ -190,6 +242,12 @@ def compression_hook(
     Raises:
         ValueError: under DDP's ``python_reducer``, which would ignore the result.
 
+    At the end of the backward pass, on all ranks:
+
+    Raises:
+        PeerError: if a rank has ended, is stopped or came too late.
+        PayloadError: if ranks do not mean the same step of the same model.
+
     Example::
 
         >>> from comm_hooks import CompressionState, CountSketch, compression_hook
@@ -198,6 +256,8 @@ def compression_hook(
     """
     require_bucket(bucket)
     exchange, buffer = state.exchange, bucket.buffer()
+    if bucket.index() == 0:
+        state._underway.begin()
     # An overflow under a GradScaler leaves gradients standing as well.
     if state.loss_scale is None and bucket.index() == 0:
         state._accumulation.look(bucket)
@@ -206,15 +266,21 @@ def compression_hook(
         future = average_sparse(exchange, buffer)
     else:
         require_dense_floats(buffer)
-        layout = state.layout(bucket)
-        pieces = buffer.split([segment.numel for segment in layout.segments])
+        parameters, gradients = bucket.parameters(), gradients_in(bucket)
         scale = float(state.loss_scale()) if state.loss_scale else 1.0
 
-        def round_() -> Round[torch.Tensor]:
-            yield from exchange.bucket_round(layout, pieces, scale=scale)
+        def round_(part: list[int]) -> Round[torch.Tensor]:
+            own = [parameters[place] for place in part]
+            with state._underway.noting():
+                yield from exchange.bucket_round(
+                    state.layout(own), [gradients[p] for p in part], scale=scale, replica=own
+                )
             return buffer
 
-        future = exchange.transport.run_async(round_(), buffer.device)
+        parts = state.parts(parameters)
+        futures = [exchange.transport.run_async(round_(part), buffer.device) for part in parts]
+        future = after_all(futures, buffer.device)
+        state._underway.add(future)
     if bucket.is_last():
         exchange.step += 1
     return future
@@ -250,6 +316,7 @@ def register(
     exempt_bits: int = 32,
     granularity: Granularity = "parameter",
     ranks_per_node: int | None = None,
+    verify_every: int = 32,
     loss_scale: Callable[[], float] | None = None,
     **options: Any,
 ) -> CompressionState:
@@ -267,8 +334,9 @@ def register(
         loss_scale: see :class:`CompressionState`; by default that of Fabric or Lightning where
             they scale the loss.
         options: arguments of the compressor, when it is given by name.
-        collective, seed, min_numel, min_ndim, exempt_bits, granularity, ranks_per_node: see
+        collective, seed, min_numel, min_ndim, exempt_bits, granularity: see
             :class:`CompressionState`.
+        ranks_per_node, verify_every: see there, too.
 
     Raises:
         ValueError: for bad settings; if there is not exactly one DDP model in ``model``; if it has
@@ -308,6 +376,7 @@ def register(
         exempt_bits=exempt_bits,
         granularity=granularity,
         ranks_per_node=ranks_per_node,
+        verify_every=verify_every,
         process_group=replicas.process_group,
         named_parameters=replicas.named_parameters(),
         loss_scale=loss_scale or replicas.loss_scale,

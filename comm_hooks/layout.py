@@ -18,6 +18,8 @@ from typing import Literal
 
 import torch
 
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.identity import Identity
 from comm_hooks.kernels.residual import Residual
 
 Granularity = Literal["parameter", "bucket"]
@@ -25,11 +27,20 @@ Granularity = Literal["parameter", "bucket"]
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter of a bucket: its name, the shape it arrives in, and whether it is exempt."""
+    """One tensor of a bucket.
+
+    Args:
+        name: the parameter's.
+        shape: in which it arrives.
+        exempt: travels uncompressed, as the exchange's ``exempt_bits`` say.
+        exact: travels in float32 whatever the settings are: what is no parameter, but flags, counts
+            and the like that go beside them.
+    """
 
     name: str
     shape: tuple[int, ...]
     exempt: bool
+    exact: bool = False
 
     @property
     def numel(self) -> int:
@@ -48,14 +59,15 @@ class Workspace:
     """Vectors of many parameters in one tensor, and the views of it that the steps of a round need.
 
     Args:
-        exempt: how many elements travel uncompressed; None if there is nothing of the kind.
+        exact: how many elements travel in float32; None if there is nothing of the kind.
+        exempt: how many travel uncompressed otherwise; None if there is nothing of the kind.
         groups: the parameters to compress: for each distinct length, their names and that length.
         device: where it is.
         granularity: what a compressor sees as one vector.
 
     Attributes:
-        work: float32, all elements: first the exempt ones, then the groups.
-        exempt: what travels uncompressed, as one row; None if nothing does.
+        work: float32, all elements: exact ones, exempt ones, then the groups.
+        exact, exempt: what travels uncompressed, one row each; None if nothing does.
         groups: the parameters to compress, a row for each.
         compressed: the rows a compressor sees: ``groups``, or with ``granularity="bucket"`` all of
             them as a single row.
@@ -63,6 +75,7 @@ class Workspace:
 
     def __init__(
         self,
+        exact: int | None,
         exempt: int | None,
         groups: Sequence[tuple[Sequence[str], int]],
         device: torch.device,
@@ -70,9 +83,12 @@ class Workspace:
     ) -> None:
         self.device = device
         self.granularity = granularity
-        start, sizes = exempt or 0, [len(names) * numel for names, numel in groups]
+        middle, start = exact or 0, (exact or 0) + (exempt or 0)
+        sizes = [len(names) * numel for names, numel in groups]
         self.work = torch.zeros(start + sum(sizes), device=device)
-        self.exempt = None if exempt is None else Rows(("",), self.work[None, :start])
+        self.exact = None if exact is None else Rows(("",), self.work[None, :middle])
+        self.exempt = None if exempt is None else Rows(("",), self.work[None, middle:start])
+        self._plain = [rows for rows in (self.exact, self.exempt) if rows]
         self.groups = [
             Rows(tuple(names), part.view(len(names), numel))
             for part, (names, numel) in zip(self.work[start:].split(sizes), groups, strict=True)
@@ -83,12 +99,22 @@ class Workspace:
             self.compressed = [Rows((digest,), self.work[None, start:])]
 
     def vectors(self) -> list[Rows]:
-        """Return everything that there is: the exempt row, if any, then the groups."""
-        return [self.exempt, *self.groups] if self.exempt else self.groups
+        """Return everything that there is: what is uncompressed, if anything, then the groups."""
+        return [*self._plain, *self.groups]
 
     def parts(self) -> list[Rows]:
-        """Return everything as it travels: the exempt row, if any, then the compressed rows."""
-        return [self.exempt, *self.compressed] if self.exempt else self.compressed
+        """Return everything as it travels: what is uncompressed, if anything, then the rest."""
+        return [*self._plain, *self.compressed]
+
+    def compressors(self, compressor: Compressor, exempt: Compressor) -> list[Compressor]:
+        """Return who compresses each of :meth:`parts`.
+
+        Args:
+            compressor: what compresses.
+            exempt: what compresses the exempt row.
+        """
+        plain = [Identity() if rows is self.exact else exempt for rows in self._plain]
+        return [*plain, *[compressor] * len(self.compressed)]
 
     def residuals(self, of_groups: Sequence[Residual | None]) -> list[Residual | None]:
         """Return what is still to be added to each of :meth:`parts`, given that of each group.
@@ -101,7 +127,7 @@ class Workspace:
                 if residual:
                     residual.add_to(rows.matrix)
             of_compressed = [None] * len(self.compressed)
-        return [None, *of_compressed] if self.exempt else of_compressed
+        return [*[None] * len(self._plain), *of_compressed]
 
 
 class Layout(Workspace):
@@ -119,20 +145,23 @@ class Layout(Workspace):
         self, segments: tuple[Segment, ...], device: torch.device, granularity: Granularity
     ) -> None:
         self.segments = segments
-        exempt = [s for s in segments if s.exempt]
+        exact = [s for s in segments if s.exact]
+        exempt = [s for s in segments if s.exempt and not s.exact]
         by_length: dict[int, list[str]] = {}
         for segment in segments:
-            if not segment.exempt:
+            if not segment.exempt and not segment.exact:
                 by_length.setdefault(segment.numel, []).append(segment.name)
-        lengths = [s.numel for s in exempt]
         super().__init__(
-            sum(lengths) if exempt else None,
+            sum(s.numel for s in exact) if exact else None,
+            sum(s.numel for s in exempt) if exempt else None,
             [(names, numel) for numel, names in by_length.items()],
             device,
             granularity,
         )
+        plain = [*exact, *exempt]
+        lengths = [s.numel for s in plain]
         pieces = self.work[: sum(lengths)].split(lengths)
-        vectors = dict(zip((s.name for s in exempt), pieces, strict=True))
+        vectors = dict(zip((s.name for s in plain), pieces, strict=True))
         for rows in self.groups:
             vectors.update(zip(rows.names, rows.matrix, strict=True))
         self.views = [vectors[s.name].view(s.shape) for s in segments]

@@ -15,6 +15,7 @@ from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.layout import Layout
 from comm_hooks.memory.base import Memory
+from comm_hooks.wire.stamp import Stamp
 
 if TYPE_CHECKING:
     from comm_hooks.exchange import Exchange
@@ -55,18 +56,21 @@ class Nodes:
     def round(
         self,
         layout: Layout,
-        step: int,
+        stamp: Stamp,
         *,
         compress: bool | Compressor,
         memory: Memory | None,
         scale: float,
+        verify: bool,
+        limit: float | None,
     ) -> Round[None]:
         """Return a round that replaces a layout's vectors by their mean over all ranks.
 
         Args:
-            step: of the exchange of all ranks.
-            compress, memory, scale: see :meth:`~comm_hooks.exchange.Exchange.bucket_round`; they
-                are about what goes between nodes.
+            stamp: of the round of all ranks.
+            compress, memory, scale, verify, limit: see
+                :meth:`~comm_hooks.exchange.Exchange.unchecked_round`; they are about what goes
+                between nodes.
         """
         shards = self._shards_of(layout)
         if self.count == 1:
@@ -74,14 +78,21 @@ class Nodes:
             compress = Identity()
 
         def between(vectors: Sequence[torch.Tensor]) -> Round[None]:
-            self.exchange.step = step
+            self.exchange.step = stamp.step
             rows = self.exchange.layout(shards.segments, layout.device)
-            round_ = self.exchange.bucket_round(
-                rows, vectors, compress=compress, memory=memory, scale=scale
+            round_ = self.exchange.unchecked_round(
+                rows,
+                vectors,
+                stamp,
+                compress=compress,
+                memory=memory,
+                scale=scale,
+                verify=verify,
+                limit=limit,
             )
             yield from self._across.within(round_)
 
-        yield from shards.round(between)
+        yield from shards.round(stamp, between)
 
     def _shards_of(self, layout: Layout) -> NodeShards:
         shards = self._shards.get(layout)

@@ -1,13 +1,45 @@
 """What a rank may load: its own state, or those of all ranks of a run that had another number."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from comm_hooks.memory.base import Memory, Remainder
+from comm_hooks.sealing import SEAL, require_seal, sealed
 
 State = Mapping[str, Any]
+
+# What an exchange saves, and a hook with it; whoever saves more beside it uses other keys.
+_KEYS = (
+    "step",
+    "rank",
+    "world_size",
+    "collective",
+    "ranks_per_node",
+    "memory_type",
+    "memory",
+    "server_memory",
+    "numels",
+    "buckets",
+)
+
+
+def seal_own(state: State) -> dict[str, Any]:
+    """Return a state with a seal on what is an exchange's in it."""
+    return {**state, SEAL: sealed({key: state[key] for key in _KEYS if key in state})[SEAL]}
+
+
+def check_whole(state: object) -> None:
+    """Raise ``ValueError`` unless a state is as an exchange has saved it."""
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"the state must be what state_dict() returned, got {type(state).__name__}"
+        )
+    require_seal({key: state[key] for key in (*_KEYS, SEAL) if key in state})
+    for key in ("rank", "world_size", "step"):
+        if not isinstance(state.get(key), int):
+            raise ValueError(f"the state is not one of an exchange: it has no {key}")
 
 
 def check_own(state: State, rank: int, world_size: int, ranks_per_node: int | None) -> None:
@@ -22,20 +54,47 @@ def check_own(state: State, rank: int, world_size: int, ranks_per_node: int | No
             )
 
 
-def check_memory(state: State, memory: Memory | None) -> None:
-    """Raise ``ValueError`` if only one of state and exchange has a memory."""
+def check_memory(state: State, memory: Memory | None, known: Collection[str] | None) -> None:
+    """Raise ``ValueError`` if a state cannot be that of a memory.
+
+    Args:
+        memory: what is to load it; None if nothing is remembered.
+        known: the names of the parameters that there are, if they are known.
+    """
     if ("memory" in state) != (memory is not None):
         raise ValueError(
             "the state was saved "
             + ("with" if "memory" in state else "without")
             + " a memory, but this exchange is configured the other way"
         )
+    if memory is None:
+        return
+    here = type(memory).__name__
+    if state["memory_type"] != here:
+        raise ValueError(
+            f"the state was saved with {state['memory_type']}, but this exchange has {here}, which "
+            "cannot go on with it: give the exchange the memory that it had"
+        )
+    strangers = memory.parameters_in(state["memory"]) - set(known if known is not None else ())
+    if known is not None and strangers:
+        raise ValueError(
+            "the state has residuals of parameters that this model does not have: "
+            f"{', '.join(sorted(strangers)[:3])}"
+        )
+    for name, row in state["memory"].items():
+        if row.is_floating_point() and not row.isfinite().all():
+            raise ValueError(
+                f"the residual of {name!r} is not finite, and would make all gradients NaN for "
+                "ever: load an older state"
+            )
 
 
 def check_complete(states: Sequence[State]) -> None:
     """Raise ``ValueError`` unless ``states`` are those of all ranks, in order, at one step."""
     if not states:
         raise ValueError("no states were given: pass those of all ranks that saved one")
+    for state in states:
+        check_whole(state)
     ranks, sizes = [s.get("rank") for s in states], {s.get("world_size") for s in states}
     if ranks != list(range(len(states))) or sizes != {len(states)}:
         raise ValueError(

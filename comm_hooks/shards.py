@@ -25,8 +25,13 @@ class Shards:
     def __init__(self, whole: Workspace, owners: int) -> None:
         self._owners = owners
         self._vectors = [rows.matrix for rows in whole.vectors()]
+        exact, exempt = (
+            None if rows is None else shard_width(rows.matrix.shape[1], owners)
+            for rows in (whole.exact, whole.exempt)
+        )
         self.owned = Workspace(
-            None if whole.exempt is None else shard_width(whole.exempt.matrix.shape[1], owners),
+            exact,
+            exempt,
             [(rows.names, shard_width(rows.matrix.shape[1], owners)) for rows in whole.groups],
             whole.device,
             whole.granularity,
@@ -50,10 +55,10 @@ class Shards:
         """Return views of stacks for each of the vectors: (owners, rows, width)."""
         if self.owned.compressed is self.owned.groups:
             return list(stacks)
-        *exempt, bucket = stacks
+        *plain, bucket = stacks
         shapes = [rows.matrix.shape for rows in self.owned.groups]
         pieces = bucket[:, 0].split([shape.numel() for shape in shapes], dim=1)
-        return [*exempt, *(p.unflatten(1, shape) for p, shape in zip(pieces, shapes, strict=True))]
+        return [*plain, *(p.unflatten(1, shape) for p, shape in zip(pieces, shapes, strict=True))]
 
 
 def shard_width(numel: int, owners: int) -> int:

@@ -5,6 +5,7 @@ import torch
 from comm_hooks.collectives.base import completed
 from comm_hooks.collectives.requests import AllGather, Round
 from comm_hooks.exchange import Exchange
+from comm_hooks.wire.stamp import Stamp, digest, refuse_disagreement
 
 
 def average_sparse(
@@ -12,7 +13,7 @@ def average_sparse(
 ) -> torch.futures.Future[torch.Tensor]:
     """Return a completed future of the mean over ranks of a sparse COO gradient.
 
-    1. gather how many entries each rank has;
+    1. gather how many entries each rank has, and whether it is of the same step and parameter;
     2. gather indices (int64) and values, padded to the largest number;
     3. add them up in rank order and divide by the number of ranks.
     """
@@ -23,9 +24,14 @@ def _round(exchange: Exchange, gradient: torch.Tensor) -> Round[torch.Tensor]:
     yield from exchange.agree()
     ranks = exchange.transport.world_size
     indices, values = gradient.indices(), gradient.values()
-    count = torch.tensor([values.shape[0]], device=values.device)
-    counts_request = AllGather(count.view(torch.uint8), final=False)
-    counts = (yield counts_request).view(torch.int64).flatten().tolist()
+    stamp = Stamp(digest(tuple(gradient.shape), values.dtype), exchange.step)
+    own = torch.tensor([*stamp.words(), values.shape[0]], device=values.device)
+    counts_request = AllGather(own.view(torch.uint8), final=False)
+    found = (yield counts_request).view(torch.int64).tolist()
+    refuse_disagreement(
+        [row[:-1] for row in found], [f"rank {rank}" for rank in exchange.transport.ranks]
+    )
+    counts = [row[-1] for row in found]
 
     missing = max(counts) - values.shape[0]
     padded_indices = torch.cat([indices, indices.new_zeros(indices.shape[0], missing)], dim=1)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-from importlib import metadata
 from pydoc import locate
 from typing import Any
 
@@ -12,10 +11,12 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.nodes import make_refnode
 
+import comm_hooks
+
 project = "comm-hooks"
 author = "The comm-hooks authors"
 copyright = f"2026, {author}"
-release = metadata.version("comm-hooks")
+release = comm_hooks.__version__
 
 extensions = [
     "myst_parser",

@@ -1,14 +1,16 @@
 """What optimizers that own the exchange have in common."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, overload
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.agreement import hyperparameters_of
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.double_averaging import check_double_averaging
 from comm_hooks.optim.exact_state import ExactStateOptimizer
 
 
@@ -21,8 +23,11 @@ class ExchangingOptimizer(ExactStateOptimizer):
     Whatever a subclass keeps in ``self.state`` must be the same on all ranks; what differs between
     ranks belongs into the exchange's memory, which every rank saves for itself.
 
-    DDP must not average: register :func:`~comm_hooks.skip_hook`.  If any rank's message is not
-    finite, all ranks skip the step, also under a ``GradScaler``.
+    Ranks that start from different models or hyperparameters, or come to have others later on, get
+    an error that names them (``comm_hooks.agreement.Owner``).
+
+    DDP must not average: register :func:`~comm_hooks.skip_hook`, which the first step makes sure
+    of.  If any rank's message is not finite, all ranks skip the step, also under a ``GradScaler``.
 
     Args:
         params: parameters, or better ``model.named_parameters()``: saved residuals are then tied to
@@ -42,6 +47,9 @@ class ExchangingOptimizer(ExactStateOptimizer):
     _overwrites_gradients: ClassVar[bool] = True
     """Whether :meth:`_step` uses what it is given as a workspace, and so needs copies."""
 
+    _knows_gradients = False
+    """Whether it has been made sure that nobody else averages them."""
+
     def __init__(
         self,
         params: ParamsT,
@@ -55,6 +63,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         super().__init__(params, defaults)
         self.exchange = exchange
         exchange.owner_settings = {"optimizer": name, **settings}
+        exchange.owner = self
 
     @abstractmethod
     def _step(self, gradients: list[torch.Tensor]) -> None:
@@ -79,8 +88,10 @@ class ExchangingOptimizer(ExactStateOptimizer):
             closure: re-evaluates the model and returns the loss.
 
         Raises:
-            ValueError: for sparse gradients.
-            ConfigMismatchError: in the first step, if ranks are configured differently.
+            ValueError: for sparse gradients; in the first step, if DDP has averaged them.
+            ConfigMismatchError: in the first step, if ranks are configured differently or start
+                from different models.
+            PayloadError: if ranks have drifted apart since.
         """
         loss = None
         if closure is not None:
@@ -88,6 +99,18 @@ class ExchangingOptimizer(ExactStateOptimizer):
                 loss = closure()
         self._step(self._gradients())
         return loss
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Return what the next step goes by, which every exchange compares between ranks."""
+        return hyperparameters_of(self.param_groups)
+
+    def replica(self) -> Sequence[torch.Tensor]:
+        """Return what is the same on all ranks before every exchange: the parameters."""
+        return self._parameters()
+
+    def names(self) -> Collection[str]:
+        """Return the names under which messages are exchanged: the parameters'."""
+        return self._named(self._parameters())
 
     def _average(
         self, message: Mapping[str, torch.Tensor], *, compress: bool | Compressor = True
@@ -145,6 +168,9 @@ class ExchangingOptimizer(ExactStateOptimizer):
                     "in embeddings"
                 )
             gradients.append(gradient.to(torch.float32, copy=copy))
+        if not self._knows_gradients:
+            check_double_averaging(self.exchange.transport, self._parameters(), gradients)
+            self._knows_gradients = True
         if grad_scale is not None:
             torch._foreach_div_(gradients, grad_scale)
         return gradients

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_positive
+from comm_hooks.compressors.base import require_choice, require_positive
 from comm_hooks.compressors.sparse import TopK
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
@@ -30,12 +30,14 @@ class MicroAdam(ExchangingOptimizer):
        (:class:`~comm_hooks.TopK` and :class:`~comm_hooks.memory.ErrorFeedback`);
     3. V = the exchange's mean of T_i takes the place of the oldest row of the window;
     4. m = (sum over rows of beta1^age V) / (sum of beta1^age), age = 0 for the newest row;
-       v = (sum over rows of beta2^age V^2) / (sum of beta2^age);
+       v = (sum over rows of beta2^age V^2) / (sum of beta2^age), the sums of powers being over the
+       rows, or with ``bias_correction="published"`` over all t steps;
     5. theta = (1 - lr weight_decay) theta - lr m / (sqrt(v) + eps).
 
     Differences to the authors' code: step 4 corrects the bias for the rows in the window, where
     theirs divides by 1 - beta^t, as if all t gradients were there; with ``window=10`` and the
-    default betas theirs ends with steps (1 - beta1^10) / sqrt(1 - beta2^10) = 6.53 times as large.
+    default betas their steps are 3.75 times as large at t = 400 and in the end (1 - beta1^10) /
+    sqrt(1 - beta2^10) = 6.53 times: to repeat their runs, take ``bias_correction="published"``.
     Their residual is rounded to nearest; ``ErrorFeedback(bits=4, stochastic=True)`` rounds without
     bias, as their theory assumes.  Places take 2 + log2(1/density) bits instead of 16.
 
@@ -50,6 +52,7 @@ class MicroAdam(ExchangingOptimizer):
         eps: added to the denominator.
         weight_decay: decoupled (AdamW).
         window: rows, at least 1.
+        bias_correction: ``"window"`` or ``"published"``, see step 4.
 
     State per compressed parameter: ``step`` and ``window``, uint8 (window, bytes of a row); per
     exempt parameter ``step``, ``exp_avg``, ``exp_avg_sq``, float32.  All of it is equal on all
@@ -104,14 +107,16 @@ class MicroAdam(ExchangingOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         window: int = 10,
+        bias_correction: str = "window",
     ) -> None:
         check_hyperparameters(self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay)
         require_positive(self, "window", window)
+        require_choice(self, "bias_correction", bias_correction, ("window", "published"))
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
             exchange,
-            {"window": window},
+            {"window": window, "bias_correction": bias_correction},
         )
         if not isinstance(exchange.compressor, TopK) or exchange.granularity != "parameter":
             raise ValueError(
@@ -128,6 +133,7 @@ class MicroAdam(ExchangingOptimizer):
                 f"window depends, got {exchange.collective!r}"
             )
         self.window = window
+        self.bias_correction = bias_correction
 
     def _step(self, gradients: list[torch.Tensor]) -> None:
         self._prepare_states()
@@ -163,7 +169,9 @@ class MicroAdam(ExchangingOptimizer):
         torch._foreach_copy_([window[newest] for window in windows], list(octets))
 
         history = torch.stack([window[:t] for window in windows])
-        weights = [code.weights(beta, t, self.window) for beta in group["betas"]]
+        weights = [
+            code.weights(beta, t, self.window, self.bias_correction) for beta in group["betas"]
+        ]
         m, v = code.moments(history, *weights)
         update = m.div_(v.sqrt_().add_(group["eps"]))
         shaped = [u.view(p.shape) for u, p in zip(update, parameters, strict=True)]

@@ -43,9 +43,14 @@ class OneBitAdam(ExchangingOptimizer):
     of the step (``scaled``).  Use OneBitAdam to compare with what is published or to go on from
     DeepSpeed.
 
-    Differences to the published code (DeepSpeed): the scale of signs is contractive (see
-    :class:`~comm_hooks.Sign`), residuals are saved and restored, and padding takes no part in a
-    scale.  Parameters with at most one dimension or fewer than the exchange's ``min_numel``
+    Differences to the published code (DeepSpeed): what a rank sends has a scale per block of every
+    shard (at most ``block_size`` elements of :class:`~comm_hooks.Sign`), where theirs has one per
+    tensor, and one per shard only on the way back; where parts of a tensor differ in magnitude, the
+    steps of the smaller are longer there, so that learning rates do not carry over.  With
+    ``collective="all_gather"`` and a ``block_size`` of the largest tensor ranks send one scale per
+    tensor, and there is no second compression.  The scale is contractive (the mean magnitude, where
+    theirs is the root mean square), residuals are saved and restored, and padding takes no part in
+    a scale.  Parameters with at most one dimension or fewer than the exchange's ``min_numel``
     elements are exempt: they travel exactly, in the same payload.  Where v is still zero at
     ``freeze_step``, no gradient was seen in all of the warm-up and m / (0 + eps) would be a giant
     step: such coordinates are only decayed.  (DeepSpeed's remedy is a mask that the user provides.)

@@ -37,6 +37,8 @@ class SparseWindow:
 
     Example::
 
+        >>> SparseWindow.weights(0.5, steps=3, rows=2, bias_correction="window")
+        [0.6666666666666666, 0.3333333333333333]
         >>> window = SparseWindow.of(TopK(density=0.5, value_bits=32), numel=4, ranks=1)
         >>> row = window.encode(torch.tensor([[0.0, 3.0, 0.0, -1.0]]))
         >>> window.moments(torch.stack([row, row], dim=1), [0.25, 0.5], [1.0, 0.0])
@@ -105,18 +107,22 @@ class SparseWindow:
         return places.flatten(1).clamp_(max=self.numel - 1), values.flatten(1)
 
     @staticmethod
-    def weights(beta: float, steps: int, rows: int) -> list[float]:
-        """Return the weights in a mean of the last vectors in a ring of rows: beta^age, of sum 1.
+    def weights(beta: float, steps: int, rows: int, bias_correction: str) -> list[float]:
+        """Return the weights in a mean of the last vectors in a ring of rows, beta^age over a sum.
 
         Args:
             beta: decay.
             steps: how many vectors there have been, at least 1; the newest, of age 0, is in row
                 ``(steps - 1) % rows``.
             rows: of the ring; of ``min(steps, rows)`` of them, in order, are the weights.
+            bias_correction: the sum is of beta^age over the rows that are left (``"window"``), or,
+                as published, over all steps, (1 - beta^steps) / (1 - beta) (``"published"``).
         """
         newest = (steps - 1) % rows
         powers = [beta ** ((newest - row) % rows) for row in range(min(steps, rows))]
-        return [power / sum(powers) for power in powers]
+        is_published = bias_correction == "published"
+        total = (1 - beta**steps) / (1 - beta) if is_published else sum(powers)
+        return [power / total for power in powers]
 
     def moments(
         self, history: torch.Tensor, weights: Sequence[float], square_weights: Sequence[float]

@@ -1,5 +1,6 @@
 """0/1 Adam: a second moment that is updated ever more rarely, and local steps in between."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,6 +68,9 @@ class ZeroOneAdam(ExchangingOptimizer):
     zero, its momentum carries it on, and the schedule stays that of the others.  Under a
     ``GradScaler`` that holds, too; scales may then differ between ranks, which does no harm, since
     every rank unscales its own gradients first.
+
+    All ranks must call :meth:`synchronize` between the same steps.  Where one does so alone, all
+    get an error, but one of them perhaps only after the timeout of the process group.
 
     The optimizer owns the exchange: DDP must not average, so register
     :func:`~comm_hooks.skip_hook`.
@@ -151,11 +155,20 @@ class ZeroOneAdam(ExchangingOptimizer):
         self.var_update_scaler = var_update_scaler
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
+        self._is_off_schedule = False
 
     @property
     def is_synchronized(self) -> bool:
         """Whether parameters and state are the same on all ranks."""
         return not any("anchor" in state for state in self.state.values())
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Return what the next exchange goes by, also whether it ends a step."""
+        return {**super().hyperparameters(), "off schedule": self._is_off_schedule}
+
+    def replica(self) -> Sequence[torch.Tensor]:
+        """Return what is the same on all ranks: where their steps start from."""
+        return [self.state[p].get("anchor", p) for p in self._parameters()]
 
     def is_variance_step(self, t: int) -> bool:
         """Return whether step t = 1, 2, ... updates the second moment."""
@@ -183,7 +196,12 @@ class ZeroOneAdam(ExchangingOptimizer):
             return
         states = self._states("exp_avg", "exp_avg_sq")
         means = [s["mean_exp_avg"].clone() for s in states]
-        if self._average(self._named(means)):
+        self._is_off_schedule = True
+        try:
+            is_finite = self._average(self._named(means))
+        finally:
+            self._is_off_schedule = False
+        if is_finite:
             self._settle(means, states)
 
     def _step(self, gradients: list[torch.Tensor]) -> None:

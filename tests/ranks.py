@@ -79,7 +79,10 @@ class Ranks:
             if not ready:
                 missing = sorted(set(range(self.world_size)) - set(outcomes))
                 self.close()
-                raise AssertionError(f"ranks {missing} hang in {function.__name__}")
+                failed = "".join(
+                    f"\nrank {r} failed:\n{o.trace}" for r, o in outcomes.items() if o.error
+                )
+                raise AssertionError(f"ranks {missing} hang in {function.__name__}{failed}")
             for connection in ready:
                 outcomes[self._connections.index(connection)] = connection.recv()
         return [outcomes[rank] for rank in range(self.world_size)]

@@ -101,7 +101,18 @@ def test_an_exchange_from_one_flat_block() -> None:
     ("block", "message"),
     [
         ([], r"ds.json: must be an object with a 'compressor', got \[\]"),
-        ({}, "ds.json.compressor: missing; choose from count_sketch"),
+        ({}, "ds.json.compressor: missing; choose from count_sketch, .*, identity$"),
+        (
+            {"density": 0.1, "compresor": "topk"},
+            "ds.json.compressor: missing; .*identity. There is 'compresor': did you mean",
+        ),
+        ({"Compression": "topk"}, "There is 'Compression': did you mean 'compressor'"),
+        (
+            {"compressor": "topk", "min_numels": 1},
+            "ds.json.min_numels: .* did you mean 'min_numel'",
+        ),
+        ({"compressor": ["topk"]}, r"ds.json.compressor: unknown compressor \['topk'\]"),
+        ({"compressor": "topk", "exempt_bits": 16.0}, "ds.json: Exchange: exempt_bits must be"),
         ({"compressor": 3}, "ds.json.compressor: unknown compressor 3: known are"),
         ({"compressor": "top_k"}, "ds.json.compressor: unknown compressor 'top_k': did you mean"),
         (
@@ -112,7 +123,11 @@ def test_an_exchange_from_one_flat_block() -> None:
         ({"compressor": "topk", "ratio": 0.1}, "ds.json.ratio: unknown setting with topk"),
         ({"compressor": "topk", "memory": "errorfeedback"}, "ds.json.memory: unknown memory"),
         ({"compressor": "topk", "memory": 4}, "ds.json.memory: memory must be a name"),
-        ({"compressor": "topk", "memory": {"bits": 4}}, "ds.json.memory: .* needs its name"),
+        ({"compressor": "topk", "memory": {"bits": 4}}, "ds.json.memory: .* got only 'bits'$"),
+        (
+            {"compressor": "topk", "memory": {"bits": 4, "typ": "error_feedback"}},
+            "ds.json.memory: .* needs its name .* There is 'typ': did you mean 'type'",
+        ),
         (
             {"compressor": "topk", "memory": {"type": "error_feedback", "bit": 4}},
             "ds.json.memory: unknown option of error_feedback 'bit': did you mean 'bits'?",

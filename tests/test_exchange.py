@@ -297,7 +297,9 @@ def test_auto_takes_the_route_of_fewest_bytes() -> None:
                 world = World(size, compressor, collective=collective, granularity=granularity)
                 world.average(world.gradients("abcdef"))
                 sent[collective] = world.exchanges[0].stats()["bytes_sent"]
-            assert sent["auto"] == min(sent.values())
+            # What can be summed is, whatever a header costs.
+            assert sent["auto"] == sent.get("all_reduce", min(sent.values()))
+            assert sent["auto"] <= min(sent.values()) + 12 * 4 * size
 
 
 def test_auto_does_not_compress_twice_to_save_what_rounding_costs() -> None:
@@ -447,7 +449,7 @@ def test_a_world_of_one_works_and_warns() -> None:
     ("arguments", "message"),
     [
         ({"compressor": "topk"}, "compressor must be a Compressor"),
-        ({"memory": "feedback"}, "memory must be None or a Memory"),
+        ({"memory": "feedback"}, "memory must be None, 'auto' or a Memory"),
         ({"collective": "allreduce"}, "collective must be one of auto, all_reduce"),
         ({"collective": "all_reduce"}, "payloads of TopK cannot be summed; choose from auto, all"),
         ({"granularity": "layer"}, "granularity must be one of parameter, bucket"),

@@ -11,17 +11,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import comm_hooks
 from comm_hooks import (
     CompressionState,
     ConfigMismatchError,
     CountSketch,
     ErrorFeedback,
     Identity,
+    Quantize,
     TopK,
     compression_hook,
     register,
     skip_hook,
 )
+from comm_hooks.config import build_compressor, build_memory
+from comm_hooks.resuming import seal_own
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -164,13 +168,13 @@ def train_and_account(mode: str, compressor: Any, collective: str) -> dict[str, 
     workers, shards = exchange.memory.state_dict(), exchange._server_memory.state_dict()
     for name, total in true.items():
         if name in workers:
-            # A hook sees a parameter in the order of its memory, which channels_last changes.
-            physical = total.as_strided((total.numel(),), (1,))
-            physical -= workers[name]
+            flat = total.contiguous().flatten()
+            flat -= workers[name]
             if name in shards:
                 start = rank * shards[name].numel()
                 stop = min(start + shards[name].numel(), total.numel())
-                physical[start:stop] -= world * shards[name][: max(0, stop - start)]
+                flat[start:stop] -= world * shards[name][: max(0, stop - start)]
+            total.copy_(flat.view(total.shape))
         dist.all_reduce(total)
         errors[name] = float((total / world - sent[name]).abs().max())
     return {
@@ -309,16 +313,22 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks_of: RanksOf, collec
         assert report["norm"] < 50
 
 
-def resume(as_registered: bool) -> bool:
+def resume(as_registered: bool, compressor: str, granularity: str, collective: str) -> bool:
     """Train 6 steps, or 3, save, rebuild everything from the file and train 3 more."""
     rank = dist.get_rank()
 
     def start() -> tuple[DistributedDataParallel, CompressionState]:
         torch.manual_seed(0)
         ddp = DistributedDataParallel(Net(), bucket_cap_mb=SMALL_BUCKETS_MB)
+        settings: Any = {
+            "collective": collective,
+            "granularity": granularity,
+            "min_numel": 64,
+        }
         if as_registered:
-            return ddp, register(ddp, "topk", density=0.1, min_numel=64)
-        state = CompressionState(TopK(density=0.1), memory=ErrorFeedback(), min_numel=64)
+            return ddp, register(ddp, compressor, **settings)
+        made = build_compressor(compressor)
+        state = CompressionState(made, build_memory("auto", made), **settings)
         ddp.register_comm_hook(state, compression_hook)
         return ddp, state
 
@@ -347,10 +357,85 @@ def resume(as_registered: bool) -> bool:
 
 
 @pytest.mark.parametrize("as_registered", [True, False], ids=["register", "register_comm_hook"])
+@pytest.mark.parametrize(
+    ("compressor", "granularity", "collective"),
+    [
+        ("topk", "parameter", "auto"),
+        ("topk", "bucket", "auto"),
+        ("count_sketch", "bucket", "auto"),
+        ("sign", "bucket", "sharded"),
+    ],
+)
 def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_not_interrupted(
-    ranks_of: RanksOf, as_registered: bool
+    ranks_of: RanksOf, as_registered: bool, compressor: str, granularity: str, collective: str
 ) -> None:
-    assert all(ranks_of(2).run(resume, as_registered))
+    outcomes = ranks_of(2).run(resume, as_registered, compressor, granularity, collective)
+    assert all(outcomes)
+
+
+def kept_of_images(in_channels_last: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 8, 3))
+    images = torch.randn(4, 3, 9, 9)
+    if in_channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    ddp = DistributedDataParallel(model)
+    state = register(ddp, "topk", density=0.1, min_numel=64)
+    ddp(images).square().sum().backward()
+    return state.state_dict()["memory"]
+
+
+def test_residuals_do_not_depend_on_where_elements_lie_in_memory(ranks_of: RanksOf) -> None:
+    """A run can go on with another memory format."""
+    (contiguous, *_), (channels_last, *_) = (
+        ranks_of(2).run(kept_of_images, last) for last in (False, True)
+    )
+    for name, row in contiguous.items():
+        torch.testing.assert_close(channels_last[name], row, rtol=1e-4, atol=1e-4)
+
+
+def half_precision(collective: str, scaled: bool) -> tuple[float, bool]:
+    """Return what was lost, relative to what was given, and whether all that came was finite."""
+    model = nn.Linear(64, 64, bias=False).half()
+    ddp = DistributedDataParallel(model)
+    nodes = {"ranks_per_node": 1} if collective == "hierarchical" else {}
+    scale = 2.0 if scaled else 1.0
+    state = register(
+        ddp, "topk", density=1 / 64, min_numel=1, collective=collective, loss_scale=lambda: scale,  # type: ignore[arg-type]
+        **nodes,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    given = torch.zeros(64, 64, dtype=torch.float64)
+    received = torch.zeros(64, 64, dtype=torch.float64)
+    finite = True
+    for _ in range(40):
+        gradient = 4000 * torch.randn(64, 64, generator=generator).half()
+        mean = gradient.double()
+        dist.all_reduce(mean)
+        given += mean / 2 / scale
+        ddp.zero_grad()
+        (ddp(torch.eye(64).half()) * gradient.T).sum().backward()
+        grad = model.weight.grad
+        assert grad is not None
+        finite &= bool(grad.isfinite().all())
+        received += grad.double() / scale
+    kept = state.state_dict()["memory"]["weight"].double()
+    if collective == "hierarchical":
+        kept = kept[: 64 * 64]
+    dist.all_reduce(kept)
+    lost = given - received - kept.view(64, 64) / 2
+    return float(lost.norm() / given.norm()), finite
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("collective", ["all_gather", "hierarchical"])
+def test_what_float16_cannot_hold_arrives_later(
+    ranks_of: RanksOf, collective: str, scaled: bool
+) -> None:
+    """What has gathered over many steps and is sent at once would be infinite."""
+    for lost, finite in ranks_of(2).run(half_precision, collective, scaled):
+        assert finite
+        assert lost < 0.002
 
 
 def load_foreign_state() -> None:
@@ -358,7 +443,7 @@ def load_foreign_state() -> None:
     state = register(ddp, "topk", min_numel=64)
     saved = state.state_dict()
     saved["memory"] = {"another.weight": torch.zeros(64)}
-    state.load_state_dict(saved)
+    state.load_state_dict(seal_own(saved))
 
 
 def test_the_state_of_another_model_is_refused(ranks_of: RanksOf) -> None:
@@ -451,3 +536,27 @@ def test_bad_registrations_are_refused_with_one_line(ranks_of: RanksOf) -> None:
         for message, part in zip(messages, expected, strict=True):
             assert part in message
             assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        CompressionState(TopK(density=0.1)),
+        CompressionState(CountSketch(ratio=0.1), seed=3, granularity="bucket", min_numel=7),
+        CompressionState(
+            Quantize(bits=8), ErrorFeedback(4, decay=0.5), "hierarchical", ranks_per_node=2
+        ),
+    ],
+    ids=repr,
+)
+def test_a_state_tells_what_is_set(state: CompressionState) -> None:
+    again = eval(repr(state), vars(comm_hooks))
+    assert repr(again) == repr(state)
+    assert again.exchange.config() == state.exchange.config()
+
+
+def test_a_state_tells_where_the_loss_scale_comes_from() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    told = repr(CompressionState(TopK(), loss_scale=scaler.get_scale))
+    assert told.startswith("CompressionState(TopK(")
+    assert told.endswith(f"verify_every=32, loss_scale={scaler.get_scale!r})")

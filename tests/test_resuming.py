@@ -1,6 +1,9 @@
 """A run that goes on with another number of ranks loses nothing of what was still to be sent."""
 
+import math
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from comm_hooks import Differences, ErrorFeedback, Exchange, MomentumCorrection,
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Compressor
 from comm_hooks.memory import Memory
+from comm_hooks.optim import LocalVarianceAdam
+from comm_hooks.resuming import seal_own
 
 SHAPES = {"a": (40, 33), "b": (7, 5), "norm": (9,), "c": (40, 33)}
 
@@ -167,6 +172,7 @@ def test_a_rank_that_lacks_a_parameter_remembers_zeros_of_it() -> None:
     states = [exchange.state_dict() for exchange in world.exchanges]
     expected = states[0]["memory"]["a"] / 2
     del states[1]["memory"]["a"]
+    states[1] = seal_own(states[1])
     exchange = World(3, ErrorFeedback, "all_gather").exchanges[1]
     exchange.load_state_dicts(states)
     torch.testing.assert_close(exchange.state_dict()["memory"]["a"], expected)
@@ -197,15 +203,76 @@ def test_states_that_cannot_be_right_are_refused(
     world = World(3, ErrorFeedback)
     world.average(2)
     exchange = World(2, ErrorFeedback).exchanges[0]
+    states = [seal_own(state) for state in spoil([e.state_dict() for e in world.exchanges])]
     with pytest.raises(ValueError, match=message):
-        exchange.load_state_dicts(spoil([e.state_dict() for e in world.exchanges]))
+        exchange.load_state_dicts(states)
     assert exchange.step == 0
     assert exchange.state_dict()["memory"] == {}
 
 
 @pytest.mark.filterwarnings("ignore:world size is 1")
 def test_an_exchange_without_memory_resumes_on_any_number() -> None:
-    states = [{"step": 5, "rank": r, "world_size": 2} for r in range(2)]
-    exchange = Exchange(Sign(), transport=Simulated(1)[0])
-    exchange.load_state_dicts(states)
+    world = Simulated(2)
+    before = [Exchange(Sign(), None, transport=transport) for transport in world]
+    for exchange in before:
+        exchange.step = 5
+    exchange = Exchange(Sign(), None, transport=Simulated(1)[0])
+    exchange.load_state_dicts([e.state_dict() for e in before])
     assert exchange.step == 5
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda s: None, "must be what state_dict() returned, got NoneType"),
+        (lambda s: [], "must be what state_dict() returned, got list"),
+        (lambda s: {}, "the state has no seal"),
+        (lambda s: {**s, "seal": 5}, "the state has no seal"),
+        (lambda s: {**s, "step": None}, "the state is damaged"),
+        (lambda s: {k: v for k, v in s.items() if k != "numels"}, "the state is damaged"),
+        (lambda s: {**s, "memory": {**s["memory"], "a": object()}}, "the state is damaged"),
+        (lambda s: {**s, "memory": {n: r + 1 for n, r in s["memory"].items()}}, "is damaged"),
+        (lambda s: seal_own({"step": 1}), "the state is not one of an exchange: it has no rank"),
+        (
+            lambda s: seal_own({**s, "memory": {"a": torch.full((1320,), math.inf)}}),
+            "the residual of 'a' is not finite",
+        ),
+        (
+            lambda s: seal_own({**s, "memory_type": "MomentumCorrection"}),
+            "saved with MomentumCorrection, but this exchange has ErrorFeedback",
+        ),
+    ],
+)
+def test_what_is_damaged_or_of_another_kind_is_refused_and_changes_nothing(
+    spoil: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    world = World(2, ErrorFeedback, "all_gather")
+    world.average(2)
+    exchange = world.exchanges[0]
+    before, other = exchange.state_dict(), world.exchanges[1].state_dict()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        exchange.load_state_dict(spoil(exchange.state_dict()))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        exchange.load_state_dicts([spoil(exchange.state_dict()), other])
+    assert exchange.state_dict()["seal"] == before["seal"]
+
+
+@given(bit=st.integers(0, 10**6))
+def test_no_flipped_bit_of_a_residual_is_loaded(bit: int) -> None:
+    world = World(2, ErrorFeedback, "all_gather")
+    world.average(1)
+    state = world.exchanges[0].state_dict()
+    row = state["memory"]["c"].view(torch.int32)
+    row[bit // 32 % len(row)] ^= torch.tensor(1 << 31 if bit % 32 == 31 else 1 << bit % 32).int()
+    with pytest.raises(ValueError, match="the state is damaged"):
+        world.exchanges[0].load_state_dict(state)
+
+
+def test_residuals_of_parameters_that_the_owner_lacks_are_refused() -> None:
+    exchange = Exchange(TopK(0.3), ErrorFeedback(), min_numel=1, transport=Simulated(1)[0])
+    optimizer = LocalVarianceAdam([("here", torch.nn.Parameter(torch.ones(4, 8)))], exchange)
+    other = World(1, ErrorFeedback, "all_gather")
+    with pytest.warns(UserWarning, match="world size is 1"):
+        other.average(1)
+    with pytest.raises(ValueError, match="parameters that this model does not have: a, b, c"):
+        optimizer.exchange.load_state_dict({**other.exchanges[0].state_dict()})

@@ -1,7 +1,7 @@
 """What carries requests: a transport."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,11 @@ class Transport(ABC):
     @property
     @abstractmethod
     def world_size(self) -> int: ...
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """All ranks in their order, by the numbers under which users know them."""
+        return range(self.world_size)
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -50,9 +55,21 @@ class Transport(ABC):
         try:
             request = next(round_)
             while True:
-                request = round_.send(self.perform(request))
+                request = self.advance(round_, request)
         except StopIteration as stop:
             return stop.value
+
+    def advance(self, round_: Round[Result], request: Request) -> Request:
+        """Carry out a round's request and return the next one; an error arises inside the round.
+
+        Raises:
+            StopIteration: with the result, at the end of the round.
+        """
+        try:
+            reply = self.perform(request)
+        except Exception as error:
+            return round_.throw(error)
+        return round_.send(reply)
 
     def run_async(
         self, round_: Round[Result], device: torch.device | None = None
@@ -69,16 +86,28 @@ class Transport(ABC):
         try:
             request = next(round_)
             while not request.final:
-                request = round_.send(self.perform(request))
+                request = self.advance(round_, request)
         except StopIteration as stop:
             return completed(stop.value)
-        return self.start(request).then(lambda future: finish(round_, future.value()))
+        return self.start(request).then(lambda future: finish(round_, future.value))
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks, who may be waiting for this one, what went wrong here.
+
+        Where there is a way to: by default nobody is told.
+        """
+        return
 
 
-def finish(round_: Round[Result], reply: Any) -> Result:
-    """Send the final reply and return the round's result."""
+def finish(round_: Round[Result], reply: Callable[[], Any]) -> Result:
+    """Send the final reply, or throw the error that comes instead; return the round's result."""
     try:
-        round_.send(reply)
+        try:
+            value = reply()
+        except Exception as error:
+            round_.throw(error)
+        else:
+            round_.send(value)
     except StopIteration as stop:
         return stop.value
     raise AssertionError("a round asked for more after its final request")
@@ -92,3 +121,15 @@ def completed(value: Any) -> torch.futures.Future[Any]:
     )
     future.set_result(value)
     return future
+
+
+def after_all(
+    futures: Sequence[torch.futures.Future[Result]], device: torch.device
+) -> torch.futures.Future[Result]:
+    """Return a future of what the last of some rounds returns, when all of them have ended."""
+    if len(futures) == 1 or device.type != "cpu":
+        # On an accelerator all of them are on one stream, one after the other.
+        return futures[-1]
+    return torch.futures.collect_all(list(futures)).then(
+        lambda done: [future.value() for future in done.value()][-1]
+    )

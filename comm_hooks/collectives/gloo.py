@@ -1,5 +1,6 @@
 """Ranks joined by gloo beside the process groups of ``torch.distributed``."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
@@ -12,8 +13,10 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from comm_hooks.collectives.base import Transport, completed
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Group, Request
 
-# Of messages between two ranks.
-_TAG = 0
+# Of messages between two ranks: theirs have the upper bits of this, so that none meets one that the
+# program sends on the same group, and lower ones that depend on their size.
+_TAG = 0x63000000
+_SIZE_MASK = 0xFFFFFF
 
 
 class GlooRanks(Transport):
@@ -26,15 +29,24 @@ class GlooRanks(Transport):
         store: how the ranks find each other; nobody else may use it.
         rank, world_size: among these ranks.
         timeout: after which a collective fails.
+        explain: what to raise instead of an error of the network.
 
     Not supported: tensors on accelerators.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta | None,
+        explain: Callable[[BaseException, Request], BaseException],
+    ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout or dist.default_pg_timeout
+        self._explain = explain
         self._parts: dict[Group, GlooRanks] = {}
 
     @property
@@ -56,6 +68,12 @@ class GlooRanks(Transport):
     def perform(self, request: Request) -> Any:
         if request.group:
             return self._part(request.group).perform(replace(request, group=None))
+        try:
+            return self._perform(request)
+        except RuntimeError as error:
+            raise self._explain(error, request) from error
+
+    def _perform(self, request: Request) -> Any:
         payload = request.payload
         if isinstance(request, AllReduce):
             self._context.allreduce([payload]).wait()
@@ -82,6 +100,7 @@ class GlooRanks(Transport):
                 members.index(self._rank),
                 len(members),
                 self._timeout,
+                self._explain,
             )
         return self._parts[group]
 
@@ -91,8 +110,18 @@ class GlooRanks(Transport):
         reply[self._rank] = rows[self._rank]
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         # Receives first: a send that meets a posted receive is not held up behind other data.
-        works = [self._context.recv([reply[rank]], rank, _TAG) for rank in others]
-        works += [self._context.send([rows[rank]], rank, _TAG) for rank in others]
+        tag = exchange_pairs_tag(rows)
+        works = [self._context.recv([reply[rank]], rank, tag) for rank in others]
+        works += [self._context.send([rows[rank]], rank, tag) for rank in others]
         for work in works:
             work.wait()
         return reply
+
+
+def exchange_pairs_tag(rows: torch.Tensor) -> int:
+    """Return the tag of messages as long as these rows.
+
+    Gloo ends the process where a message is longer than what its receiver expects.  Those of ranks
+    that mean different rounds do not meet at all, and time out.
+    """
+    return _TAG | rows[0].nbytes & _SIZE_MASK

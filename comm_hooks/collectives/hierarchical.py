@@ -23,6 +23,8 @@ from comm_hooks.collectives.requests import (
 from comm_hooks.collectives.routes import spoil_
 from comm_hooks.layout import Layout, Segment
 from comm_hooks.shards import cut_into, join_from, shard_width
+from comm_hooks.wire.gathered_header import GatheredHeader
+from comm_hooks.wire.stamp import Stamp
 
 
 class PartOfRanks(Transport):
@@ -54,6 +56,10 @@ class PartOfRanks(Transport):
     @property
     def world_size(self) -> int:
         return len(self._members)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return [self._transport.ranks[member] for member in self._members]
 
     def perform(self, request: Request) -> Any:
         return self._transport.perform(replace(request, group=self._group))
@@ -106,43 +112,59 @@ class NodeShards:
         self._widths = [shard_width(m.shape[1], node.world_size) for m in self._matrices]
         self.segments: list[Segment] = []
         for rows, width in zip(layout.vectors(), self._widths, strict=True):
-            is_exempt = rows is layout.exempt
-            # The exempt row has no name of its own, and every bucket may have one.
-            names = [next(s.name for s in layout.segments if s.exempt)] if is_exempt else rows.names
-            self.segments += [Segment(name, (width,), is_exempt) for name in names]
+            kind = rows in (layout.exact, layout.exempt), rows is layout.exact
+            of_kind = [s.name for s in layout.segments if (s.exempt, s.exact) == kind]
+            # Uncompressed rows have no names of their own, and every bucket may have some.
+            names = of_kind[:1] if kind[0] else rows.names
+            self.segments += [Segment(name, (width,), *kind) for name in names]
         self._numels = [segment.numel for segment in self.segments]
+        self._header = GatheredHeader(node.ranks, node.rank, covers_body=False)
 
     @property
     def traffic(self) -> int:
         """The bytes that each rank sends, and receives, inside its node in a round."""
-        others, numel = self._node.world_size - 1, sum(self._numels)
-        return others * 4 * (1 + numel) + others * 4 * numel
+        others, nbytes = self._node.world_size - 1, 4 * sum(self._numels)
+        return others * (self._padded_nbytes + nbytes)
 
-    def round(self, between: Callable[[Sequence[torch.Tensor]], Round[None]]) -> Round[None]:
+    @property
+    def _padded_nbytes(self) -> int:
+        """The size of what each rank of the node gets from each other: a multiple of 8."""
+        return -(-(self._header.nbytes + 4 * sum(self._numels)) // 8) * 8
+
+    def round(
+        self, stamp: Stamp, between: Callable[[Sequence[torch.Tensor]], Round[None]]
+    ) -> Round[None]:
         """Return a round that replaces the workspace's vectors by their mean over all ranks.
 
         Args:
+            stamp: what all ranks must have in common.
             between: returns a round among the ranks at this place of each node; it replaces float32
                 tensors shaped like the segments by their means.
         """
         norm = torch.linalg.vector_norm(self._work)
         # 0 if all elements are finite, else NaN.
-        outgoing = self._cut(norm - norm)
-        received = yield from self._node.within(_ask(AllToAll(outgoing.view(torch.uint8))))
-        vectors = received.view(torch.float32)
-        mean = vectors[:, 1:].mean(0)
-        spoil_(mean, vectors[:, 0].sum())
+        outgoing = self._cut()
+        self._header.write_(outgoing, stamp, norm - norm)
+        received = yield from self._node.within(_ask(AllToAll(outgoing)))
+        health = self._header.health(received, stamp)
+        mean = self._body(received).mean(0)
+        spoil_(mean, health)
         yield from between(mean.split(self._numels))
         gathered = yield from self._node.within(_ask(AllGather(mean.view(torch.uint8))))
         self._join(gathered.view(torch.float32))
 
-    def _cut(self, health: torch.Tensor) -> torch.Tensor:
-        """Return what each rank of the node gets: (L, 1 + numel of a shard), health first."""
-        shards = self._work.new_zeros(self._node.world_size, 1 + sum(self._numels))
-        shards[:, 0] = health
-        for matrix, place in zip(self._matrices, self._places(shards[:, 1:]), strict=True):
+    def _cut(self) -> torch.Tensor:
+        """Return what each rank of the node gets: (L, nbytes), uint8, without its header."""
+        nbytes = self._padded_nbytes
+        payloads = self._work.new_zeros(self._node.world_size, nbytes, dtype=torch.uint8)
+        for matrix, place in zip(self._matrices, self._places(self._body(payloads)), strict=True):
             cut_into(place, matrix)
-        return shards
+        return payloads
+
+    def _body(self, payloads: torch.Tensor) -> torch.Tensor:
+        """Return a view of the shards in payloads: (L, numel of a shard), float32."""
+        first = self._header.nbytes
+        return payloads[:, first : first + 4 * sum(self._numels)].view(torch.float32)
 
     def _join(self, shards: torch.Tensor) -> None:
         """Copy the shards of all ranks of the node (L, numel of a shard) to the workspace."""

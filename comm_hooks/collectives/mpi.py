@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,8 @@ from comm_hooks.collectives.requests import (
     AllToAll,
     Group,
     Request,
+    encoded,
+    gather_objects,
 )
 
 if TYPE_CHECKING:
@@ -32,8 +35,7 @@ class MPITransport(Transport):
     Payloads travel as buffers, without pickling and without a copy: ``MPI_Allreduce``,
     ``MPI_Allgather`` and ``MPI_Alltoall``, and their non-blocking forms for :meth:`start`.  The
     aggregate is bit-identical on all ranks: MPI requires identical results of an all-reduce, and
-    gathered payloads are decoded in rank order.  Only settings, once before the first gradient, are
-    pickled.  Payloads may be larger than 2 GiB.
+    gathered payloads are decoded in rank order.  Payloads may be larger than 2 GiB.
 
     Start the program with ``mpiexec -n 4 python -m mpi4py train.py``.  MPI has no timeout: if one
     rank raises an exception, the others wait for it forever, unless mpi4py's runner ends all of
@@ -107,7 +109,8 @@ class MPITransport(Transport):
     def perform(self, request: Request) -> Any:
         comm = self._part(request.group)
         if isinstance(request, AllGatherObject):
-            return comm.allgather(request.payload)
+            own = encoded(request.payload)
+            return gather_objects(lambda r: self.perform(replace(r, group=request.group)), own)
         payload = self._readable(request.payload)
         if isinstance(request, AllReduce):
             comm.Allreduce(self._mpi.IN_PLACE, payload)

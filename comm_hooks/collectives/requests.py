@@ -5,15 +5,21 @@ itself, so that the same code runs over torch.distributed, in a simulated world,
 asynchronously: whoever drives it decides.
 """
 
-from collections.abc import Generator
+import json
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
+
+from comm_hooks.errors import PayloadError
 
 GroupKind = Literal["node", "across"]
 Result = TypeVar("Result")
 Round = Generator["Request", Any, Result]
+
+# Settings are thousands of bytes: a length beyond this one was never meant as one.
+_MOST_OBJECT_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class Request:
     payload: Any
     final: bool = True
     group: Group | None = None
+    _name: ClassVar[str]
 
     def traffic(self, world_size: int) -> int:
         """Return the bytes that each rank sends, and receives, without transport headers.
@@ -57,12 +64,18 @@ class Request:
         """
         raise NotImplementedError
 
+    def __str__(self) -> str:
+        among = {"node": " inside a node", "across": " between nodes"}
+        where = among[self.group.kind] if self.group else ""
+        return f"an {self._name} of {self.payload.nbytes} bytes{where}"
+
 
 @dataclass(frozen=True)
 class AllReduce(Request):
     """Sum a float32 payload over ranks; reply: the sum, bit-identical on all ranks."""
 
     payload: torch.Tensor
+    _name: ClassVar[str] = "all-reduce"
 
     def traffic(self, world_size: int) -> int:
         # A ring: every rank passes on N - 1 of N chunks twice.  Chunks differ by a few bytes when
@@ -75,6 +88,7 @@ class AllGather(Request):
     """Give every rank all payloads; reply: (N, nbytes), uint8, in rank order."""
 
     payload: torch.Tensor
+    _name: ClassVar[str] = "all-gather"
 
     def traffic(self, world_size: int) -> int:
         return (world_size - 1) * self.payload.nbytes
@@ -85,6 +99,7 @@ class AllToAll(Request):
     """Give rank j row j of every rank's payload (N, nbytes); reply: (N, nbytes) in rank order."""
 
     payload: torch.Tensor
+    _name: ClassVar[str] = "all-to-all"
 
     def traffic(self, world_size: int) -> int:
         return (world_size - 1) * self.payload.nbytes // world_size
@@ -92,12 +107,75 @@ class AllToAll(Request):
 
 @dataclass(frozen=True)
 class AllGatherObject(Request):
-    """Give every rank the small picklable ``payload`` of all; reply: a list in rank order.
+    """Give every rank what all others say, in plain values; reply: a list in rank order.
 
-    For settings, before the first gradient; not counted as traffic.
+    Plain values are what JSON knows, and nothing that is received is ever unpickled: tuples come
+    back as lists.  For settings, before the first gradient; not counted as traffic.
+
+    ``may_be_alone``: perhaps only some ranks have come to this place, such as one that has made its
+    optimizer anew.  A network's collectives are not for that: where ranks mean different ones they
+    end the process (gloo) or hang.
     """
 
     final: bool = False
+    may_be_alone: bool = False
 
     def traffic(self, world_size: int) -> int:
         return 0
+
+    def __str__(self) -> str:
+        return "a comparison of settings"
+
+
+def encoded(value: Any) -> torch.Tensor:
+    """Return plain values as bytes, 1-D uint8."""
+    return torch.frombuffer(bytearray(encoded_text(value)), dtype=torch.uint8)
+
+
+def encoded_text(value: Any) -> bytes:
+    """Return plain values as bytes."""
+    return json.dumps(value).encode()
+
+
+def decoded(octets: torch.Tensor) -> Any:
+    """Return the values that :func:`encoded` has turned into bytes.
+
+    Raises:
+        PayloadError: if they say nothing.
+    """
+    return decoded_text(bytes(octets.cpu().numpy()))
+
+
+def decoded_text(text: bytes) -> Any:
+    """Return the values that :func:`encoded_text` has turned into bytes.
+
+    Raises:
+        PayloadError: if they say nothing.
+    """
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise PayloadError(
+            "what a rank says about its settings cannot be read: all ranks must take part in the "
+            "same round"
+        ) from None
+
+
+def gather_objects(perform: Callable[[Request], torch.Tensor], own: torch.Tensor) -> list[Any]:
+    """Return what all ranks say, by two all-gathers: of the lengths, then of the bytes.
+
+    Args:
+        perform: carries out an :class:`AllGather` among the ranks.
+        own: this rank's, :func:`encoded`, on a device that the network reads.
+    """
+    length = torch.tensor([own.numel()], device=own.device).view(torch.uint8)
+    lengths = perform(AllGather(length)).view(torch.int64).flatten().tolist()
+    longest = max(lengths)
+    if not all(0 < length <= _MOST_OBJECT_BYTES for length in lengths):
+        raise PayloadError(
+            "ranks did not all compare their settings at the same time: all must take part in the "
+            "same round"
+        )
+    padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
+    rows = perform(AllGather(padded))
+    return [decoded(row[:length]) for row, length in zip(rows, lengths, strict=True)]

@@ -24,8 +24,8 @@ from comm_hooks.memory.feedback import Feedback
 from comm_hooks.randomness import Keys, fork_all
 from comm_hooks.safeguard import Safeguard
 from comm_hooks.shards import Shards
-from comm_hooks.wire.header import Stamp
 from comm_hooks.wire.payload import PayloadFormat
+from comm_hooks.wire.stamp import Stamp
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,8 @@ class OneShot(Route):
         self._matrices = [part.matrix for part in layout.parts()]
         self._format = PayloadFormat(
             [(c, *m.shape) for c, m in zip(compressors, self._matrices, strict=True)],
-            transport.world_size,
+            transport.ranks,
+            transport.rank,
             summed=sum_on_wire,
         )
 
@@ -96,26 +97,23 @@ class OneShot(Route):
         feedback: Feedback | None,
         safeguard: Safeguard | None = None,
     ) -> Round[None]:
-        own = self._transport.rank
         payload = self._format.encode(
             self._matrices,
             keys,
-            own,
             health,
             stamp,
             residuals=feedback.residuals if feedback else None,
         )
         if self._sum_on_wire:
             if safeguard:
-                safeguard.clip_([payload[self._format.header_nbytes :].view(torch.float32)])
+                safeguard.clip_([self._format.body(payload)])
             reply = total = yield AllReduce(payload.view(torch.float32))
             if safeguard:
                 # A simulated world gives the same tensor to all ranks.
                 total = total.clone()
             payloads = total.view(torch.uint8)[None]
             if safeguard:
-                noised = payloads[0, self._format.header_nbytes :].view(torch.float32)
-                safeguard.add_noise_([noised])
+                safeguard.add_noise_([self._format.body(payloads[0])])
         else:
             reply = payloads = yield AllGather(payload)
         health = self._transport.alike(
@@ -176,16 +174,16 @@ class Sharded(Route):
         self._layout = layout
         self._transport = transport
         self._memory = memory
-        ranks = transport.world_size
-        self._shards = Shards(layout, ranks)
+        who = transport.ranks, transport.rank
+        self._shards = Shards(layout, transport.world_size)
         self._owned = self._shards.owned
         shapes = [part.matrix.shape for part in self._owned.parts()]
         self._downlink = PayloadFormat(
-            [(c, *shape) for c, shape in zip(compressors, shapes, strict=True)], ranks
+            [(c, *shape) for c, shape in zip(compressors, shapes, strict=True)], *who
         )
         self._uplink = self._downlink
         if exact_uplink:
-            self._uplink = PayloadFormat([(Identity(), *shape) for shape in shapes], ranks)
+            self._uplink = PayloadFormat([(Identity(), *shape) for shape in shapes], *who)
 
     @property
     def traffic(self) -> int:
@@ -216,7 +214,6 @@ class Sharded(Route):
         payloads = self._uplink.encode_all(
             shards,
             [part.ravel() for part in uplink],
-            own,
             health,
             stamp,
             residuals=[None] * len(shards) if feedback else None,
@@ -238,7 +235,6 @@ class Sharded(Route):
         mean = self._downlink.encode(
             owned,
             own_downlink,
-            own,
             health,
             stamp,
             residuals=server.residuals if server else None,
@@ -281,19 +277,16 @@ def cheapest_route(
 ) -> Route:
     """Return the route over one of ``collectives`` that moves the fewest bytes.
 
-    Where payloads can be summed, shards are not considered: they would move as many bytes, but for
-    rounding, and compress twice.
+    Where payloads can be summed they are: gathered ones, or shards, would move as many bytes at
+    least, but for rounding and headers, and take more arithmetic.
 
     Args:
         exempt: compresses the parameters that ``compressor`` does not see.
         server_memory, exact_uplink: see :class:`Sharded`.
     """
-    compressors = [compressor] * len(layout.compressed)
-    compressors = [exempt, *compressors] if layout.exempt else compressors
+    compressors = layout.compressors(compressor, exempt)
     routes: dict[str, Route] = {}
-    for collective in collectives:
-        if collective == "sharded" and "all_reduce" in collectives:
-            continue
+    for collective in ["all_reduce"] if "all_reduce" in collectives else collectives:
         if collective == "sharded":
             routes[collective] = Sharded(
                 layout, compressors, transport, server_memory, exact_uplink=exact_uplink

@@ -4,6 +4,7 @@ import atexit
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache, cached_property
 from typing import Any
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from comm_hooks.collectives.base import Transport, completed, finish
-from comm_hooks.collectives.gloo import GlooRanks
+from comm_hooks.collectives.gloo import GlooRanks, exchange_pairs_tag
+from comm_hooks.collectives.notice_board import NoticeBoard
 from comm_hooks.collectives.requests import (
     AllGather,
     AllGatherObject,
@@ -23,15 +25,16 @@ from comm_hooks.collectives.requests import (
     Request,
     Result,
     Round,
+    encoded,
+    gather_objects,
 )
+from comm_hooks.collectives.roll_call import RollCall
 from comm_hooks.collectives.worker import RoundWorker
 
 # The name since torch 2.13; older versions know only the other one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _SECONDS_FOR_THREADS_TO_END = 0.1
-# Of messages between two ranks, so that none meets one that the program sends on the same group.
-_TAG = 0x636F6D6D
 
 
 @cache
@@ -83,12 +86,24 @@ class TorchDistributed(Transport):
         world = dist.group.WORLD
         assert world is not None
         self._group = group if group is not None else world
-        backends = dict(pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
-        self._is_gloo = backends.get("cpu") == "gloo"
+        configured = dist.get_backend_config(self._group).split(",")
+        self._backends = dict(pair.split(":") for pair in configured)
+        self._is_gloo = self._backends.get("cpu") == "gloo"
         self._ranks_per_node = _ranks_per_node(self._group)
         self._parts: dict[Group, dist.ProcessGroup] = {}
         self._worker: RoundWorker | None = None
         self._streams: dict[torch.device, Any] = {}
+        store = dist.distributed_c10d._get_default_store()
+        timeout = _timeout(self._group) or dist.default_pg_timeout
+        # Of each group for itself: others may go on when one has failed.
+        of_group = PrefixStore(f"comm_hooks {self._group.group_name}", store)
+        self._roll_call = RollCall(of_group, self.ranks, dist.get_rank(), timeout)
+        self._board = NoticeBoard(
+            of_group,
+            self._group,
+            timeout.total_seconds(),
+            lambda absent: self._roll_call.has_begun([self.ranks[rank] for rank in absent]),
+        )
         if self._is_gloo:
             _let_gloo_threads_end_at_exit()
 
@@ -101,6 +116,10 @@ class TorchDistributed(Transport):
         return dist.get_world_size(self._group)
 
     @property
+    def ranks(self) -> Sequence[int]:
+        return dist.get_process_group_ranks(self._group)
+
+    @property
     def ranks_per_node(self) -> int | None:
         return self._ranks_per_node
 
@@ -110,31 +129,66 @@ class TorchDistributed(Transport):
 
     def _gloo_ranks(self) -> GlooRanks:
         """Return the same ranks with connections of their own.  Takes all ranks."""
-        names: list[Any] = [None] * self.world_size
-        dist.all_gather_object(names, uuid.uuid4().hex, group=self._group)
+        names = self.perform(AllGatherObject(uuid.uuid4().hex))
         default_store = dist.distributed_c10d._get_default_store()
         store = PrefixStore(f"comm_hooks {names[0]}", default_store)
-        return GlooRanks(store, self.rank, self.world_size, _timeout(self._group))
+        return GlooRanks(
+            store, self.rank, self.world_size, _timeout(self._group), self._roll_call.explain
+        )
 
     def perform(self, request: Request) -> Any:
-        if request.group and self._is_gloo and request.payload.device.type == "cpu":
+        if request.group and self._goes_by_gloo(request):
             return self._gloo_parts.perform(request)
         group = self._part(request.group)
         if isinstance(request, AllGatherObject):
-            replies: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(replies, request.payload, group=group)
-            return replies
-        works, reply = self._issue(request, group)
-        for work in works:
-            work.wait()
+            if request.may_be_alone and not request.group:
+                return self._compare(request)
+            own = encoded(request.payload).to(self._device)
+            return gather_objects(lambda part: self._perform(part, group), own)
+        return self._perform(request, group)
+
+    def _compare(self, request: Request) -> list[Any]:
+        try:
+            return self._board.gather(request.payload)
+        except (TimeoutError, RuntimeError) as error:
+            raise self._roll_call.explain(error, request) from error
+
+    def _perform(self, request: Request, group: dist.ProcessGroup) -> torch.Tensor:
+        try:
+            works, reply = self._issue(request, group)
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._roll_call.explain(error, request) from error
         return reply
+
+    @property
+    def _device(self) -> torch.device:
+        """A device whose memory this group can send."""
+        if "cpu" in self._backends:
+            return torch.device("cpu")
+        kind = next(iter(self._backends))
+        return torch.device(kind, torch.get_device_module(kind).current_device())
 
     def start(self, request: Request) -> torch.futures.Future[Any]:
         if self._goes_by_pairs(request) or (self._is_gloo and request.group):
             # Sends and receives have no futures on gloo.
             return self.run_async(_only(request))
         works, reply = self._issue(request, self._part(request.group))
-        return works[0].get_future().then(lambda _: reply)
+        return works[0].get_future().then(lambda done: self._checked(done, request, reply))
+
+    def report(self, error: BaseException) -> None:
+        self._roll_call.report(error)
+
+    def _checked(
+        self, done: torch.futures.Future[Any], request: Request, reply: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the reply of a collective that has ended, if it has succeeded."""
+        try:
+            done.value()
+        except Exception as error:
+            raise self._roll_call.explain(error, request) from error
+        return reply
 
     def run_async(
         self, round_: Round[Result], device: torch.device | None = None
@@ -147,17 +201,30 @@ class TorchDistributed(Transport):
             request = next(round_)
             # In the first round of all ranks; the next bucket must find them agreed.
             while isinstance(request, AllGatherObject):
-                request = round_.send(self.perform(request))
+                request = self.advance(round_, request)
         except StopIteration as stop:
             return completed(stop.value)
         if request.final and not request.group and not self._goes_by_pairs(request):
-            return self.start(request).then(lambda done: finish(round_, done.value()))
+            return self._start_last(round_, request)
         if self._worker is None:
             self._worker = RoundWorker(self._gloo_ranks())
         return self._worker.submit(round_, request)
 
+    def _start_last(self, round_: Round[Result], request: Request) -> torch.futures.Future[Result]:
+        works, reply = self._issue(request, self._group)
+        # One callback: an error that passes from one to the next loses its type on the way.
+        return (
+            works[0]
+            .get_future()
+            .then(lambda done: finish(round_, lambda: self._checked(done, request, reply)))
+        )
+
+    def _goes_by_gloo(self, request: Request) -> bool:
+        payload = request.payload
+        return self._is_gloo and isinstance(payload, torch.Tensor) and payload.device.type == "cpu"
+
     def _goes_by_pairs(self, request: Request) -> bool:
-        if not self._is_gloo or self.world_size == 1 or request.payload.device.type != "cpu":
+        if not self._goes_by_gloo(request) or self.world_size == 1:
             return False
         if isinstance(request, AllGather):
             # From three ranks on gloo's ring is as fast.
@@ -195,9 +262,7 @@ class TorchDistributed(Transport):
             members = part.members(self.rank, self.world_size)
             ranks = [dist.get_global_rank(self._group, member) for member in members]
             backend = dist.get_backend_config(self._group)
-            counts: list[Any] = [None] * self.world_size
-            own_count = len(dist.distributed_c10d._world.pg_names)
-            dist.all_gather_object(counts, own_count, group=self._group)
+            counts = self.perform(AllGatherObject(len(dist.distributed_c10d._world.pg_names)))
             if len(set(counts)) > 1:
                 # new_group() would wait for members that go by another name.
                 raise RuntimeError(
@@ -236,9 +301,10 @@ def _exchange_pairs(rows: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[
     reply = torch.empty_like(rows, memory_format=torch.contiguous_format)
     reply[own] = rows[own]
     peers = {r: dist.get_global_rank(group, r) for r in range(len(rows)) if r != own}
+    tag = exchange_pairs_tag(rows)
     # Receives first: a send that meets a posted receive is not held up behind other data.
-    works = [dist.irecv(reply[r], src=peers[r], group=group, tag=_TAG) for r in peers]
-    works += [dist.isend(rows[r], dst=peers[r], group=group, tag=_TAG) for r in peers]
+    works = [dist.irecv(reply[r], src=peers[r], group=group, tag=tag) for r in peers]
+    works += [dist.isend(rows[r], dst=peers[r], group=group, tag=tag) for r in peers]
     return works, reply
 
 

@@ -103,7 +103,11 @@ def _finish(round_: Round[Result], request: Request, transport: Transport) -> Re
     is_in_step = False
     try:
         while True:
-            reply = transport.perform(request)
+            try:
+                reply = transport.perform(request)
+            except Exception as error:
+                request = round_.throw(error)
+                continue
             is_in_step = request.final
             request = round_.send(reply)
     except StopIteration as stop:

@@ -147,8 +147,18 @@ class Compressor(ABC):
                 for linear compressors, a sum of such payloads.
 
         Raises:
-            PayloadError: if the payload's size is not ``payload_nbytes(numel)``.
+            PayloadError: if the payload's size is not ``payload_nbytes(numel)``, or its bytes are
+                none that a compressor of these settings writes.
+            ValueError: if the arguments are not of these kinds and shapes.
         """
+        if isinstance(numel, bool) or not isinstance(numel, int) or numel < 1:
+            raise ValueError(f"decompress() needs a positive number of elements, got {numel!r}")
+        if not isinstance(payload, torch.Tensor) or payload.dim() != 1:
+            what = getattr(payload, "shape", None)
+            raise ValueError(
+                "decompress() needs a payload as compress() returned it, a 1-D tensor, got "
+                + (f"{type(payload).__name__}" if what is None else f"shape {tuple(what)}")
+            )
         expected = self.payload_nbytes(numel, world_size=world_size)
         if payload.nbytes != expected:
             raise PayloadError(
@@ -162,13 +172,20 @@ class Compressor(ABC):
                 f"of shape {tuple(out.shape)}"
             )
         payloads = payload.contiguous().view(torch.uint8)[None]
+        if payloads.storage_offset() % 4:
+            payloads = payloads.clone()  # cut out of something larger, where no float32 can begin
         self._decode(out[None], payloads, (key,), rank, world_size, 1.0, add=False)
         return out
 
 
+def is_number(value: object) -> bool:
+    """Return whether ``value`` is an int or a float, which booleans are not to be taken for."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def require_fraction(owner: object, name: str, value: float) -> None:
     """Raise ``ValueError`` unless ``value`` is a number in (0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+    if not is_number(value) or not 0 < value <= 1:
         raise ValueError(
             f"{type(owner).__name__}: {name} is the fraction that is kept and must lie in (0, 1], "
             f"got {value!r}"
@@ -176,8 +193,12 @@ def require_fraction(owner: object, name: str, value: float) -> None:
 
 
 def require_choice(owner: object, name: str, value: object, choices: Sequence[object]) -> None:
-    """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
-    if isinstance(value, bool) or value not in choices:
+    """Raise ``ValueError`` unless ``value`` is one of ``choices``, and of its type.
+
+    True and 1.0 equal 1, but where an integer is asked for they are no number of bits.
+    """
+    fits = any(isinstance(value, type(choice)) and value == choice for choice in choices)
+    if isinstance(value, bool) or not fits:
         listed = ", ".join(map(str, choices))
         raise ValueError(f"{type(owner).__name__}: {name} must be one of {listed}, got {value!r}")
 
@@ -188,6 +209,12 @@ def require_positive(owner: object, name: str, value: int) -> None:
         raise ValueError(
             f"{type(owner).__name__}: {name} must be an integer of at least 1, got {value!r}"
         )
+
+
+def require_flag(owner: object, name: str, value: bool) -> None:
+    """Raise ``ValueError`` unless ``value`` is a boolean."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{type(owner).__name__}: {name} must be true or false, got {value!r}")
 
 
 class Blocks:

@@ -31,9 +31,10 @@ class DCTTopK(Compressor):
 
     Differences to the authors' code: a chunk is a piece of the flattened parameter, not a rectangle
     of its two axes (the same thing where a matrix has ``chunk`` columns), because a compressor sees
-    vectors, and shards of vectors; the mean of a coefficient is over all ranks, not over those that
-    sent it; an index takes 2 + log2(1/density) bits rather than 64.  The momentum, its decay and
-    the sign of the update are an optimizer's affair.
+    vectors, and shards of vectors; the mean of a coefficient is over all ranks, but under
+    :class:`~comm_hooks.optim.DeMo` over those that sent it, as theirs; an index takes 2 +
+    log2(1/density) bits rather than 64.  The momentum, its decay and the sign of the update are an
+    optimizer's affair.
 
     Args:
         chunk: the side of a chunk, 1 to 256.
@@ -96,10 +97,24 @@ class DCTTopK(Compressor):
         alpha: float,
         add: bool,
     ) -> None:
-        numel = out.shape[1]
-        side, padded, top_k = self._plan(numel)
-        coefficients = torch.empty(len(keys), padded, device=out.device)
+        coefficients = self._coefficients(payloads, out.shape[1], keys, rank, world_size)
+        self._write_elements(out, coefficients, alpha, add)
+
+    def _coefficients(
+        self, payloads: torch.Tensor, numel: int, keys: Keys, rank: int, world_size: int
+    ) -> torch.Tensor:
+        """Return the coefficients (n, padded) that payloads (n, nbytes) say; others are zero."""
+        _, padded, top_k = self._plan(numel)
+        coefficients = torch.empty(len(keys), padded, device=payloads.device)
         top_k._decode(coefficients, payloads, keys, rank, world_size, 1.0, add=False)
+        return coefficients
+
+    def _write_elements(
+        self, out: torch.Tensor, coefficients: torch.Tensor, alpha: float, add: bool
+    ) -> None:
+        """Write ``alpha`` times the vectors of these coefficients to ``out``, or add them."""
+        numel = out.shape[1]
+        side, padded, _ = self._plan(numel)
         matrix = dct_matrix(side, out.device)
         chunks = matrix.T @ coefficients.view(-1, side, side) @ matrix
         write(out, chunks.view(-1, padded)[:, :numel], alpha, add)

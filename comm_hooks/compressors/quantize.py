@@ -7,6 +7,7 @@ import torch
 from comm_hooks.compressors.base import (
     Compressor,
     require_choice,
+    require_flag,
     require_positive,
     word_aligned,
 )
@@ -126,6 +127,7 @@ class Quantize(Compressor):
     def __post_init__(self) -> None:
         require_choice(self, "bits", self.bits, (1, 2, 4, 8))
         require_positive(self, "block_size", self.block_size)
+        require_flag(self, "stochastic", self.stochastic)
 
     @property
     def unbiased(self) -> bool:

@@ -11,6 +11,7 @@ from comm_hooks.compressors.base import (
     Blocks,
     Compressor,
     require_choice,
+    require_flag,
     require_fraction,
     require_positive,
     word_aligned,
@@ -241,6 +242,7 @@ class RandomK(Compressor):
 
     def __post_init__(self) -> None:
         require_fraction(self, "density", self.density)
+        require_flag(self, "unbiased", self.unbiased)
 
     @property
     def contractive(self) -> bool:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from comm_hooks.checks import Collective, check_agreement
+from comm_hooks.agreement import check_agreement
+from comm_hooks.checks import Collective
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
@@ -35,6 +36,7 @@ from comm_hooks.frameworks.fsdp_units import (
 )
 from comm_hooks.layout import Granularity
 from comm_hooks.memory.base import Memory
+from comm_hooks.wire.checksum import fingerprint
 
 __all__ = [
     "CompressedAllReduce",
@@ -44,8 +46,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-_DIGEST_PIECE = 1 << 22
 
 
 def compress_all_reduce(
@@ -232,7 +232,7 @@ class CompressedAllReduce:
             ValueError: on all ranks, if replicas hold different shards.
         """
         replicas = self.exchange.transport
-        here = (dist.get_rank(), self._shards.rank, self._replica_ranks, self.exchange.config())
+        here = [dist.get_rank(), self._shards.rank, self._replica_ranks, self.exchange.config()]
         node: list[Any] = self._shards.perform(AllGatherObject(here))
         nodes: list[list[Any]] = replicas.perform(AllGatherObject(node))
         everyone = sorted((entry for entries in nodes for entry in entries), key=lambda e: e[0])
@@ -280,7 +280,8 @@ class CompressedAllReduce:
 
     def _compare_weights(self) -> None:
         """Raise ``ValueError`` on all ranks if replicas of any shard hold different weights."""
-        digests = {n: _digest(p) for unit in self._units for n, p in unit.parameters().items()}
+        parameters = {n: p for unit in self._units for n, p in unit.parameters().items()}
+        digests = {name: int(fingerprint([p])) for name, p in parameters.items()}
         replicas = self.exchange.transport.perform(AllGatherObject(digests))
         differing = [n for n in digests if any(r[n] != digests[n] for r in replicas)]
         # A difference may lie in one shard only, but all ranks must stop together.
@@ -320,15 +321,3 @@ def _replicas(
             f"one copy of the model: give the dimension between copies"
         )
     return group
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    """Return a sum over a tensor's bits that depends on their order."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().contiguous().view(integers[tensor.element_size()]).flatten()
-    weights = torch.arange(1, min(bits.numel(), _DIGEST_PIECE) + 1, device=bits.device)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    # In pieces, since 64-bit copies of a large shard would not fit beside it.
-    for index, piece in enumerate(bits.split(_DIGEST_PIECE)):
-        total += (2 * index + 1) * (piece * weights[: piece.numel()]).sum()
-    return int(total)

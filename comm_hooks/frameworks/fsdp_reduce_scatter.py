@@ -11,7 +11,6 @@ from torch import nn
 from comm_hooks.collectives.requests import AllToAll, Round
 from comm_hooks.collectives.routes import row_norms, spoil_
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange import Exchange
 from comm_hooks.frameworks.fsdp_units import (
     Unit,
@@ -152,7 +151,6 @@ class CompressedReduceScatter:
         self.exchange = exchange
         self._units = units
         self._loss_scale = loss_scale
-        self._exempt = Identity(exchange.exempt_bits)
 
     def stats(self) -> dict[str, float]:
         """Return what this rank moved to reduce gradients; see :meth:`~comm_hooks.Exchange.stats`.
@@ -207,7 +205,7 @@ class CompressedReduceScatter:
             layout = exchange.layout(segments, flat.device)
             layout.load(tensors)
             layouts.append(layout)
-            formats.append(self._format(layout, ranks))
+            formats.append(self._format(layout))
             if memory:
                 norms = [row_norms(rows.matrix) for rows in layout.groups]
                 feedbacks.append(Feedback(memory, layout, norms, scale, key))
@@ -224,7 +222,6 @@ class CompressedReduceScatter:
             formats[shard].encode(
                 matrices,
                 keys[shard],
-                own,
                 health,
                 exchange.stamp(layout),
                 residuals=feedbacks[shard].residuals if memory else None,
@@ -250,13 +247,13 @@ class CompressedReduceScatter:
         output.zero_()
         layouts[own].store(unit.views(pieces, output, own, exchange.exempts)[1])
 
-    def _format(self, layout: Layout, ranks: int) -> PayloadFormat:
-        parts = layout.parts()
-        compressors = [self.exchange.compressor] * len(parts)
-        if layout.exempt:
-            compressors[0] = self._exempt
+    def _format(self, layout: Layout) -> PayloadFormat:
+        transport, parts = self.exchange.transport, layout.parts()
+        compressors = layout.compressors(self.exchange.compressor, self.exchange.exempt)
         return PayloadFormat(
-            [(c, *part.matrix.shape) for c, part in zip(compressors, parts, strict=True)], ranks
+            [(c, *part.matrix.shape) for c, part in zip(compressors, parts, strict=True)],
+            transport.ranks,
+            transport.rank,
         )
 
 

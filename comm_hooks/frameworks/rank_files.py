@@ -10,6 +10,7 @@ import torch
 
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
+from comm_hooks.sealing import require_seal, sealed
 
 Write = Callable[[dict[str, Any], str], object]
 Read = Callable[[str], dict[str, Any]]
@@ -42,7 +43,8 @@ def save_rank_file(
     run left in the folder are not read.
 
     Args:
-        state: a :class:`~comm_hooks.CompressionState`, or the exchange of an optimizer.
+        state: a :class:`~comm_hooks.CompressionState`, the exchange of an optimizer, or
+            :class:`~comm_hooks.optim.LocalRounds`.
         folder: made if it is not there.  It need not be shared between nodes, unless the run is to
             go on with another number of ranks.
         write: takes the place of :func:`torch.save`, with the path as a string: for filesystems
@@ -65,7 +67,7 @@ def save_rank_file(
     exchange = _exchange(state)
     path, problem = _path(folder, exchange.transport.rank), None
     try:
-        (write or _write)(state.state_dict(), path)
+        (write or _write)(sealed({_STATE: state.state_dict()}), path)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = f"{path} cannot be written ({_line(error)})"
     _raise_together(exchange, problem)
@@ -106,7 +108,7 @@ def load_rank_files(
         return exchange.transport.perform(AllGatherObject(finding))
 
     own = _try(read or _read, _path(folder, rank))
-    found = compare(own if isinstance(own, str) else (own["world_size"], own["step"]))
+    found = compare(own if isinstance(own, str) else [own["world_size"], own["step"]])
     if all(finding == _MISSING for finding in found):
         warnings.warn(
             f"{os.fspath(folder)} has no files of comm_hooks: residuals start from zero",
@@ -123,23 +125,25 @@ def load_rank_files(
             f"{step}: it belongs to another one"
         )
     if saved_ranks == ranks:
-        _require_all(found, (saved_ranks, saved_step), folder)
+        _require_all(found, [saved_ranks, saved_step], folder)
         assert not isinstance(own, str)
         if not any(compare(_problem_of(state.load_state_dict, own))):
             return True
     states = [_try(read or _read, _path(folder, other)) for other in range(saved_ranks)]
-    findings = [s if isinstance(s, str) else (s["world_size"], s["step"]) for s in states]
+    findings = [s if isinstance(s, str) else [s["world_size"], s["step"]] for s in states]
     for of_one_rank in compare(findings):
-        _require_all(of_one_rank, (saved_ranks, saved_step), folder)
+        _require_all(of_one_rank, [saved_ranks, saved_step], folder)
     complete = [s for s in states if not isinstance(s, str)]
     _raise_together(exchange, _problem_of(state.load_state_dicts, complete))
     return True
 
 
 _MISSING = "is missing"
+# Under which a file has the state; beside it is a seal over all of it.
+_STATE = "state"
 
 
-def _require_all(findings: list[Any], expected: tuple[int, int], folder: Any) -> None:
+def _require_all(findings: list[Any], expected: list[int], folder: Any) -> None:
     for rank, finding in enumerate(findings):
         if finding != expected:
             what = finding if isinstance(finding, str) else "is of another checkpoint than rank 0's"
@@ -152,8 +156,8 @@ def _require_all(findings: list[Any], expected: tuple[int, int], folder: Any) ->
 def _problem_of(load: Callable[[Any], None], state: Any) -> str | None:
     try:
         load(state)
-    except ValueError as error:
-        return str(error)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        return str(error) if isinstance(error, ValueError) else f"it does not fit ({_line(error)})"
     return None
 
 
@@ -167,8 +171,11 @@ def _raise_together(exchange: Exchange, problem: str | None) -> None:
 def _try(read: Read, path: str) -> dict[str, Any] | str:
     """Return what is in a file, or what is wrong with it."""
     try:
-        state = read(path)
-        return state if {"world_size", "step"} <= state.keys() else "is no file of comm_hooks"
+        file = read(path)
+        if not isinstance(file, Mapping) or not isinstance(file.get(_STATE), Mapping):
+            return "is no file of comm_hooks"
+        require_seal(file)
+        return dict(file[_STATE])
     except FileNotFoundError:
         return _MISSING
     except Exception as error:  # whatever it is, the other ranks must hear of it

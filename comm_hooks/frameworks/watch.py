@@ -11,7 +11,7 @@ Write = Callable[[Mapping[str, float], int], object]
 
 
 class HasStats(Protocol):
-    """A ``CompressionState``, an ``Exchange``, or whatever else counts what it sends."""
+    """A ``CompressionState``, an ``Exchange``, ``LocalRounds``: whatever counts what it sends."""
 
     def stats(self) -> dict[str, float]: ...
 
@@ -20,14 +20,14 @@ class StatsLogger:
     """Writes a state's ``stats()`` every few steps.
 
     Beside what ``stats()`` returns it writes ``sent_per_step``, the bytes that this rank sent per
-    exchange since it last wrote, and ``seconds`` since the logger was made.
+    step since it last wrote, and ``seconds`` since the logger was made.
 
     A record takes one number back from the device, the norm of the residual; a step without a
     record takes nothing.
 
     Args:
-        state: a :class:`~comm_hooks.CompressionState` or :class:`~comm_hooks.Exchange`, restored
-            already where a run goes on.
+        state: a :class:`~comm_hooks.CompressionState`, an :class:`~comm_hooks.Exchange` or
+            :class:`~comm_hooks.optim.LocalRounds`, restored already where a run goes on.
         writer: a TensorBoard ``SummaryWriter``; a W&B run; a Lightning logger; a function of
             ``(values, step)``; the path of a file to which a line of JSON per record is added
             (which ``comm-hooks report`` reads); or None, for :meth:`line` alone.  Give one to

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,6 +25,12 @@ class Memory(ABC):
     @abstractmethod
     def fresh(self) -> "Memory":
         """Return an empty memory with the same settings: another client's."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Memory":
+        """Return a memory of the same, on the CPU until a round takes it where it is needed."""
+        duplicate = memo[id(self)] = self.fresh()
+        duplicate.load_state_dict(self.state_dict())
+        return duplicate
 
     @abstractmethod
     def for_server(self) -> "Remainder":
@@ -61,6 +67,19 @@ class Memory(ABC):
 
         Where ``accept`` (n, 1) is false the row's memory stays as it was.  ``key`` is this rank's
         and round's own, for memories that draw.
+        """
+
+    @abstractmethod
+    def give_back(self, rows: Rows, rest: torch.Tensor, scale: float) -> None:
+        """Remember ``rest``, a part of the mean that arrived and could not be delivered.
+
+        Called on all ranks alike, after :meth:`retain`: what the mean over ranks still has to
+        receive is then as much more.
+
+        Args:
+            rows: those of the round.
+            rest: (n, numel), float32, scaled as the vectors were.
+            scale: see :meth:`compensate`.
         """
 
     @abstractmethod

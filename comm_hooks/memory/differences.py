@@ -67,6 +67,10 @@ class Differences(Memory):
         sent = self._sending.pop(rows).sub_(rows.matrix)
         replace_(estimates, sent.add_(estimates), accept)
 
+    def give_back(self, rows: Rows, rest: torch.Tensor, scale: float) -> None:
+        # The receivers believe less than was sent.
+        self._estimates.matrix(rows).sub_(rest)
+
     def norm(self) -> float:
         return math.sqrt(sum(float(row.norm()) ** 2 for _, row, _ in self._estimates.items()))
 

@@ -5,13 +5,22 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from comm_hooks.compressors.base import require_choice
+from comm_hooks.compressors.base import Compressor, is_number, require_choice, require_flag
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.layout import Rows
 from comm_hooks.memory.base import Remainder, add_rows, mean_rows
 from comm_hooks.memory.named_rows import NamedRows, replace_
 from comm_hooks.randomness import Keys, derive_keys
+
+
+def fitting_memory(compressor: Compressor) -> "ErrorFeedback | None":
+    """Return what ``memory="auto"`` stands for: error feedback where it is needed and can be.
+
+    That is where the compressor is biased, so that what it leaves out would be lost, and
+    contractive, so that residuals stay bounded.
+    """
+    return ErrorFeedback() if compressor.contractive and not compressor.unbiased else None
 
 
 class ErrorFeedback(Remainder):
@@ -47,8 +56,9 @@ class ErrorFeedback(Remainder):
 
     def __init__(self, bits: int = 32, *, decay: float = 1.0, stochastic: bool = False) -> None:
         require_choice(self, "bits", bits, (4, 16, 32))
-        if not 0 < decay <= 1:
+        if not is_number(decay) or not 0 < decay <= 1:
             raise ValueError(f"ErrorFeedback: decay must lie in (0, 1], got {decay!r}")
+        require_flag(self, "stochastic", stochastic)
         if stochastic and bits != 4:
             raise ValueError("ErrorFeedback: stochastic rounding is for bits=4 only")
         self.bits = bits
@@ -84,6 +94,11 @@ class ErrorFeedback(Remainder):
             left = self._encode(left, derive_keys(key, 0, rows.names))
         # Anything else is rounded, if at all, on the way to where it is kept.
         replace_(self._residuals.matrix(rows), left, accept)
+
+    def give_back(self, rows: Rows, rest: torch.Tensor, scale: float) -> None:
+        stored = self._residuals.matrix(rows)
+        left = self._decode(stored, rows.matrix.shape[1]).add_(rest, alpha=1 / scale)
+        stored.copy_(self._encode(left, (0,) * len(left)))
 
     def norm(self) -> float:
         norms = [

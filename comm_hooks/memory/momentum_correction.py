@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from comm_hooks.compressors.base import is_number
 from comm_hooks.layout import Rows
 from comm_hooks.memory.base import Memory, add_rows, mean_rows
 from comm_hooks.memory.error_feedback import ErrorFeedback
@@ -42,7 +43,7 @@ class MomentumCorrection(Memory):
     """
 
     def __init__(self, momentum: float = 0.9) -> None:
-        if not 0 <= momentum < 1:
+        if not is_number(momentum) or not 0 <= momentum < 1:
             raise ValueError(f"MomentumCorrection: momentum must lie in [0, 1), got {momentum!r}")
         self.momentum = momentum
         self._velocities = NamedRows(torch.zeros_like)
@@ -74,6 +75,9 @@ class MomentumCorrection(Memory):
         velocities = (sending - residuals).mul_(waits)
         replace_(self._velocities.matrix(rows), velocities, accept)
         replace_(residuals, left, accept)
+
+    def give_back(self, rows: Rows, rest: torch.Tensor, scale: float) -> None:
+        self._residuals.matrix(rows).add_(rest, alpha=1 / scale)
 
     def norm(self) -> float:
         return math.sqrt(sum(float(row.norm()) ** 2 for _, row, _ in self._residuals.items()))

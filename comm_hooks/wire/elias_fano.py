@@ -70,4 +70,6 @@ class EliasFano(PlacesCode):
         places = set_places(bits.view(rows, sets, self.bitmap_bits), self.count)
         highs = places - torch.arange(self.count, device=octets.device)
         lows = unpack_codes(octets[:, split:], sets * self.count, self.low_bits)
-        return (highs << self.low_bits) | lows.view(rows, sets, self.count).long(), None
+        found = (highs << self.low_bits) | lows.view(rows, sets, self.count).long()
+        # Bytes that are no code may have too few high bits, or low ones from behind the end.
+        return found.clamp_(0, self.universe - 1), None

@@ -2,14 +2,12 @@
 
 A payload is one contiguous byte string per bucket and rank, of a size that all ranks can compute:
 
-    header (16 bytes, :mod:`comm_hooks.wire.header`) | rows of part 0 | rows of part 1 | ...
+    header | rows of part 0 | rows of part 1 | ... | zeros up to a multiple of 8 bytes
 
-One that is to be summed on the wire must be all float32; its header is only
-
-    health (float32) | ...
-
-which is 0 when all elements of the rank's vector are finite, else NaN.  Either way every rank
-learns whether any of them is not, at no extra collective.
+One that is to be summed on the wire must be all float32, its header included: that is another one
+(:mod:`comm_hooks.wire.summed_header`) than of payloads that are gathered
+(:mod:`comm_hooks.wire.gathered_header`).  From either of them every rank learns whether all vectors
+are finite and all ranks mean the same round, at no extra collective.
 """
 
 from collections.abc import Sequence
@@ -19,9 +17,10 @@ import torch
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.randomness import Keys
-from comm_hooks.wire.header import HEADER_NBYTES, HeaderCheck, Stamp, write_headers_
-
-SUMMED_HEADER_NBYTES = 4
+from comm_hooks.wire.gathered_header import GatheredHeader
+from comm_hooks.wire.header import Header
+from comm_hooks.wire.stamp import Stamp
+from comm_hooks.wire.summed_header import SummedHeader
 
 
 class PayloadFormat:
@@ -29,35 +28,35 @@ class PayloadFormat:
 
     Args:
         parts: (compressor, number of rows, elements per row) of each part.
-        world_size: how many ranks take part.
+        ranks: those that take part, as users count them, in their order.
+        place: of this rank among them.
         summed: the payloads are summed on the wire; all compressors must be linear.
     """
 
     def __init__(
         self,
         parts: Sequence[tuple[Compressor, int, int]],
-        world_size: int,
+        ranks: Sequence[int],
+        place: int,
         *,
         summed: bool = False,
     ) -> None:
         self._compressors = [compressor for compressor, _, _ in parts]
-        self._world_size = world_size
-        self._summed = summed
-        self._check = HeaderCheck()
+        self._world_size, self._place = len(ranks), place
+        self._header: Header = (SummedHeader if summed else GatheredHeader)(ranks, place)
         self._slices: list[tuple[int, int, int]] = []
-        self.header_nbytes = SUMMED_HEADER_NBYTES if summed else HEADER_NBYTES
-        position = self.header_nbytes
+        position = self._header.nbytes
         for compressor, rows, numel in parts:
-            nbytes = rows * compressor.payload_nbytes(numel, world_size=world_size)
+            nbytes = rows * compressor.payload_nbytes(numel, world_size=self._world_size)
             self._slices.append((position, position + nbytes, rows))
             position += nbytes
-        self.nbytes = position
+        self._end = position
+        self.nbytes = -(-position // 8) * 8
 
     def encode(
         self,
         matrices: Sequence[torch.Tensor],
         keys: Sequence[Keys],
-        rank: int,
         health: torch.Tensor,
         stamp: Stamp,
         *,
@@ -75,7 +74,6 @@ class PayloadFormat:
         return self.encode_all(
             [matrix[None] for matrix in matrices],
             keys,
-            rank,
             health,
             stamp,
             residuals=residuals,
@@ -86,7 +84,6 @@ class PayloadFormat:
         self,
         stacks: Sequence[torch.Tensor],
         keys: Sequence[Keys],
-        rank: int,
         health: torch.Tensor,
         stamp: Stamp,
         *,
@@ -110,7 +107,7 @@ class PayloadFormat:
             residuals or [None] * len(stacks),
             strict=True,
         ):
-            rows, how = stack.flatten(0, 1), (part_keys, rank, self._world_size)
+            rows, how = stack.flatten(0, 1), (part_keys, self._place, self._world_size)
             if residuals is None:
                 coded = compressor._compress(rows, *how)
             elif residual is None:
@@ -118,28 +115,22 @@ class PayloadFormat:
             else:
                 coded = compressor._extract_sum(rows, residual, *how)
             out[:, start:stop].view(coded.dtype).copy_(coded.view(count, -1))
-        if self._summed:
-            out[:, :SUMMED_HEADER_NBYTES].view(torch.float32).copy_(health)
-        else:
-            write_headers_(out, stamp, health)
+        out[:, self._end :] = 0
+        self._header.write_(out, stamp, health)
         return out
+
+    def body(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return a view of a payload (nbytes,) without its header, float32."""
+        return payload[self._header.nbytes : self._end].view(torch.float32)
 
     def health(
         self, payloads: torch.Tensor, stamp: Stamp, *, senders: str = "rank"
     ) -> torch.Tensor:
         """Return 0 if all ranks' vectors were finite, else NaN, and check the headers.
 
-        Args:
-            payloads: (N, nbytes), uint8, in rank order, or (1, nbytes) that were summed.
-            stamp: as :meth:`encode` was given on this rank.
-            senders: what an error calls them.
-
-        Raises:
-            PayloadError: if a payload is not what this rank expects.
+        See :meth:`~comm_hooks.wire.header.Header.health`.
         """
-        if self._summed:
-            return payloads[0, :SUMMED_HEADER_NBYTES].view(torch.float32)[0]
-        return self._check.health(payloads, stamp, senders)
+        return self._header.health(payloads, stamp, senders)
 
     def decode_sum(
         self,

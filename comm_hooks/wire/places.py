@@ -41,7 +41,8 @@ class PlacesCode(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the indices (n, sets, count), int64, and which of them there was room for.
 
-        Bytes that are no code give indices that mean nothing, or raise.
+        Bytes that are no code give indices that mean nothing, but lie in ``range(universe)``, or
+        raise: an accelerator writes to where they say before it is known that they are damaged.
 
         Raises:
             PayloadError: on the CPU, if there are not as many indices as there should be.

@@ -21,11 +21,13 @@ from comm_hooks.launchers.compare.methods import Method
 from comm_hooks.launchers.compare.optimizers import OPTIMIZERS
 
 METHODS = (
-    "all_reduce,none,bf16,powersgd,count_sketch,topk,sign,sign+local_variance_adam,"
-    "local_variance_adam,local_adamw,local_adamw:fragments=8"
+    "all_reduce,none,bf16,identity:bits=16,powersgd,count_sketch,topk,sign,"
+    "sign+local_variance_adam,local_variance_adam,local_adamw,local_adamw:fragments=8"
 )
 _CLOSE = 1.05
 """A method that is faster by less than this is not worth a change."""
+_NOISY_CODEC = 0.25
+"""If more than this of what a codec takes may be another load's, it tells an order at best."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,12 @@ class Case:
         return (Collective.of(AllGather(payload), ranks),)
 
     def check(self, method: Method) -> None:
-        """Raise ``ValueError`` if the method does not work at this stage."""
+        """Raise ``ValueError`` if the method does not work with this backend or at this stage."""
+        if method.crossing == "bf16" and self.network.backend == "gloo" and not self.zero_stage:
+            raise ValueError(
+                "DDP takes PyTorch's bf16_compress_hook with NCCL only; on gloo identity:bits=16 "
+                "sends as many bytes"
+            )
         if self.zero_stage and OPTIMIZERS[method.optimizer].crossing:
             raise ValueError(
                 f"ZeRO stage {self.zero_stage} cuts the optimizer's state into parts, but "
@@ -76,6 +83,16 @@ class Advice:
     prediction: Prediction
     sent: float  # bytes per step and rank
     loss: LossCost | None
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the step would be another's choice, were the noise taken out of it."""
+        return self.plan.noise > (_CLOSE - 1) * self.prediction.step
+
+    @property
+    def codec_is_noisy(self) -> bool:
+        """Whether the codec's own time says little."""
+        return self.plan.noise > _NOISY_CODEC * (self.plan.codec + (self.plan.optimizer or 0.0))
 
 
 def advise_on(case: Case, plans: Sequence[tuple[Method, Plan]]) -> list[Advice]:

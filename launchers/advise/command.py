@@ -210,7 +210,7 @@ def _advise(
     print_rows(case, rows, left_out, console)
     if zero_stage:
         print_zero_notes(case, console)
-    print_choice(case, choose(rows, max_loss), max_loss, console)
+    print_choice(case, rows, choose(rows, max_loss), max_loss, console)
     if not console.quiet:
         write_plot(case, rows, plot)
         console.print(Text(f"Plot: {plot}"), soft_wrap=True)

@@ -184,6 +184,7 @@ class Plan:
         optimizer: seconds per step that the method's own optimizer computes, outside of
             ``in_optimizer``; None: the optimizer is the user's.
         state_bytes: what each rank keeps for the method beside the optimizer: residuals.
+        noise: seconds per step of all this arithmetic that may have been another load's.
     """
 
     in_backward: tuple[Exchanged, ...] = ()
@@ -191,6 +192,14 @@ class Plan:
     steps: int = 1
     optimizer: float | None = None
     state_bytes: int = 0
+    noise: float = 0.0
+
+    @property
+    def codec(self) -> float:
+        """Seconds per step that its rounds compute, before and after their collectives."""
+        blocking = sum(exchanged.before + exchanged.after for exchanged in self.in_optimizer)
+        hooked = sum(exchanged.before + exchanged.after for exchanged in self.in_backward)
+        return hooked + blocking / self.steps
 
     def sent_per_step(self) -> float:
         """Return the bytes that each rank sends per step, in the mean."""
@@ -254,10 +263,7 @@ def predict(
         for exchanged in plan.in_optimizer
     )
     time += optimizer + blocking / plan.steps + sum(c.seconds(network) for c in afterwards)
-    rounds = [*plan.in_backward, *plan.in_optimizer]
-    weights = [1.0] * len(plan.in_backward) + [1 / plan.steps] * len(plan.in_optimizer)
-    codec = sum(w * (r.before + r.after) for w, r in zip(weights, rounds, strict=True))
-    return Prediction(time, compute.forward_backward + optimizer + codec)
+    return Prediction(time, compute.forward_backward + optimizer + plan.codec)
 
 
 def ready_shares(sizes: Sequence[int], first_cap: int, cap: int) -> list[tuple[range, float]]:

@@ -4,12 +4,13 @@ import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 
+from comm_hooks.collectives import TorchDistributed
+from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.launchers.advise.cost_model import Link, Network
 from comm_hooks.launchers.advise.ranks import Place
 
@@ -74,8 +75,8 @@ def measure_links(place: Place, device: torch.device) -> tuple[list[Measured], l
     of 0.4 s or 256 MiB.  Other traffic on a link is part of what is measured.  Collective: all
     ranks call it, and get the same.
     """
-    labels: list[Any] = [None] * place.world_size
-    dist.all_gather_object(labels, f"{socket.gethostname()} {place.node}")
+    transport = TorchDistributed()
+    labels = transport.perform(AllGatherObject(f"{socket.gethostname()} {place.node}"))
     nodes = nodes_of(labels)
     mine: list[Measured] = []
     for turn in edges_of(nodes):
@@ -84,9 +85,13 @@ def measure_links(place: Place, device: torch.device) -> tuple[list[Measured], l
                 peer = other if place.rank == one else one
                 mine += _measure_pair(place.rank, peer, inside, device)
         dist.barrier()
-    everybody: list[Any] = [None] * place.world_size
-    dist.all_gather_object(everybody, mine)
-    return [measured for of_rank in everybody for measured in of_rank], nodes
+    everybody = transport.perform(AllGatherObject([asdict(measured) for measured in mine]))
+    found = [
+        Measured(**{**plain, "link": Link(**plain["link"])})
+        for of_rank in everybody
+        for plain in of_rank
+    ]
+    return found, nodes
 
 
 def _measure_pair(rank: int, peer: int, inside: bool, device: torch.device) -> list[Measured]:

@@ -9,6 +9,7 @@ from matplotlib.ticker import FuncFormatter
 
 from comm_hooks.launchers.advise.advice import Advice, Case, step_at
 from comm_hooks.launchers.advise.cost_model import TCP_SHARE
+from comm_hooks.launchers.preflight.problems import format_rate
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -42,14 +43,14 @@ def write_plot(case: Case, rows: Sequence[Advice], path: Path) -> None:
         axes.plot(megabits, times, label=row.method.spec, linewidth=1.8, **look)
     axes.axvline(here, color="#18181b", linewidth=1, linestyle=(0, (1, 2)))
     axes.annotate(
-        f" this link: {here:.3g} Mbit/s",
+        f" this link: {format_rate(1e6 * here)}",
         (here, 1),
         xycoords=("data", "axes fraction"),
         va="top",
     )
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.set_xlabel(f"Mbit/s of each link, {case.network.ranks} ranks")
     axes.set_ylabel("predicted milliseconds per step")

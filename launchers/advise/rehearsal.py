@@ -36,17 +36,19 @@ from comm_hooks.launchers.advise.cost_model import (
 )
 from comm_hooks.launchers.advise.powersgd import PowerSGDStep
 from comm_hooks.launchers.advise.step import Step
+from comm_hooks.launchers.clock import Starvation, quartile_range
 from comm_hooks.launchers.compare.crossings import CROSSINGS, build_exchange
 from comm_hooks.launchers.compare.methods import Method
 from comm_hooks.launchers.compare.optimizers import OPTIMIZERS
 from comm_hooks.launchers.compare.runs import Settings
 from comm_hooks.layout import Segment
+from comm_hooks.wire.summed_header import MARKS_START
 
 _LARGEST = 1 << 24
 """Elements: of larger models a part of this size is played, and the rest taken to be alike."""
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # DDP's defaults
-_REPEAT = 3
+_REPEAT = 5
 _MIN_STEPS = 4
 
 
@@ -62,6 +64,10 @@ class Alone(Transport):
     @property
     def rank(self) -> int:
         return 0
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return [0] * self._world_size
 
     @property
     def world_size(self) -> int:
@@ -104,7 +110,10 @@ class Alone(Transport):
         assert isinstance(request, AllReduce | AllGather | AllToAll)
         self._collectives.append(Collective.of(request, ranks))
         if isinstance(request, AllReduce):
-            return payload.mul_(ranks)
+            total = payload * ranks
+            # The others are this one, down to their marks.
+            total[MARKS_START : MARKS_START + ranks] = payload[MARKS_START]
+            return payload.copy_(total)
         row = payload if isinstance(request, AllGather) else payload[0]
         return row.expand(ranks, -1)
 
@@ -167,7 +176,17 @@ class Rehearsals:
         return self._play_optimizer("adamw", None, {}).optimizer or 0.0
 
     def plan(self, method: Method) -> Plan:
-        """Return what the method does."""
+        """Return what the method does.
+
+        What may be another load's in its times: by how much they differ between repetitions, or as
+        much of them as this thread was kept waiting for a processor while it was played, if more.
+        """
+        starvation = Starvation()
+        plan = self._plan(method)
+        starved = starvation.share() * (plan.codec + (plan.optimizer or 0.0))
+        return replace(plan, noise=max(plan.noise, starved))
+
+    def _plan(self, method: Method) -> Plan:
         entry = OPTIMIZERS[method.optimizer]
         if entry.crossing:
             exchange = self._make_exchange(method)
@@ -175,7 +194,7 @@ class Rehearsals:
         plan = self._plan_crossing(method)
         if method.optimizer != "adamw":
             own = self._play_optimizer(method.optimizer, None, method.optimizer_options)
-            plan = replace(plan, optimizer=own.optimizer)
+            plan = replace(plan, optimizer=own.optimizer, noise=plan.noise + own.noise)
         return plan
 
     def _plan_crossing(self, method: Method) -> Plan:
@@ -186,26 +205,27 @@ class Rehearsals:
         if method.crossing in COMPRESSORS:
             return self._play_hook(method)
         element_bytes = 2 if method.crossing == "bf16" else self.step.element_bytes
-        cast = 0.0
+        casts = [0.0]
         if element_bytes < self.step.element_bytes:
-            cast = self._scale * self._seconds(
-                lambda: [g.to(torch.bfloat16) for g in self._stage.gradients]
-            )
+            casts = self._takes(lambda: [g.to(torch.bfloat16) for g in self._stage.gradients])
+        cast = self._scale * statistics.median(casts)
         rounds = []
         for bucket, ready in self._buckets(self.step, method):
             numel = sum(self._reversed_numels(self.step)[i] for i in bucket)
             part = cast * numel / self.step.numel
             collective = all_reduce(numel * element_bytes, self.ranks)
             rounds.append(Exchanged((collective,), part, part, ready))
-        return Plan(in_backward=tuple(rounds))
+        return Plan(tuple(rounds), noise=2 * self._scale * quartile_range(casts))
 
     def _plan_powersgd(self, rank: int) -> Plan:
         power = PowerSGDStep(self._stage.gradients, rank)
-        seconds = self._scale * self._seconds(power.run)
+        takes = self._takes(power.run)
+        seconds = self._scale * statistics.median(takes)
         payloads = [4 * round(self._scale * numel) for numel in power.payload_numels]
         collectives = tuple(all_reduce(nbytes, self.ranks) for nbytes in payloads if nbytes)
         exchanged = Exchanged(collectives, before=seconds)
-        return Plan((exchanged,), state_bytes=4 * self.step.numel)
+        noise = self._scale * quartile_range(takes)
+        return Plan((exchanged,), state_bytes=4 * self.step.numel, noise=noise)
 
     def _play_hook(self, method: Method) -> Plan:
         """Play the rounds of all buckets, then lay them out over the whole model's buckets."""
@@ -231,7 +251,12 @@ class Rehearsals:
         rounds = [_median(of_bucket) for of_bucket in takes]
         if self._scale > 1:
             rounds = self._spread(rounds, method)
-        return Plan(tuple(rounds), state_bytes=round(self._scale * _residual_bytes(exchange)))
+        noise = sum(quartile_range([t.before + t.after for t in of_bucket]) for of_bucket in takes)
+        return Plan(
+            tuple(rounds),
+            state_bytes=round(self._scale * _residual_bytes(exchange)),
+            noise=self._scale * noise,
+        )
 
     def _spread(self, played: Sequence[Exchanged], method: Method) -> list[Exchanged]:
         """Return rounds for the whole model's buckets, each like the part's largest in its size."""
@@ -265,7 +290,7 @@ class Rehearsals:
                 parameter.grad = gradient.clone()
             return torch.zeros(())
 
-        copying = self._seconds(closure)
+        copying = statistics.median(self._takes(closure))
         period = getattr(optimizer, "local_steps", None) or 1
         steps = period * math.ceil(_MIN_STEPS / period)
         played: list[Exchanged] = []
@@ -278,12 +303,12 @@ class Rehearsals:
                 played.append(transport.noted())
         played = played[-steps:]
         # Steps that exchange and steps that do not, each as they usually are.
-        kinds = [[e for e in played if bool(e.collectives) == sends] for sends in (True, False)]
-        arithmetic = sum(
-            len(kind) * (statistics.median(e.before + e.after for e in kind) - copying)
-            for kind in kinds
-            if kind
-        )
+        kinds = [
+            [e.before + e.after for e in played if bool(e.collectives) == sends]
+            for sends in (True, False)
+        ]
+        arithmetic = sum(len(kind) * (statistics.median(kind) - copying) for kind in kinds if kind)
+        noise = sum(len(kind) * quartile_range(kind) for kind in kinds)
         collectives = tuple(collective for e in played for collective in e.collectives)
         rounds = (_scaled(Exchanged(collectives), self._scale),) if collectives else ()
         return Plan(
@@ -291,6 +316,7 @@ class Rehearsals:
             steps=steps,
             optimizer=self._scale * max(0.0, arithmetic / steps),
             state_bytes=round(self._scale * _residual_bytes(exchange)) if exchange else 0,
+            noise=self._scale * noise / steps,
         )
 
     def _make_exchange(self, method: Method) -> Exchange:
@@ -320,14 +346,15 @@ class Rehearsals:
         return [math.prod(shape) for shape in reversed(step.shapes)]
 
     @torch.no_grad()
-    def _seconds(self, function: Callable[[], object]) -> float:
+    def _takes(self, function: Callable[[], object]) -> list[float]:
+        """Return how long a function takes, several times over."""
         clock = Alone(1, self._stage.device).clock
         durations = []
         for _ in range(1 + _REPEAT):
             started = clock()
             function()
             durations.append(clock() - started)
-        return statistics.median(durations[1:])
+        return durations[1:]
 
 
 def slowest(seconds: float) -> float:
@@ -352,6 +379,7 @@ def of_slowest_rank(plan: Plan) -> Plan:
         in_backward=tuple(worst(exchanged) for exchanged in plan.in_backward),
         in_optimizer=tuple(worst(exchanged) for exchanged in plan.in_optimizer),
         optimizer=None if plan.optimizer is None else slowest(plan.optimizer),
+        noise=slowest(plan.noise),
     )
 
 

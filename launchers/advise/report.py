@@ -11,7 +11,9 @@ from comm_hooks.launchers.advise.advice import Advice, Case
 from comm_hooks.launchers.advise.links import Measured
 from comm_hooks.launchers.advise.losses import LossCost, measured
 from comm_hooks.launchers.advise.snippets import json_line, python_line
+from comm_hooks.launchers.clock import roughly
 from comm_hooks.launchers.compare.table import format_bytes
+from comm_hooks.launchers.preflight.problems import format_rate
 
 _COLUMNS = (
     "method",
@@ -29,10 +31,10 @@ def print_links(links: Sequence[Measured], console: Console) -> None:
     """Print every direction that was measured."""
     for item in links:
         where = "inside a node" if item.inside else "between nodes"
-        megabits = item.link.bandwidth * 8 / 1e6
+        rate = format_rate(8 * item.link.bandwidth)
         console.print(
             Text(
-                f"rank {item.source} to rank {item.target} ({where}): {megabits:,.4g} Mbit/s, "
+                f"rank {item.source} to rank {item.target} ({where}): {rate}, "
                 f"{1e3 * item.link.latency:.2f} ms"
             ),
             soft_wrap=True,
@@ -56,13 +58,16 @@ def print_rows(
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
     for row in sorted(rows, key=lambda row: row.prediction.step):
-        codec = 1e3 * row.prediction.arithmetic - step.milliseconds
-        factor = f"{plain.prediction.step / row.prediction.step:.3g}x" if plain else "-"
+        codec = row.prediction.arithmetic - step.milliseconds / 1e3
+        factor = "-"
+        if plain:
+            ratio = plain.prediction.step / row.prediction.step
+            factor = f"{roughly(ratio) if row.is_noisy else f'{ratio:.3g}'}x"
         table.add_row(
             Text(row.method.spec),
-            f"{1e3 * row.prediction.step:,.0f}",
+            _format_seconds(row.prediction.step, row.is_noisy),
             factor,
-            f"{codec:,.0f}",
+            _format_seconds(codec, row.codec_is_noisy),
             f"{1e3 * row.prediction.waiting:,.0f}",
             format_bytes(row.sent),
             format_bytes(row.plan.state_bytes) if row.plan.state_bytes else "-",
@@ -85,6 +90,13 @@ def print_rows(
             f"{case.network.backend}: full use of the link and a number of rounds that grows with "
             "the logarithm of the ranks are assumed, not measured."
         )
+    if any(row.is_noisy or row.codec_is_noisy for row in rows):
+        notes.insert(
+            0,
+            "~: noise. While this was measured other programs, or more threads than there are "
+            "cores (OMP_NUM_THREADS), kept this device busy, so that arithmetic seems to take "
+            "longer than it does: measure again on an idle device.",
+        )
     for note in notes:
         console.print(Text(f"* {note}"))
 
@@ -103,8 +115,10 @@ def print_zero_notes(case: Case, console: Console) -> None:
         console.print(Text(f"* {note}"))
 
 
-def print_choice(case: Case, chosen: Advice | None, max_loss: float, console: Console) -> None:
-    """Print what to use, in Python and in JSON."""
+def print_choice(
+    case: Case, rows: Sequence[Advice], chosen: Advice | None, max_loss: float, console: Console
+) -> None:
+    """Print what to use, in Python and in JSON, and whether noise may have decided that."""
     if chosen is None:
         console.print(
             Text(f"No method here is known to cost at most {max_loss:g} in loss: see --max-loss.")
@@ -116,6 +130,18 @@ def print_choice(case: Case, chosen: Advice | None, max_loss: float, console: Co
     line = json_line(chosen.method)
     none = "none: this method is made in Python"
     console.print(Text(f"  JSON (DeepSpeed): {line or none}"), soft_wrap=True)
+    if any(row.is_noisy for row in rows):
+        console.print(
+            Text("  Another method may be the faster one: the figures marked ~ are noise."),
+            soft_wrap=True,
+        )
+
+
+def _format_seconds(seconds: float, is_noisy: bool) -> str:
+    milliseconds = 1e3 * seconds
+    if is_noisy and milliseconds >= 0.5:
+        return roughly(milliseconds)
+    return f"{milliseconds:,.0f}"
 
 
 def _format_loss(cost: LossCost | None) -> str:

@@ -91,7 +91,7 @@ class Configuration:
             value = getattr(self, name)
             if value not in choices and not (value is None and name in ("feedback", "clipping")):
                 raise ValueError(f"{name}: {unknown('value', value, choices)}")
-        if self.accountant not in ACCOUNTANTS:
+        if not isinstance(self.accountant, str) or self.accountant not in ACCOUNTANTS:
             raise ValueError(f"accountant: {unknown('value', self.accountant, ACCOUNTANTS)}")
         exchange = self.build_exchange(Simulated(self.world_size)[0])
         if self.unit == "sample" and self.placement == "central":
@@ -147,7 +147,7 @@ def read_configuration(path: Path) -> Configuration:
         content = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must be an object, got {content!r}")

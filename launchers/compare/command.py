@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from comm_hooks.launchers.compare.conclusions import warn_of_few_steps
 from comm_hooks.launchers.compare.corpus import check_length, load_corpus
 from comm_hooks.launchers.compare.launch import available_cores, run_method, threads_per_rank
 from comm_hooks.launchers.compare.methods import (
@@ -95,6 +96,8 @@ def compare(
         raise typer.Exit(_BAD_INPUT) from None
 
     console = make_console()
+    for paragraph in warn_of_few_steps([settings]):
+        console.print(Text(paragraph), style="yellow")
     facts = _make_facts(settings, corpus.description, methods, data, quick)
     for name in ("Model", "Text", "Machine"):
         console.print(Text(f"{name}: {facts[name]}"), soft_wrap=True)

@@ -1,14 +1,19 @@
 """What to make of the figures: the paragraphs below the table, in terminal and report."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from comm_hooks.launchers.compare.groups import BASELINE, conditions_of, group_runs
+from comm_hooks.launchers.clock import MOST_RANGE, MOST_STARVED
+from comm_hooks.launchers.compare.groups import BASELINE, Group, conditions_of, group_runs
+from comm_hooks.launchers.compare.options import QUICK_STEPS
 from comm_hooks.launchers.compare.runs import Figures, LogSettings, Run, Settings
 from comm_hooks.launchers.report.logs import LAST_SHARE
 
 NOISE = 0.03
 """Differences in loss below this say nothing: another seed makes as much."""
+
+_GOOD = ("local_variance_adam", "local_adamw")
+"""Optimizers that divide by the second moment before the exchange."""
 
 _SLOW_LINK_BYTES_PER_SECOND = 100e6 / 8
 
@@ -18,10 +23,30 @@ def is_worse(figures: Figures, control: Figures | None) -> bool:
     return control is not None and figures.loss > control.loss + NOISE
 
 
+def is_distorted(figures: Figures) -> bool:
+    """Tell whether another load had a part in the milliseconds of a step."""
+    is_uneven = (figures.step_range_ms or 0.0) > MOST_RANGE * figures.step_ms
+    return is_uneven or (figures.starved or 0.0) > MOST_STARVED
+
+
+def warn_of_few_steps(settings: Iterable[Settings | LogSettings]) -> list[str]:
+    """Return a paragraph if some runs are too short to tell methods apart, else nothing."""
+    few = [s for s in settings if isinstance(s, Settings) and s.steps < QUICK_STEPS]
+    if not few:
+        return []
+    least = min(few, key=lambda s: s.steps)
+    return [
+        f"Too few steps: {least.steps}, of which the learning rate rises for {least.warmup}. "
+        "Losses then say how a method begins, not which is better; one that exchanges every eighth "
+        f"step has hardly done so. {QUICK_STEPS} steps give a first impression, {Settings.steps} a "
+        "comparison."
+    ]
+
+
 def make_warnings(runs: list[Run]) -> list[str]:
     """Return what keeps runs from being compared with each other, one paragraph each."""
     letters = conditions_of(runs)
-    warnings = []
+    warnings = warn_of_few_steps(run.settings for run in runs)
     if len(letters) > 1:
         settings = "; ".join(
             f"{letter}: {_describe(each, list(letters.values()))}"
@@ -34,6 +59,14 @@ def make_warnings(runs: list[Run]) -> list[str]:
                 f"{name.removesuffix('s')}s differ, see the end of the report: mind this with "
                 f"{figures}."
             )
+    distorted = [g.name for g in group_runs(runs) if g.figures and is_distorted(g.figures)]
+    if distorted:
+        warnings.append(
+            f"Milliseconds with a ~ are no figures ({', '.join(distorted)}): other programs, or "
+            "more threads than there are cores, kept this machine busy meanwhile: a rank waited "
+            f"for a core for more than {MOST_STARVED:.0%} of its time, or the middle half of its "
+            f"steps differ by more than {MOST_RANGE:.0%}. Losses and bytes are not affected."
+        )
     return warnings
 
 
@@ -89,17 +122,25 @@ def make_conclusions(runs: list[Run]) -> list[str]:
             f"{local if is_local else ''}On a link of 100 Mbit/s the bytes of one step alone take "
             f"{slow} ms for {most} and {fast} ms for {least}."
         )
-    worse = [g.name for g in groups if g.figures and is_worse(g.figures, g.control)]
+    worse = [g for g in groups if g.figures and is_worse(g.figures, g.control)]
     if worse:
-        paragraphs.append(
-            f"Worse than no communication at all: {', '.join(worse)}. This is no bug but a "
-            "warning about the pair of what is compressed and which optimizer uses it. Under "
-            "Adam, for instance, error feedback turns a gradient into rare pulses, to which the "
-            "second moment answers with tiny steps; dividing before the exchange "
-            "(local_variance_adam, local_adamw) avoids that. A method may also need more steps "
-            "than these to pay off."
-        )
+        paragraphs.append(_explain_worse(worse, bool(warn_of_few_steps(r.settings for r in runs))))
     return paragraphs
+
+
+def _explain_worse(worse: Sequence[Group], is_short: bool) -> str:
+    """Return what to make of methods that lost against no communication, which are not advice."""
+    found = f"Worse than no communication at all: {', '.join(group.name for group in worse)}."
+    if is_short:
+        return f"{found} After so few steps that says nothing about them."
+    good = [name for name in _GOOD if not any(name in group.method for group in worse)]
+    remedy = f"; dividing before the exchange ({', '.join(good)}) avoids that" if good else ""
+    return (
+        f"{found} This is no bug but a warning about the pair of what is compressed and which "
+        "optimizer uses it. Under Adam, for instance, error feedback turns a gradient into rare "
+        f"pulses, to which the second moment answers with tiny steps{remedy}. A method may also "
+        "need more steps than these to pay off."
+    )
 
 
 def _link_ms(count: float) -> str:

@@ -51,7 +51,7 @@ class Trainer(NamedTuple):
     """A model ready to train: what a step needs, and what tells the bytes it moved."""
 
     ddp: DistributedDataParallel
-    optimizer: Any  # an Optimizer, or LocalRounds
+    optimizer: Any  # an Optimizer, whose step() is not annotated for closures that return tensors
     traffic: Traffic
 
     @property
@@ -59,7 +59,7 @@ class Trainer(NamedTuple):
         """The optimizer whose learning rate is warmed up."""
         if isinstance(self.optimizer, SAFL):
             return self.optimizer.server  # the adaptive one of the two
-        return self.optimizer.inner if isinstance(self.optimizer, LocalRounds) else self.optimizer
+        return self.optimizer
 
     def shared_model(self) -> AbstractContextManager[None]:
         """Show, for a while, the model that is to be judged: the server's where there is one."""
@@ -274,7 +274,12 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
         {**_ROUNDS, "momentum": float, "server_lr": float, "server_momentum": float},
         crossing="identity",
     ),
-    "fed_ams": OptimizerEntry(_plain(FedAMS, local_steps=8), _ROUNDS, crossing="identity"),
+    # As published its first round has nothing but eps to divide by.
+    "fed_ams": OptimizerEntry(
+        _plain(FedAMS, bias_correction=True, bound="client", local_steps=8),
+        _ROUNDS,
+        crossing="identity",
+    ),
     "fed_lamb": OptimizerEntry(
         _plain(FedLAMB, lr=1e-2, local_steps=8), _ROUNDS, crossing="identity"
     ),

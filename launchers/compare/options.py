@@ -1,15 +1,16 @@
 """What ``comm-hooks compare`` and ``comm-hooks bench`` check, describe and write alike."""
 
-import importlib.metadata
 import platform
 
 import torch
 
+import comm_hooks
 from comm_hooks.launchers.compare.model import GPT, GPTConfig
 from comm_hooks.launchers.compare.runs import Settings
 
 _QUICK_MODEL = GPTConfig(layers=2)
-_QUICK_STEPS = 60
+QUICK_STEPS = 60
+"""Fewer compare nothing: most of them would be warm-up."""
 
 
 def make_settings(
@@ -21,7 +22,7 @@ def make_settings(
         ValueError: for a number that cannot be; the message names the option.
     """
     if steps is None:
-        steps = _QUICK_STEPS if quick else Settings.steps
+        steps = QUICK_STEPS if quick else Settings.steps
     for option, value in {"--nproc": nproc, "--steps": steps, "--eval-every": eval_every}.items():
         if value is not None and value < 1:
             raise ValueError(f"{option} must be at least 1, got {value}")
@@ -59,13 +60,6 @@ def describe_training(settings: Settings) -> dict[str, str]:
 def versions() -> str:
     """Return which comm-hooks, torch and Python this is, in one line."""
     return (
-        f"comm-hooks {_own_version()}, torch {torch.__version__}, Python "
+        f"comm-hooks {comm_hooks.__version__}, torch {torch.__version__}, Python "
         f"{platform.python_version()}"
     )
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("comm-hooks")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -17,9 +17,11 @@ def rebuild(kind: Any, value: Any, where: str = "") -> Any:
         value: what :func:`json.loads` returned.
         where: what to call it in messages, for instance ``settings``.
 
+    Fields of a dataclass that are None by default may be missing.
+
     Raises:
-        ValueError: for a field that is missing or not known, a type that does not fit, or a number
-            that is not finite.
+        ValueError: for any other field that is missing, or not known, a type that does not fit, or
+            a number that is not finite.
 
     Example::
 
@@ -52,13 +54,13 @@ def rebuild(kind: Any, value: Any, where: str = "") -> Any:
 
 
 def _rebuild_dataclass(kind: Any, values: Mapping[str, Any], where: str) -> Any:
-    known = [each.name for each in fields(kind)]
-    if missing := [name for name in known if name not in values]:
+    known = {each.name: each.default for each in fields(kind)}
+    if missing := [n for n, default in known.items() if n not in values and default is not None]:
         raise ValueError(f"{_at(where, missing[0])} is missing")
     if strange := [name for name in values if name not in known]:
         raise ValueError(f"{_at(where, strange[0])} is not known")
     hints = get_type_hints(kind)
-    return kind(**{name: rebuild(hints[name], values[name], _at(where, name)) for name in known})
+    return kind(**{name: rebuild(hints[name], v, _at(where, name)) for name, v in values.items()})
 
 
 _NAMES = {int: "an integer", float: "a number", str: "a string", dict: "an object", list: "a list"}

@@ -76,6 +76,8 @@ class Figures:
     received_per_step: float
     bytes_sent: int  # in the whole run, warm-up included
     bytes_received: int
+    step_range_ms: float | None = None  # by which the middle half of the steps differ
+    starved: float | None = None  # share of the time a rank waited for a core; the most of any rank
 
 
 @dataclass

@@ -12,7 +12,13 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from comm_hooks.launchers.compare.conclusions import is_worse, make_conclusions, make_warnings
+from comm_hooks.launchers.clock import roughly
+from comm_hooks.launchers.compare.conclusions import (
+    is_distorted,
+    is_worse,
+    make_conclusions,
+    make_warnings,
+)
 from comm_hooks.launchers.compare.groups import (
     Group,
     baseline_of,
@@ -152,7 +158,10 @@ def _ratio(line: _Line) -> Cell:
 
 def _step_ms(line: _Line) -> Cell:
     figures = line.figures
-    return Cell(f"{figures.step_ms:.0f}", figures.step_ms) if figures else NOTHING
+    if figures is None:
+        return NOTHING
+    text = roughly(figures.step_ms) if is_distorted(figures) else f"{figures.step_ms:.0f}"
+    return Cell(text, figures.step_ms)
 
 
 def _drift(line: _Line) -> Cell:

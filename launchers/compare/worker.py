@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from comm_hooks.launchers.clock import Starvation, quartile_range
 from comm_hooks.launchers.compare.corpus import shard_bounds, window_starts
 from comm_hooks.launchers.compare.events import Event, telling
 from comm_hooks.launchers.compare.methods import Method, parse_method
@@ -50,10 +51,12 @@ def train(trainer: Trainer, settings: Settings, tokens: Tensor) -> Iterator[Even
     """
     model = trainer.ddp.module
     durations: list[float] = []
+    starvations: list[float] = []
     totals: list[tuple[int, int]] = [(0, 0)]  # bytes sent and received after each step
 
-    for step, loss, seconds in _steps(trainer, settings, tokens):
+    for step, loss, seconds, starved in _steps(trainer, settings, tokens):
         durations.append(seconds)
+        starvations.append(starved)
         totals.append(trainer.traffic(step))
         sent, received = totals[-1]
         yield {"event": "step", "step": step, "loss": loss, "bytes_sent": sent}
@@ -78,23 +81,26 @@ def train(trainer: Trainer, settings: Settings, tokens: Tensor) -> Iterator[Even
         received_per_step=(received - totals[start][1]) / (settings.steps - start),
         bytes_sent=sent,
         bytes_received=received,
+        step_range_ms=1e3 * quartile_range(durations[start:]),
+        starved=_largest(sum(starvations[start:]) / sum(durations[start:])),
     )
     yield {"event": "figures", **asdict(figures)}
 
 
 def _steps(
     trainer: Trainer, settings: Settings, tokens: Tensor
-) -> Iterator[tuple[int, float, float]]:
-    """Yield (step, this rank's loss, seconds it took) after each step, counted from 1."""
+) -> Iterator[tuple[int, float, float, float]]:
+    """Yield (step, this rank's loss, seconds, those it was starved) after each step, from 1."""
     batches = draw_batches(tokens, settings, dist.get_rank())
     warmup = LambdaLR(trainer.scheduled, lambda done: min(1.0, (done + 1) / settings.warmup))
     for step in range(1, settings.steps + 1):
-        started = time.perf_counter()
+        started, starvation = time.perf_counter(), Starvation()
         value = float(trainer.optimizer.step(closure_of(trainer, next(batches))))
         warmup.step()
         if not math.isfinite(value):
             raise FloatingPointError(f"diverged: the loss is {value} at step {step}")
-        yield step, value, time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        yield step, value, seconds, seconds * starvation.share()
 
 
 def closure_of(trainer: Trainer, windows: Tensor) -> Callable[[], Tensor]:
@@ -151,9 +157,14 @@ def replica_drift(model: nn.Module) -> float:
     own = torch.cat([parameter.flatten() for parameter in model.parameters()])
     first = own.clone()
     dist.broadcast(first, src=0)
-    distance = (own - first).norm() / first.norm()
-    dist.all_reduce(distance, op=dist.ReduceOp.MAX)
-    return distance.item()
+    return _largest(float((own - first).norm() / first.norm()))
+
+
+def _largest(value: float) -> float:
+    """Return the largest of all ranks' values.  Collective."""
+    largest = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
 
 
 def read_tokens(corpus: Path) -> Tensor:

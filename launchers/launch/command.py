@@ -133,6 +133,8 @@ def launch(
             typer.echo(text.rstrip("\n") if dry_run else submission.write(text))
             return
         plan = make_plan(job, launcher, hostfile, os.environ, check=preflight)
+        if plan.runs_here and not dry_run:
+            job.require_target()
     except ValueError as error:
         _complain(error)
         raise typer.Exit(_BAD_INPUT) from None

@@ -1,8 +1,13 @@
 """What the user wants to run, however it is started."""
 
+import difflib
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 DEFAULT_PORT = 29500
 """Where ranks meet: the port that PyTorch, torchrun and DeepSpeed use."""
@@ -81,6 +86,28 @@ class Job:
     @property
     def is_elastic(self) -> bool:
         return self.nodes[0] != self.nodes[1]
+
+    def require_target(self) -> None:
+        """Raise ``ValueError`` if the script, or the module's package, is not on this machine.
+
+        Every rank would say so, in a traceback of its own.
+        """
+        name, here = self.target[0], Path.cwd()
+        if self.module:
+            added = self.variables.get("PYTHONPATH", "").split(os.pathsep)
+            places = [str(here), *filter(None, added), *sys.path]
+            package = name.partition(".")[0]
+            if package in sys.builtin_module_names or PathFinder.find_spec(package, places):
+                return
+            raise ValueError(f"-m {name}: there is no module {package!r} here ({here})")
+        path = Path(name)
+        if path.is_file() or (path / "__main__.py").is_file():
+            return
+        others = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        nearest = difflib.get_close_matches(path.name, others, n=1)
+        hint = f": did you mean {str(path.with_name(nearest[0]))!r}?" if nearest else ""
+        what = "is a folder without __main__.py" if path.is_dir() else "there is no such file"
+        raise ValueError(f"{name}: {what} here ({here}){hint}")
 
     def fixed_nodes(self, option: str) -> int:
         """Return the number of nodes for what cannot change it.

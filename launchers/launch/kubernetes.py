@@ -40,6 +40,12 @@ def render_train_job(
         raise ValueError(
             "--kubernetes needs --nproc: processes per node, each with a GPU unless --cpu"
         )
+    if job.restarts:
+        raise ValueError(
+            "--max-restarts does not go with --kubernetes: its runtime fixes the order of nodes, "
+            "and torchrun's ranks then do not find each other again; let the job start anew, from "
+            "a checkpoint"
+        )
     resources: dict[str, Any] = {}
     if cpus is not None:
         resources["requests"] = {"cpu": str(cpus * job.processes)}
@@ -72,8 +78,7 @@ def render_train_job(
 
 
 def _command(job: Job, check: bool) -> list[str]:
-    restarts = ["--max-restarts", str(job.restarts)] if job.restarts else []
-    train = ["torchrun", *restarts, *(["-m"] if job.module else []), *job.target]
+    train = ["torchrun", *(["-m"] if job.module else []), *job.target]
     if not check:
         return train
     config = ["--config", job.config] if job.config else []

@@ -36,6 +36,8 @@ class Plan:
         route: how this machine gets there.
         notes: what the user may not expect, one line each.
         quiet: whether another process prints the same commands.
+        runs_here: whether ranks run on this machine, as this plan starts them, so that it needs
+            the script; else each node looks for itself.
     """
 
     steps: list[Step]
@@ -43,6 +45,7 @@ class Plan:
     route: Route | None = None
     notes: list[str] = field(default_factory=list)
     quiet: bool = False
+    runs_here: bool = False
 
 
 def make_plan(
@@ -80,7 +83,7 @@ def make_plan(
         )
     if launcher == "auto":
         if place and place.launcher == "mpirun":
-            return Plan([_rank(job, place, check)], quiet=place.rank > 0)
+            return Plan([_rank(job, place, check)], quiet=place.rank > 0, runs_here=True)
         if place:
             return _torchrun(slurm.fill_in(job, place, environment), environment, check)
         nodes = int(environment.get("SLURM_NNODES", 1))
@@ -107,7 +110,7 @@ def _torchrun(job: Job, environment: Mapping[str, str], check: bool) -> Plan:
     job, notes = _count_processes(job)
     if job.nodes == (1, 1):
         steps = [*_preflight(job, None, check), torchrun.build_single_node(job)]
-        return Plan(steps, notes=notes)
+        return Plan(steps, notes=notes, runs_here=True)
     if job.head is None:
         raise ValueError(
             f"--nnodes {job.nodes[1]} needs --head HOST[:PORT]: the node where all of them meet, "
@@ -125,7 +128,8 @@ def _torchrun(job: Job, environment: Mapping[str, str], check: bool) -> Plan:
         torchrun.build_multi_node(job, job.head, route, job_id),
     ]
     hosts = route.is_head if job.node_rank is None else job.node_rank == 0
-    return Plan(steps, None if hosts else Endpoint(route.head, job.head.port), route, notes)
+    head = None if hosts else Endpoint(route.head, job.head.port)
+    return Plan(steps, head, route, notes, runs_here=True)
 
 
 def _deepspeed(job: Job, hostfile: Path | None, check: bool) -> Plan:
@@ -134,7 +138,8 @@ def _deepspeed(job: Job, hostfile: Path | None, check: bool) -> Plan:
     if hostfile is None:
         if job.nodes != (1, 1):
             raise ValueError("--launcher deepspeed with several nodes needs --hostfile")
-        return Plan([*_preflight(job, None, check), *deepspeed.build_single_node(job)])
+        steps = [*_preflight(job, None, check), *deepspeed.build_single_node(job)]
+        return Plan(steps, runs_here=True)
     hosts = read_hostfile(hostfile)
     _check_count(job, hosts, hostfile)
     if job.node_rank is None:
@@ -152,7 +157,7 @@ def _deepspeed(job: Job, hostfile: Path | None, check: bool) -> Plan:
         *deepspeed.build_by_hand(job, hostfile, head, route),
     ]
     # The script itself opens the port, whenever it comes to that: nothing to wait for.
-    return Plan(steps)
+    return Plan(steps, runs_here=True)
 
 
 def _mpirun(job: Job, launcher: str, hostfile: Path | None, check: bool) -> Plan:
@@ -177,7 +182,7 @@ def _mpirun(job: Job, launcher: str, hostfile: Path | None, check: bool) -> Plan
         at = ["--head", str(head)] if head else []
         targets.insert(0, (sys.executable, "-m", _PREFLIGHT, *at, *config))
     steps = [mpi.build_command(job, flavour, hosts, slots, target) for target in targets]
-    return Plan(list(steps), notes=notes)
+    return Plan(list(steps), notes=notes, runs_here=not hosts)
 
 
 def _check_count(job: Job, hosts: list[Host], hostfile: Path) -> None:

@@ -8,12 +8,13 @@ from comm_hooks.launchers.launch.network import Route, port_is_taken
 from comm_hooks.launchers.launch.steps import Command, program
 
 _PROGRAM = ("torchrun", "torch.distributed.run")
+_SHARE_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def build_single_node(job: Job) -> Command:
     """Return the command for ranks on this machine only."""
     arguments = [*program(*_PROGRAM), "--standalone"]
-    return Command((*arguments, *_rest(job)), {**_loopback(), **job.variables})
+    return Command((*arguments, *_rest(job)), {**_loopback(), **_own_stores(job), **job.variables})
 
 
 def build_multi_node(job: Job, head: Endpoint, route: Route, job_id: str) -> Command:
@@ -43,7 +44,8 @@ def build_multi_node(job: Job, head: Endpoint, route: Route, job_id: str) -> Com
         arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(meeting)]
         arguments += ["--rdzv-id", job_id, "--rdzv-conf", f"is_host={int(hosts_store)}"]
         arguments += ["--local-addr", route.address]
-    return Command((*arguments, *_rest(job)), {**interfaces(job, route), **job.variables})
+    variables = {**interfaces(job, route), **_own_stores(job), **job.variables}
+    return Command((*arguments, *_rest(job)), variables)
 
 
 def interfaces(job: Job, route: Route) -> dict[str, str]:
@@ -62,6 +64,18 @@ def interfaces(job: Job, route: Route) -> dict[str, str]:
         )
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {n: route.interface for n in names if job.interface or n not in os.environ}
+
+
+def _own_stores(job: Job) -> dict[str, str]:
+    """Return the variable without which ranks that are started anew do not find each other.
+
+    torchrun (of PyTorch 2.13) keeps one store for all attempts: a rank that is back before another
+    reads there where the other one listened before, finds nobody, and fails or waits for ever.
+    With this the first rank makes a store for each attempt.
+    """
+    if not (job.restarts or job.is_elastic) or _SHARE_NO_STORE in os.environ:
+        return {}
+    return {_SHARE_NO_STORE: "1"}
 
 
 def _loopback() -> dict[str, str]:

@@ -109,7 +109,7 @@ def preflight(
     if verdict.problems:
         raise typer.Exit(_FAILED)
     if meeting.rank == 0:
-        print_report(verdict.nodes, verdict.links)
+        print_report(verdict.nodes, verdict.links, meeting.size)
 
 
 @dataclass(frozen=True)

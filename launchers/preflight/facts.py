@@ -67,7 +67,7 @@ def find_versions() -> dict[str, str]:
     versions = {
         "Python": platform.python_version(),
         "torch": torch.__version__,
-        "comm-hooks": _version("comm-hooks"),
+        "comm-hooks": comm_hooks.__version__,
         # Two checkouts of one version differ, too.
         "comm-hooks source": source_digest(Path(comm_hooks.__file__).parent),
         "deepspeed": _version("deepspeed"),

@@ -165,10 +165,12 @@ def format_rate(bits_per_second: float) -> str:
 
     Example::
 
-        >>> format_rate(94.3e6), format_rate(9.41e9)
-        ('94 Mbit/s', '9.4 Gbit/s')
+        >>> format_rate(94.3e6), format_rate(9.41e9), format_rate(56e3)
+        ('94 Mbit/s', '9.4 Gbit/s', '56 kbit/s')
     """
-    if bits_per_second >= 1e9:
+    if bits_per_second >= 999.5e6:
         return f"{bits_per_second / 1e9:.1f} Gbit/s"
+    if bits_per_second < 1e5:
+        return f"{bits_per_second / 1e3:.0f} kbit/s"
     megabits = bits_per_second / 1e6
     return f"{megabits:.0f} Mbit/s" if megabits >= 10 else f"{megabits:.1f} Mbit/s"

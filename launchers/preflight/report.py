@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rich.console import Console
 from rich.table import Table
 
 from comm_hooks.launchers.output import make_console
@@ -12,8 +13,14 @@ from comm_hooks.launchers.preflight.problems import format_rate
 _MOST_LINKS = 12
 
 
-def print_report(nodes: Sequence[Facts], links: Sequence[Link]) -> None:
-    """Print the nodes, what they all have, and the slowest links."""
+def print_report(nodes: Sequence[Facts], links: Sequence[Link], met: int) -> None:
+    """Print the nodes, what they all have, the slowest links, and that nothing is wrong.
+
+    Args:
+        nodes: as they described themselves.
+        links: between them, as measured.
+        met: how many processes took part.
+    """
     console = make_console()
     table = Table("node", "host", "address", "interface", "processes", "GPUs")
     for index, facts in enumerate(nodes):
@@ -23,8 +30,18 @@ def print_report(nodes: Sequence[Facts], links: Sequence[Link]) -> None:
     console.print(table)
     versions = ", ".join(f"{name} {version}" for name, version in nodes[0].versions.items())
     console.print(f"All nodes: {versions}", soft_wrap=True, highlight=False, markup=False)
-    if not links:
-        return
+    if links:
+        _print_links(links, console)
+    tried = [_count(len(nodes), "node"), *([_count(len(links), "link")] if links else [])]
+    console.print(
+        f"Passed: nothing is wrong with {' and '.join(tried)}; {_count(met, 'process')} met "
+        "in a gloo group.",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+def _print_links(links: Sequence[Link], console: Console) -> None:
     table = Table("link", "round trip", "bandwidth")
     slowest = sorted(links, key=lambda link: link.bits_per_second or 0.0)[:_MOST_LINKS]
     for link in slowest:
@@ -36,3 +53,8 @@ def print_report(nodes: Sequence[Facts], links: Sequence[Link]) -> None:
     console.print(table)
     if len(slowest) < len(links):
         console.print(f"(the slowest {len(slowest)} of {len(links)})", highlight=False)
+
+
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"

@@ -22,7 +22,6 @@ A run that was resumed may go on in the same file. Steps that it repeats replace
 counters that start again from 0 go on from where they were, so that what was lost still counts.
 """
 
-import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -32,6 +31,8 @@ from comm_hooks.launchers.compare.runs import Figures, LogSettings, Point, Run
 LAST_SHARE = 0.05
 """The loss of a log is the mean over the records of this last share of its steps."""
 
+_LARGEST_LOSS = 3.4e38  # of float32: what is beyond it has diverged
+_LARGEST_COUNT = 2**63
 _REQUIRED = ("step", "bytes_sent", "bytes_received", "seconds")
 _COUNTERS = ("bytes_sent", "bytes_received", "bytes_uncompressed", "seconds")
 
@@ -78,7 +79,7 @@ class Log:
         if self._curve and step < self._curve[-1].step:
             self.remarks.append(f"went back to step {step}: resumed there")
         self._curve = [point for point in self._curve if point.step < step]
-        if math.isfinite(loss):
+        if abs(loss) <= _LARGEST_LOSS:
             self._curve.append(Point(step=step, loss=loss, seconds=seconds, **counted))
             self._diverged = None
         else:
@@ -133,9 +134,13 @@ def _checked(record: Mapping[str, Any]) -> int:
     for name in (*_REQUIRED, "bytes_uncompressed"):
         value = record.get(name, 0)
         number = int if name == "step" else (int, float)
-        if isinstance(value, bool) or not isinstance(value, number) or not 0 <= value < math.inf:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, number)
+            or not 0 <= value < _LARGEST_COUNT
+        ):
             kind = "an integer" if name == "step" else "a number"
-            raise ValueError(f"{name} must be {kind} from 0, got {value!r}")
+            raise ValueError(f"{name} must be {kind} from 0 to 2^63, got {value!r}")
     loss = record.get("loss")
     if isinstance(loss, bool) or not isinstance(loss, (int, float, type(None))):
         raise ValueError(f"loss must be a number, got {loss!r}")

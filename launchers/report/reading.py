@@ -71,14 +71,15 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
             continue
         try:
             values = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             # A training that runs, or was killed while it wrote, leaves half a line.
             if 1 < number == len(lines):
                 yield number, None
                 return
-            raise ValueError(
-                f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})"
-            ) from None
+            why = str(error)  # too deep, or a number of thousands of digits
+            if isinstance(error, json.JSONDecodeError):
+                why = f"{error.msg} at column {error.colno}"
+            raise ValueError(f"{path}, line {number}: not JSON ({why})") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path}, line {number}: not a JSON object but {_short(line)}")
         yield number, values

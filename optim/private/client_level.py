@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -26,7 +27,7 @@ class PrivateParticipation(ClientSampling):
     r"""Who takes part in a round, and how what they send is kept private.
 
     Takes the place of :class:`~comm_hooks.optim.Participation` in
-    :class:`~comm_hooks.optim.LocalRounds` and its kinds: SAFL, FedAvg, FedAMS, FedLAMB.  With
+    :class:`~comm_hooks.optim.LocalRounds` and its kinds SAFL and FedAvg.  With
     n = ``clients``, q = ``sample_rate``, C = ``max_norm``, sigma = ``noise_multiplier``, a round:
 
     1. every client is drawn with probability q, each for itself, from a secret that only the ranks
@@ -40,8 +41,12 @@ class PrivateParticipation(ClientSampling):
     One client changes a sum by at most C, so a round has noise multiplier sigma and sample rate q;
     what the server makes of it is post-processing.  Ranks are trusted: they are the server.
 
-    Where the inner optimizer shares statistics (FedLAMB's second moments), they are part of the
-    same message, times ``statistics_scale``, and clipped and noised with it.
+    FedAMS and FedLAMB are refused.  They keep the largest of the rounds' mean second moments, and
+    of means with noise that is the largest noise: it grows with every round, whatever the moments
+    are, and steps shrink by its root.  To subtract what noise adds on average would not help:
+    of one client's message of norm C, spread over d elements, each is smaller by about
+    sqrt(d) sigma / (q n) than the noise, and what is left of the maximum is as large as was taken
+    off.
 
     Source: McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR 2018,
     Algorithm 1, with Poisson sampling and the clipping moved behind the compressor.
@@ -51,7 +56,6 @@ class PrivateParticipation(ClientSampling):
         sample_rate: q, in (0, 1].
         noise_multiplier: sigma.
         max_norm: C, in units of the delta (learning rate times gradient).
-        statistics_scale: what statistics are multiplied by in the message.
         enter: called at the start of every round: the ledger's entry.
             :class:`~comm_hooks.optim.private.PrivacyEngine` sets it.
         join: called once, before the first round, with the transport.
@@ -59,8 +63,8 @@ class PrivateParticipation(ClientSampling):
     Raises:
         ValueError: for settings out of range.
 
-    Not supported: weights for clients of different size; ``collective="sharded"``; clients that
-    distrust the ranks.
+    Not supported: weights for clients of different size; inner optimizers that share statistics;
+    ``collective="sharded"``; clients that distrust the ranks.
 
     Example::
 
@@ -81,11 +85,12 @@ class PrivateParticipation(ClientSampling):
         True
     """
 
+    averages_statistics: ClassVar[bool] = False
+
     clients: int
     sample_rate: float
     noise_multiplier: float
     max_norm: float
-    statistics_scale: float = 1.0
     enter: Callable[[], None] = field(default=lambda: None, repr=False)
     join: Callable[[Transport], None] = field(default=lambda transport: None, repr=False)
     _secret: Secret | None = field(default=None, init=False, repr=False)
@@ -95,7 +100,6 @@ class PrivateParticipation(ClientSampling):
         require_positive(self, "clients", self.clients)
         require_positive_number("noise_multiplier", self.noise_multiplier)
         require_positive_number("max_norm", self.max_norm)
-        require_positive_number("statistics_scale", self.statistics_scale)
         require_positive_number("sample_rate", self.sample_rate)
         if self.sample_rate > 1:
             raise ValueError(f"sample_rate must lie in (0, 1], got {self.sample_rate!r}")
@@ -104,8 +108,8 @@ class PrivateParticipation(ClientSampling):
         """Draw a round's clients and return who plays whom; the ledger has its entry then."""
         if self._secret is None:
             self.join(transport)
-            parts = transport.perform(AllGatherObject(os.urandom(32)))
-            self._secret = Secret(b"".join(parts))
+            parts = transport.perform(AllGatherObject(os.urandom(32).hex()))
+            self._secret = Secret(bytes.fromhex("".join(parts)))
         self.enter()
         # Rounds of this process, not of the run: a round that is played again draws others.
         self._rounds += 1
@@ -159,12 +163,9 @@ class _PrivateCollection(Collection):
         memory: Memory | None,
     ) -> None:
         self._send(noise_std=None)
-        message = {name: torch.zeros_like(t) for name, t in self._named().items()}
+        message = {name: torch.zeros_like(t) for name, t in self.total.items()}
         if contribution is not None:
-            scale = self._participation.statistics_scale
-            values = [*contribution.delta]
-            values += [contribution.statistics[name] * scale for name in self.statistics]
-            message = dict(zip(message, values, strict=True))
+            message = dict(zip(message, contribution.delta, strict=True))
         self._pending = (message, memory)
 
     def finish(self) -> Aggregate:
@@ -172,12 +173,9 @@ class _PrivateCollection(Collection):
         self._send(noise_std=participation.noise_multiplier * participation.max_norm)
         self.exchange.step += 1
         expected = participation.sample_rate * participation.clients
-        torch._foreach_div_(list(self._named().values()), expected)
-        if self.statistics:
-            scale = participation.statistics_scale
-            torch._foreach_div_(list(self.statistics.values()), scale)
+        torch._foreach_div_(list(self.total.values()), expected)
         # Who was drawn, and whose delta was not finite, stays private.
-        return Aggregate(list(self.total.values()), self.statistics, [], round(expected))
+        return Aggregate(list(self.total.values()), {}, [], round(expected))
 
     def _send(self, noise_std: float | None) -> None:
         """Exchange what was added last, and add it up; the last one of the round with noise.
@@ -197,11 +195,7 @@ class _PrivateCollection(Collection):
             )
         )
         ranks = exchange.transport.world_size
-        torch._foreach_add_(list(self._named().values()), tensors, alpha=ranks)
-
-    def _named(self) -> dict[str, torch.Tensor]:
-        statistics = {f"<statistics> {name}": t for name, t in self.statistics.items()}
-        return {**self.total, **statistics}
+        torch._foreach_add_(list(self.total.values()), tensors, alpha=ranks)
 
 
 class _ClientGuard(Safeguard):

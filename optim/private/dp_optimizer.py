@@ -1,17 +1,19 @@
 """An ordinary optimizer, fed with noised gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
+from comm_hooks.agreement import hyperparameters_of
 from comm_hooks.optim.private.clipped_sum import ClippedGradients, PublicTransform
 from comm_hooks.optim.private.mechanism import GaussianMechanism
 from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
+from comm_hooks.optim.wrapping import WrappingOptimizer
 
 
-class DPOptimizer(Optimizer):
+class DPOptimizer(WrappingOptimizer):
     """Turns the step of any optimizer into a private one.
 
     :class:`~comm_hooks.optim.private.PrivacyEngine` makes it.  A step
@@ -44,7 +46,7 @@ class DPOptimizer(Optimizer):
         mechanism: GaussianMechanism,
         enter: Callable[[], None],
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.gradients = gradients
         self.mechanism = mechanism
         self._enter = enter
@@ -64,22 +66,17 @@ class DPOptimizer(Optimizer):
         # Residuals and random keys are tied to names, which the order of parameters must not be.
         self._names = [names[i] if len(names) == len(order) else str(i) for i in self._order]
 
-    # Schedulers and scripts look for these; all of them are the inner optimizer's.
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.inner.param_groups
+    def hyperparameters(self) -> dict[str, Any]:
+        """Return what the next step goes by, which every exchange compares between ranks."""
+        return hyperparameters_of(self.param_groups)
 
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
+    def replica(self) -> Sequence[torch.Tensor]:
+        """Return what is the same on all ranks before every step: the parameters."""
+        return self.gradients.parameters
 
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.inner.defaults
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients; what :meth:`backward` has summed up stays."""
-        self.inner.zero_grad(set_to_none)
+    def names(self) -> Collection[str]:
+        """Return the names of the parameters, in the order of the gradients."""
+        return self._names
 
     def backward(self, batch: Any) -> torch.Tensor:
         """Add the clipped gradients of a batch, or of a part of one; return its mean loss.
@@ -122,14 +119,6 @@ class DPOptimizer(Optimizer):
         if isinstance(self.inner, NoisedOptimizer):
             self.inner.noise_variance = released.noise_variance
         self.inner.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state: post-processing of what was released."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the inner optimizer's state."""
-        self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Raise: per-sample gradients are computed for the parameters that were there at first."""

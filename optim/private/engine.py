@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from comm_hooks.checks import checksum
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.simulated import Simulated
@@ -166,13 +165,14 @@ class PrivacyEngine:
         exchange.owner_settings |= {
             "sample_rate": sample_rate,
             "optimizer": type(optimizer).__name__,
-            "checksum of the initial model": checksum(gradients.parameters),
         }
         refuse_later_hooks(module)
         self._share_history(transport)
         self._peer_multiplier = min(self._peer_multiplier, mechanism.verdict.peer_multiplier)
         self._most_units = max(self._most_units, len(data_loader.dataset))  # type: ignore[arg-type]
-        return module, DPOptimizer(optimizer, gradients, mechanism, self._entry(event)), loader
+        private = DPOptimizer(optimizer, gradients, mechanism, self._entry(event))
+        exchange.owner = private
+        return module, private, loader
 
     def make_private_with_epsilon(
         self,
@@ -226,12 +226,11 @@ class PrivacyEngine:
         sample_rate: float,
         noise_multiplier: float,
         max_norm: float,
-        statistics_scale: float = 1.0,
     ) -> PrivateParticipation:
         """Return what makes rounds of local work private for clients, entered into the ledger.
 
         Args:
-            clients, sample_rate, noise_multiplier, max_norm, statistics_scale: see
+            clients, sample_rate, noise_multiplier, max_norm: see
                 :class:`~comm_hooks.optim.private.PrivateParticipation`.
         """
         self._most_units = max(self._most_units, clients)
@@ -241,7 +240,6 @@ class PrivacyEngine:
             sample_rate=sample_rate,
             noise_multiplier=noise_multiplier,
             max_norm=max_norm,
-            statistics_scale=statistics_scale,
             enter=self._entry(GaussianEvent(noise_multiplier, sample_rate)),
             join=self._share_history,
         )
@@ -340,11 +338,12 @@ class PrivacyEngine:
             self._ledger = Ledger(self._path)
             if known:
                 self._ledger.reconcile(known)
-        events = transport.perform(AllGatherObject(self._history()))[0]
+        history = [asdict(event) for event in self._history()]
+        events = transport.perform(AllGatherObject(history))[0]
         if transport.rank != 0:
             self._ledger = Ledger(None)
             for event in events:
-                self._ledger.record(event)
+                self._ledger.record(GaussianEvent(**event))
         self._steps_left.clear()
 
     def _entry(self, event: GaussianEvent) -> Callable[[], None]:

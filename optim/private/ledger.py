@@ -208,7 +208,7 @@ class Ledger:
         try:
             header = json.loads(line)
             found, run_id, settings = header["ledger"], header["run"], header["settings"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"ledger {self.path}: the file exists and is not a ledger") from None
         if found != _FORMAT:
             raise ValueError(
@@ -234,7 +234,7 @@ class Ledger:
                     steps_of_lines.append((self._mechanism, steps))
                 else:
                     self._mechanism = _read_mechanism(line)
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 raise ValueError(
                     f"ledger {self.path}: line {number} cannot be read: {line[:80]!r}. Restore the "
                     f"file from a copy: what is missing from it was released"
@@ -273,7 +273,8 @@ def _read_mechanism(line: bytes) -> tuple[float, float]:
 
 def _steps_of(line: bytes) -> int:
     """Return the number that a line consists of; 0 if it is anything else."""
-    return int(line) if line.isdigit() else 0
+    # No run has more steps than 18 digits tell, and Python reads some thousands of digits at most.
+    return int(line) if line.isdigit() and len(line) <= 18 else 0
 
 
 def _sync_folder(path: str | None) -> None:

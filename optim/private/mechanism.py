@@ -136,8 +136,8 @@ class GaussianMechanism:
         elif self.place == "aggregate":
             if self._shared_secret is None:
                 yield from exchange.agree()
-                parts = yield AllGatherObject(os.urandom(32))
-                self._shared_secret = Secret(b"".join(parts))
+                parts = yield AllGatherObject(os.urandom(32).hex())
+                self._shared_secret = Secret(bytes.fromhex("".join(parts)))
             device = tensors[0].device
             stream = self._shared_secret.stream("noise", rank=0, step=self._step, device=device)
             safeguard = _PayloadNoise(std, stream)

@@ -5,6 +5,7 @@ from torch.optim import Optimizer
 from comm_hooks.compressors.base import require_positive
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.rounds.participation import ClientSampling
+from comm_hooks.optim.rounds.sharing import SharesStatistics
 
 
 def check_rounds(
@@ -36,6 +37,16 @@ def check_rounds(
                 f"{name}: server and inner must hold the same parameters: make both from "
                 "model.named_parameters()"
             )
+    if (
+        participation is not None
+        and not participation.averages_statistics
+        and isinstance(inner, SharesStatistics)
+    ):
+        raise ValueError(
+            f"{name}: {type(participation).__name__} averages deltas only, not the statistics of "
+            f"{type(inner).__name__}: use SAFL, FedAvg, or LocalRounds with an inner optimizer "
+            "whose moments stay with each client, such as AdamW"
+        )
     if local_steps is not None:
         require_positive(owner, "local_steps", local_steps)
     elif participation is None:

@@ -141,12 +141,10 @@ class PlainCollection(Collection):
         """Replace ``delta`` by its sum over ranks, and note who of ``turn`` is in it."""
         own = [float(client in self._own) for client in turn]
         flags = torch.tensor(own, device=delta[0].device)
+        message = dict(zip(self.total, delta, strict=True))
         # The exchange tells its workspaces apart by the names in them.
-        message = {
-            **dict(zip(self.total, delta, strict=True)),
-            f"<contributors with {next(iter(self.total))}>": flags,
-        }
-        self.exchange.average_(message, memory=memory)
+        beside = {f"<contributors with {next(iter(self.total))}>": flags}
+        self.exchange.average_(message, beside=beside, memory=memory)
         torch._foreach_mul_(delta, self.exchange.transport.world_size)
         is_in = (flags * self.exchange.transport.world_size > 0.5).tolist()
         self._contributed += [

@@ -1,16 +1,18 @@
 """Rounds of local work: several steps on each rank, then one exchange of how far each has come."""
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, overload
 
 import torch
 from torch.optim import SGD, Optimizer
 
-from comm_hooks.checks import checksum
+from comm_hooks.agreement import hyperparameters_of
 from comm_hooks.compressors.base import require_choice
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.double_averaging import check_double_averaging
 from comm_hooks.optim.rounds.checks import check_rounds
 from comm_hooks.optim.rounds.clients import ClientStates
 from comm_hooks.optim.rounds.collecting import (
@@ -21,21 +23,15 @@ from comm_hooks.optim.rounds.collecting import (
 )
 from comm_hooks.optim.rounds.fragments import cut
 from comm_hooks.optim.rounds.participation import ClientSampling
+from comm_hooks.optim.rounds.progress import Progress
 from comm_hooks.optim.rounds.server_model import ServerModel
+from comm_hooks.optim.rounds.sharing import SharesStatistics
+from comm_hooks.optim.wrapping import WrappingOptimizer
+from comm_hooks.resuming import check_complete, check_whole, seal_own
+from comm_hooks.sealing import SEAL, require_seal, sealed
 
 
-@runtime_checkable
-class SharesStatistics(Protocol):
-    """An inner optimizer that wants more averaged at the end of a round than the parameters."""
-
-    def statistics(self) -> dict[str, torch.Tensor]:
-        """Return this client's tensors; the same names and shapes on all clients."""
-
-    def set_statistics(self, mean: Mapping[str, torch.Tensor]) -> None:
-        """Take the mean over the round's clients."""
-
-
-class LocalRounds:
+class LocalRounds(WrappingOptimizer):
     """Several local steps on every rank, then an exchange of the deltas and a server step.
 
     Local SGD (Stich, ICLR 2019), FedAvg (McMahan et al., AISTATS 2017) and, with an adaptive
@@ -87,16 +83,20 @@ class LocalRounds:
 
     State: one copy of the parameters (x) beside the inner and the server's state; with
     ``participation`` a residual, and unless reset an inner state, for every client played here.
-    Every rank saves its own :meth:`state_dict`.
+    Every rank saves its own :meth:`state_dict`, which has its model's parameters too:
+    ``save_rank_file(rounds, folder)``.  What a framework saves of rank 0 serves the others as well:
+    they start from the server's model, and warn of what is lost.
 
-    Between exchanges replicas differ.  Evaluate and save within :meth:`server_parameters`, and end
-    with :meth:`synchronize`.
+    It is an optimizer like any other, whose groups and state are those of ``inner``: schedulers set
+    the local learning rate.  Between exchanges replicas differ.  Evaluate and save within
+    :meth:`server_parameters`, and end with :meth:`synchronize`.
 
     Raises:
         ValueError: for settings that cannot work; nothing has been sent.
 
     Not supported: weights for clients of different size; ``fragments`` with ``participation``;
-    buffers (batch norm statistics stay each rank's own); parameters added later.
+    buffers (batch norm statistics stay each rank's own); parameters added later; copies; another
+    number of ranks when resuming.
 
     Example::
 
@@ -129,19 +129,18 @@ class LocalRounds:
     ) -> None:
         check_rounds(self, inner, exchange, server, local_steps, fragments, participation)
         require_choice(self, "client_state", client_state, ("keep", "reset"))
-        self.inner = inner
+        super().__init__(inner)
         self.exchange = exchange
         self._parameters = [p for group in inner.param_groups for p in group["params"]]
+        self._nbytes = sum(p.nbytes for p in self._parameters)
         self.server = SGD(self._parameters, lr=1.0) if server is None else server
         self.local_steps = local_steps
         self.participation = participation
         self.client_state = client_state
-        self.steps = 0
-        self.round_index = 0
         names = [name for group in inner.param_groups for name in group.get("param_names", ())]
         self._names = names or [str(index) for index in range(len(self._parameters))]
         self._fragments = cut([p.numel() for p in self._parameters], fragments)
-        self._exchanged_at = [0] * fragments
+        self._progress = Progress(exchanged_at=[0] * fragments)
         self._model = ServerModel(self._parameters, self.server)
         self._clients = ClientStates(inner, exchange.memory, keep_inner=client_state == "keep")
         exchange.owner_settings = {
@@ -152,17 +151,41 @@ class LocalRounds:
             "fragments": fragments,
             "participation": repr(participation),
             "client_state": client_state,
-            "checksum of the initial model": checksum(self._parameters),
         }
+        exchange.owner = self
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's, for gradient clipping and scalers; schedule ``inner`` itself."""
-        return self.inner.param_groups
+    def steps(self) -> int:
+        """How many local steps this rank has taken."""
+        return self._progress.steps
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients."""
-        self.inner.zero_grad(set_to_none)
+    @property
+    def round_index(self) -> int:
+        """How many exchanges there have been, each of a fragment."""
+        return self._progress.round_index
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Return what the next exchange goes by, which it compares between ranks.
+
+        Those of the inner optimizer are compared unless there are clients, who may have their own.
+        """
+        found = {"local step": self.steps, "round": self.round_index}
+        if self.participation is not None:
+            del found["local step"]  # clients may have different amounts of data
+        parts = {"server": self.server, "inner": self.inner}
+        for name, optimizer in parts.items():
+            if name == "server" or self.participation is None:
+                groups = hyperparameters_of(optimizer.param_groups)
+                found |= {f"{name} {key}": value for key, value in groups.items()}
+        return found
+
+    def replica(self) -> Sequence[torch.Tensor]:
+        """Return what is the same on all ranks before every exchange: the server's model."""
+        return self._model.values
+
+    def names(self) -> Sequence[str]:
+        """Return the names of the parameters."""
+        return self._names
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -177,28 +200,39 @@ class LocalRounds:
             closure: re-evaluates the model and returns the loss.
 
         Raises:
+            ValueError: in the first step, if DDP has averaged the gradients, which nobody must
+                before they are used (not noticed with ``participation``).
             ConfigMismatchError: in the first exchange, if ranks are configured differently or start
                 from different models.
         """
+        self._tell_what_was_loaded()
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        progress, transport = self._progress, self.exchange.transport
+        # With clients the ranks' steps are not the same ones.
+        if self.participation is None and not progress.knows_gradients:
+            own = [p.grad for p in self._parameters]
+            check_double_averaging(transport, self._parameters, own)
+            progress.knows_gradients = True
         if grad_scale is not None:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             torch._foreach_div_(gradients, grad_scale)
         if found_inf is None or not found_inf:
             self.inner.step()
-        self.steps += 1
+        progress.steps += 1
+        ranks = transport.world_size
+        progress.bytes_uncompressed += 2 * (ranks - 1) * self._nbytes // ranks
         if self.participation is None:
             assert self.local_steps
             count = len(self._fragments)
             for index, fragment in enumerate(self._fragments):
-                if self.steps % self.local_steps == index * self.local_steps // count:
+                if progress.steps % self.local_steps == index * self.local_steps // count:
                     self._exchange_own(fragment)
-                    self._exchanged_at[index] = self.steps
+                    progress.exchanged_at[index] = progress.steps
         return loss
 
     @torch.no_grad()
@@ -206,13 +240,30 @@ class LocalRounds:
         """Exchange now what has not been, so that replicas agree; all ranks must call it."""
         outstanding = [
             place
-            for fragment, step in zip(self._fragments, self._exchanged_at, strict=True)
+            for fragment, step in zip(self._fragments, self._progress.exchanged_at, strict=True)
             for place in fragment
             if step != self.steps
         ]
         if self.participation is None and outstanding:
             self._exchange_own(sorted(outstanding))
-            self._exchanged_at = [self.steps] * len(self._fragments)
+            self._progress.exchanged_at = [self.steps] * len(self._fragments)
+
+    def stats(self) -> dict[str, float]:
+        """Return what this rank moved since the start; see :meth:`~comm_hooks.Exchange.stats`.
+
+        What it replaces is an all-reduce of the gradients at every local step: ``steps`` counts
+        those, ``bytes_uncompressed`` is what they would have sent, ``compression_ratio`` that over
+        the bytes sent.  ``rounds`` counts the exchanges, each of a fragment.
+        """
+        stats = self.exchange.stats()
+        uncompressed, sent = self._progress.bytes_uncompressed, stats["bytes_sent"]
+        return {
+            **stats,
+            "steps": self.steps,
+            "rounds": self.round_index,
+            "bytes_uncompressed": uncompressed,
+            "compression_ratio": uncompressed / sent if sent else 1.0,
+        }
 
     def server_parameters(self) -> AbstractContextManager[None]:
         """Put the server's model, the same on all ranks, in place of this rank's for a while.
@@ -259,41 +310,100 @@ class LocalRounds:
             collection.add(turn, contribution, memory)
         self._conclude(everything, collection.finish())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this rank must save beside the model: safe for ``weights_only``."""
-        values = self._model.values
-        return {
-            "steps": self.steps,
-            "round_index": self.round_index,
-            "exchanged_at": list(self._exchanged_at),
-            "shared": dict(zip(self._names, (v.clone() for v in values), strict=True)),
-            "inner": self.inner.state_dict(),
-            "server": self.server.state_dict(),
-            "exchange": self.exchange.state_dict(),
-            "clients": self._clients.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned on this rank; the model is loaded apart.
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore this rank's part of what :meth:`state_dict` returned on all ranks, in rank order.
 
         Raises:
-            ValueError: if the state is another rank's or another model's; nothing is changed.
+            ValueError: if states are missing, out of order or of different steps, and on another
+                number of ranks: each has a model of its own between exchanges.
         """
+        check_complete(states)
+        transport = self.exchange.transport
+        if len(states) != transport.world_size:
+            raise ValueError(
+                f"{type(self).__name__}: what {len(states)} ranks saved cannot go on with "
+                f"{transport.world_size}, since each has a model of its own: end with "
+                "synchronize(), save the model, and begin the rounds anew"
+            )
+        self.load_state_dict(dict(states[transport.rank]))
+
+    def _state_to_save(self) -> dict[str, Any]:
+        shared = self._model.values
+        own = {
+            name: p.detach().clone()
+            for name, p, value in zip(self._names, self._parameters, shared, strict=True)
+            if not torch.equal(p, value)
+        }
+        # A copy, like all the rest: the state is that of this moment.
+        inner, server = copy.deepcopy((self.inner.state_dict(), self.server.state_dict()))
+        return {
+            **self.exchange.state_dict(),
+            **inner,
+            "rounds": sealed(
+                {
+                    "inner": sealed(inner)[SEAL],
+                    "steps": self.steps,
+                    "round_index": self.round_index,
+                    "exchanged_at": list(self._progress.exchanged_at),
+                    "shared": dict(zip(self._names, (v.clone() for v in shared), strict=True)),
+                    "own": own,
+                    "server": server,
+                    "clients": self._clients.state_dict(),
+                }
+            ),
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        rounds, transport = state.get("rounds"), self.exchange.transport
+        if not isinstance(rounds, Mapping):
+            raise ValueError(
+                f"{type(self).__name__}: the state is not one of rounds: load what their "
+                "state_dict() returned"
+            )
+        require_seal(rounds)
+        check_whole(state)
+        inner = {key: state[key] for key in self.inner.state_dict() if key in state}
+        require_seal({**inner, SEAL: rounds["inner"]})
         shapes = {n: tuple(s.shape) for n, s in zip(self._names, self._model.values, strict=True)}
-        if {name: tuple(tensor.shape) for name, tensor in state["shared"].items()} != shapes:
+        if {name: tuple(tensor.shape) for name, tensor in rounds["shared"].items()} != shapes:
             raise ValueError(
                 f"{type(self).__name__}: the state has other parameters than this model: it was "
-                f"saved with {len(state['shared'])}, here are {len(shapes)}, and all names and "
+                f"saved with {len(rounds['shared'])}, here are {len(shapes)}, and all names and "
                 "shapes must be the same"
             )
-        self.exchange.load_state_dict(state["exchange"])
-        self._clients.load_state_dict(state["clients"])
-        self.inner.load_state_dict(state["inner"])
-        self.server.load_state_dict(state["server"])
-        torch._foreach_copy_(self._model.values, [state["shared"][name] for name in self._names])
-        self.steps = state["steps"]
-        self.round_index = state["round_index"]
-        self._exchanged_at = list(state["exchanged_at"])
+        loaded_from = state["rank"] if state["rank"] != transport.rank else None
+        if loaded_from is not None:
+            # What only the rank that saved it may go on with, lest it be counted twice.
+            rounds = {**rounds, "own": {}, "clients": {}}
+            keys = {"memory", "server_memory"} & state.keys()
+            remembered: dict[str, Any] = {key: {} for key in keys}
+            state = seal_own({**state, **remembered, "rank": transport.rank})
+        self.exchange.load_state_dict(state)
+        self._clients.load_state_dict(rounds["clients"])
+        self.inner.load_state_dict(state)
+        self.server.load_state_dict(rounds["server"])
+        self._model.load([rounds["shared"][name] for name in self._names])
+        with torch.no_grad():
+            for name, parameter in zip(self._names, self._parameters, strict=True):
+                if name in rounds["own"]:
+                    parameter.copy_(rounds["own"][name])
+        progress = self._progress
+        progress.steps = rounds["steps"]
+        progress.round_index = rounds["round_index"]
+        progress.exchanged_at = list(rounds["exchanged_at"])
+        progress.loaded_from = loaded_from
+
+    def _tell_what_was_loaded(self) -> None:
+        """Warn, once, if what is lost has not been restored by now from this rank's own file."""
+        other, self._progress.loaded_from = self._progress.loaded_from, None
+        if other is not None:
+            warnings.warn(
+                f"{type(self).__name__}: this rank goes on from the state that rank {other} saved, "
+                "without a residual and without what it had not exchanged itself: let every rank "
+                "save_rank_file(rounds, folder) with the checkpoint, and load_rank_files(rounds, "
+                "folder) when that is loaded",
+                stacklevel=5,
+            )
 
     def _exchange_own(self, fragment: Sequence[int]) -> None:
         """Exchange this rank's progress on a fragment and let the server take its step there."""
@@ -341,7 +451,7 @@ class LocalRounds:
             self._model.step(fragment, aggregate.delta)
             if isinstance(self.inner, SharesStatistics):
                 self.inner.set_statistics(aggregate.statistics)
-        self.round_index += 1
+        self._progress.round_index += 1
 
 
 def is_finite(tensors: Sequence[torch.Tensor]) -> bool:

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from comm_hooks.randomness import derive_key, random_bits
 
 class ClientSampling(ABC):
     """Draws the clients of each round and collects what they return."""
+
+    averages_statistics: ClassVar[bool] = True
+    """Whether a collection takes statistics (second moments) beside the deltas."""
 
     @abstractmethod
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:

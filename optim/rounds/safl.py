@@ -22,6 +22,10 @@ class SAFL(LocalRounds):
     4. every rank applies u = desk(mean) = R^T mean to the same AMSGrad (or Adam) step with
        learning rate ``lr``, without bias correction: see :class:`~comm_hooks.optim.AMSGrad`.
 
+    Differences to the listing: each parameter has a sketch of its own unless
+    ``granularity="bucket"``; those that the exchange exempts, small or of one dimension, travel
+    exactly (``min_numel=1, min_ndim=1`` exempts none).
+
     Args:
         params: the model's parameters, better named.
         exchange: with a sketch: :class:`~comm_hooks.CountSketch`, :class:`~comm_hooks.SRHT` or

@@ -21,16 +21,30 @@ class ServerModel:
     def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
-        self.values = [p.detach().clone() for p in parameters]
+        self._values = [p.detach().clone() for p in parameters]
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """The shared values, where the live parameters are by now: frameworks move a model."""
+        pairs = zip(self._values, self._parameters, strict=True)
+        self._values = [value.to(parameter) for value, parameter in pairs]
+        return self._values
+
+    def load(self, values: Sequence[torch.Tensor]) -> None:
+        """Begin at these values, the live parameters as well."""
+        torch._foreach_copy_(self.values, list(values))
+        self.restore()
 
     def progress(self, places: Sequence[int]) -> list[torch.Tensor]:
         """Return how far the live parameters at these places are behind: shared minus live."""
-        return list(torch._foreach_sub([self.values[i] for i in places], self._live(places)))
+        shared = self.values
+        return list(torch._foreach_sub([shared[i] for i in places], self._live(places)))
 
     def restore(self, places: Sequence[int] | None = None) -> None:
         """Put the shared values in place of the live ones, everywhere by default."""
-        places = range(len(self.values)) if places is None else places
-        torch._foreach_copy_(self._live(places), [self.values[i] for i in places])
+        shared = self.values
+        places = range(len(shared)) if places is None else places
+        torch._foreach_copy_(self._live(places), [shared[i] for i in places])
 
     def step(self, places: Sequence[int], mean: Sequence[torch.Tensor]) -> None:
         """Take the server's step at these places; the live parameters are then the new values."""
@@ -43,7 +57,8 @@ class ServerModel:
         self._optimizer.step()
         for parameter, own in zip(self._parameters, gradients, strict=True):
             parameter.grad = own
-        torch._foreach_copy_([self.values[i] for i in places], self._live(places))
+        shared = self.values
+        torch._foreach_copy_([shared[i] for i in places], self._live(places))
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:

@@ -6,23 +6,29 @@ from typing import Any, overload
 import torch
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.compressors.base import require_choice
 from comm_hooks.optim.exact_state import ExactStateOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 
 
 class LocalAMSGrad(ExactStateOptimizer):
-    """AMSGrad on one client, with a maximum v_hat that all clients share.
+    """AMSGrad on one client, whose step lengths are bounded by a v_hat that all clients share.
 
     Chen, Li & Li, "Toward communication efficient adaptive gradient method" (FODS 2020), where it
     is called local AMSGrad.  v_hat is the server's and stays for a round.  Per local step, t
     counting this client's own:
 
-    1. m = beta1 m + (1 - beta1) g,  m_hat = m / (1 - beta1^t);
-    2. v = beta2 v + (1 - beta2) g^2;
-    3. p = m_hat / sqrt(max(v_hat, v) + eps);
+    1. m = beta1 m + (1 - beta1) g;  m' = m, or m / (1 - beta1^t) with ``bias_correction``;
+    2. v = beta2 v + (1 - beta2) g^2;  v' = v, or v / (1 - beta2^t);
+    3. p = m' / sqrt(v_hat + eps), or m' / sqrt(max(v_hat, v') + eps) with ``bound="client"``;
     4. theta = theta - lr (p + weight_decay theta).
 
-    At the end of a round v_hat = max(v_hat, mean of the clients' v); it starts at eps.
+    At the end of a round v_hat = max(v_hat, mean of the clients' v'); v_hat and v start at eps.
+
+    So nothing but eps holds the first round's steps back as published: they are those of SGD with
+    momentum and a learning rate of lr / sqrt(2 eps), 7071 lr by default.  With ``bound="client"``
+    a first step has the length (1 - beta1) / sqrt(1 - beta2) lr = 3.16 lr; corrected too, it has
+    the length lr, as in Adam.
 
     Args:
         params: parameters, better named.
@@ -30,9 +36,15 @@ class LocalAMSGrad(ExactStateOptimizer):
         betas: decay of the moments.
         eps: added *under* the root, where v starts too.
         weight_decay: lambda, decoupled.
+        bias_correction: see steps 1 and 2.
+        bound: ``"server"`` or ``"client"``, see step 3.
 
-    State per parameter: ``step``, ``exp_avg``, ``exp_avg_sq``, this client's own; and v_hat, the
-    same on all clients, which :class:`~comm_hooks.optim.LocalRounds` keeps in step.
+    Raises:
+        ValueError: for hyperparameters out of range.
+
+    State per parameter: ``step``, ``exp_avg``, ``exp_avg_sq``, this client's own m and v, not
+    corrected; and v_hat, the same on all clients, which :class:`~comm_hooks.optim.LocalRounds`
+    keeps in step.
 
     Not supported: sparse gradients; exchanging v compressed.
 
@@ -50,10 +62,15 @@ class LocalAMSGrad(ExactStateOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        bias_correction: bool = False,
+        bound: str = "server",
     ) -> None:
         check_hyperparameters(self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay)
         if not eps > 0:
             raise ValueError(f"{type(self).__name__}: eps must be positive: v_hat starts there")
+        require_choice(self, "bound", bound, ("server", "client"))
+        self.bias_correction = bias_correction
+        self.bound = bound
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         self._v_hat: dict[torch.Tensor, torch.Tensor] = {
@@ -83,13 +100,18 @@ class LocalAMSGrad(ExactStateOptimizer):
         return loss
 
     def statistics(self) -> dict[str, torch.Tensor]:
-        """Return this client's v, under the places of the parameters."""
-        return {
-            f"v.{place}": self._own(p)["exp_avg_sq"].clone() for place, p in enumerate(self._v_hat)
+        """Return this client's v', under the places of the parameters."""
+        own = {
+            p: moment
+            for group in self.param_groups
+            for p, moment in zip(
+                group["params"], self._second_moments(group["params"], group), strict=True
+            )
         }
+        return {f"v.{place}": own[p].clone() for place, p in enumerate(self._v_hat)}
 
     def set_statistics(self, mean: Mapping[str, torch.Tensor]) -> None:
-        """Raise v_hat to the mean of the clients' v where that is larger."""
+        """Raise v_hat to the mean of the clients' v' where that is larger."""
         means = [mean[f"v.{place}"] for place in range(len(self._v_hat))]
         torch._foreach_maximum_(list(self._v_hat.values()), means)
 
@@ -100,7 +122,9 @@ class LocalAMSGrad(ExactStateOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         state_dict = dict(state_dict)
-        torch._foreach_copy_(list(self._v_hat.values()), state_dict.pop("v_hat"))
+        # Where the parameters are by now: frameworks move a model after its optimizer was made.
+        v_hat = zip(self._v_hat, state_dict.pop("v_hat"), strict=True)
+        self._v_hat = {p: v.to(p.device, torch.float32, copy=True) for p, v in v_hat}
         super().load_state_dict(state_dict)
 
     def _own(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -127,12 +151,27 @@ class LocalAMSGrad(ExactStateOptimizer):
         torch._foreach_lerp_(m, gradients, 1 - beta1)
         torch._foreach_mul_(v, beta2)
         torch._foreach_addcmul_(v, gradients, gradients, value=1 - beta2)
-        roots = torch._foreach_maximum(v, [self._v_hat[p] for p in parameters])
-        torch._foreach_add_(roots, group["eps"])
+        roots = torch._foreach_add([self._v_hat[p] for p in parameters], group["eps"])
+        if self.bound == "client":
+            own = self._second_moments(parameters, group)
+            torch._foreach_maximum_(roots, torch._foreach_add(own, group["eps"]))
         torch._foreach_sqrt_(roots)
         directions = torch._foreach_div(m, roots)
-        torch._foreach_div_(directions, [1 - beta1 ** int(s["step"]) for s in states])
+        if self.bias_correction:
+            torch._foreach_div_(directions, [1 - beta1 ** int(s["step"]) for s in states])
         return list(directions)
+
+    def _second_moments(
+        self, parameters: list[torch.Tensor], group: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        """Return this client's v'; before its first step that is eps."""
+        states = [self._own(p) for p in parameters]
+        v = [s["exp_avg_sq"] for s in states]
+        if not self.bias_correction:
+            return v
+        beta2 = group["betas"][1]
+        corrections = [1 - beta2 ** int(s["step"]) if s["step"] else 1.0 for s in states]
+        return list(torch._foreach_div(v, corrections))
 
     def _move(
         self, parameters: list[torch.Tensor], directions: list[torch.Tensor], group: dict[str, Any]
@@ -144,7 +183,7 @@ class LocalLAMB(LocalAMSGrad):
     """LAMB on one client, with a maximum v_hat that all clients share: FED-LAMB's local step.
 
     Karimi, Li & Li, UAI 2023, Algorithm 2, lines 6 to 13.  Steps 1 to 3 are those of
-    :class:`LocalAMSGrad`; then per layer, which is a parameter tensor:
+    :class:`LocalAMSGrad` with ``bias_correction``; then per layer, which is a parameter tensor:
 
     4. ``theta = theta - lr phi(|theta|) (p + weight_decay theta) / |p + weight_decay theta|``.
 
@@ -154,7 +193,7 @@ class LocalLAMB(LocalAMSGrad):
     Args:
         phi: maps a 0-dim tensor per layer, stacked to (layers,), to positive scales of that shape;
             the identity by default.
-        params, lr, betas, eps, weight_decay: see :class:`LocalAMSGrad`.
+        params, lr, betas, eps, weight_decay, bound: see :class:`LocalAMSGrad`.
 
     Raises:
         ValueError: for hyperparameters out of range, and if phi is not positive for the layers'
@@ -177,8 +216,17 @@ class LocalLAMB(LocalAMSGrad):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         phi: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        bound: str = "server",
     ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=True,
+            bound=bound,
+        )
         self.phi = phi or (lambda norms: norms)
         norms = torch.stack([torch.linalg.vector_norm(p.detach().float()) for p in self._v_hat])
         scales = self.phi(norms)

@@ -24,7 +24,9 @@ def test_clients_send_their_second_moment_too_where_it_is_shared() -> None:
     assert sent == {
         "fed_sgd": 2 * 4 * NUMEL,
         "fed_ams": 2 * 8 * NUMEL,
+        "fed_ams_client": 2 * 8 * NUMEL,
         "fed_lamb": 2 * 8 * NUMEL,
+        "fed_lamb_client": 2 * 8 * NUMEL,
     }
 
 

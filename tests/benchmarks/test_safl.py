@@ -15,7 +15,8 @@ from benchmarks.studies.safl.peers import PEERS, Given, build_peer
 from benchmarks.studies.safl.sketched import FAMILIES, make_sketch
 from benchmarks.studies.training import Client, NamedParameters, Plan, cosine, train
 from comm_hooks.collectives import Transport
-from comm_hooks.wire.header import HEADER_NBYTES
+from comm_hooks.wire.gathered_header import HEADER_NBYTES
+from comm_hooks.wire.summed_header import summed_header_nbytes
 from tests.benchmarks.studying import NUMEL, digits, nothing
 
 
@@ -58,12 +59,12 @@ def test_everything_is_compared(curves: dict[str, list[Point]]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_bytes_of_a_sketch_are_its_size(family: str, curves: dict[str, list[Point]]) -> None:
-    """8/5 of the sketch of all parameters, one float per client, and a header of 4 bytes."""
+    """8/5 of the sketch of all parameters, one float per client, and a header."""
     width = make_sketch(family, RATIO).payload_nbytes(NUMEL)
     assert width == pytest.approx(4 * RATIO * NUMEL, rel=0.02)
-    expected = 8 / 5 * (width + 4 * 5 + 4)
+    expected = 8 / 5 * (width + 4 * 5 + summed_header_nbytes(5))
     assert safl_bytes(make_sketch(family, RATIO), NUMEL, 5) == expected
-    assert curves[f"safl {family} K=1"][-1].bytes_sent == pytest.approx(4 * expected, abs=4)
+    assert curves[f"safl {family} K=1"][-1].bytes_sent == pytest.approx(4 * expected, abs=4 * 8)
 
 
 @pytest.mark.parametrize("name", ["fetch_sgd", "cocktail_sgd", "cd_adam"])
@@ -77,7 +78,7 @@ def test_marina_goes_beyond_its_budget_by_its_exact_rounds(
 ) -> None:
     sent = [0, *(point.bytes_sent for point in curves["marina K=1"])]
     rounds = [after - before for before, after in itertools.pairwise(sent)]
-    assert rounds[0] == pytest.approx(8 / 5 * 4 * NUMEL, rel=0.001)
+    assert rounds[0] == pytest.approx(8 / 5 * 4 * NUMEL, rel=0.003)
     budget = safl_bytes(make_sketch("count_sketch", RATIO), NUMEL, 5)
     assert min(rounds) <= budget
 
@@ -88,7 +89,7 @@ def test_peers_of_signs_send_a_bit_per_element(curves: dict[str, list[Point]]) -
     )
     # One round of the four is warm-up.
     sent = [point.bytes_sent for point in curves["one_bit_adam K=1"]]
-    assert sent[0] == pytest.approx(8 / 5 * 4 * NUMEL, rel=0.001)
+    assert sent[0] == pytest.approx(8 / 5 * 4 * NUMEL, rel=0.003)
     assert sent[1] - sent[0] == pytest.approx(8 / 5 * NUMEL / 8 + 8 * HEADER_NBYTES, rel=0.05)
 
 

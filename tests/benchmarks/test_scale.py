@@ -29,6 +29,7 @@ from benchmarks.studies.training import batch_generator, cosine, known_warnings_
 from comm_hooks import Exchange
 from comm_hooks.collectives import Simulated
 from comm_hooks.launchers.advise.step import Step
+from comm_hooks.wire.gathered_header import HEADER_NBYTES
 from tests.benchmarks.studying import NUMEL, nothing
 from tests.benchmarks.test_studies import complaint, invoke
 
@@ -106,9 +107,10 @@ def test_bytes_by_ranks() -> None:
     for kind in ("top-k", "signs"):
         assert sent(f"{kind}, all-gather", 8) == 7 * sent(f"{kind}, all-gather", 2)
         # Two payloads in the limit, and a header for every shard.
-        assert sent(f"{kind}, sharded", 8) < 2.2 * sent(f"{kind}, sharded", 2)
-    assert sent("all-reduce", 4) == pytest.approx(1.5 * 4 * NUMEL, rel=1e-3)
-    assert sent("Count-Sketch, all-reduce", 4) == pytest.approx(1.5 * 4 * NUMEL / 16, rel=1e-2)
+        headers = 2 * 2 * 7 * HEADER_NBYTES
+        assert sent(f"{kind}, sharded", 8) - headers < 2.2 * sent(f"{kind}, sharded", 2)
+    assert sent("all-reduce", 4) == pytest.approx(1.5 * 4 * NUMEL, rel=3e-3)
+    assert sent("Count-Sketch, all-reduce", 4) == pytest.approx(1.5 * 4 * NUMEL / 16, rel=4e-2)
 
 
 def test_a_run_that_diverges_says_so() -> None:

@@ -121,12 +121,12 @@ PLOTS = {
 # fed_lamb: three weight decays of FED-LAMB, two tries each; local_steps: two server rates.
 TRIES: dict[str, Callable[[dict[str, Any]], int]] = {
     "safl": lambda method: 2,
-    "fed_lamb": lambda method: 6 if method["name"] == "fed_lamb" else 2,
+    "fed_lamb": lambda method: 6 if method["name"].startswith("fed_lamb") else 2,
     "local_steps": lambda method: 2 if method["name"] == "top-k deltas" else 1,
 }
 COUNT = {
     "safl": 2 + 2 * (3 + 1 + sum(p.matches for p in PEERS.values())) + 2,
-    "fed_lamb": 2 * 2 * 3,
+    "fed_lamb": 2 * 2 * 5,
     "local_steps": 2 + 2 * 2,
 }
 

@@ -14,6 +14,7 @@ from torch import nn
 from benchmarks.studies.flat import FlatModel
 from benchmarks.studies.local_steps.methods import Study, make_methods
 from benchmarks.studies.training import Plan, batch_generator, constant, cosine, new_model
+from comm_hooks.wire.summed_header import summed_header_nbytes
 from tests.benchmarks.studying import digits, nothing
 
 
@@ -84,7 +85,8 @@ def test_all_reduce_equals_adamw_on_the_mean_gradient() -> None:
         assert point.error == pytest.approx(figures["error"], abs=0.006)
     # A ring of two sends the gradient once, and a header.
     numel = sum(p.numel() for p in model.parameters())
-    assert curve[-1].bytes_sent == 6 * (4 * numel + 4)
+    padded = -(-(4 * numel + summed_header_nbytes(2)) // 8) * 8
+    assert curve[-1].bytes_sent == 6 * padded
 
 
 def test_without_communication_the_mean_over_clients_is_judged() -> None:
@@ -122,7 +124,7 @@ def test_every_step_is_in_the_model_at_the_end(
     # What of the model is exchanged a third time in 6 steps is the second of two fragments, a
     # seventh, which are due after steps 3 and 6, and 1 and 4.
     expected = math.ceil(steps / local_steps) + (2210 / numel if fragments == 2 else 0)
-    assert point.bytes_sent / (4 * numel) == pytest.approx(expected, rel=2e-3)
+    assert point.bytes_sent / (4 * numel) == pytest.approx(expected, rel=5e-3)
 
 
 def test_the_schedule_is_a_cosine() -> None:

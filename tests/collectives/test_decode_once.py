@@ -10,8 +10,8 @@ from comm_hooks import ErrorFeedback, Exchange
 from comm_hooks.checks import Collective
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Compressor, CountSketch, Identity, PermK, Quantize, Sign, TopK
-from comm_hooks.wire.header import Stamp
 from comm_hooks.wire.payload import PayloadFormat
+from comm_hooks.wire.stamp import Stamp
 
 CASES: list[tuple[Compressor, Collective]] = [
     (TopK(density=1 / 8, value_bits=1), "all_gather"),
@@ -84,7 +84,9 @@ def test_payloads_made_together_are_those_made_one_by_one(
     count, rows = 6, (2, 3)
     numels = (40, 7)
     form = PayloadFormat(
-        [(compressor, n, numel) for n, numel in zip(rows, numels, strict=True)], world_size=4
+        [(compressor, n, numel) for n, numel in zip(rows, numels, strict=True)],
+        ranks=[1] * count,
+        place=1,
     )
     torch.manual_seed(0)
     stacks = [torch.randn(count, n, numel) for n, numel in zip(rows, numels, strict=True)]
@@ -95,12 +97,10 @@ def test_payloads_made_together_are_those_made_one_by_one(
     stamp, health = Stamp(7, 9), torch.tensor(0.0)
     residuals = [None] * len(rows) if keep_rest else None
     apart = [stack.clone() for stack in stacks]
-    payloads = form.encode_all(stacks, of_all, 1, health, stamp, residuals=residuals)
+    payloads = form.encode_all(stacks, of_all, health, stamp, residuals=residuals)
     for m in range(count):
         matrices = [stack[m] for stack in apart]
-        one = form.encode(
-            matrices, [part[m] for part in keys], 1, health, stamp, residuals=residuals
-        )
+        one = form.encode(matrices, [part[m] for part in keys], health, stamp, residuals=residuals)
         assert torch.equal(one, payloads[m])
     assert all(torch.equal(one, other) for one, other in zip(apart, stacks, strict=True))
     assert float(form.health(payloads, stamp)) == 0

@@ -31,6 +31,7 @@ from comm_hooks.collectives import Simulated, TorchDistributed
 from comm_hooks.compressors import Compressor
 from comm_hooks.layout import Segment
 from comm_hooks.memory import Memory
+from comm_hooks.resuming import seal_own
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -274,7 +275,7 @@ def test_a_state_of_other_nodes_is_refused() -> None:
         with pytest.raises(ValueError, match="saved with ranks_per_node 2, but this is"):
             other.exchanges[0].load_state_dict(state)
     states = [exchange.state_dict() for exchange in world.exchanges]
-    states[3]["ranks_per_node"] = 4
+    states[3] = seal_own({**states[3], "ranks_per_node": 4})
     with pytest.raises(ValueError, match="different ranks_per_node"):
         world.exchanges[0].load_state_dicts(states)
 

@@ -80,6 +80,10 @@ def overlapped(name: str) -> tuple[list[list[torch.Tensor]], list[list[int]], bo
             own_met &= bool((own == index * dist.get_world_size()).all())
         for future in futures:
             future.wait()
+        # Whoever waits may be woken before the callback is called.
+        deadline = time.monotonic() + 10
+        while len(order) < BUCKETS and time.monotonic() < deadline:
+            time.sleep(0.001)
         exchange.step += 1
         results.append(buckets)
         orders.append(order)
@@ -123,8 +127,10 @@ def starts_late(name: str) -> bool:
     """Rank 0 begins its rounds only when the others have been given back control."""
     exchange = Exchange(**SETTINGS[name], memory=ErrorFeedback())
     exchange.average_({"w0": torch.randn(48, 40)})
-    # The first round beside the caller makes a process group, which takes everybody.
-    exchange.transport.run_async(next(rounds(exchange, gradients(0, 0)))).wait()
+    # The first round beside the caller makes a process group, and the first with each bucket
+    # compares the tensors in it: both take everybody.
+    for round_ in rounds(exchange, gradients(0, 0)):
+        exchange.transport.run_async(round_).wait()
     store, key = dist.distributed_c10d._get_default_store(), f"late {name} {os.getppid()}"
     others = dist.get_world_size() - 1
     if dist.get_rank() == 0:
@@ -189,14 +195,13 @@ def backward_fails() -> str:
     with mock.patch("comm_hooks.layout.Layout.store", side_effect=ValueError("no room")):
         try:
             model(torch.ones(1, 64)).sum().backward()
-        except RuntimeError as error:
+        except ValueError as error:  # itself: not what C++ makes of it
             return str(error)
     return f"no error, {state.stats()}"
 
 
 def test_backward_raises_what_a_round_raises(ranks_of: RanksOf) -> None:
-    for said in ranks_of(2).run(backward_fails):
-        assert "ValueError: no room" in said
+    assert ranks_of(2).run(backward_fails) == ["no room"] * 2
 
 
 def threads_of_rounds() -> list[threading.Thread]:
@@ -214,7 +219,8 @@ def ends_with_its_transport() -> tuple[int, int]:
     deadline = time.monotonic() + 60
     while len(threads_of_rounds()) > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    return during - before, len(threads_of_rounds()) - before
+    # Fewer than before, if those of another test have ended meanwhile.
+    return during - before, max(0, len(threads_of_rounds()) - before)
 
 
 def test_the_thread_ends_with_its_transport(ranks_of: RanksOf) -> None:

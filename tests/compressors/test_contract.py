@@ -1,13 +1,15 @@
 """What every compressor promises, whatever it does inside."""
 
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comm_hooks import Compressor
+from comm_hooks import Compressor, Identity
 from tests.compressors.catalog import ALL
 
 every_compressor = pytest.mark.parametrize("compressor", ALL, ids=repr)
@@ -164,3 +166,28 @@ def test_bad_vectors_and_payloads_are_refused(compressor: Compressor) -> None:
         compressor.decompress(payload[:-1], 500, key=0)
     with pytest.raises(ValueError, match="needs a contiguous float32 out"):
         compressor.decompress(payload, 500, key=0, out=torch.zeros(501))
+
+
+@every_compressor
+def test_a_payload_may_begin_anywhere_in_memory(compressor: Compressor) -> None:
+    vector = torch.randn(100)
+    payload = compressor.compress(vector, key=5).view(torch.uint8)
+    moved = torch.cat([torch.zeros(1, dtype=torch.uint8), payload])[1:]
+    expected = compressor.decompress(payload, 100, key=5)
+    assert torch.equal(compressor.decompress(moved, 100, key=5), expected)
+
+
+@pytest.mark.parametrize(
+    ("payload", "numel", "told"),
+    [
+        (torch.zeros(1, 16), 16, "a 1-D tensor, got shape (1, 16)"),
+        (b"", 16, "a 1-D tensor, got bytes"),
+        (torch.zeros(16), 0, "a positive number of elements, got 0"),
+        (torch.zeros(16), -1, "a positive number of elements, got -1"),
+        (torch.zeros(16), 16.0, "a positive number of elements, got 16.0"),
+        (torch.zeros(15), 16, "decompresses 16 elements from 64 bytes, got 60"),
+    ],
+)
+def test_what_cannot_be_decompressed_is_told(payload: Any, numel: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Identity().decompress(payload, numel, key=0)

@@ -9,7 +9,7 @@ GAP = "…"
 """What stands for a value in a message."""
 
 
-KINDS = ("ValueError", "ConfigMismatchError", "PayloadError", "PrivacyError")
+KINDS = ("ValueError", "ConfigMismatchError", "PayloadError", "PeerError", "PrivacyError")
 
 
 def messages(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
@@ -30,6 +30,10 @@ def messages(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 call = node.exc
                 if _name(call.func) not in KINDS:
+                    continue
+            elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
+                call = node.value
+                if _name(call.func) != "PeerError":
                     continue
             elif isinstance(node, ast.Call) and _name(node.func) == "warn":
                 call = node

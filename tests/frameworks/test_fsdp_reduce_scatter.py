@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from comm_hooks.wire.header import HEADER_NBYTES
+from comm_hooks.wire.gathered_header import HEADER_NBYTES
 from tests.frameworks import hsdp
 from tests.ranks import Ranks
 

@@ -195,8 +195,10 @@ def resume(folder: str, seconds: int = 1) -> tuple[list[str], float]:
 
 
 def mean_residual(folder: Path, ranks: int) -> float:
-    states = [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(ranks)]
-    return float(sum(v.double().sum() for s in states for v in s["memory"].values())) / ranks
+    files = [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(ranks)]
+    return (
+        float(sum(v.double().sum() for f in files for v in f["state"]["memory"].values())) / ranks
+    )
 
 
 def test_checkpoints_hold_the_residuals_of_all_ranks(ranks_of: RanksOf, tmp_path: Path) -> None:

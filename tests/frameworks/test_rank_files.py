@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from comm_hooks import ErrorFeedback, Exchange, TopK
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
+from comm_hooks.resuming import seal_own
+from comm_hooks.sealing import sealed
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -92,8 +94,15 @@ def damage(name: str, folder: Path) -> None:
     elif name == "foreign rank1":
         torch.save({"model": {}}, folder / "rank1.pt")
     elif name == "older rank1":
-        state = torch.load(folder / "rank1.pt", weights_only=True)
-        torch.save({**state, "step": 2}, folder / "rank1.pt")
+        state = torch.load(folder / "rank1.pt", weights_only=True)["state"]
+        torch.save(sealed({"state": seal_own({**state, "step": 2})}), folder / "rank1.pt")
+    elif name == "changed rank1":
+        file = torch.load(folder / "rank1.pt", weights_only=True)
+        next(iter(file["state"]["memory"].values()))[0] += 1
+        torch.save(file, folder / "rank1.pt")
+    elif name == "cut rank1":
+        state = torch.load(folder / "rank1.pt", weights_only=True)["state"]
+        torch.save(sealed({"state": {**state, "numels": None}}), folder / "rank1.pt")
 
 
 DAMAGES = {
@@ -102,6 +111,8 @@ DAMAGES = {
     "truncated rank1": "rank1.pt cannot be read (",
     "foreign rank1": "rank1.pt is no file of comm_hooks",
     "older rank1": "rank1.pt is of another checkpoint than rank 0's",
+    "changed rank1": "rank1.pt cannot be read (the state is damaged: its content does not fit",
+    "cut rank1": "the state is damaged: its content does not fit its seal",
 }
 
 

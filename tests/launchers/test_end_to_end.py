@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, torchrun: Torchrun) -> Path
         patch.setattr(launch, "_TORCHRUN", (str(torchrun.command),))
         result = CliRunner().invoke(app, ["compare", *map(str, arguments)])
     assert result.exit_code == 1, result.output
+    assert result.stdout.startswith("Too few steps: 6, of which the learning rate rises for 3. ")
     for run in read_runs(folder / "runs.jsonl"):
         if run.figures is None:
             continue
@@ -63,6 +64,8 @@ def test_every_method_trained_and_drifted_only_where_nothing_is_exchanged(
         assert figures(run).loss == run.curve[-1].loss
         assert figures(run).loss < run.curve[0].loss < math.log(256), name
         assert (figures(run).drift == 0) == (name != "none")
+        assert 0 <= figures(run).starved <= 1
+        assert figures(run).step_range_ms > 0
 
 
 def test_bytes_are_those_that_cross_between_two_ranks(runs: dict[str, Run]) -> None:

@@ -1,6 +1,7 @@
 """Processes: a run that crashes, hangs or is interrupted says why and leaves nothing behind."""
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -8,10 +9,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from comm_hooks.launchers.compare import launch
+from comm_hooks.launchers.compare import events, launch
 from comm_hooks.launchers.compare.events import Event
 from comm_hooks.launchers.compare.launch import (
     cause_of_failure,
@@ -61,7 +63,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.1)
 
 
-def run_endless(tmp_path: Path, ranks: Ranks, spec: str = "all_reduce", timeout: float = 60) -> Run:
+def run_endless(
+    tmp_path: Path, ranks: Ranks, spec: str = "all_reduce", timeout: float = 240
+) -> Run:
     corpus = tmp_path / "corpus"
     corpus.write_bytes(bytes(range(32, 127)) * 100)
     return run_method(parse_method(spec), ENDLESS, corpus, tmp_path / "log", timeout, ranks)
@@ -76,15 +80,27 @@ def test_a_rank_that_is_killed_is_named_and_the_others_end(tmp_path: Path) -> No
     assert not any(map(is_running, ranks.pids))
 
 
-def test_ranks_that_hang_and_ignore_all_requests_are_killed(tmp_path: Path) -> None:
+def test_ranks_that_hang_and_ignore_all_requests_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ranks may take their time to start; once they are stopped, a second counts as a thousand.
+    stopped = math.inf
+
+    def monotonic() -> float:
+        now = time.monotonic()
+        return now + 1000 * max(0.0, now - stopped)
+
     # A stopped process answers neither the end of its input nor SIGTERM.
     def stop(ranks: Ranks) -> None:
+        nonlocal stopped
         for pid in ranks.pids:
             os.kill(pid, signal.SIGSTOP)
+        stopped = time.monotonic()
 
+    monkeypatch.setattr(events, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
     ranks = Ranks(stop)
-    run = run_endless(tmp_path, ranks, timeout=8)
-    assert run.failure == "hung: no progress for 8 s"
+    run = run_endless(tmp_path, ranks, timeout=240)
+    assert run.failure == "hung: no progress for 240 s"
     assert len(ranks.pids) == 2
     assert not any(map(is_running, ranks.pids))
 

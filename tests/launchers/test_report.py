@@ -76,6 +76,7 @@ def test_records_survive_the_file(run: Run) -> None:
         ({"facts": {"Text": None}}, "facts.Text must be a string, got None"),
         ({"settings": {"nproc": 2}}, "settings.steps is missing"),
         ({"settings": None}, "settings must be an object, got None"),
+        ({"figures": {"loss": 2.4}}, "figures.drift is missing"),
     ],
 )
 def test_a_record_that_is_not_ours_is_refused(change: dict[str, Any], message: str) -> None:
@@ -143,8 +144,65 @@ def test_a_warning_names_exactly_what_is_worse_than_no_communication() -> None:
     assert not any("Worse than no communication" in text for text in make_conclusions(runs))
     runs.append(BAD)
     (warning,) = (text for text in make_conclusions(runs) if "Worse than no" in text)
-    assert warning.startswith("Worse than no communication at all: topk. ")
+    assert warning.startswith("Worse than no communication at all: topk. This is no bug ")
+    assert "dividing before the exchange (local_variance_adam, local_adamw) avoids" in warning
     assert [row.worse_than_control for row in make_table(runs).rows] == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize(
+    ("worse", "advice"),
+    [
+        (["local_adamw"], "(local_variance_adam)"),
+        (["topk:density=0.1+local_variance_adam"], "(local_adamw)"),
+        (["topk+local_variance_adam", "local_adamw:fragments=8"], None),
+    ],
+)
+def test_what_did_worse_is_not_recommended(worse: list[str], advice: str | None) -> None:
+    runs = [BASELINE, CONTROL, *(make_run(method, 3.0, 80_000) for method in worse)]
+    (warning,) = (text for text in make_conclusions(runs) if "Worse than no" in text)
+    _, _, reason = warning.partition(". ")
+    assert not any(method.partition(":")[0] in reason for method in worse)
+    assert (advice or "tiny steps. A method may also") in reason
+
+
+def test_too_few_steps_come_before_anything_else() -> None:
+    runs = [
+        make_run(method, loss, 80_000, steps=20, warmup=10)
+        for method, loss in {"all_reduce": 3.1, "none": 3.0, "local_adamw": 3.2}.items()
+    ]
+    other = replace(runs[0], facts={"Machine": "another"})
+    first, *_ = make_warnings([*runs, replace(other, facts={"Machine": "m"}), other])
+    assert first.startswith("Too few steps: 20, of which the learning rate rises for 10. ")
+    (worse,) = (text for text in make_conclusions(runs) if "Worse than no" in text)
+    assert worse == (
+        "Worse than no communication at all: all_reduce, local_adamw. After so few steps that says "
+        "nothing about them."
+    )
+    assert not any(
+        "Too few" in text for text in make_warnings([make_run("none", 3.0, 0, steps=60)])
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({}, "355"),
+        ({"starved": 0.09, "step_range_ms": 80.0}, "355"),
+        ({"starved": 0.11}, "~400"),
+        ({"step_range_ms": 90.0}, "~400"),
+        ({"starved": 0.8, "step_ms": 1861.0}, "~2,000"),
+    ],
+)
+def test_times_that_another_load_distorted_are_no_figures(
+    change: dict[str, float], text: str
+) -> None:
+    assert BASELINE.figures is not None
+    run = replace(BASELINE, figures=replace(BASELINE.figures, **{"step_ms": 355.2, **change}))
+    assert cells([run, CONTROL], "all_reduce")["ms/step"] == text
+    warnings = [w for w in make_warnings([run, CONTROL]) if "Milliseconds with a ~" in w]
+    assert len(warnings) == text.count("~")
+    assert all("(all_reduce)" in warning for warning in warnings)
+    assert f">{text}<" in render_page([run, CONTROL])
 
 
 def test_the_link_is_worked_out_for_the_most_and_the_fewest_bytes() -> None:

@@ -1,9 +1,12 @@
 """Error feedback on its own: storage, moves between layouts, refusal of the wrong state."""
 
+import math
+
 import pytest
 import torch
 
-from comm_hooks import ErrorFeedback
+from comm_hooks import ErrorFeedback, Exchange, Memory, MomentumCorrection, TopK
+from comm_hooks.collectives import Simulated
 from comm_hooks.layout import Rows
 
 every_width = pytest.mark.parametrize("bits", [32, 16, 4])
@@ -132,3 +135,20 @@ def test_foreign_state_is_refused_and_changes_nothing() -> None:
 def test_unknown_storage_is_refused(bits: object) -> None:
     with pytest.raises(ValueError, match="bits must be one of 4, 16, 32"):
         ErrorFeedback(bits)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("memory", [ErrorFeedback(), ErrorFeedback(bits=4), MomentumCorrection()])
+def test_a_residual_that_is_not_finite_is_an_error_where_it_is_looked_at(memory: Memory) -> None:
+    """At the first exchange and every so many steps; nobody could get rid of it."""
+    exchange = Exchange(
+        TopK(0.5, value_bits=32), memory, min_numel=1, verify_every=2, transport=Simulated(1)[0]
+    )
+    with pytest.warns(UserWarning, match="world size is 1"):
+        exchange.average_({"w": torch.randn(8, 8), "v": torch.randn(4, 8)})
+    for rows, matrix in exchange.memory._residuals._matrices.items():  # type: ignore[union-attr]
+        if "v" in rows.names:
+            stored = matrix if matrix.dtype == torch.float32 else matrix[:, :4].view(torch.float32)
+            stored[0, 0] = math.inf
+    exchange.average_({"w": torch.randn(8, 8), "v": torch.randn(4, 8)})
+    with pytest.raises(ValueError, match="the residual of 'v' is not finite"):
+        exchange.average_({"w": torch.randn(8, 8), "v": torch.randn(4, 8)})

@@ -110,7 +110,8 @@ class Mean:
 
 def snapshot(optimizer: ExchangingOptimizer, parameters: dict[str, nn.Parameter]) -> Any:
     """Return everything that a skipped step must leave as it was."""
-    exchange = {k: v for k, v in optimizer.exchange.state_dict().items() if k != "step"}
+    state_dict = optimizer.exchange.state_dict()
+    exchange = {k: v for k, v in state_dict.items() if k not in ("step", "seal")}
     state = [parameters, optimizer.state_dict()["state"], exchange]
     file = io.BytesIO()
     torch.save(state, file)

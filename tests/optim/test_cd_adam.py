@@ -166,7 +166,7 @@ def test_ranks_that_are_configured_differently_fail_together(ranks_of: RanksOf) 
             r"CDAdam: the exchange's memory must be Differences\(\), got ErrorFeedback\(bits=32\): "
             r"write Exchange\(Sign\(block_size=4096\), memory=Differences\(\)\)",
         ),
-        ({"exchange": Exchange(Sign())}, r"memory must be Differences\(\), got None"),
+        ({"exchange": Exchange(Sign(), None)}, r"memory must be Differences\(\), got None"),
         ({"exchange": Identity()}, "exchange must be an Exchange"),
         ({"lr": -1.0}, "CDAdam: lr must not be negative"),
         ({"weight_decay": float("nan")}, "weight_decay must not be negative"),

@@ -151,7 +151,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
         ({"lr": -1.0}, "lr must not be negative"),
         ({"momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
         ({"exchange": TopK()}, "exchange must be an Exchange"),
-        ({"exchange": Exchange(TopK())}, "drops elements for ever"),
+        ({"exchange": Exchange(TopK(), None)}, "drops elements for ever"),
         ({"exchange": Exchange(TopK(), Differences())}, "sends changes of gradients"),
     ],
     ids=str,

@@ -1,17 +1,20 @@
 """DeMo against NumPy, on real ranks."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from comm_hooks import ErrorFeedback, Exchange, TopK
 from comm_hooks.compressors import Compressor
 from comm_hooks.compressors.dct import DCTTopK
 from comm_hooks.memory import MomentumCorrection
+from comm_hooks.optim import demo
 from comm_hooks.optim.demo import DeMo
 from tests.optim.replicas import (
     LR_DECAY,
@@ -32,35 +35,62 @@ STEPS, CHUNK, DENSITY, DECAY = 30, 8, 0.1, 0.99
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-def make(params: Any, compressor: Compressor) -> DeMo:
+def make(params: Any, compressor: Compressor, mean: str = "senders", **exchange: Any) -> DeMo:
     memory = ErrorFeedback(decay=DECAY)
-    return DeMo(params, Exchange(compressor, memory, "all_gather", min_numel=MIN_NUMEL), **HYPER)
+    settings = {"collective": "all_gather", "min_numel": MIN_NUMEL, **exchange}
+    return DeMo(params, Exchange(compressor, memory, **settings), mean=mean, **HYPER)
+
+
+N = np.arange(CHUNK)
+DCT = np.sqrt(2 / CHUNK) * np.cos(np.pi / (2 * CHUNK) * np.outer(N, 2 * N + 1))
+DCT[0] /= np.sqrt(2)
+
+
+def coefficients(x: np.ndarray) -> np.ndarray:
+    """The DCT-II coefficients of the CHUNK x CHUNK pieces of a vector."""
+    padded = np.pad(x, (0, -x.size % CHUNK**2)).reshape(-1, CHUNK, CHUNK)
+    return DCT @ padded @ DCT.T
+
+
+def elements(coefficients: np.ndarray, numel: int) -> np.ndarray:
+    return (DCT.T @ coefficients @ DCT).ravel()[:numel]
+
+
+def largest_coefficients(x: np.ndarray) -> np.ndarray:
+    """Keep the largest coefficients of every piece."""
+    count = int(np.ceil(DENSITY * CHUNK**2))
+    kept = [largest(square.ravel(), count) for square in coefficients(x)]
+    return np.reshape(kept, (-1, CHUNK, CHUNK))
 
 
 def largest_frequencies(x: np.ndarray) -> np.ndarray:
-    """Keep the largest DCT-II coefficients of every CHUNK x CHUNK piece of a vector."""
-    n = np.arange(CHUNK)
-    dct = np.sqrt(2 / CHUNK) * np.cos(np.pi / (2 * CHUNK) * np.outer(n, 2 * n + 1))
-    dct[0] /= np.sqrt(2)
-    padded = np.pad(x, (0, -x.size % CHUNK**2)).reshape(-1, CHUNK, CHUNK)
-    kept = [
-        largest((dct @ square @ dct.T).ravel(), int(np.ceil(DENSITY * CHUNK**2))).reshape(
-            CHUNK, CHUNK
-        )
-        for square in padded
-    ]
-    return np.concatenate([(dct.T @ square @ dct).ravel() for square in kept])[: x.size]
+    return elements(largest_coefficients(x), x.size)
+
+
+class MeanOfSenders(Mean):
+    """Averages every coefficient over the ranks that sent it."""
+
+    def __call__(self, vectors: list[np.ndarray]) -> np.ndarray:
+        vectors = [v + self.decay * e for v, e in zip(vectors, self.errors, strict=True)]
+        sent = np.stack([largest_coefficients(vector) for vector in vectors])
+        self.errors = [v - elements(s, v.size) for v, s in zip(vectors, sent, strict=True)]
+        senders = np.maximum(1, (sent != 0).sum(axis=0))
+        return elements(sent.sum(axis=0) / senders, vectors[0].size)
 
 
 def reference(
-    compress: Callable[[np.ndarray], np.ndarray], ranks: int
+    compress: Callable[[np.ndarray], np.ndarray], ranks: int, kind: type[Mean]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The docstring's algorithm, in float64, and the least |mean| of each element's that moved."""
     results, smallest = {}, {}
     for name in SHAPES:
         x = start(name).ravel()
         is_exempt = len(SHAPES[name]) == 1
-        mean_of = Mean((lambda v: v) if is_exempt else compress, ranks, decay=DECAY)
+        mean_of = (
+            Mean(lambda v: v, ranks, decay=DECAY)
+            if is_exempt
+            else kind(compress, ranks, decay=DECAY)
+        )
         least = np.full_like(x, np.inf)
         for step in range(STEPS):
             mean = mean_of([gradient(name, step, rank).ravel() for rank in range(ranks)])
@@ -73,24 +103,27 @@ def reference(
     return results, smallest
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("compressor", "compress"),
+    ("compressor", "compress", "mean", "kind"),
     [
-        (TopK(DENSITY, 64, 32), lambda v: largest_of_blocks(v, DENSITY, 64)),
-        (DCTTopK(CHUNK, DENSITY, 32), largest_frequencies),
+        (TopK(DENSITY, 64, 32), lambda v: largest_of_blocks(v, DENSITY, 64), "senders", Mean),
+        (DCTTopK(CHUNK, DENSITY, 32), largest_frequencies, "ranks", Mean),
+        (DCTTopK(CHUNK, DENSITY, 32), largest_frequencies, "senders", MeanOfSenders),
     ],
-    ids=["topk", "dct"],
+    ids=["topk", "dct", "dct_senders"],
 )
 @pytest.mark.filterwarnings("ignore:world size is 1")
 def test_matches_the_reference(
     ranks_of: RanksOf,
     compressor: Compressor,
     compress: Callable[[np.ndarray], np.ndarray],
+    mean: str,
+    kind: type[Mean],
     ranks: int,
 ) -> None:
-    replicas = ranks_of(ranks).run(train, make, {"compressor": compressor}, STEPS)
-    expected, smallest = reference(compress, ranks)
+    replicas = ranks_of(ranks).run(train, make, {"compressor": compressor, "mean": mean}, STEPS)
+    expected, smallest = reference(compress, ranks, kind)
     for replica in replicas:
         for name in SHAPES:
             assert np.array_equal(replica[name], replicas[0][name]), "replicas must not drift"
@@ -98,6 +131,52 @@ def test_matches_the_reference(
             clear = smallest[name] > 1e-5
             assert clear.mean() > 0.99
             np.testing.assert_allclose(replica[name][clear], expected[name][clear], atol=2e-5)
+
+
+def first_signs(mean: str, **exchange: Any) -> np.ndarray:
+    """The signs of a first step, where a fifth of the gradient's variance is shared."""
+    torch.manual_seed(dist.get_rank())
+    noise = torch.randn(256, 256)
+    shared = torch.randn(256, 256, generator=torch.Generator().manual_seed(99))
+    weight = nn.Parameter(torch.zeros(256, 256))
+    settings = {"collective": "all_gather", **exchange}
+    optimizer = DeMo(
+        [weight], Exchange(DCTTopK(), ErrorFeedback(decay=0.999), **settings), lr=1.0, mean=mean
+    )
+    weight.grad = shared + 2 * noise
+    optimizer.step()
+    return -weight.detach().numpy()
+
+
+@pytest.mark.parametrize(("ranks", "agreement"), [(1, 1.0), (2, 0.985), (4, 0.95)])
+@pytest.mark.filterwarnings("ignore:world size is 1")
+def test_both_means_have_most_signs_in_common(
+    ranks_of: RanksOf, ranks: int, agreement: float
+) -> None:
+    """The figures of the docstring."""
+    senders, everybody = (ranks_of(ranks).run(first_signs, m)[0] for m in ("senders", "ranks"))
+    assert (senders == everybody).mean() == pytest.approx(agreement, abs=0.006)
+
+
+def test_the_mean_of_senders_is_one() -> None:
+    """Also in size, which signs do not see."""
+    compressor = demo._MeanOfSenders(CHUNK, 1 / CHUNK**2, 32)
+    vectors = [torch.ones(1, CHUNK**2), 3 * torch.ones(1, CHUNK**2), torch.zeros(1, CHUNK**2)]
+    payloads = torch.stack([compressor._compress(v, (0,), 0, 3) for v in vectors])
+    out = torch.full((1, CHUNK**2), 7.0)
+    compressor._decode_sum(out, payloads, (0,), 3, 1 / 3)
+    torch.testing.assert_close(out, 2 * torch.ones(1, CHUNK**2))
+
+
+@pytest.mark.parametrize("collective", ["sharded", "hierarchical"])
+def test_senders_are_counted_on_every_route(ranks_of: RanksOf, collective: str) -> None:
+    options: dict[str, Any] = {"collective": collective}
+    if collective == "hierarchical":
+        options["ranks_per_node"] = 2
+    signs = [ranks_of(4).run(partial(first_signs, m, **options)) for m in ("senders", "ranks")]
+    for replicas in signs:
+        assert all(np.array_equal(replica, replicas[0]) for replica in replicas)
+    assert 0.5 < (signs[0][0] == signs[1][0]).mean() < 1
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -121,9 +200,10 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
     ("options", "message"),
     [
         ({"lr": -1.0}, "lr must not be negative"),
+        ({"mean": "all"}, "DeMo: mean must be one of senders, ranks, got 'all'"),
         ({"weight_decay": float("inf")}, "weight_decay must be finite"),
         ({"exchange": TopK()}, "exchange must be an Exchange"),
-        ({"exchange": Exchange(TopK())}, "the momentum is the exchange's residual"),
+        ({"exchange": Exchange(TopK(), None)}, "the momentum is the exchange's residual"),
         ({"exchange": Exchange(TopK(), MomentumCorrection())}, "not MomentumCorrection"),
     ],
     ids=str,

@@ -41,7 +41,9 @@ def make(
     return MicroAdam(params, exchange, **{**HYPER, "window": WINDOW, **hyper})
 
 
-def reference(ranks: int, sharded: bool, window: int) -> dict[str, np.ndarray]:
+def reference(
+    ranks: int, sharded: bool, window: int, bias_correction: str
+) -> dict[str, np.ndarray]:
     """The docstring's algorithm, in float64 and without any of the library."""
     results = {}
     for name in SHAPES:
@@ -59,7 +61,8 @@ def reference(ranks: int, sharded: bool, window: int) -> dict[str, np.ndarray]:
             for beta, power in zip(HYPER["betas"], (1, 2), strict=True):
                 weights = beta ** np.arange(len(rows))
                 total = sum(w * row**power for w, row in zip(weights, rows, strict=True))
-                averages.append((1 - beta) * total / (1 - beta ** len(rows)))
+                terms = len(rows) if bias_correction == "window" else step + 1
+                averages.append((1 - beta) * total / (1 - beta**terms))
             m, v = averages
             lr = HYPER["lr"] * LR_DECAY**step
             x = x * (1 - lr * HYPER["weight_decay"])
@@ -68,14 +71,18 @@ def reference(ranks: int, sharded: bool, window: int) -> dict[str, np.ndarray]:
     return results
 
 
-@pytest.mark.parametrize("window", [1, WINDOW])
+@pytest.mark.parametrize(
+    ("window", "bias_correction"), [(1, "window"), (WINDOW, "window"), (WINDOW, "published")]
+)
 @pytest.mark.parametrize(
     ("ranks", "collective"), [(1, "all_gather"), (2, "all_gather"), (2, "sharded")]
 )
-def test_matches_the_reference(ranks_of: RanksOf, ranks: int, collective: str, window: int) -> None:
-    options = {"collective": collective, "window": window}
+def test_matches_the_reference(
+    ranks_of: RanksOf, ranks: int, collective: str, window: int, bias_correction: str
+) -> None:
+    options = {"collective": collective, "window": window, "bias_correction": bias_correction}
     replicas = ranks_of(ranks).run(train, make, options, STEPS)
-    expected = reference(ranks, collective == "sharded", window)
+    expected = reference(ranks, collective == "sharded", window, bias_correction)
     for replica in replicas:
         for name in SHAPES:
             assert np.array_equal(replica[name], replicas[0][name]), "replicas must not drift"
@@ -117,8 +124,8 @@ def test_a_constant_gradient_moves_by_lr_however_short_the_window(ranks_of: Rank
 
 
 def kept_bytes(collective: str, value_bits: int) -> float:
-    torch.manual_seed(dist.get_rank())
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(16)])
+    torch.manual_seed(dist.get_rank())
     exchange = Exchange(
         TopK(0.01, value_bits=value_bits), ErrorFeedback(bits=4, stochastic=True), collective
     )
@@ -233,6 +240,7 @@ def test_a_window_of_another_size_is_refused(ranks_of: RanksOf) -> None:
     ("options", "message"),
     [
         ({"window": 0}, "window must be an integer of at least 1"),
+        ({"bias_correction": "all"}, "bias_correction must be one of window, published"),
         ({"lr": -1.0}, "lr must not be negative"),
         ({"betas": (0.9, 1.0)}, r"betas must lie in \[0, 1\)"),
         ({"exchange": TopK()}, "exchange must be an Exchange"),

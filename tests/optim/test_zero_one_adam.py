@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from comm_hooks import ConfigMismatchError, ErrorFeedback, Exchange, Identity, Sign
+from comm_hooks import (
+    ConfigMismatchError,
+    ErrorFeedback,
+    Exchange,
+    Identity,
+    PayloadError,
+    Sign,
+)
 from comm_hooks.optim.zero_one_adam import ZeroOneAdam
 from tests.optim.references import OPERATORS, Exact, Operator
 from tests.optim.replicas import (
@@ -308,6 +315,27 @@ def state_after_a_change_of_schedule() -> Any:
 def test_a_schedule_that_changes_between_synchronizations(ranks_of: RanksOf) -> None:
     states = ranks_of(2).run(state_after_a_change_of_schedule)
     assert equal(states[0], states[1])
+
+
+def drift() -> None:
+    """Take steps of which every other one is local; rank 1 changes a parameter in between."""
+    parameters = fresh()
+    exchange = Exchange(Sign(), ErrorFeedback(), "sharded", verify_every=1)
+    schedule = {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 2}
+    optimizer = ZeroOneAdam(parameters.items(), exchange, **schedule)
+    for step in range(12):
+        if step > 6 and optimizer.is_synchronized and dist.get_rank() == 1:
+            with torch.no_grad():
+                parameters["bias"] += 1
+        advance(optimizer, parameters, [step])
+
+
+def test_ranks_that_drift_apart_are_told_although_none_exchanges_after_an_exchange(
+    ranks_of: RanksOf,
+) -> None:
+    for outcome in ranks_of(2).outcomes(drift):
+        assert isinstance(outcome.error, PayloadError)
+        assert "the parameters of rank 1 are not those of rank 0" in str(outcome.error)
 
 
 def disagree() -> None:

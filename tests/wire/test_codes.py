@@ -208,7 +208,7 @@ def test_bits_of_a_kept_element_with_all_that_goes_with_it(
 ) -> None:
     """64 of 4096, 2,048 blocks: places, values, levels and the header of the payload."""
     top_k = TopK(1 / 64, value_bits=value_bits, index_code=index_code)
-    payload = PayloadFormat([(top_k, 1, 2048 * 4096)], world_size=2)
+    payload = PayloadFormat([(top_k, 1, 2048 * 4096)], ranks=range(2), place=0)
     assert 8 * payload.nbytes / (2048 * 64) <= bound
 
 
@@ -232,4 +232,17 @@ def test_any_bytes_decode_to_places_or_are_refused(name: IndexCode, data: st.Dat
     except PayloadError:
         return
     assert indices.shape == (1, 2, count)
-    assert ((indices >= 0) & (indices < 2 * universe)).all()
+    assert ((indices >= 0) & (indices < universe)).all()
+
+
+@given(data=st.data())
+def test_accelerators_do_not_write_where_any_bytes_say(data: st.DataObject) -> None:
+    """There the checksum is judged later, and a kernel would write before the vector."""
+    universe = data.draw(st.integers(2, 300))
+    code = EliasFano(universe, data.draw(st.integers(1, universe)))
+    octets = data.draw(st.binary(min_size=code.nbytes(2), max_size=code.nbytes(2)))
+    payload = torch.tensor(list(octets), dtype=torch.uint8)[None]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        on_accelerator = elsewhere(payload, monkeypatch)
+        indices, _ = code.decode(on_accelerator, 2, np.array([0]))
+    assert ((indices >= 0) & (indices < universe)).all()

@@ -2,46 +2,72 @@
 
 import math
 import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comm_hooks import ErrorFeedback, Exchange, Sign, TopK
+from comm_hooks import CountSketch, ErrorFeedback, Exchange, Sign, TopK
 from comm_hooks.collectives import Simulated
 from comm_hooks.collectives.requests import AllGather, AllToAll, Request
 from comm_hooks.errors import PayloadError
-from comm_hooks.wire.header import HEADER_NBYTES, HeaderCheck, Stamp, digest, write_headers_
+from comm_hooks.wire.gathered_header import HEADER_NBYTES, GatheredHeader
+from comm_hooks.wire.header import Header
+from comm_hooks.wire.stamp import Stamp, digest
+from comm_hooks.wire.summed_header import SummedHeader, summed_header_nbytes
 
 STAMP = Stamp(configuration=digest("settings"), step=7)
-HEALTHY = torch.tensor(0.0)
 
 
-def payload_of(body: list[int], stamp: Stamp = STAMP, health: float = 0.0) -> torch.Tensor:
-    payload = torch.zeros(HEADER_NBYTES + 4 * len(body), dtype=torch.uint8)
-    payload[HEADER_NBYTES:] = torch.tensor(body, dtype=torch.int32).view(torch.uint8)
-    write_headers_(payload[None], stamp, torch.tensor(health))
+def payload_of(
+    body: Sequence[int], stamp: Stamp = STAMP, health: float = 0.0, rank: int = 0
+) -> torch.Tensor:
+    payload = torch.zeros(HEADER_NBYTES + 8 * len(body), dtype=torch.uint8)
+    payload[HEADER_NBYTES:] = torch.tensor(body, dtype=torch.int64).view(torch.uint8)
+    GatheredHeader(range(rank + 1), rank).write_(payload[None], stamp, torch.tensor(health))
     return payload
 
 
-words = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9)
+def health_of(*payloads: torch.Tensor, stamp: Stamp = STAMP) -> torch.Tensor:
+    return GatheredHeader(range(len(payloads)), 0).health(torch.stack(payloads), stamp)
+
+
+words = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9)
+stamps = st.builds(Stamp, *[st.integers(0, 2**32 - 1)] * 4, model=st.integers(-(2**31), 2**31 - 1))
 
 
 @given(body=words, finite=st.lists(st.booleans(), min_size=1, max_size=3))
 def test_intact_payloads_tell_whether_all_are_finite(body: list[int], finite: list[bool]) -> None:
-    payloads = torch.stack([payload_of(body, health=0.0 if f else math.nan) for f in finite])
-    health = HeaderCheck().health(payloads, STAMP)
+    health = health_of(
+        *(
+            payload_of(body, health=0.0 if f else math.nan, rank=rank)
+            for rank, f in enumerate(finite)
+        )
+    )
     assert health.item() == 0 if all(finite) else math.isnan(health)
 
 
 @given(body=words, data=st.data())
-def test_no_flipped_bit_goes_unnoticed(body: list[int], data: st.DataObject) -> None:
-    payload = payload_of(body)
-    bit = data.draw(st.integers(0, 8 * payload.numel() - 1))
-    payload[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(PayloadError, match="rank 1"):
-        HeaderCheck().health(torch.stack([payload_of(body), payload]), STAMP)
+def test_no_flipped_bits_go_unnoticed(body: list[int], data: st.DataObject) -> None:
+    """One, or two: of a pair of signs, too."""
+    payload = payload_of(body, rank=1)
+    bits = st.integers(0, 8 * payload.numel() - 1)
+    for bit in data.draw(st.sets(bits, min_size=1, max_size=2)):
+        payload[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(PayloadError, match=r"rank 1|rank 0 is not one of comm-hooks"):
+        health_of(payload_of(body), payload)
+
+
+@pytest.mark.parametrize("numel", [20, 40_000])
+def test_no_two_flipped_signs_go_unnoticed(numel: int) -> None:
+    for first, second in [(0, 1), (0, 2), (1, 3), (2, 18), (numel - 3, numel - 1)]:
+        payload = payload_of(range(numel), rank=1)
+        payload[HEADER_NBYTES:].view(torch.int32)[[first, second]] ^= -(2**31)
+        with pytest.raises(PayloadError, match="rank 1 was damaged"):
+            health_of(payload_of(range(numel)), payload)
 
 
 @given(body=words, data=st.data())
@@ -53,24 +79,127 @@ def test_no_two_words_change_places_unnoticed(body: list[int], data: st.DataObje
     if torch.equal(swapped, payload_of(body).view(torch.int32)):
         return
     with pytest.raises(PayloadError):
-        HeaderCheck().health(payload[None], STAMP)
+        health_of(payload)
+
+
+def test_a_payload_in_the_place_of_another_ranks_is_told() -> None:
+    payloads = [payload_of([1], rank=rank) for rank in (0, 0, 2)]
+    with pytest.raises(PayloadError, match="in the place of rank 1 is that of rank 0: all ranks"):
+        health_of(*payloads)
+
+
+def test_ranks_go_by_the_names_that_users_give_them() -> None:
+    of_rank_4 = torch.zeros(HEADER_NBYTES, dtype=torch.uint8)
+    GatheredHeader([4, 6], 0).write_(of_rank_4[None], STAMP, torch.tensor(0.0))
+    header = GatheredHeader([4, 6], 1)
+    of_rank_6 = torch.zeros(HEADER_NBYTES, dtype=torch.uint8)
+    header.write_(of_rank_6[None], Stamp(STAMP.configuration, 9), torch.tensor(0.0))
+    with pytest.raises(PayloadError, match="rank 6 belongs to step 9, that of rank 4 to step 7"):
+        header.health(torch.stack([of_rank_4, of_rank_6]), STAMP)
+
+
+OTHERS = [
+    (Stamp(5, 7), "the payload of rank 2 was made with other settings or of other parameters"),
+    (Stamp(STAMP.configuration, 6), "rank 2 belongs to step 6, that of ranks 0, 1 to step 7"),
+    (Stamp(STAMP.configuration, 7, 3), "rank 2 has loaded a state by itself, ranks 0, 1 not"),
+    (Stamp(STAMP.configuration, 7, 0, 1), "the optimizer of rank 2 has other hyperparameters"),
+    (Stamp(STAMP.configuration, 7, 0, 0, 9), "the parameters of rank 2 are not those of ranks 0, "),
+]
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda p: p[:2].zero_(), "not one of comm-hooks"),
-        (lambda p: p[2:3].add_(1), "of version 2, this rank's comm-hooks has 1"),
-        (lambda p: p[20:21].add_(1), "damaged on the way"),
-        (lambda p: write_headers_(p[None], Stamp(STAMP.configuration, 6), HEALTHY), "step 6, "),
-        (lambda p: write_headers_(p[None], Stamp(5, 7), HEALTHY), "with other settings"),
+        (lambda p: p[:2].zero_(), "the payload of rank 2 is not one of comm-hooks"),
+        (lambda p: p[2:3].add_(1), "rank 2 is of version 3, that of ranks 0, 1 of 2"),
+        (lambda p: p[36:37].add_(1), "rank 2 was damaged on the way"),
+        *((lambda p, s=stamp: p.copy_(payload_of([1, 2, 3], s, rank=2)), t) for stamp, t in OTHERS),
     ],
 )  # fmt: skip
-def test_the_fault_and_the_rank_are_named(change: object, told: str) -> None:
-    payloads = torch.stack([payload_of([1, 2, 3]) for _ in range(3)])
-    change(payloads[2])  # type: ignore[operator]
-    with pytest.raises(PayloadError, match=rf"rank 2.*{re.escape(told)}"):
-        HeaderCheck().health(payloads, STAMP)
+def test_the_fault_and_the_rank_are_named(change: Callable[[torch.Tensor], Any], told: str) -> None:
+    payloads = [payload_of([1, 2, 3], rank=rank) for rank in range(3)]
+    change(payloads[2])
+    for own in range(3):
+        header = GatheredHeader(range(3), own)
+        with pytest.raises(PayloadError, match=re.escape(told)):
+            header.health(torch.stack(payloads), STAMP)
+
+
+def summed(of_ranks: Sequence[Stamp], healths: Sequence[float] | None = None) -> torch.Tensor:
+    total = torch.zeros(SummedHeader(range(len(of_ranks)), 0).nbytes // 4)
+    for rank, stamp in enumerate(of_ranks):
+        own = torch.empty_like(total)
+        header = SummedHeader(range(len(of_ranks)), rank)
+        health = torch.tensor(healths[rank] if healths else 0.0)
+        header.write_(own.view(torch.uint8)[None], stamp, health)
+        total += own
+    return total.view(torch.uint8)[None]
+
+
+@given(stamp=stamps, ranks=st.sampled_from([1, 2, 3, 64, 1000]), finite=st.booleans())
+def test_a_sum_of_what_belongs_together_tells_whether_all_are_finite(
+    stamp: Stamp, ranks: int, finite: bool
+) -> None:
+    healths = [0.0] * ranks
+    healths[ranks // 2] = 0.0 if finite else math.nan
+    total = summed([stamp] * ranks, healths)
+    health = SummedHeader(range(ranks), ranks - 1).health(total, stamp)
+    assert health.item() == 0 if finite else math.isnan(health)
+
+
+@pytest.mark.parametrize(("other", "told"), OTHERS)
+@pytest.mark.parametrize("own", [0, 1, 2])
+def test_a_sum_tells_who_differs_and_in_what(other: Stamp, told: str, own: int) -> None:
+    of_ranks = [STAMP, STAMP, other]
+    with pytest.raises(PayloadError, match=re.escape(told)):
+        SummedHeader(range(3), own).health(summed(of_ranks), of_ranks[own])
+
+
+@given(data=st.data(), ranks=st.integers(2, 9))
+def test_no_sum_of_different_stamps_passes_on_any_rank(data: st.DataObject, ranks: int) -> None:
+    of_ranks = [data.draw(stamps) for _ in range(ranks)]
+    total = summed(of_ranks)
+    for rank, stamp in enumerate(of_ranks):
+        if len({str(s) for s in of_ranks}) > 1:
+            with pytest.raises(PayloadError, match="rank"):
+                SummedHeader(range(ranks), rank).health(total, stamp)
+
+
+@given(data=st.data(), ranks=st.integers(2, 5))
+def test_a_flipped_bit_before_a_sum_is_told(data: st.DataObject, ranks: int) -> None:
+    nbytes = summed_header_nbytes(ranks)
+    victim = data.draw(st.integers(0, ranks - 1))
+    # The health, which comes first, may be any number: what is not zero spoils the round.
+    octet, bit = data.draw(st.integers(4, nbytes - 1)), data.draw(st.integers(0, 7))
+    payloads = []
+    for rank in range(ranks):
+        payload = torch.zeros(1, nbytes, dtype=torch.uint8)
+        SummedHeader(range(ranks), rank).write_(payload, STAMP, torch.tensor(0.0))
+        payloads.append(payload)
+    payloads[victim][0, octet] ^= 1 << bit
+    total = torch.stack([p.view(torch.float32) for p in payloads]).sum(0)
+    clean = [p.view(torch.float32) for p in payloads if p is not payloads[victim]]
+    payloads[victim][0, octet] ^= 1 << bit
+    if torch.equal(total, torch.stack([*clean, payloads[victim].view(torch.float32)]).sum(0)):
+        return  # a bit that rounding drops, or the sign of a zero
+    for rank in range(ranks):
+        with pytest.raises(PayloadError, match=rf"ranks? ([\d, ]*)\b{victim}\b|not one of"):
+            SummedHeader(range(ranks), rank).health(total.view(torch.uint8), STAMP)
+
+
+@pytest.mark.parametrize("foreign", [torch.randn(64), torch.zeros(64), torch.full((64,), math.nan)])
+def test_a_sum_with_something_else_is_refused(foreign: torch.Tensor) -> None:
+    total = summed([STAMP] * 3).view(torch.float32)
+    total += foreign[: total.shape[1]] if foreign.any() else -total
+    with pytest.raises(PayloadError, match="is not one of comm-hooks"):
+        SummedHeader(range(3), 0).health(total.view(torch.uint8), STAMP)
+
+
+def test_a_sum_whose_marks_alone_differ_is_refused() -> None:
+    total = summed([STAMP] * 3)
+    total[0, -4:].view(torch.float32).add_(1)
+    with pytest.raises(PayloadError, match="rank 2 was damaged on the way to the sum"):
+        SummedHeader(range(3), 0).health(total, STAMP)
 
 
 class Tampering(Simulated):
@@ -114,9 +243,10 @@ def test_cut_short(compressor: TopK) -> None:
         compressor.decompress(payload[:-4], 500, key=1)
 
 
-def test_ranks_in_different_steps_are_told() -> None:
+@pytest.mark.parametrize("compressor", [Sign(), CountSketch(ratio=0.1)])
+def test_ranks_in_different_steps_are_told(compressor: Sign) -> None:
     world = Simulated(2)
-    exchanges = [Exchange(Sign(), ErrorFeedback(), transport=t) for t in world]
+    exchanges = [Exchange(compressor, transport=t) for t in world]
 
     def step() -> None:
         tensors = [{"w": torch.randn(40, 40)} for _ in world]
@@ -124,19 +254,8 @@ def test_ranks_in_different_steps_are_told() -> None:
 
     step()
     exchanges[1].step += 1
-    with pytest.raises(PayloadError, match="rank 1 belongs to step 2, this rank is at step 1"):
+    with pytest.raises(PayloadError, match="rank 1 belongs to step 2, that of rank 0 to step 1"):
         step()
-
-
-class Later(HeaderCheck):
-    """Compares as on an accelerator: at the next opportunity."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[torch.Tensor] = []
-
-    def _look_later(self, found: torch.Tensor, stamp: Stamp, senders: str) -> None:
-        self.found.append(found)
 
 
 class OnAccelerator(torch.Tensor):
@@ -146,24 +265,32 @@ class OnAccelerator(torch.Tensor):
     device = _Device()  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("place", [0, 2, 4, 8, 12, 20])
-def test_until_it_is_compared_what_is_not_intact_is_nan(
-    monkeypatch: pytest.MonkeyPatch, place: int
+HEADERS = [GatheredHeader(range(2), 0), SummedHeader(range(2), 0)]
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=["gathered", "summed"])
+@pytest.mark.parametrize("other", [None, *(stamp for stamp, _ in OTHERS)])
+def test_until_it_is_judged_what_does_not_fit_is_nan(
+    monkeypatch: pytest.MonkeyPatch, header: Header, other: Stamp | None
 ) -> None:
-    """Whether magic, version, settings, step, checksum or body is another one."""
-    weights = torch.arange(5, dtype=torch.int32) * 2 + 1
-    monkeypatch.setattr("comm_hooks.wire.header._weights", lambda count, device: weights[:count])
-    payload = payload_of([7])
-    for changed in (False, True):
-        words = payload.clone().view(torch.int32)
-        if changed and place < 12:
-            # With a checksum that fits: of another sender, not damaged.
-            words.view(torch.uint8)[place] += 1
-            words[3] = 0
-            words[3] = (words * weights).sum()
-        elif changed:
-            words.view(torch.uint8)[min(place, 19)] += 1
-        check = Later()
-        octets = words.view(torch.uint8)[None].as_subclass(OnAccelerator)
-        assert math.isnan(check.health(octets, STAMP)) == changed
-        assert len(check.found) == 1
+    """As on an accelerator: judged at the next opportunity."""
+    later: list[torch.Tensor] = []
+    monkeypatch.setattr(header, "_look_later", lambda found, stamp, senders: later.append(found))
+    of_ranks = [STAMP, other or STAMP]
+    payloads = torch.stack([payload_of([7], s, rank=rank) for rank, s in enumerate(of_ranks)])
+    if isinstance(header, SummedHeader):
+        payloads = summed(of_ranks)
+    found, health = header._read(payloads)
+    monkeypatch.setattr(header, "_read", lambda payloads: (found, health))
+    health = header.health(payloads.as_subclass(OnAccelerator), STAMP)
+    assert math.isnan(health) == (other is not None)
+    assert len(later) == 1
+
+
+@pytest.mark.parametrize("place", [2, 24, 28, 40])
+def test_until_it_is_judged_what_is_damaged_is_nan(place: int) -> None:
+    """Version, sender, checksum or body."""
+    payload = payload_of([7, 8])
+    payload[place] += 1
+    header = GatheredHeader(range(1), 0)
+    assert not header._fits(header._read(payload[None])[0], STAMP)

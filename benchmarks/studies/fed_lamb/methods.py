@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks.studies.runs import Advance, Method, Point, Settings
 from benchmarks.studies.tasks import Task
@@ -18,8 +19,9 @@ from comm_hooks.compressors import Identity
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.rounds.fed_avg import FedAvg
 from comm_hooks.optim.rounds.fed_lamb import FedAMS, FedLAMB
-from comm_hooks.optim.rounds.local_rounds import LocalRounds, SharesStatistics
+from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import Participation
+from comm_hooks.optim.rounds.sharing import SharesStatistics
 
 BETAS = (0.9, 0.999)
 LAMBDAS = (0.0, 0.01, 0.1)
@@ -34,30 +36,43 @@ def _fed_sgd(
     return FedAvg(parameters, exchange, lr=settings["lr"], participation=who)
 
 
-def _fed_ams(
-    parameters: NamedParameters, exchange: Exchange, who: Participation, settings: Settings
-) -> LocalRounds:
-    return FedAMS(parameters, exchange, lr=settings["lr"], betas=BETAS, participation=who)
+def _fed_ams(**form: Any) -> Make:
+    def make(
+        parameters: NamedParameters, exchange: Exchange, who: Participation, settings: Settings
+    ) -> LocalRounds:
+        lr = settings["lr"]
+        return FedAMS(parameters, exchange, lr=lr, betas=BETAS, participation=who, **form)
+
+    return make
 
 
-def _fed_lamb(
-    parameters: NamedParameters, exchange: Exchange, who: Participation, settings: Settings
-) -> LocalRounds:
-    return FedLAMB(
-        parameters,
-        exchange,
-        lr=settings["lr"],
-        betas=BETAS,
-        weight_decay=settings["lambda"],
-        participation=who,
-    )
+def _fed_lamb(**form: Any) -> Make:
+    def make(
+        parameters: NamedParameters, exchange: Exchange, who: Participation, settings: Settings
+    ) -> LocalRounds:
+        return FedLAMB(
+            parameters,
+            exchange,
+            lr=settings["lr"],
+            betas=BETAS,
+            weight_decay=settings["lambda"],
+            participation=who,
+            **form,
+        )
+
+    return make
 
 
-# With the first learning rate tried, and what else is.
+_DECAYS = tuple({"lambda": value} for value in LAMBDAS)
+
+# With the first learning rate tried, and what else is.  "client": whose steps are bounded by the
+# client's own second moment, too.
 _METHODS: dict[str, tuple[Make, float, Sequence[Settings]]] = {
     "fed_sgd": (_fed_sgd, 0.1, ({},)),
-    "fed_ams": (_fed_ams, 0.004, ({},)),
-    "fed_lamb": (_fed_lamb, 0.02, tuple({"lambda": value} for value in LAMBDAS)),
+    "fed_ams": (_fed_ams(), 0.001, ({},)),
+    "fed_ams_client": (_fed_ams(bias_correction=True, bound="client"), 0.016, ({},)),
+    "fed_lamb": (_fed_lamb(), 0.02, _DECAYS),
+    "fed_lamb_client": (_fed_lamb(bound="client"), 0.02, _DECAYS),
 }
 METHODS = tuple(_METHODS)
 

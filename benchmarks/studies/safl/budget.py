@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.wire.header import HEADER_NBYTES
-from comm_hooks.wire.payload import SUMMED_HEADER_NBYTES
+from comm_hooks.wire.gathered_header import HEADER_NBYTES
+from comm_hooks.wire.summed_header import summed_header_nbytes
 
 MakeCompressor = Callable[[float], Compressor]
 
@@ -14,7 +14,7 @@ _HALVINGS = 40
 
 def all_reduced(payload: int, ranks: int) -> float:
     """Return what a rank sends to sum payloads."""
-    return 2 * (ranks - 1) * (payload + SUMMED_HEADER_NBYTES) / ranks
+    return 2 * (ranks - 1) * (payload + summed_header_nbytes(ranks)) / ranks
 
 
 def sharded(compressor: Compressor, numel: int, ranks: int) -> float:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from comm_hooks.checks import check_agreement
+from comm_hooks.agreement import check_agreement
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.config import build_exchange

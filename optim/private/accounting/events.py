@@ -91,4 +91,7 @@ def _number(name: str, value: object) -> float:
     # float() would take text, too.
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise ValueError(f"{name} must be a number, got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # whole numbers have no bound
+        return math.inf

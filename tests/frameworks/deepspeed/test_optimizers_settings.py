@@ -12,7 +12,7 @@ pytest.importorskip("deepspeed")
 
 from comm_hooks import ErrorFeedback, Exchange, Sign
 from comm_hooks.frameworks.deepspeed.optimizers import TYPES, owns_exchange, prepare
-from comm_hooks.optim import AMSGrad, OneBitAdam
+from comm_hooks.optim import AMSGrad, DiLoCo, OneBitAdam
 
 
 def prepared(name: Any, params: Any = None, optimizer: Any = None, **more: Any) -> Any:
@@ -75,6 +75,12 @@ BAD: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("optimizer.params: SAFL: local_lr must be positive", "SAFL", {"local_lr": 0}, {}),
     ("optimizer.params: SAFL: amsgrad must be true or false", "SAFL", {"amsgrad": "no"}, {}),
 ]  # fmt: skip
+
+
+def test_rounds_of_local_steps_are_refused_as_objects_too() -> None:
+    rounds = DiLoCo([nn.Parameter(torch.zeros(2))], Exchange(Sign()), local_steps=2)
+    with pytest.raises(ValueError, match=r"^optimizer: DiLoCo cannot be used: .*optim\.DiLoCo"):
+        prepared("Adam", optimizer=rounds)
 
 
 @pytest.mark.parametrize(("message", "name", "params", "more"), BAD)

@@ -2,20 +2,23 @@
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import comm_hooks
 from comm_hooks import optim
 from comm_hooks.config import build_exchange
 from comm_hooks.launchers.advise.advice import METHODS, Advice, Case, advise_on, choose, step_at
-from comm_hooks.launchers.advise.cost_model import Link, Network, Plan, Prediction
+from comm_hooks.launchers.advise.cost_model import Exchanged, Link, Network, Plan, Prediction
 from comm_hooks.launchers.advise.losses import LossCost, loss_cost, measured
 from comm_hooks.launchers.advise.rehearsal import Rehearsals
 from comm_hooks.launchers.advise.snippets import json_line, python_line
@@ -27,6 +30,7 @@ from comm_hooks.launchers.compare.optimizers import OPTIMIZERS
 README = Path(__file__).parents[3] / "README.md"
 STEP = Step.of_numel(1 << 18, 10.0)
 NETWORK = Network(2, Link(12.5e6, 1e-4))
+NCCL = replace(NETWORK, backend="nccl")
 CASE = Case(STEP, NETWORK, optimizer=0.001)
 
 
@@ -56,6 +60,19 @@ def test_nothing_is_changed_for_a_few_percent() -> None:
 def test_what_was_not_measured_or_does_not_communicate_is_not_recommended() -> None:
     assert choice(row("sign", 0.1), row("none", 0.1), max_loss=1.0) is None
     assert choice(row("topk:density=0.5", 0.1), max_loss=1.0) is None
+
+
+def test_noise_that_could_change_the_choice() -> None:
+    def noisy(codec: float, noise: float) -> tuple[bool, bool]:
+        plan = Plan((Exchanged((), before=codec),), noise=noise)
+        of_row = replace(row("sign", 1.0), plan=plan)
+        return of_row.is_noisy, of_row.codec_is_noisy
+
+    assert noisy(codec=0.0, noise=0.0) == (False, False)
+    assert noisy(codec=0.5, noise=0.04) == (False, False)
+    assert noisy(codec=0.5, noise=0.06) == (True, False)
+    assert noisy(codec=0.1, noise=0.04) == (False, True)
+    assert noisy(codec=0.1, noise=0.06) == (True, True)
 
 
 def test_the_longer_run_counts() -> None:
@@ -103,14 +120,15 @@ def test_zero_keeps_its_all_gather() -> None:
 
 
 def test_zero_refuses_what_has_an_optimizer_of_its_own() -> None:
+    at_0, at_1 = (replace(CASE, network=NCCL, zero_stage=stage) for stage in (0, 1))
     for spec in METHODS.split(","):
         method = parse_method(spec)
-        CASE.check(method)
+        at_0.check(method)
         if "+" in spec or "local" in spec:
             with pytest.raises(ValueError, match="ZeRO stage 1 cuts the optimizer's state"):
-                replace(CASE, zero_stage=1).check(method)
+                at_1.check(method)
         else:
-            replace(CASE, zero_stage=1).check(method)
+            at_1.check(method)
 
 
 def test_other_bandwidths() -> None:
@@ -129,6 +147,49 @@ SPECS = [
     "count_sketch:ratio=0.017+safl",
     "topk:density=0.0222+local_adamw:local_steps=30:outer_lr=2:outer_momentum=0.5",
 ]
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.filterwarnings("ignore:world size is 1")
+@pytest.mark.parametrize("spec", METHODS.split(","))
+def test_ddp_takes_on_gloo_what_is_recommended_there(spec: str) -> None:
+    method = parse_method(spec)
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
+    names = {
+        **vars(optim),
+        **vars(comm_hooks),
+        "torch": torch,
+        "model": model,
+        "ddp_model": DistributedDataParallel(model),
+        "lr": 0.1,
+        "DistributedDataParallel": DistributedDataParallel,
+        "default_hooks": default_hooks,
+        "powerSGD_hook": powerSGD_hook,
+    }
+    try:
+        CASE.check(method)
+    except ValueError:
+        assert spec == "bf16"
+        if not dist.is_nccl_available():
+            with pytest.raises(TypeError, match="BF16"):
+                eval(python_line(method), names)
+    else:
+        eval(python_line(method), names)
+
+
+def test_bf16_of_pytorch_is_for_nccl() -> None:
+    method = parse_method("bf16")
+    with pytest.raises(ValueError, match="on gloo identity:bits=16 sends as many bytes"):
+        CASE.check(method)
+    replace(CASE, network=NCCL).check(method)
+    replace(CASE, zero_stage=1).check(method)  # DeepSpeed's, which needs no hook
 
 
 def own_exchange(spec: str) -> comm_hooks.Exchange:

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from comm_hooks.launchers.advise import rehearsal
 from comm_hooks.launchers.advise.command import advise
 from comm_hooks.launchers.advise.step import Step
+from comm_hooks.launchers.clock import Starvation
 from tests.torchrun import Torchrun
 
 MODEL = ("--params", "3e5", "--step-ms", "50")
@@ -37,11 +40,13 @@ def row_of(output: str, method: str) -> list[str]:
 
 
 def test_a_link_that_is_described() -> None:
-    result = run(*GIVEN, "--methods", "all_reduce,none,bf16,local_adamw:fragments=8")
+    methods = "all_reduce,none,bf16,identity:bits=16,local_adamw:fragments=8"
+    result = run(*GIVEN, "--methods", methods)
     assert result.exit_code == 0, result.output
     assert "0.3 M parameters (float32), 50 ms per step without exchange, 2 ranks" in result.output
     assert row_of(result.output, "all_reduce")[5:7] == ["1.2", "MB"]
-    assert row_of(result.output, "bf16")[5:7] == ["600", "kB"]
+    assert row_of(result.output, "identity:bits=16")[5:7] == ["602", "kB"]
+    assert "bf16 is left out: DDP takes PyTorch's bf16_compress_hook with NCCL" in result.output
     assert row_of(result.output, "none")[1] == "50"
     # 1.2 MB at 10 Mbit/s are 0.96 s, and headers and the like come on top.
     assert 1000 < int(row_of(result.output, "all_reduce")[1].replace(",", "")) < 1500
@@ -61,6 +66,23 @@ def test_a_step_that_was_measured() -> None:
     assert "3 ranks" in result.output
 
 
+def test_noise_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = ("--params", "3e6", "--step-ms", "20", "--ranks", "2", "--bandwidth", "1gbit")
+    methods = ("--methods", "all_reduce,sign,local_variance_adam")
+    monkeypatch.setattr(rehearsal, "quartile_range", lambda takes: 0.0)
+    monkeypatch.setattr(Starvation, "share", lambda self: 0.0)
+    assert "~" not in run(*link, *methods).output
+    monkeypatch.setattr(Starvation, "share", lambda self: 0.9)
+    result = run(*link, *methods)
+    assert result.exit_code == 0, result.output
+    for figure in row_of(result.output, "local_variance_adam")[1:4]:
+        assert re.fullmatch(r"~[\d.,]*x?", figure)
+        assert len(figure.strip("~0.,x")) == 1
+    assert "~" not in " ".join(row_of(result.output, "all_reduce"))
+    assert "* ~: noise. While this was measured other programs" in result.output
+    assert "Another method may be the faster one: the figures marked ~ are noise" in result.output
+
+
 def test_zero() -> None:
     result = run(*GIVEN, "--zero-stage", "2", "--methods", "all_reduce,bf16,local_adamw")
     assert result.exit_code == 0, result.output
@@ -75,6 +97,22 @@ def test_zero() -> None:
 def test_a_plot_in_another_format() -> None:
     assert run(*GIVEN, "--methods", "all_reduce", "--plot", "plot.svg").exit_code == 0
     assert "<svg" in Path("plot.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "label"),
+    [("1gbit", "1.0 Gbit/s"), ("100mbit", "100 Mbit/s"), ("64kbit", "64 kbit/s")],
+)
+def test_the_plot_names_the_link_as_people_do(
+    bandwidth: str, label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text stays text
+    link = ("--ranks", "2", "--bandwidth", bandwidth)
+    result = run(*MODEL, *link, "--methods", "all_reduce", "--plot", "plot.svg")
+    assert result.exit_code == 0
+    drawn = Path("plot.svg").read_text()
+    assert f"this link: {label}<" in drawn
+    assert "e+0" not in re.sub(r"<[^>]*>", "", drawn)
 
 
 def test_no_method_that_costs_so_little() -> None:
@@ -134,7 +172,7 @@ def test_under_torchrun(torchrun: Torchrun) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     for ends in ("0 to rank 1", "1 to rank 0"):
-        line = rf"rank {ends} \(inside a node\): [\d.,e+]+ Mbit/s"
+        line = rf"rank {ends} \(inside a node\): [\d.]+ [MG]bit/s, [\d.]+ ms"
         assert len(re.findall(line, done.stdout)) == 1
     assert done.stdout.count("Recommended: ") == 1
     assert Path("advise.png").exists()

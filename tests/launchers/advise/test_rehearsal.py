@@ -4,17 +4,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from comm_hooks import Exchange, Identity, Sign, TopK
 from comm_hooks.launchers.advise import rehearsal
 from comm_hooks.launchers.advise.cost_model import Plan, all_reduce
-from comm_hooks.launchers.advise.rehearsal import Alone, Rehearsals
+from comm_hooks.launchers.advise.rehearsal import Alone, Rehearsals, of_slowest_rank
 from comm_hooks.launchers.advise.step import Step
+from comm_hooks.launchers.clock import Starvation
 from comm_hooks.launchers.compare.methods import parse_method
 from comm_hooks.launchers.compare.model import GPT, VOCABULARY, GPTConfig
 from comm_hooks.launchers.compare.optimizers import OPTIMIZERS
 from comm_hooks.launchers.compare.runs import Settings
-from comm_hooks.wire.header import HEADER_NBYTES
+from comm_hooks.wire.gathered_header import HEADER_NBYTES
 
 MODEL = GPTConfig(layers=2, width=128, heads=4, context=16)
 SETTINGS = Settings(steps=8, warmup=1, batch=1, model=MODEL)
@@ -94,6 +96,33 @@ def test_gradients_that_cross_before_any_server(spec: str) -> None:
     assert not plan.in_optimizer
     assert sum(map(len, (e.collectives for e in plan.in_backward))) == len(plan.in_backward)
     assert (plan.optimizer is None) == (spec == "adamw")
+
+
+@pytest.mark.parametrize("spec", ["sign", "powersgd", "micro_adam", "topk+amsgrad"])
+def test_what_may_be_another_loads_is_told(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "quartile_range", lambda takes: 0.0)
+    monkeypatch.setattr(Starvation, "share", lambda self: 0.0)
+    assert plan_of(spec).noise == 0
+    monkeypatch.setattr(Starvation, "share", lambda self: 0.25)
+    starved = plan_of(spec)
+    assert starved.noise == (starved.codec + (starved.optimizer or 0.0)) / 4
+    # Takes that differ by as much as they last.
+    monkeypatch.setattr(Starvation, "share", lambda self: 0.0)
+    monkeypatch.setattr(rehearsal, "quartile_range", lambda takes: max(takes, default=0.0))
+    differing = plan_of(spec)
+    assert differing.noise >= 0.99 * (differing.codec + (differing.optimizer or 0.0)) > 0
+
+
+def test_what_takes_no_arithmetic_has_no_noise() -> None:
+    assert plan_of("all_reduce").noise == plan_of("none").noise == 0
+
+
+def noise_of_slowest_rank() -> float:
+    return of_slowest_rank(Plan(noise=0.5 * dist.get_rank())).noise
+
+
+def test_the_noisiest_rank_counts(ranks_of: Any) -> None:
+    assert ranks_of(2).run(noise_of_slowest_rank) == [0.5, 0.5]
 
 
 def test_arithmetic_is_counted() -> None:

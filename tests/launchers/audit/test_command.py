@@ -86,6 +86,8 @@ def test_what_is_not_valid(tmp_path: Path, changes: dict[str, Any], rule: int) -
         ({"placement": "sharez"}, "did you mean 'shares'?"),
         ({"exchange": {"compressor": "top_k"}}, "exchange.compressor: unknown compressor"),
         ({"optimizer": "DPAdm"}, "did you mean 'DPAdam'?"),
+        ({"accountant": {"rdp": 1}}, "accountant: unknown value {'rdp': 1}"),
+        ({"sample_rate": 10**400}, "sample_rate must be from 0 to 1, got inf"),
     ],
 )
 def test_bad_settings(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -93,6 +95,14 @@ def test_bad_settings(tmp_path: Path, changes: dict[str, Any], message: str) -> 
     assert result.exit_code == 2
     assert message in result.output
     assert "private.json: " in result.output
+
+
+def test_a_file_that_is_too_deep(tmp_path: Path) -> None:
+    path = tmp_path / "private.json"
+    path.write_text("[" * 20_000)
+    result = CliRunner().invoke(app, ["audit", "--config", str(path)])
+    assert result.exit_code == 2
+    assert "private.json: is not JSON: maximum recursion depth exceeded" in result.output
 
 
 def test_a_ledger_of_a_run_that_is_going_on(tmp_path: Path) -> None:

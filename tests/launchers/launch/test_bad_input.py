@@ -1,19 +1,25 @@
 """Bad input gets one line and exit code 2, before anything is run or written."""
 
+import shutil
 import socket
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from comm_hooks.launchers.launch.hostfile import read_hostfile
-from comm_hooks.launchers.launch.job import Endpoint, parse_endpoint, parse_nodes
+from comm_hooks.launchers.launch.job import Endpoint, Job, parse_endpoint, parse_nodes
 from comm_hooks.launchers.launch.network import wait_for_port
 from comm_hooks.launchers.launch.steps import Command, WriteFile
+from comm_hooks.launchers.main import app
 from tests.launchers.launch.commands import complaint
 
+NEEDS_MPIRUN = pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun")
+NEEDS_DEEPSPEED = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")
 HEAD = ["--head", "127.0.0.1"]
 IN_RANK = {"RANK": "1", "WORLD_SIZE": "4"}
 STEP = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
@@ -74,6 +80,7 @@ def _nothing_may_be_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
         (["--cpu"], "--cpu would be ignored"),
         (["--kubernetes", "k"], "--kubernetes needs --nproc"),
         (["--kubernetes", "k", "--nproc", "1", *HEAD], "--head does not go with --kubernetes"),
+        (["--kubernetes", "k", "--nproc", "1", "--max-restarts", "1"], "do not find each other"),
         (["--kubernetes", "k", "--name", "My_Job"], "as in my-job"),
         (["--kubernetes", "no/such/folder", "--nproc", "1"], "cannot write it"),
     ],
@@ -83,6 +90,69 @@ def test_a_bad_option_is_refused(
 ) -> None:
     (tmp_path / "hosts").write_text("a\nb slots=2\n")
     assert message in complaint(*arguments, "train.py")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (["train.py"], "train.py: there is no such file here ("),
+        (["folder/trian.py"], "here ({here}): did you mean 'folder/train.py'?"),
+        (["folder"], "folder: is a folder without __main__.py here ("),
+        (["no/such/train.py"], "no/such/train.py: there is no such file here ("),
+        (["-m", "nomodule"], "-m nomodule: there is no module 'nomodule' here ("),
+        (["-m", "nomodule.train"], "-m nomodule.train: there is no module 'nomodule' here ("),
+    ],
+)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        [],
+        ["--preflight", "--nproc", "2"],
+        ["--nnodes", "2", "--node-rank", "1", *HEAD],
+        ["--nnodes", "1:2", *HEAD],
+        pytest.param(["--launcher", "mpirun"], marks=NEEDS_MPIRUN),
+        pytest.param(["--launcher", "deepspeed"], marks=NEEDS_DEEPSPEED),
+    ],
+    ids=" ".join,
+)
+def test_a_script_that_is_not_there_is_told_before_any_rank_is_started(
+    launcher: list[str],
+    target: list[str],
+    message: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = tmp_path_factory.mktemp("scripts")
+    (here / "folder").mkdir()
+    (here / "folder/train.py").touch()
+    monkeypatch.chdir(here)
+    assert message.format(here=here) in complaint(*launcher, *target)
+
+
+def test_what_is_there_under_any_name_is_a_script(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path_factory.mktemp("scripts")
+    (here / "folder").mkdir()
+    for name in ("train.py", "folder/__main__.py"):
+        (here / name).touch()
+    monkeypatch.chdir(here)
+    for script in ("train.py", "folder", str(here / "train.py")):
+        Job((script,)).require_target()
+    for name in ("train", "comm_hooks.launchers.preflight", "json", "folder", "sys"):
+        Job((name,), module=True).require_target()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="there is no module 'train'"):
+        Job(("train",), module=True).require_target()
+    Job(("train",), module=True, variables={"PYTHONPATH": str(here)}).require_target()
+
+
+def test_a_script_for_other_machines_need_not_be_on_this_one(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    for environment in ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, {}):
+        hosts = [] if environment else ["--launcher", "mpich", "--hostfile", "hosts"]
+        result = CliRunner().invoke(app, ["launch", *hosts, "train.py"], env=environment)
+        assert str(result.exception) == "something was run"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +194,7 @@ def test_a_head_that_does_not_listen_is_named_before_torchrun_waits_for_it() -> 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     command = ["--nproc", "1", "--nnodes", "2", "--node-rank", "1", "--wait", "0"]
-    result = _run(*command, "--head", f"127.0.0.1:{port}", "train.py")
+    result = _run(*command, "--head", f"127.0.0.1:{port}", "-m", "json.tool")
     assert result[0] == 2
     assert f"cannot reach the head at 127.0.0.1:{port} from 127.0.0.1 (lo): connection" in result[1]
 

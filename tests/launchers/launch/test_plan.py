@@ -14,6 +14,7 @@ from comm_hooks.launchers.launch.network import Route, find_route
 from comm_hooks.launchers.launch.steps import Command, WriteFile
 from tests.launchers.launch.commands import complaint, dry_run, split
 
+OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 STEP = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1", "SLURM_JOB_ID": "20007"}
 TWO_TASKS = {**STEP, "SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost"}
 
@@ -37,7 +38,26 @@ def test_one_node_is_torchrun_alone() -> None:
         *(*torchrun._PROGRAM[:1], "--standalone", "--nproc-per-node", "2"),
         *("--max-restarts", "3", "train.py", "--lr", "1e-3"),
     ]
-    assert variables == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert variables == {"GLOO_SOCKET_IFNAME": "lo", OWN_STORES: "1"}
+
+
+def test_ranks_that_may_start_anew_get_a_store_for_each_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    head = ["--head", "127.0.0.1:29400"]
+    for options, needed in (
+        (["--max-restarts", "1"], True),
+        (["--nnodes", "2", "--max-restarts", "1", *head], True),
+        (["--nnodes", "1:2", *head], True),
+        (["--nnodes", "2", *head], False),
+        ([], False),
+    ):
+        (line,) = dry_run("--nproc", "2", *options, "train.py")
+        assert split(line)[0].get(OWN_STORES) == ("1" if needed else None)
+    own = dry_run("--nproc", "2", "--max-restarts", "1", "--env", f"{OWN_STORES}=0", "train.py")
+    assert split(own[0])[0][OWN_STORES] == "0"
+    monkeypatch.setenv(OWN_STORES, "0")
+    assert OWN_STORES not in split(dry_run("--nproc", "2", "--max-restarts", "1", "train.py")[0])[0]
 
 
 def test_what_follows_the_script_is_the_scripts_own() -> None:
@@ -71,7 +91,8 @@ def test_nodes_without_a_number_are_told_who_hosts_and_where_they_are(
     monkeypatch.setattr(plan, "find_route", elsewhere)
     (line,) = dry_run("--nproc", "1", "--nnodes", "2:4", "--head", "node0", "train.py")
     variables, _ = split(line)
-    assert variables == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
+    interfaces = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
+    assert variables == {**interfaces, OWN_STORES: "1"}
     assert "--nnodes 2:4" in line
     endpoint = "10.0.0.9:29500" if is_head else "10.0.0.1:29500"
     assert f"--rdzv-backend c10d --rdzv-endpoint {endpoint}" in line

@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from comm_hooks.launchers.launch.job import Endpoint
+from comm_hooks.launchers.launch.network import wait_for_port
 from comm_hooks.launchers.main import app
 
 LAUNCH = [sys.executable, "-m", "comm_hooks.launchers.main", "launch"]
+RESTART = str(Path(__file__).with_name("restart_once.py"))
 SHOW = str(Path(__file__).with_name("show_rank.py"))
 ARGUMENTS = ["--text", "it's a $test", ""]
 SECONDS = 200.0
@@ -38,13 +41,17 @@ def start(*arguments: str, **variables: str) -> "subprocess.Popen[str]":
     )
 
 
-def finish(processes: Sequence["subprocess.Popen[str]"]) -> None:
+def finish(processes: Sequence["subprocess.Popen[str]"]) -> list[str]:
+    """Wait until all have ended well, and return what they printed."""
+    outputs = []
     for process in processes:
         try:
             output, _ = process.communicate(timeout=SECONDS)
         finally:
             process.terminate()
         assert process.returncode == 0, output
+        outputs.append(output)
+    return outputs
 
 
 def check_pair(folder: Path, local_ranks: list[str], arguments: list[str]) -> None:
@@ -69,7 +76,7 @@ def test_two_tasks_of_srun_check_and_train_together(tmp_path: Path) -> None:
     common = {"SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "localhost", "NOTE": "a b"}
     common |= {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
     head = ["--head", f"localhost:{free_port()}"]
-    finish(
+    outputs = finish(
         [
             start(
                 *("--nproc", "1", "--preflight", *head, SHOW, str(tmp_path), *ARGUMENTS),
@@ -81,6 +88,28 @@ def test_two_tasks_of_srun_check_and_train_together(tmp_path: Path) -> None:
         ]
     )
     check_pair(tmp_path, ["0", "0"], ARGUMENTS)
+    verdict = (
+        "Passed: nothing is wrong with 2 nodes and 2 links; 2 processes met in a gloo group.\n"
+    )
+    assert [verdict in output for output in outputs] == [True, False]
+
+
+def test_ranks_come_back_after_one_has_died(tmp_path: Path) -> None:
+    finish([start("--nproc", "2", "--max-restarts", "1", RESTART, str(tmp_path))])
+    for rank in range(2):
+        assert (tmp_path / f"{rank}.txt").read_text() == "attempt 1 of 2 ranks"
+
+
+def test_ranks_come_back_on_two_nodes(tmp_path: Path) -> None:
+    port = free_port()
+    head = ["--nnodes", "2", "--head", f"127.0.0.1:{port}"]
+    options = ["--nproc", "1", *head, "--max-restarts", "2", RESTART, str(tmp_path)]
+    first = start(*options)
+    # On one machine the second would not find out by itself which of the two is the head.
+    assert wait_for_port(Endpoint("127.0.0.1", port), SECONDS) is None
+    finish([first, start(*options)])
+    for rank in range(2):
+        assert (tmp_path / f"{rank}.txt").read_text().endswith(" of 2 ranks")
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun")

@@ -82,10 +82,19 @@ def complaint(*arguments: str) -> str:
         ([BASELINE.to_json().replace('"version": 1', '"version": 7')], "a record of version 7"),
         ([BASELINE.to_json().replace('"loss"', '"lost"')], "line 1: curve[0].loss is missing"),
         ([{"step": 3, "loss": 1.0}], "line 1: no 'bytes_sent': a record of a training needs"),
-        ([record(1), record(-2)], "line 2: step must be an integer from 0, got -2"),
-        ([record(1, seconds="1 s")], "line 1: seconds must be a number from 0, got '1 s'"),
-        ([record(1, bytes_sent=True)], "line 1: bytes_sent must be a number from 0, got True"),
-        ([record(1, bytes_received=math.nan)], "bytes_received must be a number from 0, got nan"),
+        ([record(1), record(-2)], "line 2: step must be an integer from 0 to 2^63, got -2"),
+        ([record(1, seconds="1 s")], "line 1: seconds must be a number from 0 to 2^63, got '1 s'"),
+        (
+            [record(1, bytes_sent=True)],
+            "line 1: bytes_sent must be a number from 0 to 2^63, got True",
+        ),
+        (
+            [record(1, bytes_received=math.nan)],
+            "bytes_received must be a number from 0 to 2^63, got nan",
+        ),
+        ([record(1, bytes_sent=10**400)], "bytes_sent must be a number from 0 to 2^63, got 1000"),
+        (["[" * 20_000], "x.jsonl, line 1: not JSON (maximum recursion depth exceeded"),
+        (["9" * 5_000], "x.jsonl, line 1: not JSON (Exceeds the limit (4300 digits)"),
         ([record(1) | {"loss": "low"}], "line 1: loss must be a number, got 'low'"),
         ([record(1, seed="a")], "line 1: seed must be an integer, got 'a'"),
         ([record(1, method=1)], "line 1: method must be a string, got 1"),
@@ -94,6 +103,12 @@ def complaint(*arguments: str) -> str:
 )
 def test_a_bad_file_is_refused(lines: list[Run | dict[str, Any] | str], message: str) -> None:
     assert message in complaint(str(write("x.jsonl", *lines)))
+
+
+@pytest.mark.parametrize("loss", [1e308, -1e39, 10**400, math.inf])
+def test_a_loss_beyond_float32_has_diverged(loss: float) -> None:
+    (run,) = read_runs(write("x.jsonl", record(1), record(2) | {"loss": loss}))
+    assert run.failure == f"diverged: the loss is {loss} since step 2"
 
 
 def test_what_cannot_be_read_is_refused() -> None:

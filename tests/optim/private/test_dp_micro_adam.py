@@ -66,7 +66,7 @@ def quantize(x: np.ndarray, step: int, place: int) -> np.ndarray:
     return rounded
 
 
-def algorithm_1(window: int) -> dict[str, np.ndarray]:
+def algorithm_1(window: int, bias_correction: str) -> dict[str, np.ndarray]:
     results = {}
     for place, name in enumerate(SHAPES):
         theta = start(name).ravel()
@@ -82,7 +82,9 @@ def algorithm_1(window: int) -> dict[str, np.ndarray]:
             for beta, power in zip(HYPER["betas"], (1, 2), strict=True):
                 weights = [beta**age for age in range(len(rows))]
                 total = sum(w * row**power for w, row in zip(weights, rows, strict=True))
-                averages.append(total / sum(weights))
+                # Algorithm 2, AdamStats: (1 - beta) z / (1 - beta^t)
+                published = (1 - beta) * total / (1 - beta ** (step + 1))
+                averages.append(total / sum(weights) if bias_correction == "window" else published)
             m, v = averages
             lr = HYPER["lr"] * LR_DECAY**step
             theta = theta * (1 - lr * HYPER["weight_decay"])
@@ -91,20 +93,25 @@ def algorithm_1(window: int) -> dict[str, np.ndarray]:
     return results
 
 
+@pytest.mark.parametrize("bias_correction", ["window", "published"])
 @pytest.mark.parametrize("window", [1, WINDOW])
-def test_matches_algorithm_1(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+def test_matches_algorithm_1(
+    monkeypatch: pytest.MonkeyPatch, window: int, bias_correction: str
+) -> None:
     monkeypatch.setattr(
         dp_micro_adam,
         "derive_keys",
         lambda _, step, places: [key_of(step, int(place)) for place in places],
     )
     parameters = fresh()
-    optimizer = make(parameters.items(), window=window, value_bits=32)
+    optimizer = make(
+        parameters.items(), window=window, value_bits=32, bias_correction=bias_correction
+    )
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, LR_DECAY)
     for step in range(STEPS):
         advance(parameters, optimizer, [step])
         schedule.step()
-    for name, expected in algorithm_1(window).items():
+    for name, expected in algorithm_1(window, bias_correction).items():
         # 36 float32 steps of size 0.01
         np.testing.assert_allclose(parameters[name].detach().numpy(), expected, atol=2e-5)
 
@@ -194,15 +201,35 @@ def test_a_dense_and_endless_window_is_adamw() -> None:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=2e-6)
 
 
-def test_a_constant_gradient_moves_by_lr_however_short_the_window() -> None:
-    x = nn.Parameter(torch.zeros(20, 20))
-    optimizer = DPMicroAdam([x], lr=1.0, density=1.0, window=10, min_numel=1)
-    for _ in range(40):
+def step_lengths(count: int, **options: Any) -> list[float]:
+    """How far each step goes with a gradient that stays the same, in learning rates."""
+    x = nn.Parameter(torch.zeros(2, 2))
+    optimizer = DPMicroAdam([x], lr=1.0, density=1.0, min_numel=1, value_bits=32, **options)
+    lengths = []
+    for _ in range(count):
         before = x.detach().clone()
         x.grad = torch.full_like(x, 3.0)
         optimizer.step()
-    # Corrected for all 40 steps it would be 6.53.
-    assert float((before - x.detach()).mean()) == pytest.approx(1.0, rel=1e-4)
+        lengths.append(float((before - x.detach()).mean()))
+        x.data.zero_()
+    return lengths
+
+
+def test_a_constant_gradient_moves_by_lr_however_short_the_window() -> None:
+    assert step_lengths(40) == pytest.approx([1.0] * 40, rel=1e-4)
+
+
+def test_published_steps_outgrow_ours() -> None:
+    """What a learning rate of the authors must be multiplied by depends on the step."""
+    ratios = step_lengths(8000, bias_correction="published")
+    beta1, beta2 = 0.9, 0.999
+    full = (1 - beta1**10) / (1 - beta2**10) ** 0.5
+    t = np.arange(1, 8001)
+    expected = np.where(t <= 10, 1, full * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
+    np.testing.assert_allclose(ratios, expected, rtol=1e-4)
+    # The figures of the docstring.
+    figures = [round(ratios[step - 1], 2) for step in (10, 100, 400, 1000, 8000)]
+    assert figures == [1.0, 2.01, 3.75, 5.19, 6.53]
 
 
 # The residual.
@@ -433,6 +460,7 @@ def test_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"eps": float("nan")}, "eps must not be negative, got nan"),
         ({"density": 0.0}, "density is the fraction .* got 0.0"),
         ({"window": 0}, "window must be an integer of at least 1, got 0"),
+        ({"bias_correction": "all"}, "bias_correction must be one of window, published, got 'all'"),
         ({"value_bits": 2}, "value_bits must be one of 4, 16, 32, got 2"),
         ({"block_size": 1 << 17}, "block_size must be at most 65536, got 131072"),
         ({"min_numel": 1.5}, "min_numel must be an integer of at least 1, got 1.5"),

@@ -1,5 +1,7 @@
 """Private training end to end, and what it costs."""
 
+import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +95,26 @@ def train(
             optimizer.zero_grad()
             optimizer.backward(batch)
             optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:world size is 1")
+def test_a_private_optimizer_takes_hooks_and_schedulers(ranks_of: RanksOf) -> None:
+    assert ranks_of(1).run(hooked_and_scheduled) == [(["before", "after"] * 4, 0.25)]
+
+
+def hooked_and_scheduled() -> tuple[list[str], float]:
+    _, optimizer, loader = private(PrivacyEngine(), small_model())
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *args: calls.append("after"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
+    for batch in itertools.islice(itertools.cycle(loader), 4):
+        optimizer.backward(batch)
+        optimizer.step()
+        scheduler.step()
+    with pytest.raises(TypeError, match="DPOptimizer cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
+    return calls, float(optimizer.inner.param_groups[0]["lr"])
 
 
 def train_on_rank(

@@ -411,3 +411,30 @@ def test_reconciling_never_counts_less(recorded, saved, delta):
         for history in (recorded, saved)
     ]
     assert bool(messages) == (counts[0] != counts[1])
+
+
+@pytest.mark.parametrize("line", [b"[" * 20_000, b"9" * 19, b"9" * 5_000])
+def test_lines_that_no_ledger_has(path, line):
+    """Too deep for the parser, or more steps than there can be."""
+    with Ledger(path) as ledger:
+        ledger.record(STEP)
+    with open(path, "ab") as file:
+        file.write(line + b"\n1\n")
+    with pytest.raises(ValueError, match="line 4 cannot be read"):
+        Ledger(path)
+
+
+def test_a_torn_line_of_thousands_of_digits_is_a_step(path):
+    with Ledger(path) as ledger:
+        ledger.record(STEP)
+    with open(path, "ab") as file:
+        file.write(b"9" * 5_000)
+    with pytest.warns(UserWarning, match="counts as released"), Ledger(path) as ledger:
+        assert ledger.events() == [GaussianEvent(1.0, 0.01, 2)]
+
+
+def test_a_file_of_brackets_is_no_ledger(path):
+    with open(path, "wb") as file:
+        file.write(b"[" * 20_000 + b"\n")
+    with pytest.raises(ValueError, match="the file exists and is not a ledger"):
+        Ledger(path)

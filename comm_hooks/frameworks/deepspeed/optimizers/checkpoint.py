@@ -8,6 +8,8 @@ import torch
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.optim import LocalVarianceAdam, ZeroOneAdam
 from comm_hooks.optim.exchanging import ExchangingOptimizer
+from comm_hooks.wire.checksum import fingerprint
+from comm_hooks.wire.stamp import digest
 
 # State that differs between ranks, by class.
 _OWN = {LocalVarianceAdam: ("exp_avg_sq",)}
@@ -97,15 +99,18 @@ def _is_synchronized(optimizer: ExchangingOptimizer) -> bool:
 
 
 def _checksum(optimizer: ExchangingOptimizer) -> int:
-    """Return the sum of all bytes of parameters and state that ranks share."""
+    """Return a fingerprint of parameters and state that ranks share."""
     own = _own_keys(optimizer)
     parameters = _parameters(optimizer)
     tensors = [p.detach() for p in parameters]
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
         tensors += [t for key, t in state.items() if key not in own and torch.is_tensor(t)]
-    octets = [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
-    return sum(int(o.sum(dtype=torch.int64)) for o in octets)
+    # Counters of steps are on the CPU, wherever parameters are.
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    return digest([int(fingerprint(group)) for group in by_device.values()])
 
 
 def _set_parameters(engine: Any, values: Sequence[torch.Tensor]) -> None:

@@ -27,6 +27,8 @@ class InEngine(ExchangingOptimizer):
             ``skipped_steps`` and holds the learning rate's schedule.
     """
 
+    # An engine has no DDP inside, and takes a step before ranks can be asked.
+    _knows_gradients = True
     is_ready = False
     overflow = False
 

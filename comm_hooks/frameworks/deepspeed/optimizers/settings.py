@@ -11,8 +11,9 @@ import torch
 from comm_hooks.config import build_exchange, unknown
 from comm_hooks.exchange import Exchange
 from comm_hooks.frameworks.deepspeed.optimizers.in_engine import in_engine
-from comm_hooks.frameworks.deepspeed.optimizers.types import REFUSED, TYPES, OptimizerType
+from comm_hooks.frameworks.deepspeed.optimizers.types import REFUSED, ROUNDS, TYPES, OptimizerType
 from comm_hooks.optim.exchanging import ExchangingOptimizer
+from comm_hooks.optim.rounds import LocalRounds
 
 BLOCK = "comm_hooks"
 _KEYS = ("type", "params", "legacy_fusion")
@@ -63,6 +64,9 @@ def prepare(
                 "initialize(): pass none, or remove the block",
                 stacklevel=3,
             )
+        if isinstance(optimizer, LocalRounds):
+            name = type(optimizer).__name__
+            raise ValueError(f"optimizer: {name} cannot be used: {ROUNDS.format(name=name)}")
         if isinstance(optimizer, ExchangingOptimizer):
             _check_engine(config, type(optimizer).__name__)
             if BLOCK in config:

@@ -120,7 +120,7 @@ TYPES: Mapping[str, OptimizerType] = {
     "CommHooksAdamW": OptimizerType(torch.optim.AdamW, needs_block=True),
 }
 
-_ROUNDS = (
+ROUNDS = (
     "it works in rounds of local steps, between which replicas differ, and the engine evaluates "
     "and saves rank 0's: use LocalVarianceAdam, or comm_hooks.optim.{name} without DeepSpeed"
 )
@@ -129,9 +129,9 @@ REFUSED: Mapping[str, str] = {
     "for LAMB's coefficients, or LocalVarianceAdam, which needs no warm-up",
     "Marina": "it needs the gradients of a minibatch at two points, for which the engine calls "
     "backward() once: use EF21, or comm_hooks.optim.Marina without DeepSpeed",
-    "LocalAdamW": _ROUNDS.format(name="LocalRounds"),
+    "LocalAdamW": ROUNDS.format(name="LocalRounds"),
     **{
-        name: _ROUNDS.format(name=name)
+        name: ROUNDS.format(name=name)
         for name in ("LocalRounds", "DiLoCo", "SparseLoCo", "FedAvg", "FedAMS", "FedLAMB")
     },
 }

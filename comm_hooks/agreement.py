@@ -1,0 +1,119 @@
+"""What ranks must have in common: compared in words before the first exchange, later by digests."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from comm_hooks.collectives.requests import AllGatherObject, Round
+from comm_hooks.errors import ConfigMismatchError
+from comm_hooks.layout import Segment
+from comm_hooks.wire.checksum import fingerprint
+from comm_hooks.wire.stamp import digest
+
+_SCALARS = (bool, int, float, str, type(None))
+
+
+class Owner(Protocol):
+    """What an exchange works for, where that must be the same on all ranks: an optimizer."""
+
+    def hyperparameters(self) -> Mapping[str, Any]:
+        """Return what the next step goes by, as plain values: compared at every exchange."""
+
+    def replica(self) -> Sequence[torch.Tensor]:
+        """Return what is bit-identical on all ranks before every exchange, such as parameters."""
+
+    def names(self) -> Collection[str] | None:
+        """Return the names of all tensors that are ever exchanged; None if nobody knows."""
+
+
+def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the plain values in parameter groups, by names for people.
+
+    Numbers in tensors on accelerators are left out: reading them would wait.
+
+    Example::
+
+        >>> hyperparameters_of([{"params": [], "lr": 0.1, "betas": (0.9, 0.99)}])
+        {'lr': 0.1, 'betas': (0.9, 0.99)}
+    """
+    found = {}
+    for index, group in enumerate(groups):
+        where = f" of parameter group {index}" if len(groups) > 1 else ""
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.dim():
+                value = value.item()
+            values = value if isinstance(value, tuple | list) else (value,)
+            is_plain = all(isinstance(each, _SCALARS) for each in values)
+            if is_plain and key not in ("params", "param_names"):
+                found[f"{key}{where}"] = value
+    return found
+
+
+def compare_settings(settings: Mapping[str, Any], owner: Owner | None) -> Round[None]:
+    """Return a round in which all ranks find out whether they are configured alike.
+
+    Raises:
+        ConfigMismatchError: on all ranks, naming the settings and the ranks.
+    """
+    own = dict(settings)
+    if owner is not None:
+        own |= owner.hyperparameters()
+        if replica := owner.replica():
+            own["checksum of the initial model"] = int(fingerprint(replica))
+    check_agreement((yield AllGatherObject(own, may_be_alone=True)))
+
+
+def compare_tensors(segments: Sequence[Segment]) -> Round[None]:
+    """Return a round in which all ranks find out whether they are about to average the same.
+
+    Raises:
+        ConfigMismatchError: on all ranks, naming the first tensor that differs, and the ranks.
+    """
+    digests = yield AllGatherObject(digest(segments), may_be_alone=True)
+    if len(set(digests)) == 1:
+        return
+    listings = yield AllGatherObject(
+        [f"{s.name!r} {s.shape}{' uncompressed' if s.exempt else ''}" for s in segments]
+    )
+    counts = [{"number of tensors": len(listing)} for listing in listings]
+    for place in range(min(map(len, listings))):
+        at_place = [listing[place] for listing in listings]
+        if len(set(at_place)) > 1:
+            raise ConfigMismatchError(
+                f"ranks average different tensors: the one at place {place} "
+                f"{differences(at_place)}. Give every rank the same tensors in the same order"
+            )
+    check_agreement(counts)
+
+
+def check_agreement(configs: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ConfigMismatchError`` naming the settings in which ranks differ."""
+    found = []
+    for setting in dict.fromkeys(key for config in configs for key in config):
+        values = [repr(config[setting]) if setting in config else "absent" for config in configs]
+        if len(set(values)) > 1:
+            found.append(f"{setting} {differences(values)}")
+    if found:
+        raise ConfigMismatchError(
+            "ranks are configured differently: "
+            + "; ".join(found)
+            + ". Give every rank the same settings"
+        )
+
+
+def differences(values: Sequence[str]) -> str:
+    """Return which ranks have which value, in words.
+
+    Example::
+
+        >>> differences(["4", "8", "4"])
+        'is 4 on ranks 0, 2, 8 on rank 1'
+    """
+    ranks_by_value: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_by_value.setdefault(value, []).append(rank)
+    return "is " + ", ".join(
+        f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        for value, ranks in ranks_by_value.items()
+    )

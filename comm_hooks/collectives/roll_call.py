@@ -1,0 +1,157 @@
+"""Finds out, after a collective has failed, who is still there."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from comm_hooks.collectives.requests import Request
+from comm_hooks.errors import PeerError
+
+_LONGEST_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+# Clocks of nodes agree better than that.
+_LATE_SECONDS = 0.5
+# Where in a library's source an error arose.
+_SOURCE = re.compile(r"\[\S+\.\w+:\d+\] ")
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """When a rank has given up, by its clock, and what it had asked of the network."""
+
+    at: float
+    request: str
+
+
+class RollCall:
+    """Lets ranks tell each other, in the store by which they met, that a collective has failed.
+
+    What a network library says of a lost connection is an address and a port at best, on every rank
+    another one's.  Here every rank that notices a failure signs with what it was waiting for, waits
+    for the others to do so, and those that do not, or waited for something else, are named.
+
+    Args:
+        store: of these ranks.
+        ranks: all of them, as users count them.
+        own: this rank, as users count it.
+        timeout: after which a collective fails.
+    """
+
+    def __init__(self, store: Store, ranks: Sequence[int], own: int, timeout: timedelta) -> None:
+        self._store = PrefixStore("roll call", store)
+        self._ranks = ranks
+        self._own = own
+        self._timeout = timeout
+
+    def report(self, error: BaseException) -> None:
+        """Tell the others, who may be waiting for this rank, why it does not come."""
+
+        def tell() -> None:
+            self._store.set(f"failure {self._own}", f"{type(error).__name__}: {_line(error)}")
+
+        _within(_LONGEST_SECONDS, tell)
+
+    def has_begun(self, ranks: Sequence[int]) -> bool:
+        """Return whether one of these ranks has given up, or failed."""
+        kinds = ("signed", "failure")
+        return any(self._store.check([f"{kind} {rank}"]) for kind in kinds for rank in ranks)
+
+    def explain(self, error: BaseException, request: Request) -> PeerError:
+        """Return what to raise instead of an error of the network; takes some seconds at most.
+
+        Args:
+            error: of the network.
+            request: what was asked of it.
+        """
+        waited = min(_LONGEST_SECONDS, self._timeout.total_seconds())
+        signed: dict[int, _Signature] = {}
+        failures: dict[int, str] = {}
+
+        def call() -> None:
+            own = {"at": time.time(), "request": str(request)}
+            self._store.set(f"signed {self._own}", json.dumps(own))
+            until = time.monotonic() + waited
+            while time.monotonic() < until:
+                for rank in set(self._ranks) - set(signed):
+                    if self._store.check([f"signed {rank}"]):
+                        signed[rank] = _Signature(**json.loads(self._store.get(f"signed {rank}")))
+                if len(signed) == len(self._ranks):
+                    break
+                time.sleep(_POLL_SECONDS)
+            for rank in self._ranks:
+                if self._store.check([f"failure {rank}"]):
+                    failures[rank] = self._store.get(f"failure {rank}").decode()
+
+        # In a thread of its own: if the keeper of the store is gone, too, it may never answer.
+        if not _within(2 * waited + 1, call):
+            return PeerError(
+                "an exchange failed, and the store by which ranks found each other does not answer "
+                f"either: the process that keeps it, often rank {self._ranks[0]}, has ended or "
+                f"cannot be reached ({_line(error)})"
+            )
+        return self._told(signed, failures, _line(error))
+
+    def _told(
+        self, signed: Mapping[int, "_Signature"], failures: Mapping[int, str], cause: str
+    ) -> PeerError:
+        """Return what to raise, given what ranks have signed and what some of them say."""
+        if failures:
+            rank, failure = next(iter(failures.items()))
+            return PeerError(f"an exchange failed because rank {rank} did: {failure} ({cause})")
+        timeout = f"{self._timeout.total_seconds():g} s"
+        absent = [rank for rank in self._ranks if rank not in signed]
+        if absent:
+            return PeerError(
+                f"an exchange failed because {_named(absent)} did not take part: ended, stopped, "
+                f"or late by more than the timeout of {timeout} ({cause})"
+            )
+        first = min(signed, key=lambda rank: signed[rank].at)
+        late = {rank: signature.at - signed[first].at for rank, signature in signed.items()}
+        late = {rank: after for rank, after in late.items() if after > _LATE_SECONDS}
+        reasons = []
+        if late:
+            reasons.append(
+                f"{_named(list(late))} came too late: {min(late.values()):.1f} s after rank "
+                f"{first} had given up (the timeout is {timeout})"
+            )
+        of_request: dict[str, list[int]] = {}
+        for rank in self._ranks:
+            of_request.setdefault(signed[rank].request, []).append(rank)
+        if len(of_request) > 1:
+            waits = [f"{_named(ranks)} for {request}" for request, ranks in of_request.items()]
+            reasons.append(f"ranks waited for different things: {', '.join(waits)}")
+        if not reasons:
+            return PeerError(f"an exchange failed, although all ranks are there ({cause})")
+        return PeerError(f"an exchange failed because {'; '.join(reasons)} ({cause})")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _line(error: BaseException) -> str:
+    return _SOURCE.sub("", (str(error) or repr(error)).splitlines()[0]).partition(". ")[0]
+
+
+def _within(seconds: float, call: Any) -> bool:
+    """Call a function in another thread; return whether it came to its end in time."""
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            call()
+            done.set()
+        except Exception:  # the store is gone: there is nobody to tell
+            return
+
+    thread = threading.Thread(target=run, name="comm-hooks roll call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return done.is_set()

@@ -1,0 +1,115 @@
+"""``torch.distributed.checkpoint``: every rank's own state in a checkpoint that all ranks write."""
+
+import io
+import os
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
+
+from comm_hooks.collectives.requests import AllGatherObject
+from comm_hooks.exchange import Exchange
+from comm_hooks.frameworks.rank_files import RankState
+from comm_hooks.sealing import require_seal, sealed
+
+
+class RankStates:
+    """Puts what each rank must save for itself into a distributed checkpoint.
+
+    Such a checkpoint keeps one copy of what goes by one name, so residuals under one name would all
+    be those of one rank.  Here each rank's state is one tensor of bytes under a name of its own.
+
+    Args:
+        state: a :class:`~comm_hooks.CompressionState`, an :class:`~comm_hooks.Exchange`, or rounds
+            of local work.
+
+    Not supported: ``dcp.load`` itself, which wants to know all sizes before it reads: use
+    :meth:`load`.
+
+    Example::
+
+        >>> import tempfile
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from comm_hooks import register
+        >>> from comm_hooks.frameworks.distributed_checkpoint import RankStates
+        >>> state = register(ddp_model, "topk")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = dcp.save({"hook": RankStates(state)}, checkpoint_id=folder)
+        ...     RankStates(state).load("hook", folder)
+    """
+
+    def __init__(self, state: RankState | Exchange) -> None:
+        self._state = state
+        self._transport = (state if isinstance(state, Exchange) else state.exchange).transport
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return this rank's state as bytes, under the name of the rank; for ``dcp.save``."""
+        file = io.BytesIO()
+        torch.save(sealed({"state": self._state.state_dict()}), file)
+        return {
+            f"rank{self._transport.rank}": torch.frombuffer(
+                bytearray(file.getvalue()), dtype=torch.uint8
+            )
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise ``ValueError``: see :meth:`load`."""
+        raise ValueError(
+            "dcp.load() cannot load what ranks saved for themselves: call RankStates(state).load() "
+            "with the name and the checkpoint"
+        )
+
+    def load(self, name: str, checkpoint: str | os.PathLike[str] | StorageReader) -> None:
+        """Restore what the ranks saved; every rank must call it.
+
+        On as many ranks as then each loads its own state, on another number all load those of all
+        (:meth:`~comm_hooks.Exchange.load_state_dicts`).
+
+        Args:
+            name: under which this object was given to ``dcp.save``.
+            checkpoint: its folder, or what reads it.
+
+        Raises:
+            ValueError: on all ranks alike, if states are missing, damaged, or do not fit.
+        """
+        if isinstance(checkpoint, StorageReader):
+            reader = checkpoint
+        else:
+            reader = FileSystemReader(checkpoint)
+        problem = None
+        try:
+            self._load(name, reader)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = str(error) or repr(error)
+        for other in self._transport.perform(AllGatherObject(problem)):
+            if other is not None:
+                raise ValueError(f"the states under {name!r} cannot be loaded: {other}")
+
+    def _load(self, name: str, reader: StorageReader) -> None:
+        prefix = f"{name}.rank"
+        found = {
+            int(key.removeprefix(prefix)): entry
+            for key, entry in reader.read_metadata().state_dict_metadata.items()
+            if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+        if sorted(found) != list(range(len(found))) or not found:
+            raise ValueError(f"the checkpoint has states of ranks {sorted(found)} under it")
+        ranks, own = self._transport.world_size, self._transport.rank
+        wanted = [own] if len(found) == ranks else sorted(found)
+        octets: dict[str, Any] = {
+            f"{prefix}{rank}": torch.empty(found[rank].size, dtype=torch.uint8) for rank in wanted
+        }
+        # Each rank for itself: those of a larger number of ranks read more.
+        load(octets, storage_reader=reader, no_dist=True)
+        states = []
+        for tensor in octets.values():
+            file = torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)
+            require_seal(file)
+            states.append(file["state"])
+        if len(found) == ranks:
+            self._state.load_state_dict(states[0])
+        else:
+            self._state.load_state_dicts(states)

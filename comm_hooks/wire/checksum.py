@@ -1,0 +1,99 @@
+"""64 bits that tell whether two strings of bytes are the same.
+
+A string is read as signed 64-bit words x_j, little-endian, with h_j the upper half of each, and
+becomes
+
+    sum_j (c_j x_j + d_j h_j)  modulo 2^64,
+
+where c and d are pseudo-random odd numbers.  Any two strings of one length that differ anywhere
+have the same upper 32 bits with a probability of 2^-32 over c and d, whatever the difference is.
+The second term is for top bits alone: 2^63 times an odd number is always 2^63, so without it two
+flipped signs would cancel.  It costs two passes of plain integer arithmetic, on any device.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from comm_hooks.randomness import random_bits
+
+# Weights are drawn for pieces of this many words, and for as many pieces.
+_PIECE = 1 << 13
+_AT_ONCE = 16
+
+
+def checksums(words: torch.Tensor) -> torch.Tensor:
+    """Return the checksum of each row of words (n, count), int64: (n,), int64.
+
+    Example::
+
+        >>> a, b = torch.zeros(2, 4, dtype=torch.int64).unbind()
+        >>> b[0], b[2] = -(2**63), -(2**63)
+        >>> bool(checksums(a[None]) == checksums(b[None]))
+        False
+    """
+    count = words.shape[1]
+    if count > _PIECE:
+        full = count // _PIECE
+        pieces = words[:, : full * _PIECE].reshape(-1, _PIECE)
+        # A few at a time: upper halves then stay in the cache.
+        parts = [torch.cat([checksums(some) for some in pieces.split(_AT_ONCE)]).view(-1, full)]
+        if count % _PIECE:
+            parts.append(checksums(words[:, full * _PIECE :])[:, None])
+        # As many numbers as there were pieces: at most a few for anything that fits in memory.
+        return checksums(torch.cat(parts, dim=1))
+    low, high = (table[:count] for table in _weights(words.device))
+    if words.device.type == "cpu":
+        return torch.mv(words, low) + torch.mv(words >> 32, high)
+    return (words * low + (words >> 32) * high).sum(1)
+
+
+def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return 32 bits that differ where any element of any tensor does, or their order.
+
+    Elements count in the order of their indices, wherever they lie in memory.
+
+    Args:
+        tensors: of any dtypes and layouts, on one device.
+
+    Returns:
+        An int32 scalar on that device: nothing waits for an accelerator.
+
+    Example::
+
+        >>> a = torch.tensor([1.0, 2.0])
+        >>> int(fingerprint([a])) == int(fingerprint([a.flip(0)]))
+        False
+    """
+    if not tensors:
+        return torch.zeros((), dtype=torch.int32)
+    sums = torch.cat([checksums(_words(tensor)[None]) for tensor in tensors])
+    return upper_half(checksums(sums[None])[0])
+
+
+def upper_half(checksum: torch.Tensor) -> torch.Tensor:
+    """Return the 32 bits of checksums that depend on all others, as int32."""
+    return (checksum >> 32).int()
+
+
+def signed(word: int) -> int:
+    """Return the int32 that has the bits of a number in [0, 2^32)."""
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes as int64 words, with zeros at the end."""
+    octets = tensor.detach().contiguous().flatten().view(torch.uint8)
+    missing = -octets.numel() % 8
+    if missing or octets.storage_offset() % 8:
+        octets = torch.nn.functional.pad(octets, (0, missing))
+    # Padding by nothing copies nothing.
+    return (octets.clone() if octets.storage_offset() % 8 else octets).view(torch.int64)
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    bits = random_bits([1, 2], _PIECE) | 1
+    low, high = torch.from_numpy(bits.view("int64")).to(device)
+    return low, high

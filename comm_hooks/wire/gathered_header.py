@@ -1,0 +1,100 @@
+"""The header of payloads that are gathered: whose each is, and whether it arrived as it was sent.
+
+32 bytes, little-endian:
+
+    'C' 'H' | version | finite | configuration | step | loads | hyperparameters | model
+    2 x u8    u8        u8       u32             u32    u32     u32               u32
+    sender | checksum
+    u32      u32
+
+``finite`` is 1 if all elements of the sender's vector are, else 0.  The words up to ``model`` are
+the sender's :class:`~comm_hooks.wire.stamp.Stamp`; ``sender`` is its rank.  The checksum is over
+the rest of the header and the body (:mod:`comm_hooks.wire.checksum`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from comm_hooks.errors import PayloadError
+from comm_hooks.wire.checksum import checksums, signed, upper_half
+from comm_hooks.wire.header import Header
+from comm_hooks.wire.stamp import MAGIC, STAMP_WORDS, Stamp, refuse_disagreement
+
+HEADER_NBYTES = 32
+
+_MODEL, _SENDER, _CHECKSUM = STAMP_WORDS - 1, STAMP_WORDS, STAMP_WORDS + 1
+_FINITE_BIT = 24
+
+
+class GatheredHeader(Header):
+    """Of payloads that arrive one by one: what is damaged or another rank's is told, too.
+
+    Args:
+        ranks, place: see :class:`~comm_hooks.wire.header.Header`.
+        covers_body: whether the checksum is over the body as well, or over the header alone, for
+            vectors in full precision on links as fast as memory.
+    """
+
+    def __init__(self, ranks: Sequence[int], place: int, *, covers_body: bool = True) -> None:
+        super().__init__(ranks, place)
+        self._covers_body = covers_body
+
+    @property
+    def nbytes(self) -> int:
+        return HEADER_NBYTES
+
+    def write_(self, payloads: torch.Tensor, stamp: Stamp, health: torch.Tensor) -> None:
+        words = payloads.view(torch.int32)
+        for column, word in enumerate(stamp.known_words()):
+            words[:, column] = signed(word)
+        # A tensor's value, not a Python number: an accelerator is not waited for.
+        words[:, 0] += torch.isfinite(health).int() << _FINITE_BIT
+        words[:, _MODEL] = stamp.model
+        words[:, _SENDER] = self._ranks[self._place]
+        words[:, _CHECKSUM] = self._checksums(payloads)
+
+    def _read(self, payloads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        headers = payloads[:, :HEADER_NBYTES].contiguous().view(torch.int32)
+        finite = (headers[:, 0] >> _FINITE_BIT) & 1
+        health = torch.where(finite.all(), 0.0, torch.nan)
+        return torch.cat([headers, self._checksums(payloads)[:, None]], dim=1), health
+
+    def _judge(self, found: torch.Tensor, stamp: Stamp, senders: str) -> None:
+        rows = [[word & 0xFFFFFFFF for word in row] for row in found.tolist()]
+        stamps = [[row[0] & ~(1 << _FINITE_BIT), *row[1:STAMP_WORDS]] for row in rows]
+        names = [f"{senders} {rank}" for rank in self._ranks]
+        for name, rank, row, words in zip(names, self._ranks, rows, stamps, strict=True):
+            # Of what is not ours nothing else can be said.
+            if words[0] == MAGIC and row[_CHECKSUM] != row[-1]:
+                raise PayloadError(
+                    f"the payload of {name} was damaged on the way: its checksum does not fit"
+                )
+            if words[0] == MAGIC and row[_SENDER] != rank:
+                raise PayloadError(
+                    f"the payload in the place of {name} is that of {senders} {row[_SENDER]}: all "
+                    "ranks must take part in the same rounds in the same order"
+                )
+        refuse_disagreement(stamps, names)
+        # All of them alike, and yet not as this rank's.
+        refuse_disagreement([stamps[0], stamp.words()], [names[0], "this rank"])
+
+    def _fits(self, found: torch.Tensor, stamp: Stamp) -> torch.Tensor:
+        expected = found[:, :-1].clone()
+        for column, word in enumerate(stamp.known_words()):
+            expected[:, column] = signed(word)
+        expected[:, 0] += found[:, 0] & (1 << _FINITE_BIT)
+        expected[:, _MODEL] = stamp.model
+        for row, rank in enumerate(self._ranks):
+            expected[row, _SENDER] = rank
+        expected[:, _CHECKSUM] = found[:, -1]
+        return (found[:, :-1] == expected).all()
+
+    def _checksums(self, payloads: torch.Tensor) -> torch.Tensor:
+        """Return what each header's last word should be: (n,), int32."""
+        covered = payloads if self._covers_body else payloads[:, :HEADER_NBYTES]
+        words = covered.contiguous().view(torch.int64)
+        body = checksums(words[:, HEADER_NBYTES // 8 :])
+        sender = words[:, _SENDER // 2] & 0xFFFFFFFF
+        header = torch.cat([words[:, : _SENDER // 2], sender[:, None], body[:, None]], dim=1)
+        return upper_half(checksums(header))

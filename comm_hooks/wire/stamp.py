@@ -1,0 +1,159 @@
+"""What all payloads of one bucket and step must have in common, and what is said where they do not.
+
+Every rank sees the stamps of all ranks and judges them alike, so that all of them refuse the same
+round with the same words.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from comm_hooks.errors import PayloadError
+
+WIRE_VERSION = 2
+MAGIC = int.from_bytes(b"CH", "little") | WIRE_VERSION << 16
+_MASK = (1 << 32) - 1
+_VERSION_MASK = 0xFF << 16
+
+Words = Sequence[int | None]
+"""The fields of one rank's stamp, 32 bits each; None where only so much is known that it differs
+from those that are known."""
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What the payloads of one bucket have in common.
+
+    Args:
+        configuration: of settings and layout; see :func:`digest`.
+        step: of the exchange.
+        loads: how often the exchange has loaded a state.
+        hyperparameters: a digest of what the optimizer goes by in this step.
+        model: a fingerprint of what must be the same on all ranks, an int32 scalar on the
+            payloads' device (``comm_hooks.wire.checksum.fingerprint``).  0 in steps in which
+            nobody looks.
+    """
+
+    configuration: int
+    step: int
+    loads: int = 0
+    hyperparameters: int = 0
+    model: int | torch.Tensor = 0
+
+    def words(self) -> list[int]:
+        """Return the fields as numbers, from the kind of payload on.  Waits for an accelerator."""
+        return [*self.known_words(), int(self.model) & _MASK]
+
+    def known_words(self) -> list[int]:
+        """Return all fields but the model's."""
+        words = (MAGIC, self.configuration, self.step, self.loads, self.hyperparameters)
+        return [word & _MASK for word in words]
+
+
+STAMP_WORDS = len(Stamp(0, 0).words())
+
+
+def digest(*described: object) -> int:
+    """Return 32 bits that differ where the descriptions do.
+
+    Example::
+
+        >>> digest("topk", 64) == digest("topk", 32)
+        False
+    """
+    return zlib.crc32(repr(described).encode())
+
+
+def refuse_disagreement(stamps: Sequence[Words], senders: Sequence[str]) -> None:
+    """Raise ``PayloadError`` naming who differs from the others, and in what.
+
+    The others are those that agree among themselves and are most; of as many, those with the first.
+
+    Args:
+        stamps: of all senders.
+        senders: what they are called, such as "rank 3".
+    """
+    for field, refuse in zip(zip(*stamps, strict=True), _REFUSALS, strict=True):
+        of_value: dict[int | None, list[str]] = {}
+        for sender, value in zip(senders, field, strict=True):
+            of_value.setdefault(value, []).append(sender)
+        if len(of_value) > 1:
+            norm = max((v for v in of_value if v is not None), key=lambda v: len(of_value[v]))
+            odd = next(value for value in of_value if value != norm)
+            refuse(_listed(of_value[odd]), _listed(of_value[norm]), odd, norm)
+
+
+def _listed(senders: Sequence[str]) -> str:
+    if len(senders) == 1:
+        return senders[0]
+    kind = senders[0].rpartition(" ")[0]
+    return f"{kind}s {', '.join(sender.rpartition(' ')[2] for sender in senders)}"
+
+
+def _refuse_kind(who: str, others: str, odd: int | None, norm: int) -> NoReturn:
+    magic = ~_VERSION_MASK & _MASK
+    if odd is None or (odd ^ norm) & magic:
+        # Whoever has the right one is no stranger.
+        stranger = others if odd is not None and odd & magic == MAGIC & magic else who
+        raise PayloadError(
+            f"the payload of {stranger} is not one of comm-hooks: all ranks must take part in the "
+            "same round"
+        )
+    raise PayloadError(
+        f"the payload of {who} is of version {odd >> 16 & 0xFF}, that of {others} of "
+        f"{norm >> 16 & 0xFF}: install the same comm-hooks on all ranks"
+    )
+
+
+def _refuse_configuration(who: str, others: str, odd: int | None, norm: int) -> NoReturn:
+    raise PayloadError(
+        f"the payload of {who} was made with other settings or of other parameters than that of "
+        f"{others}: give every rank the same settings and the same tensors in the same order"
+    )
+
+
+def _refuse_step(who: str, others: str, odd: int | None, norm: int) -> NoReturn:
+    if odd is None:
+        raise PayloadError(
+            f"the payload of {who} belongs to another step than that of {others}: let all ranks "
+            "take the same steps, from states of the same step"
+        )
+    raise PayloadError(
+        f"the payload of {who} belongs to step {odd}, that of {others} to step {norm}: let all "
+        "ranks take the same steps, from states of the same step"
+    )
+
+
+def _refuse_loads(who: str, others: str, odd: int | None, norm: int) -> NoReturn:
+    raise PayloadError(
+        f"{who} has loaded a state by itself, {others} not: load one on all ranks, between the "
+        "same steps, or on none"
+    )
+
+
+def _refuse_hyperparameters(who: str, others: str, odd: int | None, norm: int) -> NoReturn:
+    raise PayloadError(
+        f"the optimizer of {who} has other hyperparameters in this step than that of {others}: "
+        "schedule the learning rate and everything else alike on all ranks"
+    )
+
+
+def _refuse_model(who: str, others: str, odd: int | None, norm: int) -> NoReturn:
+    raise PayloadError(
+        f"the parameters of {who} are not those of {others}: something has changed them on one "
+        "side only; resume from a checkpoint (verify_every=0 does not look, for machines whose "
+        "arithmetic differs)"
+    )
+
+
+_REFUSALS: list[Callable[[str, str, int | None, int], NoReturn]] = [
+    _refuse_kind,
+    _refuse_configuration,
+    _refuse_step,
+    _refuse_loads,
+    _refuse_hyperparameters,
+    _refuse_model,
+]

@@ -1,0 +1,131 @@
+"""The header of payloads that are summed on the wire: numbers that still tell something then.
+
+float32, all of them exact for up to 8,192 ranks:
+
+    health | the stamp, in pieces of 11 bits | a mark for each rank
+    1        3 per word                        N
+
+The health is 0 if all elements of the rank's vector are finite, else NaN.  Each rank adds its
+:class:`~comm_hooks.wire.stamp.Stamp` to those of the others and writes 24 bits of it to its own
+mark, where the others add nothing.  So the marks tell who differs, and the sums in what.
+
+The body has no checksum: a sum is rounded, and what was damaged before it cannot be told from it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from comm_hooks.errors import PayloadError
+from comm_hooks.wire.checksum import checksums
+from comm_hooks.wire.header import Header
+from comm_hooks.wire.stamp import STAMP_WORDS, Stamp, refuse_disagreement
+
+_PIECE_BITS = 11
+_PIECES = 3  # of a word
+_MARK_BITS = 24
+_SUMS = STAMP_WORDS * _PIECES
+
+MARKS_START = 1 + _SUMS
+"""The number of the first rank's mark among the float32 of a payload."""
+
+
+def summed_header_nbytes(world_size: int) -> int:
+    """Return the size of the header of payloads that so many ranks sum."""
+    return 4 * (MARKS_START + world_size)
+
+
+class SummedHeader(Header):
+    """Of payloads that arrive as their sum."""
+
+    def __init__(self, ranks: Sequence[int], place: int) -> None:
+        super().__init__(ranks, place)
+        self._known: tuple[Stamp, torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return summed_header_nbytes(len(self._ranks))
+
+    def write_(self, payloads: torch.Tensor, stamp: Stamp, health: torch.Tensor) -> None:
+        pieces, mark = self._pieces_and_mark(stamp, payloads.device)
+        values = payloads[:, : self.nbytes].view(torch.float32)
+        values[:, 0] = health
+        values[:, 1:MARKS_START] = pieces
+        values[:, MARKS_START:] = 0
+        values[:, MARKS_START + self._place] = mark
+
+    def _read(self, payloads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values = payloads[0, : self.nbytes].view(torch.float32)
+        return values[1:], values[0]
+
+    def _fits(self, found: torch.Tensor, stamp: Stamp) -> torch.Tensor:
+        pieces, mark = self._pieces_and_mark(stamp, found.device)
+        sums, marks = found[:_SUMS], found[_SUMS:]
+        return (sums == len(self._ranks) * pieces).all() & (marks == mark).all()
+
+    def _judge(self, found: torch.Tensor, stamp: Stamp, senders: str) -> None:
+        if self._fits(found, stamp):
+            return
+        own, ranks = stamp.words(), len(self._ranks)
+        pieces, mark = (t.cpu() for t in self._pieces_and_mark(stamp, found.device))
+        sums, alike = found[:_SUMS], (found[_SUMS:] == mark).tolist()
+        strangers = found[_SUMS:][found[_SUMS:] != mark]
+        odd = [rank for rank, like_own in zip(self._ranks, alike, strict=True) if not like_own]
+        if odd == [self._ranks[self._place]]:
+            raise PayloadError(_damaged(senders, odd))
+        if odd and not alike[self._place]:
+            raise PayloadError(
+                f"what arrived as the sum of {ranks} payloads is not one of comm-hooks: all ranks "
+                "must take part in the same round"
+            )
+        if not odd:
+            # All of them mean the same round, and yet their sum is not what it must be.
+            raise PayloadError(_damaged(senders, self._ranks))
+        if (strangers == strangers[0]).all():
+            # Who is not like this rank is like the others of that kind: what each has follows.
+            theirs: list[int | None] = _join((sums - alike.count(True) * pieces) / len(strangers))
+        else:
+            same = (sums == ranks * pieces).view(STAMP_WORDS, _PIECES).all(1).tolist()
+            theirs = [word if here else None for word, here in zip(own, same, strict=True)]
+        refuse_disagreement(
+            [own if like_own else theirs for like_own in alike],
+            [f"{senders} {rank}" for rank in self._ranks],
+        )
+        # What they say is the same, only the marks are not.
+        raise PayloadError(_damaged(senders, odd))
+
+    def _pieces_and_mark(
+        self, stamp: Stamp, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a rank with this stamp adds to the sums, and its mark: float32."""
+        if self._known is None or self._known[0] is not stamp:
+            words = torch.tensor([*stamp.known_words(), 0])
+            if isinstance(stamp.model, torch.Tensor):
+                words = words.to(stamp.model.device)
+            # Not read: an accelerator is not waited for.
+            words[-1] = stamp.model & 0xFFFFFFFF
+            shifts = torch.arange(0, _PIECES * _PIECE_BITS, _PIECE_BITS, device=words.device)
+            pieces = ((words[:, None] >> shifts) & ((1 << _PIECE_BITS) - 1)).flatten()
+            bits = (checksums(words[None])[0] >> (64 - _MARK_BITS)) & ((1 << _MARK_BITS) - 1)
+            # 0 is what a rank has that took no part.
+            mark = bits.clamp(min=1)
+            self._known = (stamp, pieces.float().to(device), mark.float().to(device))
+        return self._known[1:]
+
+
+def _damaged(senders: str, ranks: Sequence[int]) -> str:
+    who = f"{senders} {ranks[0]}"
+    if len(ranks) > 1:
+        who = f"one of {senders}s {', '.join(map(str, ranks))}"
+    return f"the payload of {who} was damaged on the way to the sum: its header does not fit"
+
+
+def _join(pieces: torch.Tensor) -> list[int | None]:
+    """Return the words of pieces; None where no word has such pieces."""
+    words: list[int | None] = []
+    for parts in pieces.view(-1, _PIECES).tolist():
+        if all(part.is_integer() and 0 <= part < 1 << _PIECE_BITS for part in parts):
+            words.append(sum(int(p) << i * _PIECE_BITS for i, p in enumerate(parts)))
+        else:
+            words.append(None)
+    return words

@@ -1,0 +1,98 @@
+"""An optimizer around another one."""
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NoReturn, overload
+
+import torch
+from torch.optim import Optimizer
+
+
+class WrappingOptimizer(Optimizer):
+    """What does more in a step than the optimizer inside it, and shows that one's groups and state.
+
+    So a scheduler that is given this one sets the learning rates of the inner one, and whatever
+    asks for an optimizer (Accelerate, Lightning, a ``GradScaler``, hooks before and after steps,
+    the profiler) gets one.  ``load_state_dict`` may give the inner optimizer other groups and
+    another state: both are looked up, never kept.
+
+    Args:
+        inner: over the parameters that this one is over.
+
+    Not supported: parameters added later; copies.
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        # Not Optimizer.__init__, which makes groups and a state.  All else an optimizer gets, too,
+        # when it comes out of a pickle without them.
+        self.__setstate__({})
+
+    def __getstate__(self) -> NoReturn:
+        # What a step draws and sends is tied to this process: a copy would add the same noise.
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: save state_dict(), and load it "
+            "into another one"
+        )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
+        """The inner optimizer's."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's."""
+        return self.inner.defaults
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @abstractmethod
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take a step on all ranks together."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients."""
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Raise ``ValueError``: parameters are those that were there at first."""
+        raise ValueError(
+            f"{type(self).__name__}: parameters cannot be added: make the inner optimizer with all "
+            f"of them, and then {type(self).__name__} anew"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is to be saved; plain numbers and tensors."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = self._state_to_save()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            replaced = after(self, state)
+            state = state if replaced is None else replaced
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        state = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, state)
+            state = state if replaced is None else replaced
+        self._restore(state)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _state_to_save(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)

@@ -1,0 +1,61 @@
+"""Injects all faults: ``python -m tests.faults``.  Goes on where it was interrupted."""
+
+import argparse
+import json
+import random
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+
+from tests.faults.harness import run
+from tests.faults.kinds import cases
+from tests.faults.table import PAGE, RECORDS, by_kind, page, read_records, totals
+from tests.ranks import CONTEXT
+
+
+def main() -> None:
+    """Run what has no record yet, and write the page when nothing is left."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--jobs", type=int, default=4, help="how many cases at a time")
+    parser.add_argument("--only", default="", help="cases in whose names this stands")
+    parser.add_argument("--again", action="store_true", help="also those that have failed")
+    arguments = parser.parse_args()
+    RECORDS.parent.mkdir(parents=True, exist_ok=True)
+    records = {(r["fault"], r["method"], r["seed"]): r for r in read_records(RECORDS)}
+    if arguments.again:
+        records = {key: r for key, r in records.items() if not r["details"]}
+        RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records.values()))
+    everything = {(c.kind.name, c.method.name, c.seed): c for c in cases()}
+    pending = [c for k, c in everything.items() if k not in records and arguments.only in c.name]
+    # So that what has been done so far is of all kinds.
+    random.Random(0).shuffle(pending)
+    print(f"{len(pending)} of {len(everything)} cases are left", flush=True)
+    verdicts: Counter[str] = Counter()
+    begin = time.monotonic()
+    with (
+        ProcessPoolExecutor(arguments.jobs, CONTEXT) as pool,
+        RECORDS.open("a") as file,
+    ):
+        futures = [pool.submit(run, case) for case in pending]
+        for number, future in enumerate(as_completed(futures), 1):
+            outcome = future.result()
+            file.write(json.dumps(asdict(outcome)) + "\n")
+            file.flush()
+            verdicts[outcome.verdict if outcome.is_good else "failed"] += 1
+            if not outcome.is_good or number % 20 == 0 or number == len(pending):
+                print(
+                    f"{number}/{len(pending)} in {time.monotonic() - begin:.0f} s: "
+                    f"{dict(verdicts)}; {outcome.fault} | {outcome.method}: {outcome.verdict}",
+                    flush=True,
+                )
+    found = read_records(RECORDS)
+    print(f"\n{by_kind(found)}\n\n{totals(found)}")
+    if len(found) == len(everything):
+        found.sort(key=lambda record: (record["fault"], record["method"], record["seed"]))
+        RECORDS.write_text("".join(json.dumps(record) + "\n" for record in found))
+        PAGE.write_text(page(found))
+
+
+if __name__ == "__main__":
+    main()

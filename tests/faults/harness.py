@@ -1,0 +1,227 @@
+"""Runs cases in processes, and judges how they end."""
+
+import functools
+import itertools
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tests.faults.injections import TIMEOUT_SECONDS
+from tests.faults.kinds import REFERENCE, Case
+from tests.faults.rank import Report, play
+from tests.ranks import CONTEXT, preload
+
+preload("tests.faults.rank")
+
+GRACE_SECONDS = 15.0
+"""How long after an injected fault and two timeouts a rank that is still silent hangs.
+
+Two: one until a collective fails, one for the roll call that follows."""
+_START_SECONDS = 60.0
+_STOPPED_SECONDS = 1.0
+_KINDS_OF_ERRORS = {"ConfigMismatchError", "PayloadError", "PeerError", "ValueError"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case has ended.
+
+    Attributes:
+        fault, method, seed: the case.
+        verdict: "refused", "recovered", or what is wrong.
+        seconds: from the fault (or, if that is there from the start, from the start) to the last
+            rank's end.
+        details: what each rank said, where something is wrong.
+    """
+
+    fault: str
+    method: str
+    seed: int
+    verdict: str
+    seconds: float
+    details: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_good(self) -> bool:
+        return self.verdict in ("refused", "recovered")
+
+
+class Harness:
+    """Runs one case after the other."""
+
+    def __init__(self) -> None:
+        # As torchrun does: the store outlives every rank.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._numbers = itertools.count()
+
+    def run(self, case: Case) -> Outcome:
+        """Run a case and judge it."""
+        ranks = _Ranks(case, self._store.port, f"case {next(self._numbers)}")
+        ranks.watch()
+        verdict = judge(case, ranks.reports, ranks.codes)
+        leaves_out = case.kind.is_left_out and "exact skip" in case.method.traits
+        if verdict == "recovered" and leaves_out and not self._is_like_reference(case, ranks):
+            verdict = "went on otherwise than without the step"
+        details = {}
+        if verdict not in ("refused", "recovered"):
+            for rank in range(case.method.ranks):
+                report = ranks.reports.get(rank)
+                said = f"{report.error}: {report.told}\n{report.trace}" if report else "nothing"
+                details[f"rank {rank}"] = f"ended with {ranks.codes.get(rank)}; {said}"
+            details["culprit"] = f"rank {case.culprit}, step {case.step}"
+        return Outcome(
+            case.kind.name,
+            case.method.name,
+            case.seed,
+            verdict,
+            round(ranks.seconds, 1),
+            details,
+        )
+
+    def _is_like_reference(self, case: Case, ranks: "_Ranks") -> bool:
+        reference = Case(case.method, REFERENCE, case.seed, case.step)
+        others = _Ranks(reference, self._store.port, f"case {next(self._numbers)}")
+        others.watch()
+        return ranks.reports[0].model == others.reports[0].model
+
+
+@functools.cache
+def _harness() -> Harness:
+    return Harness()
+
+
+def run(case: Case) -> Outcome:
+    """Run a case and judge it, in a process that does so one case after the other."""
+    return _harness().run(case)
+
+
+class _Ranks:
+    """The processes of one case.
+
+    Attributes:
+        reports: by rank, of those that have ended by themselves.
+        codes: with which exit codes; None for those that had to be killed.
+        seconds: see :class:`Outcome`.
+    """
+
+    def __init__(self, case: Case, port: int, prefix: str) -> None:
+        self.reports: dict[int, Report] = {}
+        self.codes: dict[int, int | None] = {}
+        self.seconds = 0.0
+        self._case = case
+        self._connections: dict[int, Connection] = {}
+        self._processes = {}
+        for rank in range(case.method.ranks):
+            connection, remote = CONTEXT.Pipe()
+            process = CONTEXT.Process(
+                target=play, args=(case, rank, port, prefix, remote), daemon=True
+            )
+            process.start()
+            remote.close()
+            self._connections[rank], self._processes[rank] = connection, process
+
+    def watch(self) -> None:
+        """Wait for all ranks to end, for so long as they may take."""
+        since = time.monotonic()
+        until = since + _START_SECONDS
+        awaited = dict(self._connections)
+        stopped = self._case.culprit if self._case.kind.name.startswith("is stopped") else None
+        while awaited and (remaining := until - time.monotonic()) > 0:
+            if stopped is not None and set(awaited) == {stopped}:
+                # The others are through with it.
+                time.sleep(_STOPPED_SECONDS)
+                self._continue(stopped)
+                stopped = None
+            ready = wait(list(awaited.values()), timeout=remaining)
+            for rank in [rank for rank, connection in awaited.items() if connection in ready]:
+                try:
+                    message = awaited[rank].recv()
+                except (EOFError, ConnectionResetError):
+                    del awaited[rank]
+                    continue
+                if message == "injected":
+                    since = time.monotonic()
+                    until = since + 2 * TIMEOUT_SECONDS + GRACE_SECONDS
+                    if stopped is not None:
+                        # It begins to wait when the others have given up.
+                        until += 2 * TIMEOUT_SECONDS
+                else:
+                    self.reports[rank] = message
+                    del awaited[rank]
+        self.seconds = time.monotonic() - since
+        for rank in self.reports:
+            if not self.reports[rank].error:
+                self._connections[rank].send("leave")
+        for rank, process in self._processes.items():
+            if rank in awaited:
+                process.kill()
+            process.join(10)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+                awaited[rank] = self._connections[rank]
+            self.codes[rank] = None if rank in awaited else process.exitcode
+
+    def _continue(self, rank: int) -> None:
+        pid = self._processes[rank].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGCONT)
+
+
+def judge(case: Case, reports: Mapping[int, Report], codes: Mapping[int, int | None]) -> str:
+    """Return "refused", "recovered", or what is wrong."""
+    kind, culprit = case.kind, case.culprit
+    for rank in range(case.method.ranks):
+        if rank == culprit and not kind.survives:
+            continue
+        if codes[rank] is None:
+            return f"rank {rank} hangs"
+        if codes[rank] != 0:
+            return f"rank {rank} crashed with {codes[rank]}"
+    finished = {rank for rank, report in reports.items() if not report.error}
+    everybody = set(range(case.method.ranks))
+    is_alike = len({reports[rank].model for rank in finished}) == 1
+    if kind.recovers and finished < everybody:
+        return "did not go on"
+    if finished == everybody:
+        if kind.recovers or kind.may_recover:
+            return "recovered" if is_alike else "silent divergence: apart"
+        return f"silent divergence: {'alike' if is_alike else 'apart'}"
+    others = everybody - {culprit}
+    # Those that are through are gone for the others, and must be alike.
+    through = {"culprit": {culprit}, "others": others}.get(kind.may_finish, set()) & finished
+    if finished - through:
+        return f"silent divergence: ranks {sorted(finished)} have finished"
+    if through and not is_alike:
+        return "silent divergence: apart"
+    judged = others if not kind.survives else everybody
+    wanted = through or {culprit}
+    for rank in sorted(judged - through):
+        report = reports[rank]
+        if report.error not in _KINDS_OF_ERRORS:
+            return f"rank {rank} raised a bare {report.error}"
+        if rank == culprit and report.error == "ValueError":
+            continue  # what it was given itself is wrong, and it knows who it is
+        if not any(names(report.told, r) for r in (everybody if kind.names_anybody else wanted)):
+            return f"what rank {rank} was told does not name the culprit"
+        if not re.search(kind.reason, report.told):
+            return f"what rank {rank} was told does not tell the reason"
+    return "refused"
+
+
+def names(told: str, rank: int) -> bool:
+    """Return whether a message names a rank.
+
+    Example::
+
+        >>> names("is 1 on ranks 0, 2, 8 on rank 1", 2)
+        True
+    """
+    listed = re.findall(r"(?:rank|shard)s? (\d+(?:, \d+)*)", told)
+    return any(str(rank) in numbers.split(", ") for numbers in listed)

@@ -1,0 +1,293 @@
+"""What one rank does, or what happens to it, and how it is made otherwise than the others."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from comm_hooks import ErrorFeedback
+from comm_hooks.layout import Layout
+from comm_hooks.wire.gathered_header import GatheredHeader
+from comm_hooks.wire.header import Header
+from comm_hooks.wire.payload import PayloadFormat
+from comm_hooks.wire.summed_header import SummedHeader
+from tests.faults.training import Settings, Training
+
+if TYPE_CHECKING:
+    from tests.faults.kinds import Case
+
+TIMEOUT_SECONDS = 4.0
+"""Of the process groups."""
+
+Inject = Callable[[Training, "Case"], None]
+
+
+# Of processes.
+
+
+def come_late(training: Training, case: Case) -> None:
+    time.sleep(TIMEOUT_SECONDS + 2.5)
+
+
+def kill(training: Training, case: Case) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(training: Training, case: Case) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class TrainingLoopError(Exception):
+    """What a user's own code raises."""
+
+
+def raise_(training: Training, case: Case) -> None:
+    raise TrainingLoopError("out of data")
+
+
+def run_out_of_memory(training: Training, case: Case) -> None:
+    owner, name = case.choose([(Layout, "load"), (Layout, "store"), (PayloadFormat, "encode_all")])
+    original = getattr(owner, name)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        setattr(owner, name, original)
+        raise MemoryError("no memory left, on purpose")
+
+    setattr(owner, name, fail)
+
+
+# Of gradients.
+
+
+def poison_with(value: float) -> Inject:
+    def inject(training: Training, case: Case) -> None:
+        training.poison = value
+
+    return inject
+
+
+def with_scaler(case: Case) -> Settings:
+    return replace(case.method.settings, scales=True)
+
+
+# Of states.
+
+
+def save(training: Training, case: Case) -> None:
+    # A tensor in it may be the one that goes on changing.
+    training.saved = copy.deepcopy(  # type: ignore[attr-defined]
+        {
+            "exchange": training.exchange.state_dict(),
+            "method": training.state_dict(),
+            "optimizer": training.optimizer.state_dict(),
+            "model": training.model.state_dict(),
+        }
+    )
+
+
+def roll_exchange_back(training: Training, case: Case) -> None:
+    training.exchange.load_state_dict(training.saved["exchange"])  # type: ignore[attr-defined]
+
+
+def roll_method_back(training: Training, case: Case) -> None:
+    training.load_state_dict(training.saved["method"])  # type: ignore[attr-defined]
+
+
+def roll_optimizer_back(training: Training, case: Case) -> None:
+    training.optimizer.load_state_dict(training.saved["optimizer"])  # type: ignore[attr-defined]
+
+
+def roll_everything_back(training: Training, case: Case) -> None:
+    saved: dict[str, Any] = training.saved  # type: ignore[attr-defined]
+    training.model.load_state_dict(saved["model"])
+    training.optimizer.load_state_dict(saved["optimizer"])
+    training.load_state_dict(saved["method"])
+
+
+def load_own_state(training: Training, case: Case) -> None:
+    training.load_state_dict(training.state_dict())
+
+
+# Of the training loop.
+
+
+def leave_step_out(training: Training, case: Case) -> None:
+    training.skipped = True  # type: ignore[attr-defined]
+
+
+def leave_update_out(training: Training, case: Case) -> None:
+    def put_back(optimizer: Any) -> None:
+        del training._update
+
+    training._update = put_back  # type: ignore[method-assign]
+
+
+def take_one_more(training: Training, case: Case) -> None:
+    training.step(100)
+
+
+def exchange_something_else(training: Training, case: Case) -> None:
+    training.exchange.average_({"something else": torch.ones(40, 40)})
+
+
+def exchange_the_same_again(training: Training, case: Case) -> None:
+    training.exchange.average_({n: p.detach().clone() for n, p in training.named()})
+
+
+def remake(training: Training, case: Case) -> None:
+    training.remake()
+
+
+def change_hyperparameter(name: str, value: Any) -> Inject:
+    def inject(training: Training, case: Case) -> None:
+        for group in training.optimizer.param_groups:
+            group[name] = value
+
+    return inject
+
+
+def change_parameter(training: Training, case: Case) -> None:
+    parameter = case.choose(training.parameters)
+    with torch.no_grad():
+        parameter.view(-1)[0] += 1.0
+
+
+def change_parameter_in_rounds(training: Training, case: Case) -> None:
+    # Local progress may be anything; what all must have in common is the server's model.
+    values = training.rounds._model.values  # type: ignore[attr-defined]
+    with torch.no_grad():
+        values[0].view(-1)[0] += 1.0
+
+
+# Of settings.
+
+
+def other(**changed: Any) -> Callable[[Case], Settings]:
+    return lambda case: case.method.settings.with_exchange(**changed)
+
+
+def other_compressor(case: Case) -> Settings:
+    return case.method.settings.with_exchange(compressor=case.method.other)
+
+
+def other_collective(case: Case) -> Settings:
+    present = case.method.settings.exchange.get("collective", "auto")
+    return case.method.settings.with_exchange(
+        collective="all_gather" if present != "all_gather" else "auto", ranks_per_node=None
+    )
+
+
+def other_granularity(case: Case) -> Settings:
+    is_bucket = case.method.settings.exchange.get("granularity") == "bucket"
+    return case.method.settings.with_exchange(granularity="parameter" if is_bucket else "bucket")
+
+
+def other_exempt_bits(case: Case) -> Settings:
+    return case.method.settings.with_exchange(exempt_bits=16)
+
+
+def other_memory(case: Case) -> Settings:
+    return case.method.settings.with_exchange(memory=ErrorFeedback(decay=0.9))
+
+
+def other_options(**changed: Any) -> Callable[[Case], Settings]:
+    return lambda case: case.method.settings.with_options(**changed)
+
+
+def other_model(**changed: Any) -> Callable[[Case], Settings]:
+    return lambda case: replace(case.method.settings, **changed)
+
+
+# On the wire.
+
+
+def _once_in(owner: Any, name: str, change: Callable[..., None], *, after: bool) -> None:
+    """Let a method of a class be changed at its next call: its arguments, or what it has done."""
+    original = getattr(owner, name)
+
+    def changed(self: Any, payloads: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        setattr(owner, name, original)
+        if not after:
+            change(self, payloads)
+        result = original(self, payloads, *args, **kwargs)
+        if after:
+            change(self, payloads)
+        return result
+
+    setattr(owner, name, changed)
+
+
+def _flip(payloads: torch.Tensor, row: int, octet: int, bit: int) -> None:
+    payloads[row, octet] ^= 1 << bit
+
+
+def _covers_body(header: Header) -> bool:
+    """Return whether damage to what follows the header can be told.
+
+    Nobody can tell what a sum would have been, and inside a node vectors are not looked at.
+    """
+    return isinstance(header, GatheredHeader) and header._covers_body
+
+
+def flip_sent_bit(training: Training, case: Case) -> None:
+    draw = random.Random(f"bit of {case.name}")
+
+    def flip(header: Any, payloads: torch.Tensor) -> None:
+        first = 4 if isinstance(header, SummedHeader) else 0
+        last = payloads.shape[1] if _covers_body(header) else header.nbytes
+        for row in range(len(payloads)):
+            _flip(payloads, row, draw.randrange(first, last), draw.randrange(8))
+
+    for kind in (GatheredHeader, SummedHeader):
+        _once_in(kind, "write_", flip, after=True)
+
+
+def flip_received_bit(training: Training, case: Case) -> None:
+    draw = random.Random(f"bit of {case.name}")
+
+    def flip(header: Any, payloads: torch.Tensor) -> None:
+        first = 4 if isinstance(header, SummedHeader) else 0
+        last = payloads.shape[1] if _covers_body(header) else header.nbytes
+        sender = draw.randrange(len(payloads))
+        _flip(payloads, sender, draw.randrange(first, last), draw.randrange(8))
+
+    for kind in (GatheredHeader, SummedHeader):
+        _once_in(kind, "health", flip, after=False)
+
+
+def swap_payloads(training: Training, case: Case) -> None:
+    def swap(header: Any, payloads: torch.Tensor) -> None:
+        if case.culprit in header._ranks:
+            place = list(header._ranks).index(case.culprit)
+            payloads[place] = payloads[(place + 1) % len(payloads)]
+
+    _once_in(GatheredHeader, "health", swap, after=False)
+
+
+def send_last_payload(training: Training, case: Case) -> None:
+    training.replays = True  # type: ignore[attr-defined]
+
+
+def record_payload(training: Training, case: Case) -> None:
+    """Keep the next payload of every size, and send it once more when told so."""
+    original = PayloadFormat.encode_all
+    kept: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def encode_all(self: PayloadFormat, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = original(self, *args, **kwargs)
+        shape = tuple(out.shape)
+        if getattr(training, "replays", False) and shape in kept:
+            out.copy_(kept[shape])
+        else:
+            kept.setdefault(shape, out.clone())
+        return out
+
+    PayloadFormat.encode_all = encode_all  # type: ignore[method-assign]

@@ -1,0 +1,362 @@
+"""The faults: what one rank does, or what happens to it, and how the run must end."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from comm_hooks import ErrorFeedback
+from tests.faults.injections import (
+    Inject,
+    change_hyperparameter,
+    change_parameter,
+    change_parameter_in_rounds,
+    come_late,
+    exchange_something_else,
+    exchange_the_same_again,
+    flip_received_bit,
+    flip_sent_bit,
+    kill,
+    leave_step_out,
+    leave_update_out,
+    load_own_state,
+    other,
+    other_collective,
+    other_compressor,
+    other_exempt_bits,
+    other_granularity,
+    other_memory,
+    other_model,
+    other_options,
+    poison_with,
+    raise_,
+    record_payload,
+    remake,
+    roll_everything_back,
+    roll_exchange_back,
+    roll_method_back,
+    roll_optimizer_back,
+    run_out_of_memory,
+    save,
+    send_last_payload,
+    stop,
+    swap_payloads,
+    take_one_more,
+    with_scaler,
+)
+from tests.faults.methods import HOOKS, METHODS, OPTIMIZERS, ROUNDS, Method
+from tests.faults.training import Settings
+
+EARLIEST = 3
+"""The first step at which there are faults: DDP has rebuilt its buckets."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault in one run: what is drawn is drawn from the names and the seed."""
+
+    method: Method
+    kind: "Kind"
+    seed: int = 0
+    at: int | None = None
+    """The step of the fault, if it is not to be drawn."""
+
+    def __reduce__(self) -> Any:
+        # By name: what a kind does is local functions.
+        return _case, (self.method.name, self.kind.name, self.seed, self.at)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.name} | {self.method.name} | {self.seed}"
+
+    @property
+    def _random(self) -> random.Random:
+        return random.Random(self.name)
+
+    @property
+    def culprit(self) -> int:
+        return self._random.randrange(self.method.ranks)
+
+    @property
+    def step(self) -> int:
+        drawn = random.Random(f"step of {self.name}").randrange(4)
+        return EARLIEST + drawn if self.at is None else self.at
+
+    def choose(self, choices: list[Any]) -> Any:
+        """Return one of several ways, by the seed."""
+        return random.Random(f"way of {self.name}").choice(choices)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault.
+
+    Args:
+        name: the row of the table.
+        inject: called on the culprit before the step of the fault.
+        settings: gives the culprit others from the start.
+        everywhere: ``inject`` is called on all ranks.
+        before: called on the culprit two steps earlier, with the same effect on nothing.
+        recovers: whether all ranks must go on, alike; otherwise all that are there must refuse.
+        suits: the methods that can have it.
+        is_left_out: whether the run must then end like one that leaves the step out on all ranks.
+        may_recover: whether going on alike is as good as refusing: what was wrong may have been
+            overwritten in time.
+        survives: whether the culprit must end with an error of this library, too; one that has
+            failed by itself, or is dead, need not.
+        names_anybody: whether it cannot be known on which of several ranks something went wrong.
+        may_finish: who may be through before the others, "culprit" or "others".
+        reason: a regular expression that every rank's message must fit.
+    """
+
+    name: str
+    inject: Inject | None = None
+    settings: Callable[[Case], Settings] | None = None
+    everywhere: bool = False
+    before: Inject | None = None
+    recovers: bool = False
+    is_left_out: bool = False
+    may_recover: bool = False
+    suits: Callable[[Method], bool] = lambda method: True
+    survives: bool = True
+    names_anybody: bool = False
+    may_finish: str = ""
+    reason: str = ""
+
+
+def _case(method: str, kind: str, seed: int, at: int | None) -> Case:
+    return Case(METHODS[method], {**KINDS, REFERENCE.name: REFERENCE}[kind], seed, at)
+
+
+def cases(seeds: int = 1) -> Iterator[Case]:
+    """Yield all cases."""
+    for kind in KINDS.values():
+        for method in METHODS.values():
+            if kind.suits(method):
+                for seed in range(seeds):
+                    yield Case(method, kind, seed)
+
+
+def _is(*groups: str) -> Callable[[Method], bool]:
+    return lambda method: method.group in groups
+
+
+def _has(option: str) -> Callable[[Method], bool]:
+    """Return whether a method can have this option at its optimizer."""
+    adams = {"LocalVarianceAdam", "CompressedAdam", "CompressedAdam, hierarchical", "OneBitAdam"}
+    adams |= {"ZeroOneAdam", "CDAdam", "MicroAdam", "SAFL", "FedLAMB", "DiLoCo", "SparseLoCo"}
+    if option == "betas":
+        return lambda method: method.name in adams
+    return lambda method: True
+
+
+def _is_dense_hook(method: Method) -> bool:
+    return method.group == HOOKS and "sparse" not in method.traits
+
+
+def _not(*traits: str) -> Callable[[Method], bool]:
+    return lambda method: not set(traits) & method.traits
+
+
+def _has_memory(method: Method) -> bool:
+    memory = method.settings.exchange.get("memory")
+    return isinstance(memory, ErrorFeedback)
+
+
+def _gathers(method: Method) -> bool:
+    compressor = method.settings.exchange["compressor"]
+    return not compressor.linear
+
+
+_DIFFERENT = "configured differently|made with other settings|because rank"
+_GONE = r"did not take part|too late|because rank"
+_DRIFT = r"the parameters of|because rank|hyperparameters|did not take part"
+
+FAMILIES = {
+    "comes late, stops or fails": [
+        Kind("comes later than the timeout", come_late, reason=_GONE),
+        Kind("is killed", kill, survives=False, reason=_GONE),
+        Kind("is stopped, and goes on later", stop, reason=_GONE),
+        Kind("raises an exception of its own", raise_, survives=False, reason=_GONE),
+        Kind(
+            "has no memory left in a round",
+            run_out_of_memory,
+            survives=False,
+            reason=r"MemoryError|did not take part",
+        ),
+    ],
+    "has gradients that are not finite": [
+        Kind("meets a NaN", poison_with(float("nan")), recovers=True, is_left_out=True),
+        Kind("meets an infinity", poison_with(float("inf")), recovers=True, is_left_out=True),
+        Kind(
+            "overflows under a GradScaler",
+            poison_with(float("inf")),
+            with_scaler,
+            recovers=True,
+            suits=_not("closure", "sparse"),
+        ),
+    ],
+    "restores a state by itself": [
+        Kind(
+            "goes back to an older state of the exchange",
+            roll_exchange_back,
+            before=save,
+            reason="belongs to step|has loaded a state|because rank",
+        ),
+        Kind(
+            "goes back to an older state of the method",
+            roll_method_back,
+            before=save,
+            suits=_is(OPTIMIZERS, ROUNDS),
+            reason="belongs to step|has loaded a state|because rank",
+        ),
+        Kind(
+            "goes back to an older state of the optimizer",
+            roll_optimizer_back,
+            before=save,
+            suits=_is(OPTIMIZERS),
+            may_recover=True,
+            reason=_DRIFT,
+        ),
+        Kind(
+            "goes back to an older checkpoint of everything",
+            roll_everything_back,
+            before=save,
+            reason="belongs to step|has loaded a state|because rank",
+        ),
+        Kind(
+            "loads its own state by itself",
+            load_own_state,
+            reason="has loaded a state|because rank",
+        ),
+        Kind(
+            "goes back to an older state of its Adam",
+            roll_optimizer_back,
+            before=save,
+            suits=_is_dense_hook,
+            reason=_DRIFT,
+        ),
+    ],
+    "takes other steps": [
+        Kind("leaves a step out", leave_step_out, may_finish="culprit", reason=_DRIFT),
+        Kind("leaves an update out", leave_update_out, suits=_is_dense_hook, reason=_DRIFT),
+        Kind("takes one step more", take_one_more, may_finish="others", reason=_DRIFT),
+    ],
+    "exchanges by itself": [
+        Kind("exchanges something else", exchange_something_else),
+        Kind("exchanges its parameters", exchange_the_same_again),
+        Kind(
+            "makes its optimizer anew",
+            remake,
+            suits=_is(OPTIMIZERS, ROUNDS),
+        ),
+        Kind("makes its Adam anew", remake, suits=_is_dense_hook, reason=_DRIFT),
+    ],
+    "has other hyperparameters or another model": [
+        Kind(
+            "has another learning rate",
+            settings=other_options(lr=0.033),
+            suits=_not("clients"),
+            reason=_DRIFT + "|configured differently",
+        ),
+        Kind(
+            "has another learning rate later on",
+            change_hyperparameter("lr", 0.033),
+            suits=_not("clients"),
+            reason=_DRIFT,
+        ),
+        Kind(
+            "has other betas",
+            settings=other_options(betas=(0.5, 0.6)),
+            suits=lambda m: _has("betas")(m) or _is_dense_hook(m),
+            reason=_DRIFT + "|configured differently",
+        ),
+        Kind(
+            "starts from another model",
+            settings=other_model(model_seed=1),
+            suits=_is(OPTIMIZERS, ROUNDS),
+            reason="checksum of the initial model",
+        ),
+        Kind(
+            "has a parameter changed",
+            change_parameter,
+            suits=_is(HOOKS, OPTIMIZERS),
+            reason=_DRIFT,
+        ),
+        Kind(
+            "has a parameter of the server changed",
+            change_parameter_in_rounds,
+            suits=_is(ROUNDS),
+            reason=_DRIFT,
+        ),
+        Kind(
+            "has a model of another shape",
+            settings=other_model(hidden=40),
+            suits=_is(OPTIMIZERS, ROUNDS),
+        ),
+        Kind(
+            "gives its parameters in another order",
+            settings=other_model(reverses=True),
+            suits=_is(OPTIMIZERS, ROUNDS),
+        ),
+        Kind(
+            "has a model of another dtype",
+            settings=other_model(dtype=torch.float64),
+            suits=_is(OPTIMIZERS, ROUNDS),
+        ),
+    ],
+    "has other settings": [
+        Kind("has another compressor", settings=other_compressor, reason=_DIFFERENT),
+        Kind("has another seed", settings=other(seed=7), reason="seed|because rank"),
+        Kind("has another collective", settings=other_collective, reason="collective|because rank"),
+        Kind(
+            "has another granularity",
+            settings=other_granularity,
+            reason="granularity|because rank",
+        ),
+        Kind(
+            "has other exempt_bits", settings=other_exempt_bits, reason="exempt_bits|because rank"
+        ),
+        Kind(
+            "has another min_numel", settings=other(min_numel=80), reason="min_numel|because rank"
+        ),
+        Kind(
+            "has another memory",
+            settings=other_memory,
+            suits=_has_memory,
+            reason="memory|because rank",
+        ),
+    ],
+    "sends or gets a wrong payload": [
+        Kind(
+            "sends a flipped bit",
+            flip_sent_bit,
+            reason="damaged|not one of|because rank",
+        ),
+        Kind(
+            "receives a flipped bit",
+            flip_received_bit,
+            names_anybody=True,
+            reason="damaged|not one of",
+        ),
+        Kind(
+            "gets another rank's payload in its place",
+            swap_payloads,
+            everywhere=True,
+            suits=_gathers,
+            reason="in the place of|because rank",
+        ),
+        Kind(
+            "sends an older payload again",
+            send_last_payload,
+            before=record_payload,
+            reason="belongs to step|damaged|because rank",
+        ),
+    ],
+}
+KINDS = {kind.name: kind for kinds in FAMILIES.values() for kind in kinds}
+
+REFERENCE = Kind("reference", everywhere=True, recovers=True)
+"""Leaves a step out on all ranks: what a run in which one meets a NaN must be like."""

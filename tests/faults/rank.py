@@ -1,0 +1,89 @@
+"""One rank of one case, in a process of its own."""
+
+import hashlib
+import traceback
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from tests.faults.injections import TIMEOUT_SECONDS
+from tests.faults.kinds import Case
+from tests.faults.training import Training
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a rank has ended.
+
+    Attributes:
+        error: the type of the exception; empty if there was none.
+        told: its message.
+        trace: where it arose.
+        model: a digest of the parameters.
+    """
+
+    error: str = ""
+    told: str = ""
+    trace: str = ""
+    model: str = ""
+
+
+def play(case: Case, rank: int, port: int, prefix: str, connection: Connection) -> None:
+    """Run one rank to its end and tell how that was; leave when told to."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    store = PrefixStore(prefix, TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=case.method.ranks,
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+    )
+    try:
+        training = _run(case, rank, connection)
+    except Exception as error:
+        report = Report(type(error).__name__, str(error), traceback.format_exc())
+        connection.send(report)
+        return
+    connection.send(Report(model=_digest(training.parameters)))
+    # A rank that is through goes on to something else; its connections stay for a while.
+    connection.recv()
+
+
+def _run(case: Case, rank: int, connection: Connection) -> Training:
+    kind, is_culprit = case.kind, rank == case.culprit
+    settings = case.method.settings
+    # All ranks scale, if any does.
+    if kind.settings and (is_culprit or kind.recovers):
+        settings = kind.settings(case)
+    training = case.method.make(settings)
+    is_hit = is_culprit or kind.everywhere
+    for index in range(case.method.steps):
+        if kind.before and is_hit and index == case.step - 2:
+            kind.before(training, case)
+        if is_hit and index == case.step:
+            connection.send("injected")
+            if kind.inject:
+                kind.inject(training, case)
+            elif kind.everywhere:
+                training.leave_out()
+                continue
+            if getattr(training, "skipped", False):
+                continue
+        training.step(index)
+        training.poison = 1.0
+    training.finish()
+    return training
+
+
+def _digest(parameters: list[torch.nn.Parameter]) -> str:
+    digest = hashlib.sha256()
+    for parameter in parameters:
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,236 @@
+"""LocalRounds where PyTorch expects an optimizer: schedulers, hooks, checkpoints of rank 0."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import lr_scheduler
+
+from comm_hooks import ErrorFeedback, Exchange, Identity, TopK
+from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
+from comm_hooks.optim import SAFL, DiLoCo, FedAMS, FedAvg, FedLAMB, LocalRounds, SparseLoCo
+from tests.optim.rounds.problem import Arrays, make_parameters, set_gradients, values
+from tests.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+K = 4
+
+
+def make(momentum: float = 0.5) -> tuple[dict[str, nn.Parameter], LocalRounds]:
+    parameters = make_parameters()
+    inner = torch.optim.SGD(parameters.items(), lr=0.05, momentum=momentum)
+    exchange = Exchange(TopK(density=0.05), ErrorFeedback(), min_numel=16)
+    return parameters, LocalRounds(inner, exchange, local_steps=K, fragments=2)
+
+
+def train(parameters: dict[str, nn.Parameter], rounds: Any, steps: range) -> None:
+    for step in steps:
+        set_gradients(parameters, step, dist.get_rank())
+        rounds.step()
+
+
+def same(first: Arrays, second: Arrays) -> bool:
+    return all(np.array_equal(x, second[name]) for name, x in first.items())
+
+
+@pytest.mark.parametrize("kind", [SAFL, FedAvg, FedAMS, FedLAMB, DiLoCo, SparseLoCo])
+def test_every_kind_is_an_optimizer(kind: type[LocalRounds]) -> None:
+    parameters = make_parameters()
+    memory = ErrorFeedback(decay=0.95) if kind is SparseLoCo else None
+    rounds = kind(parameters.items(), Exchange(Identity(), memory), local_steps=K)  # type: ignore[call-arg,arg-type]
+    assert isinstance(rounds, torch.optim.Optimizer)
+    assert rounds.param_groups is rounds.inner.param_groups
+    assert rounds.state is rounds.inner.state
+    assert rounds.defaults is rounds.inner.defaults
+    with pytest.raises(ValueError, match=f"{kind.__name__}: parameters cannot be added"):
+        rounds.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=10),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+}
+
+
+def schedule(kind: str) -> list[list[tuple[float, float]]]:
+    """Return the inner learning rates and momenta: of rounds, and of the inner optimizer alone."""
+    histories = []
+    for alone in (False, True):
+        parameters, rounds = make()
+        scheduler = SCHEDULERS[kind](rounds.inner if alone else rounds)
+        history = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()"
+            for step in range(9):
+                set_gradients(parameters, step, dist.get_rank())
+                rounds.step()
+                scheduler.step(*([1.0] if kind == "plateau" else []))
+                group = rounds.inner.param_groups[0]
+                history.append((float(group["lr"]), float(group["momentum"])))
+        histories.append(history)
+    return histories
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_schedulers_set_the_inner_learning_rate(ranks_of: RanksOf, kind: str) -> None:
+    for through_rounds, alone in ranks_of(2).run(schedule, kind):
+        assert through_rounds == alone
+        assert len(set(through_rounds)) > 1
+
+
+def hooked() -> tuple[list[str], bool]:
+    parameters, rounds = make()
+    calls: list[str] = []
+    rounds.register_step_pre_hook(lambda optimizer, args, kwargs: calls.append("before"))
+    rounds.register_step_post_hook(lambda optimizer, args, kwargs: calls.append("after"))
+    rounds.register_state_dict_post_hook(lambda optimizer, state: {**state, "more": 1})
+    rounds.register_load_state_dict_pre_hook(
+        lambda optimizer, state: calls.append(f"load {state['more']}")
+    )
+    rounds.register_load_state_dict_post_hook(lambda optimizer: calls.append("loaded"))
+    with torch.profiler.profile() as profile:
+        train(parameters, rounds, range(2))
+    rounds.load_state_dict(rounds.state_dict())
+    names = {event.name for event in profile.events()}
+    return calls, "Optimizer.step#LocalRounds.step" in names
+
+
+def test_hooks_are_called_and_the_profiler_sees_steps(ranks_of: RanksOf) -> None:
+    for calls, profiled in ranks_of(2).run(hooked):
+        assert calls == [*["before", "after"] * 2, "load 1", "loaded"]
+        assert profiled
+
+
+def test_copies_are_refused() -> None:
+    _, rounds = make()
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: save state_dict"):
+        copy.deepcopy(rounds)
+
+
+def reloaded() -> bool:
+    """What Accelerate does when it is given an optimizer changes nothing, at any time."""
+    trained = []
+    for often in (False, True):
+        parameters, rounds = make()
+        for step in range(3 * K):
+            train(parameters, rounds, range(step, step + 1))
+            if often:
+                rounds.load_state_dict(rounds.state_dict())
+        rounds.synchronize()
+        trained.append(values(parameters))
+    return same(*trained)
+
+
+def test_loading_what_was_just_saved_changes_nothing(ranks_of: RanksOf) -> None:
+    assert ranks_of(2).run(reloaded) == [True, True]
+
+
+def moved_after() -> tuple[list[torch.dtype], bool]:
+    """A model that is moved after its optimizer was made, as prepare() and setup() do."""
+    parameters, rounds = make()
+    twins = make_parameters()
+    for p in (*parameters.values(), *twins.values()):
+        p.data = p.data.double()
+    inner = torch.optim.SGD(twins.items(), lr=0.05, momentum=0.5)
+    exchange = Exchange(TopK(density=0.05), ErrorFeedback(), min_numel=16)
+    expected = LocalRounds(inner, exchange, local_steps=K, fragments=2)
+    for step in range(2 * K):
+        for of, by in ((parameters, rounds), (twins, expected)):
+            by.zero_grad()
+            sum(((p - step - dist.get_rank()) ** 2).sum() for p in of.values()).backward()  # type: ignore[union-attr]
+            by.step()
+    with rounds.server_parameters():
+        dtypes = [p.dtype for p in parameters.values()]
+    return dtypes, same(values(parameters), values(twins))
+
+
+def test_a_model_may_be_moved_after_the_optimizer_was_made(ranks_of: RanksOf) -> None:
+    # Here to another dtype; to another device it is the same `.to`.
+    for dtypes, alike in ranks_of(2).run(moved_after):
+        assert dtypes == [torch.float64] * 2
+        assert alike
+
+
+def resume(folder: str, whose: str) -> tuple[bool, bool, bool, list[str]]:
+    """Resume in the middle of a round where a framework has saved rank 0's model and optimizer."""
+    parameters, rounds = make()
+    train(parameters, rounds, range(K + 1))
+    shared: list[Any] = [None]
+    if dist.get_rank() == 0:
+        shared = [({n: p.detach().clone() for n, p in parameters.items()}, rounds.state_dict())]
+    dist.broadcast_object_list(shared)
+    save_rank_file(rounds, folder)
+    train(parameters, rounds, range(K + 1, 4 * K))
+    rounds.synchronize()
+    expected = values(parameters)
+
+    model, state = shared[0]
+    parameters, rounds = make()
+    with torch.no_grad():
+        for name, p in parameters.items():
+            p.copy_(model[name])
+    rounds.load_state_dict(state)
+    memory = rounds.exchange.memory
+    assert memory
+    starts = values(parameters)
+    with rounds.server_parameters():
+        at_the_server = same(starts, values(parameters))
+    has_own = bool(memory.state_dict()) and not at_the_server
+    has_nothing = not memory.state_dict() and at_the_server
+    if whose == "own":
+        load_rank_files(rounds, folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(parameters, rounds, range(K + 1, 4 * K))
+    rounds.synchronize()
+    after = values(parameters)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, after)
+    # Rank 0's own is for rank 0 only: taken twice it would be counted twice.
+    loaded = has_own if dist.get_rank() == 0 else has_nothing
+    return loaded, same(after, expected), same(*everyone), [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("whose", ["own", "rank 0's"])
+def test_what_frameworks_save_of_rank_0_serves_the_others_too(
+    ranks_of: RanksOf, tmp_path: Any, whose: str
+) -> None:
+    for rank, report in enumerate(ranks_of(2).run(resume, str(tmp_path), whose)):
+        loaded, exact, agree, messages = report
+        assert loaded
+        assert agree
+        assert exact == (whose == "own")
+        if whose == "own" or rank == 0:
+            assert not messages
+        else:
+            assert len(messages) == 1
+            assert "this rank goes on from the state that rank 0 saved" in messages[0]
+
+
+def save(folder: str) -> None:
+    parameters, rounds = make()
+    train(parameters, rounds, range(K + 1))
+    save_rank_file(rounds, folder)
+
+
+def load(folder: str) -> str:
+    _, rounds = make()
+    with pytest.raises(ValueError, match="cannot go on with") as caught:
+        load_rank_files(rounds, folder)
+    return str(caught.value)
+
+
+def test_another_number_of_ranks_is_refused_on_all_of_them(
+    ranks_of: RanksOf, tmp_path: Any
+) -> None:
+    ranks_of(2).run(save, str(tmp_path))
+    for message in ranks_of(3).run(load, str(tmp_path)):
+        assert message.startswith("LocalRounds: what 2 ranks saved cannot go on with 3")

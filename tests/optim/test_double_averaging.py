@@ -1,0 +1,206 @@
+"""A forgotten skip_hook is noticed at the first step, on all ranks; what looks like it is not."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from comm_hooks import CountSketch, ErrorFeedback, Exchange, Sign, TopK, register, skip_hook
+from comm_hooks.optim import LocalRounds, LocalVarianceAdam, Marina
+from comm_hooks.optim.double_averaging import double_averaging, refuse_double_averaging
+from tests.ranks import Ranks
+from tests.test_hook import Net, batch
+
+RanksOf = Callable[[int], Ranks]
+
+
+def local_hook(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Somebody's own way to send nothing."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def plain(net: Net) -> nn.Module:
+    return DistributedDataParallel(net)
+
+
+def hooked(hook: Callable[..., Any]) -> Callable[[Net], nn.Module]:
+    def wrap(net: Net) -> nn.Module:
+        ddp = DistributedDataParallel(net)
+        ddp.register_comm_hook(None, hook)
+        return ddp
+
+    return wrap
+
+
+def built_in(net: Net) -> nn.Module:
+    ddp = DistributedDataParallel(net)
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    return ddp
+
+
+def compressed(net: Net) -> nn.Module:
+    ddp = DistributedDataParallel(net)
+    register(ddp, "topk", density=0.1)
+    return ddp
+
+
+def replicated(net: Net) -> nn.Module:
+    return replicate(net)
+
+
+def replicated_and_skipped(net: Net) -> nn.Module:
+    replicate(net).register_comm_hook(None, skip_hook)
+    return net
+
+
+def averaged_elsewhere(net: Net) -> nn.Module:
+    """DDP around a copy, as an exponential average has it."""
+    ddp = DistributedDataParallel(net)
+    net.kept = [copy.deepcopy(ddp)]  # type: ignore[assignment]
+    ddp.register_comm_hook(None, skip_hook)
+    return ddp
+
+
+Wrap = Callable[[Net], nn.Module]
+AVERAGED: dict[str, tuple[Wrap, str]] = {
+    "plain": (plain, "all_reduce"),
+    "another hook": (hooked(fp16_compress_hook), "fp16_compress_hook"),
+    "built-in": (built_in, "BuiltinCommHookType.FP16_COMPRESS"),
+    "compressed": (compressed, "compression_hook"),
+    "replicate": (replicated, "all_reduce"),
+}
+NOT_AVERAGED: dict[str, Wrap] = {
+    "skip_hook": hooked(skip_hook),
+    "noop_hook": hooked(noop_hook),
+    "somebody's hook": hooked(local_hook),
+    "replicate": replicated_and_skipped,
+    "a copy": averaged_elsewhere,
+    "no DDP": lambda net: net,
+}
+
+
+def judge(kind: str, case: str, compiled: bool) -> str:
+    """Return what is said of one backward pass."""
+    torch.manual_seed(0)
+    net = Net()
+    wrap = AVERAGED[case][0] if kind == "averaged" else NOT_AVERAGED.get(case, plain)
+    model = wrap(net)
+    model = torch.compile(model, backend="aot_eager") if compiled else model
+    unsynced = case.endswith("no_sync")
+    # Where nothing is averaged, ranks that compute the same prove nothing; a hook may be anything.
+    own = dist.get_rank() if kind == "averaged" or case == "somebody's hook" else 0
+    inputs, targets = batch(0, own)
+    with model.no_sync() if unsynced else contextlib.nullcontext():
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+    if case == "zeros":
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+    parameters = list(net.parameters())
+    finding = double_averaging(parameters, [p.grad for p in parameters])
+    findings: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(findings, finding)
+    try:
+        refuse_double_averaging(findings)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "compiled"), [*((case, False) for case in AVERAGED), ("plain", True)]
+)
+def test_averaged_gradients_are_refused(ranks_of: RanksOf, case: str, compiled: bool) -> None:
+    for message in ranks_of(2).run(judge, "averaged", case, compiled):
+        assert f"(its hook: {AVERAGED[case][1]})" in message
+        assert "register_comm_hook(None, skip_hook)" in message
+
+
+@pytest.mark.parametrize("case", [*NOT_AVERAGED, "DDP under no_sync", "zeros"])
+def test_what_was_not_averaged_is_not_refused(ranks_of: RanksOf, case: str) -> None:
+    assert ranks_of(2).run(judge, "not averaged", case, False) == ["", ""]
+
+
+def test_one_rank_has_nobody_to_average_with(ranks_of: RanksOf) -> None:
+    assert ranks_of(1).run(judge, "averaged", "plain", False) == [""]
+
+
+def adam(net: nn.Module) -> Any:
+    return LocalVarianceAdam(net.named_parameters(), Exchange(Sign(), ErrorFeedback()), lr=1e-3)
+
+
+def marina(net: nn.Module) -> Any:
+    return Marina(net.named_parameters(), Exchange(CountSketch(ratio=0.2)), lr=1e-3, p=0.5)
+
+
+def local_rounds(net: nn.Module) -> Any:
+    inner = torch.optim.AdamW(net.named_parameters(), lr=1e-3)
+    return LocalRounds(inner, Exchange(TopK(density=0.1), ErrorFeedback()), local_steps=2)
+
+
+OPTIMIZERS = {"adam": adam, "marina": marina, "local_rounds": local_rounds}
+
+
+def step(name: str, forgotten: bool, how: str) -> tuple[str, bool, float]:
+    """Return what the first steps say, whether they moved anything, and what they sent."""
+    torch.manual_seed(0)
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    if not forgotten:
+        ddp.register_comm_hook(None, skip_hook)
+    optimizer = OPTIMIZERS[name](net)
+    before = [p.detach().clone() for p in net.parameters()]
+
+    def closure(micro: int = 0) -> torch.Tensor:
+        optimizer.zero_grad()
+        inputs, targets = batch(micro, dist.get_rank())
+        with ddp.no_sync() if how == "no_sync" else contextlib.nullcontext():
+            loss = nn.functional.cross_entropy(ddp(inputs), targets)
+            loss.backward()
+        if how == "clipped":
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        return loss.detach()
+
+    message = ""
+    try:
+        for _ in range(4):
+            optimizer.step(closure)
+    except ValueError as error:
+        message = str(error)
+    moved = any(not torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True))
+    return message, moved, optimizer.exchange.stats()["bytes_sent"]
+
+
+@pytest.mark.parametrize("how", ["as ever", "clipped"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_forgotten_skip_hook_is_refused_at_the_first_step(
+    ranks_of: RanksOf, name: str, how: str
+) -> None:
+    for message, moved, sent in ranks_of(2).run(step, name, True, how):
+        assert message.startswith("DDP has averaged the gradients (its hook: all_reduce)")
+        assert not moved
+        assert sent == 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("forgotten", "how"), [(False, "as ever"), (True, "no_sync")])
+def test_with_skip_hook_or_no_sync_they_train(
+    ranks_of: RanksOf, name: str, forgotten: bool, how: str
+) -> None:
+    for message, moved, sent in ranks_of(2).run(step, name, forgotten, how):
+        assert message == ""
+        assert moved
+        assert sent > 0
