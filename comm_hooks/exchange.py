@@ -463,6 +463,7 @@ class Exchange:
         """
         if isinstance(compress, Compressor):
             self._check(compress)
+        round_number = self.transport.begin_round()
         yield from self.agree()
         is_new = layout not in self._compared
         if is_new:
@@ -491,7 +492,7 @@ class Exchange:
         except PeerError as error:
             raise PeerError(f"{error}, during step {stamp.step}") from error.__cause__
         except Exception as error:
-            self.transport.report(error)
+            self.transport.report(error, round_number)
             raise
 
     def unchecked_round(

@@ -70,7 +70,7 @@ class ZeroOneAdam(ExchangingOptimizer):
     every rank unscales its own gradients first.
 
     All ranks must call :meth:`synchronize` between the same steps.  Where one does so alone, all
-    get an error, but one of them perhaps only after the timeout of the process group.
+    of them raise ``PayloadError`` at the exchange.
 
     The optimizer owns the exchange: DDP must not average, so register
     :func:`~comm_hooks.skip_hook`.

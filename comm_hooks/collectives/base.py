@@ -91,8 +91,12 @@ class Transport(ABC):
             return completed(stop.value)
         return self.start(request).then(lambda future: finish(round_, future.value))
 
-    def report(self, error: BaseException) -> None:
-        """Tell the other ranks, who may be waiting for this one, what went wrong here.
+    def begin_round(self) -> int:
+        """Return the number of a round that begins, by which :meth:`report` tells it apart."""
+        return 0
+
+    def report(self, error: BaseException, round_number: int) -> None:
+        """Tell the other ranks, who may be waiting for this one, what went wrong in a round.
 
         Where there is a way to: by default nobody is told.
         """

@@ -4,19 +4,15 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from comm_hooks.collectives.progress import progress_of
 from comm_hooks.collectives.requests import decoded_text, encoded_text
 
 _FIRST_POLL_SECONDS = 0.001
 _POLL_SECONDS = 0.05
-
-# How many notices this process has put up among the ranks of a group: all its exchanges together,
-# so that the n-th one of every rank is for the same comparison.
-_counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class NoticeBoard:
@@ -47,6 +43,7 @@ class NoticeBoard:
     ) -> None:
         self._store = PrefixStore("notices", store)
         self._group = group
+        self._progress = progress_of(group)
         self._timeout_seconds = timeout_seconds
         self._is_over = is_over
 
@@ -59,8 +56,8 @@ class NoticeBoard:
         ranks, own = dist.get_world_size(self._group), dist.get_rank(self._group)
         if ranks == 1:
             return [decoded_text(encoded_text(value))]
-        number = _counts.get(self._group, 0)
-        _counts[self._group] = number + 1
+        number = f"{self._progress.begun}.{self._progress.notices}"
+        self._progress.notices += 1
         text = encoded_text(value)
         mark = hashlib.sha256(text).hexdigest()
         self._store.set(f"{number} value {own}", text.decode())

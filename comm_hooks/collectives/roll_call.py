@@ -11,7 +11,8 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from comm_hooks.collectives.requests import Request
+from comm_hooks.collectives.progress import Progress
+from comm_hooks.collectives.requests import AllGatherObject, Request
 from comm_hooks.errors import PeerError
 
 _LONGEST_SECONDS = 5.0
@@ -24,8 +25,9 @@ _SOURCE = re.compile(r"\[\S+\.\w+:\d+\] ")
 
 @dataclass(frozen=True)
 class _Signature:
-    """When a rank has given up, by its clock, and what it had asked of the network."""
+    """In which round and when a rank has given up, by its clock, and what it had asked for."""
 
+    round: int
     at: float
     request: str
 
@@ -42,26 +44,44 @@ class RollCall:
         ranks: all of them, as users count them.
         own: this rank, as users count it.
         timeout: after which a collective fails.
+        progress: of this process among these ranks.
     """
 
-    def __init__(self, store: Store, ranks: Sequence[int], own: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: Store,
+        ranks: Sequence[int],
+        own: int,
+        timeout: timedelta,
+        progress: Progress,
+    ) -> None:
         self._store = PrefixStore("roll call", store)
         self._ranks = ranks
         self._own = own
         self._timeout = timeout
+        self._progress = progress
+        self._reason = ""
 
-    def report(self, error: BaseException) -> None:
+    def report(self, error: BaseException, round_number: int) -> None:
         """Tell the others, who may be waiting for this rank, why it does not come."""
-
-        def tell() -> None:
-            self._store.set(f"failure {self._own}", f"{type(error).__name__}: {_line(error)}")
-
-        _within(_LONGEST_SECONDS, tell)
+        self._progress.fail(round_number)
+        failure = {"round": round_number, "error": f"{type(error).__name__}: {_line(error)}"}
+        _within(_LONGEST_SECONDS, lambda: self._say("failure", failure))
 
     def has_begun(self, ranks: Sequence[int]) -> bool:
-        """Return whether one of these ranks has given up, or failed."""
+        """Return whether one of these ranks has given up, or failed, since the last time."""
         kinds = ("signed", "failure")
-        return any(self._store.check([f"{kind} {rank}"]) for kind in kinds for rank in ranks)
+        return any(self._said(kind, rank) for kind in kinds for rank in ranks)
+
+    def _say(self, kind: str, said: Mapping[str, Any]) -> None:
+        self._store.set(f"{kind} {self._own}", json.dumps(said))
+
+    def _said(self, kind: str, rank: int) -> dict[str, Any] | None:
+        """Return what a rank says of a round that has not failed here and been left behind."""
+        if not self._store.check([f"{kind} {rank}"]):
+            return None
+        said: dict[str, Any] = json.loads(self._store.get(f"{kind} {rank}"))
+        return said if said["round"] > self._progress.forgiven else None
 
     def explain(self, error: BaseException, request: Request) -> PeerError:
         """Return what to raise instead of an error of the network; takes some seconds at most.
@@ -70,47 +90,54 @@ class RollCall:
             error: of the network.
             request: what was asked of it.
         """
+        cause = _line(error)
+        if self._reason:
+            # No network outlives a collective that has failed: what follows has the same reason.
+            return PeerError(f"{self._reason} ({cause})")
         waited = min(_LONGEST_SECONDS, self._timeout.total_seconds())
         signed: dict[int, _Signature] = {}
         failures: dict[int, str] = {}
+        number = self._progress.begun
+        self._progress.fail(number)
 
         def call() -> None:
-            own = {"at": time.time(), "request": str(request)}
-            self._store.set(f"signed {self._own}", json.dumps(own))
+            self._say("signed", {"round": number, "at": time.time(), "request": str(request)})
             until = time.monotonic() + waited
             while time.monotonic() < until:
                 for rank in set(self._ranks) - set(signed):
-                    if self._store.check([f"signed {rank}"]):
-                        signed[rank] = _Signature(**json.loads(self._store.get(f"signed {rank}")))
+                    if said := self._said("signed", rank):
+                        signed[rank] = _Signature(**said)
                 if len(signed) == len(self._ranks):
                     break
                 time.sleep(_POLL_SECONDS)
             for rank in self._ranks:
-                if self._store.check([f"failure {rank}"]):
-                    failures[rank] = self._store.get(f"failure {rank}").decode()
+                if said := self._said("failure", rank):
+                    failures[rank] = said["error"]
 
         # In a thread of its own: if the keeper of the store is gone, too, it may never answer.
         if not _within(2 * waited + 1, call):
-            return PeerError(
+            reason = (
                 "an exchange failed, and the store by which ranks found each other does not answer "
                 f"either: the process that keeps it, often rank {self._ranks[0]}, has ended or "
-                f"cannot be reached ({_line(error)})"
+                "cannot be reached"
             )
-        return self._told(signed, failures, _line(error))
+        else:
+            reason = self._told(signed, failures)
+        if not isinstance(request, AllGatherObject):
+            self._reason = reason
+        return PeerError(f"{reason} ({cause})")
 
-    def _told(
-        self, signed: Mapping[int, "_Signature"], failures: Mapping[int, str], cause: str
-    ) -> PeerError:
-        """Return what to raise, given what ranks have signed and what some of them say."""
+    def _told(self, signed: Mapping[int, "_Signature"], failures: Mapping[int, str]) -> str:
+        """Return the reason, given what ranks have signed and what some of them say."""
         if failures:
             rank, failure = next(iter(failures.items()))
-            return PeerError(f"an exchange failed because rank {rank} did: {failure} ({cause})")
+            return f"an exchange failed because rank {rank} did: {failure}"
         timeout = f"{self._timeout.total_seconds():g} s"
         absent = [rank for rank in self._ranks if rank not in signed]
         if absent:
-            return PeerError(
+            return (
                 f"an exchange failed because {_named(absent)} did not take part: ended, stopped, "
-                f"or late by more than the timeout of {timeout} ({cause})"
+                f"or late by more than the timeout of {timeout}"
             )
         first = min(signed, key=lambda rank: signed[rank].at)
         late = {rank: signature.at - signed[first].at for rank, signature in signed.items()}
@@ -128,8 +155,8 @@ class RollCall:
             waits = [f"{_named(ranks)} for {request}" for request, ranks in of_request.items()]
             reasons.append(f"ranks waited for different things: {', '.join(waits)}")
         if not reasons:
-            return PeerError(f"an exchange failed, although all ranks are there ({cause})")
-        return PeerError(f"an exchange failed because {'; '.join(reasons)} ({cause})")
+            return "an exchange failed, although all ranks are there"
+        return f"an exchange failed because {'; '.join(reasons)}"
 
 
 def _named(ranks: Sequence[int]) -> str:

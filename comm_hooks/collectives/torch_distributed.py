@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from comm_hooks.collectives.base import Transport, completed, finish
 from comm_hooks.collectives.gloo import GlooRanks, exchange_pairs_tag
 from comm_hooks.collectives.notice_board import NoticeBoard
+from comm_hooks.collectives.progress import progress_of
 from comm_hooks.collectives.requests import (
     AllGather,
     AllGatherObject,
@@ -97,7 +98,8 @@ class TorchDistributed(Transport):
         timeout = _timeout(self._group) or dist.default_pg_timeout
         # Of each group for itself: others may go on when one has failed.
         of_group = PrefixStore(f"comm_hooks {self._group.group_name}", store)
-        self._roll_call = RollCall(of_group, self.ranks, dist.get_rank(), timeout)
+        self._progress = progress_of(self._group)
+        self._roll_call = RollCall(of_group, self.ranks, dist.get_rank(), timeout, self._progress)
         self._board = NoticeBoard(
             of_group,
             self._group,
@@ -177,8 +179,11 @@ class TorchDistributed(Transport):
         works, reply = self._issue(request, self._part(request.group))
         return works[0].get_future().then(lambda done: self._checked(done, request, reply))
 
-    def report(self, error: BaseException) -> None:
-        self._roll_call.report(error)
+    def begin_round(self) -> int:
+        return self._progress.begin()
+
+    def report(self, error: BaseException, round_number: int) -> None:
+        self._roll_call.report(error, round_number)
 
     def _checked(
         self, done: torch.futures.Future[Any], request: Request, reply: torch.Tensor

@@ -1,6 +1,7 @@
 """Ranks that mean different collectives get an error, not a process that gloo has ended."""
 
 import json
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm_hooks import Exchange, Identity, PeerError
+from comm_hooks import ConfigMismatchError, ErrorFeedback, Exchange, Identity, PeerError
 from comm_hooks.collectives.requests import AllGather, AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from tests.ranks import Ranks
@@ -22,10 +23,10 @@ def short_lived() -> Any:
     return dist.new_group(timeout=timedelta(seconds=1))
 
 
-def told(function: Callable[[], object]) -> str:
+def told(function: Callable[[], object], kind: type[Exception] = PeerError) -> str:
     try:
         function()
-    except PeerError as error:
+    except kind as error:
         return str(error)
     return "nothing"
 
@@ -70,3 +71,41 @@ def test_messages_of_different_sizes_do_not_meet(ranks_of: RanksOf) -> None:
     sizes = "rank 0 for an all-gather of 800 bytes, rank 1 for an all-gather of 8 bytes"
     for message in ranks_of(2).run(mean_different_sizes):
         assert f"ranks waited for different things: {sizes}" in message
+
+
+def compare_different_things() -> str:
+    """Make the exchange anew on rank 1, while rank 0 gives its own another tensor."""
+    group = short_lived()
+    exchange = Exchange(Identity(), process_group=group)
+    exchange.average_({"weight": torch.ones(4, 4)})
+    if dist.get_rank() == 1:
+        exchange = Exchange(Identity(), process_group=group)
+    return told(lambda: exchange.average_({"bias": torch.ones(4)}), ConfigMismatchError)
+
+
+def test_settings_are_not_compared_with_tensors(ranks_of: RanksOf) -> None:
+    for message in ranks_of(2).run(compare_different_things):
+        assert "what they compare is tensors on rank 0, settings on rank 1" in message
+
+
+class Broken(ErrorFeedback):
+    def active(self, norms: torch.Tensor) -> torch.Tensor:
+        raise LookupError("broken")
+
+
+def go_on_after_failures() -> list[float]:
+    """Fail on all ranks in every other round; rank 1 is the last to come to the next one."""
+    exchange = Exchange(Identity(), process_group=short_lived())
+    means = []
+    for step in range(3):
+        with pytest.raises(LookupError, match="broken"):
+            exchange.average_({f"lost {step}": torch.ones(40, 40)}, memory=Broken())
+        time.sleep(0.1 * dist.get_rank())
+        tensor = torch.full((40, 40), float(dist.get_rank()))
+        exchange.average_({f"weight {step}": tensor})
+        means.append(tensor.mean().item())
+    return means
+
+
+def test_a_failure_that_all_have_left_behind_is_not_taken_for_the_next(ranks_of: RanksOf) -> None:
+    assert ranks_of(2).run(go_on_after_failures) == [[0.5] * 3] * 2

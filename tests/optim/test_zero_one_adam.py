@@ -338,6 +338,27 @@ def test_ranks_that_drift_apart_are_told_although_none_exchanges_after_an_exchan
         assert "the parameters of rank 1 are not those of rank 0" in str(outcome.error)
 
 
+def synchronize_instead(sharded: bool) -> None:
+    """Synchronize on rank 1, off schedule, where rank 0 goes on to its next scheduled exchange."""
+    parameters = fresh()
+    optimizer = make(parameters.items(), sharded=sharded, var_freeze_step=1, local_step_scaler=1)
+    while optimizer.is_synchronized:
+        advance(optimizer, parameters, [0])
+    if dist.get_rank() == 1:
+        optimizer.synchronize()
+    advance(optimizer, parameters, range(4))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_rank_that_synchronizes_where_another_takes_a_step_is_told(
+    ranks_of: RanksOf, sharded: bool
+) -> None:
+    for _ in range(5):
+        for outcome in ranks_of(2).outcomes(synchronize_instead, sharded):
+            assert isinstance(outcome.error, PayloadError)
+            assert "the optimizer of rank 1 has other hyperparameters" in str(outcome.error)
+
+
 def disagree() -> None:
     parameter = nn.Parameter(torch.ones(4, 4))
     parameter.grad = torch.ones(4, 4)

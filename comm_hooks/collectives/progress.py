@@ -1,0 +1,43 @@
+"""How far this process has come among the ranks of a group."""
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+
+@dataclass
+class Progress:
+    """Counts what the ranks of a group do together: all exchanges of this process.
+
+    Ranks that catch an error and go on must not take the failure that is over for one that is yet
+    to come: what they tell each other carries the number of the round that it is about.
+
+    Attributes:
+        begun: rounds that have begun, the present one included.
+        forgiven: the last round that had failed here when the present one began.
+        notices: comparisons within the present round.
+    """
+
+    begun: int = 0
+    forgiven: int = -1
+    notices: int = 0
+    _failed: int = -1
+
+    def begin(self) -> int:
+        """Begin a round; return its number."""
+        self.begun += 1
+        self.forgiven, self.notices = self._failed, 0
+        return self.begun
+
+    def fail(self, number: int) -> None:
+        """Note that a round has failed here."""
+        self._failed = max(self._failed, number)
+
+
+_of_group: WeakKeyDictionary[dist.ProcessGroup, Progress] = WeakKeyDictionary()
+
+
+def progress_of(group: dist.ProcessGroup) -> Progress:
+    """Return the progress of this process in a group: one object for all its transports."""
+    return _of_group.setdefault(group, Progress())
