@@ -55,13 +55,14 @@ def compare_settings(settings: Mapping[str, Any], owner: Owner | None) -> Round[
 
     Raises:
         ConfigMismatchError: on all ranks, naming the settings and the ranks.
+        PeerError: on all ranks, if some of them are about to compare something else.
     """
     own = dict(settings)
     if owner is not None:
         own |= owner.hyperparameters()
         if replica := owner.replica():
             own["checksum of the initial model"] = int(fingerprint(replica))
-    check_agreement((yield from _gather("settings", own)))
+    check_agreement((yield AllGatherObject(own, about="settings", may_be_alone=True)))
 
 
 def compare_tensors(segments: Sequence[Segment]) -> Round[None]:
@@ -70,7 +71,7 @@ def compare_tensors(segments: Sequence[Segment]) -> Round[None]:
     Raises:
         ConfigMismatchError: on all ranks, naming the first tensor that differs, and the ranks.
     """
-    digests = yield from _gather("tensors", digest(segments))
+    digests = yield AllGatherObject(digest(segments), about="tensors", may_be_alone=True)
     if len(set(digests)) == 1:
         return
     listings = yield AllGatherObject(
@@ -85,22 +86,6 @@ def compare_tensors(segments: Sequence[Segment]) -> Round[None]:
                 f"{differences(at_place)}. Give every rank the same tensors in the same order"
             )
     check_agreement(counts)
-
-
-def _gather(about: str, value: Any) -> Round[list[Any]]:
-    """Return a round in which all ranks learn what the others say about something.
-
-    Raises:
-        ConfigMismatchError: on all ranks, if not all are about to say something about that.
-    """
-    said: list[dict[str, Any]] = yield AllGatherObject({about: value}, may_be_alone=True)
-    abouts = [next(iter(each)) for each in said]
-    if len(set(abouts)) > 1:
-        raise ConfigMismatchError(
-            f"ranks compare different things: what they compare {differences(abouts)}. Make "
-            "optimizers and exchanges, and give them other tensors, on all ranks at the same time"
-        )
-    return [each[about] for each in said]
 
 
 def check_agreement(configs: Sequence[Mapping[str, Any]]) -> None:

@@ -12,11 +12,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from comm_hooks.collectives.base import Transport, completed
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Group, Request
-
-# Of messages between two ranks: theirs have the upper bits of this, so that none meets one that the
-# program sends on the same group, and lower ones that depend on their size.
-_TAG = 0x63000000
-_SIZE_MASK = 0xFFFFFF
+from comm_hooks.collectives.rings import Rings
 
 
 class GlooRanks(Transport):
@@ -58,34 +54,32 @@ class GlooRanks(Transport):
         return self._world_size
 
     @cached_property
-    def _context(self) -> Any:
+    def _rings(self) -> Rings:
         # Not every build of torch has it.
         from torch.distributed import ProcessGroupGloo
 
         # Connects to all others, so not before it is needed.
-        return ProcessGroupGloo(self._store, self._rank, self._world_size, self._timeout)
+        context = ProcessGroupGloo(self._store, self._rank, self._world_size, self._timeout)
+        return Rings(context, self._rank, self._world_size)
 
     def perform(self, request: Request) -> Any:
         if request.group:
             return self._part(request.group).perform(replace(request, group=None))
+        if self._world_size == 1:
+            return _alone(request)
         try:
             return self._perform(request)
         except RuntimeError as error:
             raise self._explain(error, request) from error
 
     def _perform(self, request: Request) -> Any:
-        payload = request.payload
         if isinstance(request, AllReduce):
-            self._context.allreduce([payload]).wait()
-            return payload
-        if isinstance(request, AllToAll):
-            return self._exchange_pairs(payload)
+            self._rings.all_reduce_(request.payload)
+            return request.payload
         if isinstance(request, AllGather):
-            if self._world_size <= 2:
-                return self._exchange_pairs(payload.expand(self._world_size, -1))
-            reply = payload.new_empty(self._world_size * payload.numel())
-            self._context._allgather_base(reply, payload).wait()
-            return reply.view(self._world_size, -1)
+            return self._rings.all_gather(request.payload)
+        if isinstance(request, AllToAll):
+            return self._rings.all_to_all(request.payload)
         raise TypeError(f"no such request: {request}")
 
     def start(self, request: Request) -> torch.futures.Future[Any]:
@@ -104,24 +98,8 @@ class GlooRanks(Transport):
             )
         return self._parts[group]
 
-    def _exchange_pairs(self, rows: torch.Tensor) -> torch.Tensor:
-        """Send row j to rank j; return the rows that come from all ranks."""
-        reply = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        reply[self._rank] = rows[self._rank]
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        # Receives first: a send that meets a posted receive is not held up behind other data.
-        tag = exchange_pairs_tag(rows)
-        works = [self._context.recv([reply[rank]], rank, tag) for rank in others]
-        works += [self._context.send([rows[rank]], rank, tag) for rank in others]
-        for work in works:
-            work.wait()
-        return reply
 
-
-def exchange_pairs_tag(rows: torch.Tensor) -> int:
-    """Return the tag of messages as long as these rows.
-
-    Gloo ends the process where a message is longer than what its receiver expects.  Those of ranks
-    that mean different rounds do not meet at all, and time out.
-    """
-    return _TAG | rows[0].nbytes & _SIZE_MASK
+def _alone(request: Request) -> torch.Tensor:
+    """Return the reply where there is one rank."""
+    payload: torch.Tensor = request.payload
+    return payload[None] if isinstance(request, AllGather) else payload

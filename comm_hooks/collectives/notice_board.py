@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from comm_hooks.collectives.progress import progress_of
-from comm_hooks.collectives.requests import decoded_text, encoded_text
+from comm_hooks.collectives.requests import AllGatherObject, decoded_text, encoded_text
+from comm_hooks.collectives.roll_call import different_requests
+from comm_hooks.errors import PeerError
 
 _FIRST_POLL_SECONDS = 0.001
 _POLL_SECONDS = 0.05
@@ -19,8 +21,8 @@ class NoticeBoard:
     """Gathers plain values in the store by which the ranks have met.
 
     A collective takes all ranks.  Whether all of them are about to compare their settings is what
-    one of them does not know that has made its optimizer anew, while the others go on exchanging:
-    their messages would meet, which gloo answers by ending the process.  Here
+    one of them does not know that has made its optimizer anew, while the others go on exchanging,
+    and what compares may have no connections yet.  Here
 
     1. every rank puts up what it has to say, and a digest of it;
     2. it reads the digests of all ranks, waiting for those that are not there yet;
@@ -47,28 +49,33 @@ class NoticeBoard:
         self._timeout_seconds = timeout_seconds
         self._is_over = is_over
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, request: AllGatherObject) -> list[Any]:
         """Return what all ranks say, in rank order.
 
         Raises:
+            PeerError: on all ranks, if they do not all speak of the same.
             TimeoutError: if not all have said anything in time.
         """
+        value = request.payload
         ranks, own = dist.get_world_size(self._group), dist.get_rank(self._group)
         if ranks == 1:
             return [decoded_text(encoded_text(value))]
-        number = f"{self._progress.begun}.{self._progress.notices}"
-        self._progress.notices += 1
-        text = encoded_text(value)
+        name = self._progress.compare()
+        text = encoded_text({str(request): value})
         mark = hashlib.sha256(text).hexdigest()
-        self._store.set(f"{number} value {own}", text.decode())
-        self._store.set(f"{number} digest {own}", mark)
-        places = [f"{number} digest {rank}" for rank in range(ranks)]
+        self._store.set(f"{name} value {own}", text.decode())
+        self._store.set(f"{name} digest {own}", mark)
+        places = [f"{name} digest {rank}" for rank in range(ranks)]
         self._wait(places)
         found = []
         for rank, place in enumerate(places):
             is_alike = self._store.get(place).decode() == mark
-            found.append(text if is_alike else self._store.get(f"{number} value {rank}"))
-        return [decoded_text(each) for each in found]
+            found.append(text if is_alike else self._store.get(f"{name} value {rank}"))
+        said = [decoded_text(each) for each in found]
+        requests = dict(enumerate(next(iter(each)) for each in said))
+        if reason := different_requests(requests):
+            raise PeerError(f"an exchange failed because {reason}")
+        return [each[str(request)] for each in said]
 
     def _wait(self, places: Sequence[str]) -> None:
         until, poll = time.monotonic() + self._timeout_seconds, _FIRST_POLL_SECONDS

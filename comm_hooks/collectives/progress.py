@@ -15,7 +15,7 @@ class Progress:
 
     Attributes:
         begun: rounds that have begun, the present one included.
-        forgiven: the last round that had failed here when the present one began.
+        forgiven: the last round that had failed here when the present round or comparison began.
         notices: comparisons within the present round.
     """
 
@@ -27,8 +27,15 @@ class Progress:
     def begin(self) -> int:
         """Begin a round; return its number."""
         self.begun += 1
-        self.forgiven, self.notices = self._failed, 0
+        self.notices = 0
+        self.forgiven = self._failed
         return self.begun
+
+    def compare(self) -> str:
+        """Begin a comparison; return its name, which is the same on all ranks."""
+        self.notices += 1
+        self.forgiven = self._failed
+        return f"{self.begun}.{self.notices}"
 
     def fail(self, number: int) -> None:
         """Note that a round has failed here."""

@@ -112,19 +112,20 @@ class AllGatherObject(Request):
     Plain values are what JSON knows, and nothing that is received is ever unpickled: tuples come
     back as lists.  For settings, before the first gradient; not counted as traffic.
 
-    ``may_be_alone``: perhaps only some ranks have come to this place, such as one that has made its
-    optimizer anew.  A network's collectives are not for that: where ranks mean different ones they
-    end the process (gloo) or hang.
+    ``about``: what is compared, for errors.  ``may_be_alone``: perhaps only some ranks have come to
+    this place, such as one that has made its optimizer anew.  Where ranks mean different
+    collectives, a network may hang.
     """
 
     final: bool = False
+    about: str = "settings"
     may_be_alone: bool = False
 
     def traffic(self, world_size: int) -> int:
         return 0
 
     def __str__(self) -> str:
-        return "a comparison of settings"
+        return f"a comparison of {self.about}"
 
 
 def encoded(value: Any) -> torch.Tensor:

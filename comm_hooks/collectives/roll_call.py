@@ -93,7 +93,7 @@ class RollCall:
         cause = _line(error)
         if self._reason:
             # No network outlives a collective that has failed: what follows has the same reason.
-            return PeerError(f"{self._reason} ({cause})")
+            return PeerError(f"an exchange failed because {self._reason} ({cause})")
         waited = min(_LONGEST_SECONDS, self._timeout.total_seconds())
         signed: dict[int, _Signature] = {}
         failures: dict[int, str] = {}
@@ -117,27 +117,26 @@ class RollCall:
         # In a thread of its own: if the keeper of the store is gone, too, it may never answer.
         if not _within(2 * waited + 1, call):
             reason = (
-                "an exchange failed, and the store by which ranks found each other does not answer "
-                f"either: the process that keeps it, often rank {self._ranks[0]}, has ended or "
-                "cannot be reached"
+                "the store by which ranks found each other does not answer: the process that keeps "
+                f"it, often rank {self._ranks[0]}, has ended or cannot be reached"
             )
         else:
             reason = self._told(signed, failures)
         if not isinstance(request, AllGatherObject):
             self._reason = reason
-        return PeerError(f"{reason} ({cause})")
+        return PeerError(f"an exchange failed because {reason} ({cause})")
 
     def _told(self, signed: Mapping[int, "_Signature"], failures: Mapping[int, str]) -> str:
         """Return the reason, given what ranks have signed and what some of them say."""
         if failures:
             rank, failure = next(iter(failures.items()))
-            return f"an exchange failed because rank {rank} did: {failure}"
+            return f"rank {rank} did: {failure}"
         timeout = f"{self._timeout.total_seconds():g} s"
         absent = [rank for rank in self._ranks if rank not in signed]
         if absent:
             return (
-                f"an exchange failed because {_named(absent)} did not take part: ended, stopped, "
-                f"or late by more than the timeout of {timeout}"
+                f"{_named(absent)} did not take part: ended, stopped, or late by more than the "
+                f"timeout of {timeout}"
             )
         first = min(signed, key=lambda rank: signed[rank].at)
         late = {rank: signature.at - signed[first].at for rank, signature in signed.items()}
@@ -148,15 +147,28 @@ class RollCall:
                 f"{_named(list(late))} came too late: {min(late.values()):.1f} s after rank "
                 f"{first} had given up (the timeout is {timeout})"
             )
-        of_request: dict[str, list[int]] = {}
-        for rank in self._ranks:
-            of_request.setdefault(signed[rank].request, []).append(rank)
-        if len(of_request) > 1:
-            waits = [f"{_named(ranks)} for {request}" for request, ranks in of_request.items()]
-            reasons.append(f"ranks waited for different things: {', '.join(waits)}")
+        if different := different_requests({r: signed[r].request for r in self._ranks}):
+            reasons.append(different)
         if not reasons:
-            return "an exchange failed, although all ranks are there"
-        return f"an exchange failed because {'; '.join(reasons)}"
+            return "a connection was lost, although all ranks are there"
+        return "; ".join(reasons)
+
+
+def different_requests(requests: Mapping[int, str]) -> str:
+    """Return in words which ranks wait for what; nothing if all wait for the same.
+
+    Example::
+
+        >>> different_requests({0: "an all-reduce", 1: "an all-gather", 2: "an all-reduce"})
+        'ranks waited for different things: ranks 0, 2 for an all-reduce, rank 1 for an all-gather'
+    """
+    of_request: dict[str, list[int]] = {}
+    for rank, request in requests.items():
+        of_request.setdefault(request, []).append(rank)
+    if len(of_request) < 2:
+        return ""
+    waits = [f"{_named(ranks)} for {request}" for request, ranks in of_request.items()]
+    return f"ranks waited for different things: {', '.join(waits)}"
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -1,20 +1,19 @@
 """Requests over a ``torch.distributed`` process group."""
 
-import atexit
 import os
-import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from comm_hooks.collectives.base import Transport, completed, finish
-from comm_hooks.collectives.gloo import GlooRanks, exchange_pairs_tag
+from comm_hooks.collectives.base import Transport, completed
+from comm_hooks.collectives.gloo import GlooRanks
 from comm_hooks.collectives.notice_board import NoticeBoard
 from comm_hooks.collectives.progress import progress_of
 from comm_hooks.collectives.requests import (
@@ -31,48 +30,26 @@ from comm_hooks.collectives.requests import (
 )
 from comm_hooks.collectives.roll_call import RollCall
 from comm_hooks.collectives.worker import RoundWorker
+from comm_hooks.errors import PeerError
 
 # The name since torch 2.13; older versions know only the other one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-_SECONDS_FOR_THREADS_TO_END = 0.1
-
-
-@cache
-def _let_gloo_threads_end_at_exit() -> None:
-    """Give gloo's threads the interpreter lock once more before the interpreter ends.
-
-    A thread of gloo that has completed a collective takes the lock to free what Python lent it,
-    possibly after the main thread has gone on.  If it asks while the interpreter finalizes, CPython
-    ends it with ``pthread_exit``, which C++ answers with ``abort()``: a training run that succeeded
-    ends with SIGABRT and "terminate called without an active exception", and torchrun calls it
-    failed.  ``destroy_process_group`` does not help, a DDP model keeps the group alive.
-    """
-    atexit.register(time.sleep, _SECONDS_FOR_THREADS_TO_END)
 
 
 class TorchDistributed(Transport):
     """A transport over a process group, the default one if ``group`` is None.
 
-    How requests travel:
-
-    * gloo, tensors on the CPU: an all-gather of two ranks and every all-to-all by sends to and
-      receives from each rank, because gloo's own leave up to half of a slow link idle;
-    * otherwise by the collectives of ``torch.distributed``.
+    Tensors on the CPU, on gloo, travel by messages between two ranks
+    (:mod:`~comm_hooks.collectives.rings`), over connections of their own: the first exchange makes
+    them, which takes 10 ms or so and all ranks.  All others travel by the collectives of
+    ``torch.distributed``.
 
     How rounds go on beside the caller (:meth:`run_async`):
 
-    * one collective, tensors on the CPU: the calling thread issues it, gloo's threads do what
-      follows;
-    * several collectives, or sends and receives, on gloo: a thread takes rounds to their end, one
-      after the other, over connections of its own (see
-      :class:`~comm_hooks.collectives.worker.RoundWorker`).  The first such round makes them, which
-      takes 10 ms or so and all ranks;
+    * gloo: a thread takes them to their end, one after the other, over connections of its own
+      (:class:`~comm_hooks.collectives.worker.RoundWorker`);
     * accelerators: all of it on a stream of their own, for which neither the caller nor its stream
       waits.
-
-    All other collectives are issued from the calling thread in the order of the calls, which gloo
-    needs to match them.
 
     Raises:
         ValueError: if ``torch.distributed`` is not initialized.
@@ -106,8 +83,6 @@ class TorchDistributed(Transport):
             timeout.total_seconds(),
             lambda absent: self._roll_call.has_begun([self.ranks[rank] for rank in absent]),
         )
-        if self._is_gloo:
-            _let_gloo_threads_end_at_exit()
 
     @property
     def rank(self) -> int:
@@ -126,12 +101,12 @@ class TorchDistributed(Transport):
         return self._ranks_per_node
 
     @cached_property
-    def _gloo_parts(self) -> GlooRanks:
+    def _gloo(self) -> GlooRanks:
         return self._gloo_ranks()
 
     def _gloo_ranks(self) -> GlooRanks:
         """Return the same ranks with connections of their own.  Takes all ranks."""
-        names = self.perform(AllGatherObject(uuid.uuid4().hex))
+        names = self._compare(AllGatherObject(uuid.uuid4().hex, about="connections"))
         default_store = dist.distributed_c10d._get_default_store()
         store = PrefixStore(f"comm_hooks {names[0]}", default_store)
         return GlooRanks(
@@ -139,27 +114,28 @@ class TorchDistributed(Transport):
         )
 
     def perform(self, request: Request) -> Any:
-        if request.group and self._goes_by_gloo(request):
-            return self._gloo_parts.perform(request)
-        group = self._part(request.group)
         if isinstance(request, AllGatherObject):
             if request.may_be_alone and not request.group:
                 return self._compare(request)
             own = encoded(request.payload).to(self._device)
-            return gather_objects(lambda part: self._perform(part, group), own)
-        return self._perform(request, group)
+            return gather_objects(lambda r: self._perform(replace(r, group=request.group)), own)
+        return self._perform(request)
 
-    def _compare(self, request: Request) -> list[Any]:
+    def _compare(self, request: AllGatherObject) -> list[Any]:
         try:
-            return self._board.gather(request.payload)
+            return self._board.gather(request)
+        except PeerError:
+            raise
         except (TimeoutError, RuntimeError) as error:
             raise self._roll_call.explain(error, request) from error
 
-    def _perform(self, request: Request, group: dist.ProcessGroup) -> torch.Tensor:
+    def _perform(self, request: Request) -> Any:
+        if self._goes_by_gloo(request):
+            return self._gloo.perform(request)
+        group = self._part(request.group)
         try:
-            works, reply = self._issue(request, group)
-            for work in works:
-                work.wait()
+            work, reply = self._issue(request, group)
+            work.wait()
         except RuntimeError as error:
             raise self._roll_call.explain(error, request) from error
         return reply
@@ -173,11 +149,10 @@ class TorchDistributed(Transport):
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
     def start(self, request: Request) -> torch.futures.Future[Any]:
-        if self._goes_by_pairs(request) or (self._is_gloo and request.group):
-            # Sends and receives have no futures on gloo.
+        if self._goes_by_gloo(request):
             return self.run_async(_only(request))
-        works, reply = self._issue(request, self._part(request.group))
-        return works[0].get_future().then(lambda done: self._checked(done, request, reply))
+        work, reply = self._issue(request, self._part(request.group))
+        return work.get_future().then(lambda done: self._checked(done, request, reply))
 
     def begin_round(self) -> int:
         return self._progress.begin()
@@ -200,8 +175,10 @@ class TorchDistributed(Transport):
     ) -> torch.futures.Future[Result]:
         if device is not None and device.type != "cpu":
             return self._run_on_stream(round_, device)
-        if not self._is_gloo or self.world_size == 1:
+        if not self._is_gloo:
             return super().run_async(round_, device)
+        if self.world_size == 1:
+            return completed(self.run(round_))
         try:
             request = next(round_)
             # In the first round of all ranks; the next bucket must find them agreed.
@@ -209,32 +186,13 @@ class TorchDistributed(Transport):
                 request = self.advance(round_, request)
         except StopIteration as stop:
             return completed(stop.value)
-        if request.final and not request.group and not self._goes_by_pairs(request):
-            return self._start_last(round_, request)
         if self._worker is None:
             self._worker = RoundWorker(self._gloo_ranks())
         return self._worker.submit(round_, request)
 
-    def _start_last(self, round_: Round[Result], request: Request) -> torch.futures.Future[Result]:
-        works, reply = self._issue(request, self._group)
-        # One callback: an error that passes from one to the next loses its type on the way.
-        return (
-            works[0]
-            .get_future()
-            .then(lambda done: finish(round_, lambda: self._checked(done, request, reply)))
-        )
-
     def _goes_by_gloo(self, request: Request) -> bool:
         payload = request.payload
         return self._is_gloo and isinstance(payload, torch.Tensor) and payload.device.type == "cpu"
-
-    def _goes_by_pairs(self, request: Request) -> bool:
-        if not self._goes_by_gloo(request) or self.world_size == 1:
-            return False
-        if isinstance(request, AllGather):
-            # From three ranks on gloo's ring is as fast.
-            return self.world_size == 2
-        return isinstance(request, AllToAll)
 
     def _run_on_stream(
         self, round_: Round[Result], device: torch.device
@@ -277,40 +235,23 @@ class TorchDistributed(Transport):
             self._parts[part] = _new_group(ranks, backend, like=self._group)
         return self._parts[part]
 
-    def _issue(self, request: Request, group: dist.ProcessGroup) -> tuple[list[Any], torch.Tensor]:
-        """Begin a collective; return its work handles and the tensor that they will fill."""
+    def _issue(self, request: Request, group: dist.ProcessGroup) -> tuple[Any, torch.Tensor]:
+        """Begin a collective; return its work handle and the tensor that it will fill."""
         payload, ranks = request.payload, dist.get_world_size(group)
-        if self._goes_by_pairs(request):
-            is_gather = isinstance(request, AllGather)
-            return _exchange_pairs(payload.expand(ranks, -1) if is_gather else payload, group)
         if isinstance(request, AllReduce):
-            return [dist.all_reduce(payload, group=group, async_op=True)], payload
+            return dist.all_reduce(payload, group=group, async_op=True), payload
         if isinstance(request, AllGather):
             reply = payload.new_empty(ranks * payload.numel())
             work = _all_gather_single(reply, payload, group=group, async_op=True)
-            return [work], reply.view(ranks, -1)
+            return work, reply.view(ranks, -1)
         if isinstance(request, AllToAll):
             reply = torch.empty_like(payload)
-            work = dist.all_to_all_single(reply, payload, group=group, async_op=True)
-            return [work], reply
+            return dist.all_to_all_single(reply, payload, group=group, async_op=True), reply
         raise TypeError(f"no such request: {request}")
 
 
 def _only(request: Request) -> Round[Any]:
     return (yield request)
-
-
-def _exchange_pairs(rows: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[Any], torch.Tensor]:
-    """Send row j to rank j; return the work handles and the rows that come from all ranks."""
-    own = dist.get_rank(group)
-    reply = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    reply[own] = rows[own]
-    peers = {r: dist.get_global_rank(group, r) for r in range(len(rows)) if r != own}
-    tag = exchange_pairs_tag(rows)
-    # Receives first: a send that meets a posted receive is not held up behind other data.
-    works = [dist.irecv(reply[r], src=peers[r], group=group, tag=tag) for r in peers]
-    works += [dist.isend(rows[r], dst=peers[r], group=group, tag=tag) for r in peers]
-    return works, reply
 
 
 def _new_group(ranks: list[int], backend: str, *, like: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -232,7 +232,7 @@ def timeout_of_thread() -> list[timedelta]:
     transport = TorchDistributed(group)
     transport.start(AllToAll(torch.zeros(dist.get_world_size(), 4, dtype=torch.uint8))).wait()
     beside = transport._gloo_ranks()
-    timeouts = [group._get_backend(CPU).options._timeout, beside._context.options._timeout]
+    timeouts = [group._get_backend(CPU).options._timeout, beside._rings._context.options._timeout]
     dist.barrier()  # nobody leaves while others are still connecting
     return timeouts
 

@@ -99,6 +99,7 @@ class Kind:
         settings: gives the culprit others from the start.
         everywhere: ``inject`` is called on all ranks.
         before: called on the culprit two steps earlier, with the same effect on nothing.
+        prepares: ``before`` is called on all ranks.
         recovers: whether all ranks must go on, alike; otherwise all that are there must refuse.
         suits: the methods that can have it.
         is_left_out: whether the run must then end like one that leaves the step out on all ranks.
@@ -116,6 +117,7 @@ class Kind:
     settings: Callable[[Case], Settings] | None = None
     everywhere: bool = False
     before: Inject | None = None
+    prepares: bool = False
     recovers: bool = False
     is_left_out: bool = False
     may_recover: bool = False
@@ -246,6 +248,12 @@ FAMILIES = {
     ],
     "exchanges by itself": [
         Kind("exchanges something else", exchange_something_else),
+        Kind(
+            "exchanges again what all have exchanged",
+            exchange_something_else,
+            before=exchange_something_else,
+            prepares=True,
+        ),
         Kind("exchanges its parameters", exchange_the_same_again),
         Kind(
             "makes its optimizer anew",

@@ -65,7 +65,7 @@ def _run(case: Case, rank: int, connection: Connection) -> Training:
     training = case.method.make(settings)
     is_hit = is_culprit or kind.everywhere
     for index in range(case.method.steps):
-        if kind.before and is_hit and index == case.step - 2:
+        if kind.before and (is_hit or kind.prepares) and index == case.step - 2:
             kind.before(training, case)
         if is_hit and index == case.step:
             connection.send("injected")

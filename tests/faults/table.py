@@ -110,11 +110,6 @@ Ranks compare a fingerprint of their parameters every {verify_every} exchanges h
 unless `verify_every` says otherwise. Bits are flipped where a checksum covers them: not in what
 follows the header of a sum, nor in vectors inside a node ([the wire format](wire.md)).
 
-Not among them, since gloo ends a process in which it happens: ranks that sum tensors of different
-sizes, all of which they have averaged before, such as fragments of `LocalRounds` under a linear
-compressor once a rank has left a local step out. The same goes for `collective="all_gather"` on
-three ranks or more. The other ranks then get a `PeerError` that names it.
-
 The methods:
 
 {columns}

@@ -23,6 +23,8 @@ FEW = [
     ("leaves a step out", "DiLoCo"),
     ("leaves an update out", "quantize"),
     ("exchanges something else", "MicroAdam"),
+    ("exchanges again what all have exchanged", "count_sketch"),
+    ("exchanges again what all have exchanged", "DGC"),
     ("makes its optimizer anew", "Marina"),
     ("has another learning rate later on", "SAFL"),
     ("has a parameter changed", "ZeroOneAdam"),

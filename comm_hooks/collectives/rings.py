@@ -1,0 +1,133 @@
+"""Collectives made of messages between two ranks, over a process group of gloo.
+
+Gloo has collectives of its own.  Where ranks call them with payloads of different sizes, because
+one of them is in another round, it ends the process with ``abort()``.  Messages can be told apart
+by a tag: those of payloads of another size never meet, and whoever waits for one times out.  The
+algorithms are the same, and as fast (``python -m benchmarks.rings``).
+
+All of them post receives before sends: a message that meets a posted receive is sent at once, and
+that a receive has been posted is said on the connection on which this rank's own data would be in
+the way.
+"""
+
+import zlib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+# A rank passes on the first part of what it receives while the rest is still coming.
+_SEGMENT_NBYTES = 1 << 20
+
+_Segments = Sequence[tuple[torch.Tensor, Any]]
+"""Parts of a payload, and the work that ends when they have arrived."""
+
+
+class Rings:
+    """Ranks in a ring, each of which receives from its left neighbour and sends to its right one.
+
+    Args:
+        context: ``ProcessGroupGloo`` of these ranks, on which nobody else sends.
+        rank, world_size: among them.
+    """
+
+    def __init__(self, context: Any, rank: int, world_size: int) -> None:
+        self._context = context
+        self._rank = rank
+        self._world_size = world_size
+
+    def all_reduce_(self, payload: torch.Tensor) -> None:
+        """Sum a 1-D payload over ranks, in place; bit-identical on all of them.
+
+        1. Cut it into N chunks.  Chunk c starts at rank c and goes round the ring once; everybody
+           adds its own.
+        2. What has come to the end of that, complete, goes round once more.
+
+        Every rank sends 2 (N - 1) chunks of N.
+        """
+        ranks, rank = self._world_size, self._rank
+        reducing, gathering = _tag("reduce", payload), _tag("gather", payload)
+        numel = payload.numel()
+        bounds = [numel * chunk // ranks for chunk in range(ranks + 1)]
+        chunks = [_segments(payload[a:b]) for a, b in pairwise(bounds)]
+        # A step's chunk is added while that of the next one arrives.
+        room = payload.new_empty(min(2, ranks - 1), -(-numel // ranks))
+
+        def post(step: int) -> list[tuple[torch.Tensor, torch.Tensor, Any]]:
+            own = chunks[(rank - step - 1) % ranks]
+            length = sum(segment.numel() for segment in own)
+            theirs = self._receive_all(_segments(room[step % 2, :length]), reducing)
+            return [(mine, *segment) for mine, segment in zip(own, theirs, strict=True)]
+
+        pending = post(0)
+        # A chunk is complete only after this rank's share of it has arrived, and been read here.
+        complete = [
+            self._receive_all(chunks[(rank - step) % ranks], gathering) for step in range(ranks - 1)
+        ]
+        sends = [self._send(segment, reducing) for segment in chunks[rank]]
+        for step in range(ranks - 1):
+            is_last = step == ranks - 2
+            following = [] if is_last else post(step + 1)
+            for own, theirs, receive in pending:
+                receive.wait()
+                own += theirs
+                sends.append(self._send(own, gathering if is_last else reducing))
+            pending = following
+        self._pass_on(complete, gathering, sends)
+
+    def all_gather(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return the payloads of all ranks, (N, n): each goes round the ring.
+
+        Every rank sends N - 1 payloads.
+        """
+        ranks, rank = self._world_size, self._rank
+        reply = payload.new_empty(ranks, payload.numel())
+        tag = _tag("gather", payload)
+        receives = [
+            self._receive_all(_segments(reply[(rank - step - 1) % ranks]), tag)
+            for step in range(ranks - 1)
+        ]
+        sends = [self._send(segment, tag) for segment in _segments(payload)]
+        reply[rank] = payload
+        self._pass_on(receives, tag, sends)
+        return reply
+
+    def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send row j to rank j; return the rows that come from all ranks, (N, n)."""
+        ranks, rank = self._world_size, self._rank
+        reply = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        reply[rank] = rows[rank]
+        tag = _tag("to all", rows)
+        others = [(rank + distance) % ranks for distance in range(1, ranks)]
+        works = [self._context.recv([reply[other]], other, tag) for other in reversed(others)]
+        works += [self._context.send([rows[other]], other, tag) for other in others]
+        for work in works:
+            work.wait()
+        return reply
+
+    def _pass_on(self, steps: Sequence[_Segments], tag: int, sends: list[Any]) -> None:
+        """Send on what arrives, but in the last step: that has come all the way round."""
+        for index, step in enumerate(steps):
+            for segment, receive in step:
+                receive.wait()
+                if index < len(steps) - 1:
+                    sends.append(self._send(segment, tag))
+        for send in sends:
+            send.wait()
+
+    def _receive_all(self, segments: Sequence[torch.Tensor], tag: int) -> _Segments:
+        left = (self._rank - 1) % self._world_size
+        return [(segment, self._context.recv([segment], left, tag)) for segment in segments]
+
+    def _send(self, segment: torch.Tensor, tag: int) -> Any:
+        return self._context.send([segment], (self._rank + 1) % self._world_size, tag)
+
+
+def _segments(chunk: torch.Tensor) -> Sequence[torch.Tensor]:
+    return chunk.split(max(1, _SEGMENT_NBYTES // chunk.element_size())) if chunk.numel() else ()
+
+
+def _tag(kind: str, payload: torch.Tensor) -> int:
+    """Return what tells messages of one collective from those of another: 31 bits."""
+    return zlib.crc32(f"{kind} {payload.nbytes}".encode()) >> 1
