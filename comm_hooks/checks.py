@@ -54,7 +54,7 @@ def check_combination(
             f"collective {collective!r} cannot be used: {reasons[collective]}; "
             f"choose from auto, {', '.join(supported)}"
         )
-    if memory and not compressor.contractive:
+    if memory and not compressor.bounds_residuals:
         raise ValueError(
             f"{compressor} cannot be used with error feedback: it is not contractive, so the "
             f"residual would grow without bound. Use memory=None; its noise averages out over "
