@@ -12,6 +12,11 @@ Collective = Literal["auto", "all_reduce", "all_gather", "sharded", "hierarchica
 
 def require_dense_floats(tensor: torch.Tensor) -> None:
     """Raise ``ValueError`` for tensors that no compressor takes."""
+    if hasattr(tensor, "device_mesh"):
+        raise ValueError(
+            "a DTensor is in parts on several ranks and cannot be exchanged: give its to_local(), "
+            "between ranks that hold the same part"
+        )
     if not tensor.is_floating_point() or tensor.is_sparse:
         raise ValueError(
             f"gradients must be dense and of a floating-point dtype to be compressed, got "

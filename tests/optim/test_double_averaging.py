@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import CountSketch, ErrorFeedback, Exchange, Sign, TopK, register, skip_hook
@@ -138,17 +140,77 @@ def test_one_rank_has_nobody_to_average_with(ranks_of: RanksOf) -> None:
     assert ranks_of(1).run(judge, "averaged", "plain", False) == [""]
 
 
-def adam(net: nn.Module) -> Any:
-    return LocalVarianceAdam(net.named_parameters(), Exchange(Sign(), ErrorFeedback()), lr=1e-3)
+def shard(kind: str, net: nn.Module) -> tuple[nn.Module, dist.ProcessGroup | None]:
+    """Return a model of FSDP on 4 ranks, and the group of ranks that the optimizer exchanges in."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if kind == "FSDP2":
+        return fully_shard(net), None
+    if kind == "HSDP":
+        return fully_shard(net, mesh=mesh), mesh["replicate"].get_group()
+    if kind == "FSDP2, between nodes":
+        return fully_shard(net, mesh=mesh["shard"]), mesh["replicate"].get_group()
+    strategy = {"FSDP1": "FULL_SHARD", "FSDP1, not sharded": "NO_SHARD"}[kind]
+    model = FullyShardedDataParallel(
+        net,
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+        sharding_strategy=ShardingStrategy[strategy],
+    )
+    return model, None
+
+
+SHARDED = {
+    "FSDP2": (
+        "the parameters are sharded over ranks 0, 1, 2, 3, and FSDP has averaged the gradients",
+    )
+    * 4,
+    "HSDP": ("over ranks 0, 2, and", "over ranks 1, 3, and") * 2,
+    "FSDP1": ("over ranks 0, 1, 2, 3, and",) * 4,
+    "FSDP1, not sharded": ("over ranks 0, 1, 2, 3, and",) * 4,
+    "FSDP2, between nodes": ("a DTensor is in parts on several ranks",) * 4,
+}
+
+
+def step_sharded(name: str, kind: str) -> str:
+    """Return what the first step says."""
+    torch.manual_seed(0)
+    model, group = shard(kind, nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3)))
+    exchange = Exchange(Sign(), ErrorFeedback(), process_group=group)
+    optimizer = OPTIMIZERS[name](model, exchange)
+    model(torch.randn(4, 64)).square().sum().backward()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*(("adam", kind) for kind in SHARDED), ("local_rounds", "FSDP2"), ("local_rounds", "FSDP1")],
+)
+def test_what_fsdp_averages_is_refused_at_the_first_step(
+    ranks_of: RanksOf, name: str, kind: str
+) -> None:
+    messages = ranks_of(4).run(step_sharded, name, kind)
+    for message, expected in zip(messages, SHARDED[kind], strict=True):
+        assert expected in message
+
+
+def adam(net: nn.Module, exchange: Exchange | None = None) -> Any:
+    exchange = exchange or Exchange(Sign(), ErrorFeedback())
+    return LocalVarianceAdam(net.named_parameters(), exchange, lr=1e-3)
 
 
 def marina(net: nn.Module) -> Any:
     return Marina(net.named_parameters(), Exchange(CountSketch(ratio=0.2)), lr=1e-3, p=0.5)
 
 
-def local_rounds(net: nn.Module) -> Any:
+def local_rounds(net: nn.Module, exchange: Exchange | None = None) -> Any:
     inner = torch.optim.AdamW(net.named_parameters(), lr=1e-3)
-    return LocalRounds(inner, Exchange(TopK(density=0.1), ErrorFeedback()), local_steps=2)
+    exchange = exchange or Exchange(TopK(density=0.1), ErrorFeedback())
+    return LocalRounds(inner, exchange, local_steps=2)
 
 
 OPTIMIZERS = {"adam": adam, "marina": marina, "local_rounds": local_rounds}
