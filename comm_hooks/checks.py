@@ -12,15 +12,20 @@ Collective = Literal["auto", "all_reduce", "all_gather", "sharded", "hierarchica
 
 def require_dense_floats(tensor: torch.Tensor) -> None:
     """Raise ``ValueError`` for tensors that no compressor takes."""
-    if hasattr(tensor, "device_mesh"):
-        raise ValueError(
-            "a DTensor is in parts on several ranks and cannot be exchanged: give its to_local(), "
-            "between ranks that hold the same part"
-        )
+    require_whole(tensor)
     if not tensor.is_floating_point() or tensor.is_sparse:
         raise ValueError(
             f"gradients must be dense and of a floating-point dtype to be compressed, got "
             f"{tensor.dtype} ({tensor.layout})"
+        )
+
+
+def require_whole(tensor: torch.Tensor) -> None:
+    """Raise ``ValueError`` for a DTensor, as FSDP2 and tensor parallelism have them."""
+    if hasattr(tensor, "device_mesh"):
+        raise ValueError(
+            "a DTensor (FSDP2, tensor parallelism) is in parts on several ranks and cannot be "
+            "exchanged: give its to_local(), between ranks that hold the same part"
         )
 
 

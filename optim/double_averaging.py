@@ -88,8 +88,8 @@ def refuse_double_averaging(findings: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``ValueError`` if DDP or FSDP has averaged the gradients.
 
     Args:
-        findings: of all ranks, from :func:`double_averaging`, or what :func:`sharded_over`
-            returned under ``"sharded over"``; so all of them raise, or none.
+        findings: of all ranks that took a step, from :func:`averaging`; so all of them raise, or
+            none.
     """
     for finding in findings:
         if sharing := finding.get("sharded over"):
@@ -117,11 +117,18 @@ def check_double_averaging(
     All ranks must call.
     """
     if transport.world_size > 1:
-        sharing = sharded_over(parameters, transport.ranks)
-        findings: dict[str, Any] = {"sharded over": sharing}
-        if not sharing:
-            findings = double_averaging(parameters, gradients)
-        refuse_double_averaging(transport.perform(AllGatherObject(findings)))
+        finding = averaging(transport, parameters, gradients)
+        refuse_double_averaging(transport.perform(AllGatherObject(finding)))
+
+
+def averaging(
+    transport: Transport,
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+) -> dict[str, Any]:
+    """Return what :func:`refuse_double_averaging` has to know of this rank; sends nothing."""
+    sharing = sharded_over(parameters, transport.ranks)
+    return {"sharded over": sharing} if sharing else double_averaging(parameters, gradients)
 
 
 def _averaging_models(parameters: set[torch.Tensor]) -> Iterator[DistributedDataParallel]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import CountSketch, ErrorFeedback, Exchange, Sign, TopK, register, skip_hook
-from comm_hooks.optim import LocalRounds, LocalVarianceAdam, Marina
+from comm_hooks.optim import LocalRounds, LocalVarianceAdam, Marina, Participation
 from comm_hooks.optim.double_averaging import double_averaging, refuse_double_averaging
 from tests.ranks import Ranks
 from tests.test_hook import Net, batch
@@ -159,6 +159,7 @@ def shard(kind: str, net: nn.Module) -> tuple[nn.Module, dist.ProcessGroup | Non
     return model, None
 
 
+PARTS = "a DTensor (FSDP2, tensor parallelism) is in parts on several ranks"
 SHARDED = {
     "FSDP2": (
         "the parameters are sharded over ranks 0, 1, 2, 3, and FSDP has averaged the gradients",
@@ -167,7 +168,7 @@ SHARDED = {
     "HSDP": ("over ranks 0, 2, and", "over ranks 1, 3, and") * 2,
     "FSDP1": ("over ranks 0, 1, 2, 3, and",) * 4,
     "FSDP1, not sharded": ("over ranks 0, 1, 2, 3, and",) * 4,
-    "FSDP2, between nodes": ("a DTensor is in parts on several ranks",) * 4,
+    "FSDP2, between nodes": (PARTS,) * 4,
 }
 
 
@@ -176,9 +177,9 @@ def step_sharded(name: str, kind: str) -> str:
     torch.manual_seed(0)
     model, group = shard(kind, nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3)))
     exchange = Exchange(Sign(), ErrorFeedback(), process_group=group)
-    optimizer = OPTIMIZERS[name](model, exchange)
-    model(torch.randn(4, 64)).square().sum().backward()
     try:
+        optimizer = OPTIMIZERS[name](model, exchange)
+        model(torch.randn(4, 64)).square().sum().backward()
         optimizer.step()
     except ValueError as error:
         return str(error)
@@ -187,15 +188,20 @@ def step_sharded(name: str, kind: str) -> str:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [*(("adam", kind) for kind in SHARDED), ("local_rounds", "FSDP2"), ("local_rounds", "FSDP1")],
+    ("name", "kind", "expected"),
+    [
+        *(("adam", kind, expected) for kind, expected in SHARDED.items()),
+        ("local_rounds", "FSDP1", SHARDED["FSDP1"]),
+        # Rounds copy parameters when they are made.
+        ("local_rounds", "FSDP2", (PARTS,) * 4),
+    ],
 )
 def test_what_fsdp_averages_is_refused_at_the_first_step(
-    ranks_of: RanksOf, name: str, kind: str
+    ranks_of: RanksOf, name: str, kind: str, expected: Sequence[str]
 ) -> None:
     messages = ranks_of(4).run(step_sharded, name, kind)
-    for message, expected in zip(messages, SHARDED[kind], strict=True):
-        assert expected in message
+    for message, part in zip(messages, expected, strict=True):
+        assert part in message
 
 
 def adam(net: nn.Module, exchange: Exchange | None = None) -> Any:
@@ -255,6 +261,59 @@ def test_a_forgotten_skip_hook_is_refused_at_the_first_step(
         assert message.startswith("DDP has averaged the gradients (its hook: all_reduce)")
         assert not moved
         assert sent == 0
+
+
+def play(forgotten: bool, how: str, clients: int) -> tuple[str, bool, float, int]:
+    """Play two rounds of two steps a client; return as :func:`step` does, and the turns begun."""
+    torch.manual_seed(0)
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    if not forgotten:
+        ddp.register_comm_hook(None, skip_hook)
+    rounds = LocalRounds(
+        torch.optim.SGD(net.named_parameters(), lr=0.1),
+        Exchange(CountSketch(ratio=0.2)),  # linear: nothing is exchanged before a round's end
+        participation=Participation(clients),
+    )
+    before = [p.detach().clone() for p in net.parameters()]
+    message, turns = "", 0
+    try:
+        for _ in range(2):
+            for client in rounds.clients():
+                turns += 1
+                # A client without data takes no step.
+                for micro in range(0 if how == "empty" and client < 2 else 2):
+                    rounds.zero_grad()
+                    inputs, targets = batch(micro, client)
+                    with ddp.no_sync() if how == "no_sync" else contextlib.nullcontext():
+                        nn.functional.cross_entropy(ddp(inputs), targets).backward()
+                    rounds.step()
+    except ValueError as error:
+        message = str(error)
+    moved = any(not torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True))
+    return message, moved, rounds.exchange.stats()["bytes_sent"], turns
+
+
+@pytest.mark.parametrize(("how", "expected"), [("as ever", 1), ("empty", 2)])
+def test_clients_whose_gradients_ddp_has_averaged_are_refused_after_the_first_turn(
+    ranks_of: RanksOf, how: str, expected: int
+) -> None:
+    for message, moved, sent, turns in ranks_of(2).run(play, True, how, 4):
+        assert message.startswith("DDP has averaged the gradients (its hook: all_reduce)")
+        assert not moved
+        assert sent == 0
+        assert turns == expected
+
+
+@pytest.mark.parametrize(("forgotten", "how"), [(False, "as ever"), (True, "no_sync")])
+@pytest.mark.parametrize("clients", [4, 3])
+def test_clients_train_with_skip_hook_or_no_sync(
+    ranks_of: RanksOf, forgotten: bool, how: str, clients: int
+) -> None:
+    for message, moved, sent, _ in ranks_of(2).run(play, forgotten, how, clients):
+        assert message == ""
+        assert moved
+        assert sent > 0
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
