@@ -12,10 +12,20 @@ Collective = Literal["auto", "all_reduce", "all_gather", "sharded", "hierarchica
 
 def require_dense_floats(tensor: torch.Tensor) -> None:
     """Raise ``ValueError`` for tensors that no compressor takes."""
+    require_whole(tensor)
     if not tensor.is_floating_point() or tensor.is_sparse:
         raise ValueError(
             f"gradients must be dense and of a floating-point dtype to be compressed, got "
             f"{tensor.dtype} ({tensor.layout})"
+        )
+
+
+def require_whole(tensor: torch.Tensor) -> None:
+    """Raise ``ValueError`` for a DTensor, as FSDP2 and tensor parallelism have them."""
+    if hasattr(tensor, "device_mesh"):
+        raise ValueError(
+            "a DTensor (FSDP2, tensor parallelism) is in parts on several ranks and cannot be "
+            "exchanged: give its to_local(), between ranks that hold the same part"
         )
 
 
@@ -54,7 +64,7 @@ def check_combination(
             f"collective {collective!r} cannot be used: {reasons[collective]}; "
             f"choose from auto, {', '.join(supported)}"
         )
-    if memory and not compressor.contractive:
+    if memory and not compressor.bounds_residuals:
         raise ValueError(
             f"{compressor} cannot be used with error feedback: it is not contractive, so the "
             f"residual would grow without bound. Use memory=None; its noise averages out over "

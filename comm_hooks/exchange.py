@@ -30,7 +30,7 @@ from comm_hooks.memory.base import Memory
 from comm_hooks.memory.error_feedback import fitting_memory
 from comm_hooks.memory.feedback import Feedback
 from comm_hooks.nodes import Nodes
-from comm_hooks.randomness import derive_key, derive_keys
+from comm_hooks.randomness import Keys, derive_key, derive_keys
 from comm_hooks.resuming import (
     check_complete,
     check_memory,
@@ -304,6 +304,12 @@ class Exchange:
             )
         self._agreed = True
 
+    def agree_now(self) -> None:
+        """Do so before the first round; blocking, on all ranks."""
+        # Counted like one, so that a failure that is over is not taken for one of this.
+        self.transport.begin_round()
+        self.transport.run(self.agree())
+
     def round(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -470,27 +476,45 @@ class Exchange:
             yield from compare_tensors(layout.segments)
             self._compared.add(layout)
         stamp = self.stamp(layout)
-        # What has just been loaded is looked at, too.
-        is_due = is_new or self.step == self._loaded_at
-        verify = self.verify_every > 0 and (is_due or self.step % self.verify_every == 0)
+        verify = self.verifies(is_new=is_new)
         if verify:
             tensors_alike = self.owner.replica() if replica is None and self.owner else replica
             if tensors_alike:
                 stamp = replace(stamp, model=fingerprint(tensors_alike))
+        round_ = self.unchecked_round(
+            layout,
+            tensors,
+            stamp,
+            compress=compress,
+            memory=memory,
+            scale=scale,
+            safeguard=safeguard,
+            verify=verify,
+            limit=largest_in(tensors[0].dtype),
+        )
+        yield from self.reported(round_, round_number)
+
+    def verifies(self, *, is_new: bool = False) -> bool:
+        """Return whether this step is one that makes sure of what ranks have in common.
+
+        Args:
+            is_new: nobody has made sure of it yet.
+        """
+        # What has just been loaded is looked at, too.
+        is_due = is_new or self.step == self._loaded_at
+        return self.verify_every > 0 and (is_due or self.step % self.verify_every == 0)
+
+    def reported(self, round_: Round[None], round_number: int) -> Round[None]:
+        """Return a round of this step of whose failure here the other ranks are told.
+
+        Args:
+            round_number: see :meth:`~comm_hooks.collectives.base.Transport.begin_round`.
+        """
+        step = self.step
         try:
-            yield from self.unchecked_round(
-                layout,
-                tensors,
-                stamp,
-                compress=compress,
-                memory=memory,
-                scale=scale,
-                safeguard=safeguard,
-                verify=verify,
-                limit=_largest_in(tensors[0].dtype),
-            )
+            yield from round_
         except PeerError as error:
-            raise PeerError(f"{error}, during step {stamp.step}") from error.__cause__
+            raise PeerError(f"{error}, during step {step}") from error.__cause__
         except Exception as error:
             self.transport.report(error, round_number)
             raise
@@ -544,17 +568,30 @@ class Exchange:
         plain_norms = [row_norms(row.matrix) for row in (layout.exact, layout.exempt) if row]
         # 0 if all elements are finite, else NaN.  A norm that overflows float32 counts as infinite.
         health = torch.cat([norm - norm for norm in (*norms, *plain_norms)]).sum()
-        feedback = None
-        if memory:
-            # Of now: by the time the memory draws, the owner may have gone on to the next step.
-            own_key = derive_key(self.seed, self.step, f"memory of rank {self.transport.rank}")
-            feedback = Feedback(memory, layout, norms, scale, own_key, verify=verify)
+        feedback = self.feedback(memory, layout, norms, scale, verify=verify) if memory else None
         self._count(route.traffic, tensors)
-        keys = [derive_keys(self.seed, self.step, part.names) for part in layout.parts()]
-        yield from route.travel(keys, stamp, health, scale, feedback, safeguard)
+        yield from route.travel(self.keys(layout), stamp, health, scale, feedback, safeguard)
         if feedback and limit is not None:
             feedback.give_back(limit)
         layout.store(tensors)
+
+    def feedback(
+        self,
+        memory: Memory,
+        layout: Layout,
+        norms: Sequence[torch.Tensor],
+        scale: float,
+        *,
+        verify: bool,
+    ) -> Feedback:
+        """Return this rank's memory's share in a round; see :class:`Feedback`."""
+        # Of now: by the time the memory draws, the owner may have gone on to the next step.
+        own_key = derive_key(self.seed, self.step, f"memory of rank {self.transport.rank}")
+        return Feedback(memory, layout, norms, scale, own_key, verify=verify)
+
+    def keys(self, layout: Layout) -> list[Keys]:
+        """Return the random keys of each part of a layout in the present step."""
+        return [derive_keys(self.seed, self.step, part.names) for part in layout.parts()]
 
     def stamp(self, layout: Layout) -> Stamp:
         """Return what the payloads of a bucket in the present step have in common."""
@@ -730,7 +767,7 @@ class Exchange:
         return self._routes[key]
 
 
-def _largest_in(dtype: torch.dtype) -> float | None:
+def largest_in(dtype: torch.dtype) -> float | None:
     """Return the largest number that a dtype can hold; None if float32 has no larger ones.
 
     A sparse compressor sends what has gathered over many steps at once: in float16, scaled by a

@@ -381,7 +381,7 @@ def register(
         named_parameters=replicas.named_parameters(),
         loss_scale=loss_scale or replicas.loss_scale,
     )
-    state.exchange.transport.run(state.exchange.agree())
+    state.exchange.agree_now()
     replicas.register_comm_hook(state, compression_hook)
     logger.info("registered %s with %s", compressor, state.exchange.memory)
     return state

@@ -1,11 +1,13 @@
-"""Gradients that DDP has averaged already, where an optimizer is about to exchange by itself."""
+"""Gradients that DDP or FSDP has averaged already, where an optimizer is about to exchange them."""
 
 import gc
 import hashlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks.collectives.base import Transport
@@ -63,12 +65,39 @@ def double_averaging(
     return {"hook": name, "gradients": hashlib.blake2b(repr(numbers).encode()).hexdigest()}
 
 
-def refuse_double_averaging(findings: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` if DDP has averaged the gradients.
+def sharded_over(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> list[int]:
+    """Return those of ``ranks`` among which FSDP, 1 or 2, averages gradients.
+
+    FSDP has no way not to: a rank gets the mean for its shard, and nothing of its own gradient.
 
     Args:
-        findings: of all ranks, from :func:`double_averaging`; so all of them raise, or none.
+        parameters: of the optimizer.
+        ranks: which it is going to exchange with, this one included.
+
+    Returns:
+        Their numbers; none if this rank is the only one.
     """
+    sharing = {rank for p in parameters for rank in _ranks_of_mesh(p)}
+    for model in _models_of_fsdp1(set(parameters)):
+        sharing.update(dist.get_process_group_ranks(model.process_group))
+    shared = sorted(sharing.intersection(ranks))
+    return shared if len(shared) > 1 else []
+
+
+def refuse_double_averaging(findings: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` if DDP or FSDP has averaged the gradients.
+
+    Args:
+        findings: of all ranks that took a step, from :func:`averaging`; so all of them raise, or
+            none.
+    """
+    for finding in findings:
+        if sharing := finding.get("sharded over"):
+            raise ValueError(
+                f"the parameters are sharded over ranks {', '.join(map(str, sharing))}, and FSDP "
+                "has averaged the gradients that this optimizer exchanges itself: use one of "
+                "torch with compress_reduce_scatter or compress_all_reduce"
+            )
     fingerprints = {finding.get("gradients") for finding in findings}
     if len(findings) > 1 and len(fingerprints) == 1 and None not in fingerprints:
         raise ValueError(
@@ -83,24 +112,50 @@ def check_double_averaging(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
 ) -> None:
-    """Raise ``ValueError`` on all ranks if DDP has averaged the gradients; all ranks must call."""
+    """Raise ``ValueError`` on all ranks if DDP or FSDP has averaged the gradients.
+
+    All ranks must call.
+    """
     if transport.world_size > 1:
-        findings = double_averaging(parameters, gradients)
-        refuse_double_averaging(transport.perform(AllGatherObject(findings)))
+        finding = averaging(transport, parameters, gradients)
+        refuse_double_averaging(transport.perform(AllGatherObject(finding)))
+
+
+def averaging(
+    transport: Transport,
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+) -> dict[str, Any]:
+    """Return what :func:`refuse_double_averaging` has to know of this rank; sends nothing."""
+    sharing = sharded_over(parameters, transport.ranks)
+    return {"sharded over": sharing} if sharing else double_averaging(parameters, gradients)
 
 
 def _averaging_models(parameters: set[torch.Tensor]) -> Iterator[DistributedDataParallel]:
+    for ddp in _models_of(DistributedDataParallel, parameters):
+        # Where the last forward pass was under no_sync(), so was what came before it.
+        if ddp.require_forward_param_sync and _hook_name(ddp) not in _HOOKS_THAT_SEND_NOTHING:
+            yield ddp
+
+
+def _models_of_fsdp1(parameters: set[torch.Tensor]) -> Iterator[Any]:
+    # Whoever has such a model has imported this, which takes a while.
+    if module := sys.modules.get("torch.distributed.fsdp"):
+        yield from _models_of(module.FullyShardedDataParallel, parameters)
+
+
+def _models_of(kind: type[Any], parameters: set[torch.Tensor]) -> Iterator[Any]:
+    """Yield the models of this kind in this process that hold some of the parameters."""
     for thing in gc.get_objects():
         # Not isinstance(), which asks proxies for what they stand for.
-        if not issubclass(type(thing), DistributedDataParallel):
-            continue
-        # Where the last forward pass was under no_sync(), so was what came before it.
-        if (
-            not parameters.isdisjoint(thing.parameters())
-            and thing.require_forward_param_sync
-            and _hook_name(thing) not in _HOOKS_THAT_SEND_NOTHING
-        ):
+        if issubclass(type(thing), kind) and not parameters.isdisjoint(thing.parameters()):
             yield thing
+
+
+def _ranks_of_mesh(parameter: torch.Tensor) -> list[int]:
+    """Return the ranks among which a parameter of FSDP2 is sharded and averaged; none of others."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh.mesh.flatten().tolist() if mesh is not None else []
 
 
 def _hook_name(ddp: DistributedDataParallel) -> str:

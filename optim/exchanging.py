@@ -27,7 +27,8 @@ class ExchangingOptimizer(ExactStateOptimizer):
     an error that names them (``comm_hooks.agreement.Owner``).
 
     DDP must not average: register :func:`~comm_hooks.skip_hook`, which the first step makes sure
-    of.  If any rank's message is not finite, all ranks skip the step, also under a ``GradScaler``.
+    of.  FSDP always does, and is refused.  If any rank's message is not finite, all ranks skip the
+    step, also under a ``GradScaler``.
 
     Args:
         params: parameters, or better ``model.named_parameters()``: saved residuals are then tied to
@@ -88,7 +89,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
             closure: re-evaluates the model and returns the loss.
 
         Raises:
-            ValueError: for sparse gradients; in the first step, if DDP has averaged them.
+            ValueError: for sparse gradients; in the first step, if DDP or FSDP has averaged them.
             ConfigMismatchError: in the first step, if ranks are configured differently or start
                 from different models.
             PayloadError: if ranks have drifted apart since.

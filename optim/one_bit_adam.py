@@ -32,9 +32,11 @@ class OneBitAdam(ExchangingOptimizer):
     2. m = the exchange's mean of m_i, error feedback included;
     3. theta = theta - lr (m / (sqrt(v) + eps) + weight_decay theta).
 
-    The exchange of the paper is ``Exchange(Sign(), ErrorFeedback(), collective="sharded")``: every
-    rank averages the signs it gets for its shard and sends the signs of that, with error feedback
-    on both ways.  Any other exchange will do, too.
+    The exchange that was published is ``Exchange(Sign(block_size=None, scale="rms"),
+    ErrorFeedback(), collective="sharded")``: every rank sends signs and one scale per tensor,
+    averages the signs it gets for its shard and sends the signs and one scale of that, with error
+    feedback on both ways.  Any other exchange will do, too.  With a scale per block, ``Sign()``,
+    parameters whose parts differ in magnitude move otherwise: learning rates do not carry over.
 
     The price is in the word frozen: v belongs to the first steps, whose gradients are larger and
     scaled otherwise than later ones, so the longer the run, the further it falls behind Adam.
@@ -43,15 +45,11 @@ class OneBitAdam(ExchangingOptimizer):
     of the step (``scaled``).  Use OneBitAdam to compare with what is published or to go on from
     DeepSpeed.
 
-    Differences to the published code (DeepSpeed): what a rank sends has a scale per block of every
-    shard (at most ``block_size`` elements of :class:`~comm_hooks.Sign`), where theirs has one per
-    tensor, and one per shard only on the way back; where parts of a tensor differ in magnitude, the
-    steps of the smaller are longer there, so that learning rates do not carry over.  With
-    ``collective="all_gather"`` and a ``block_size`` of the largest tensor ranks send one scale per
-    tensor, and there is no second compression.  The scale is contractive (the mean magnitude, where
-    theirs is the root mean square), residuals are saved and restored, and padding takes no part in
-    a scale.  Parameters with at most one dimension or fewer than the exchange's ``min_numel``
-    elements are exempt: they travel exactly, in the same payload.  Where v is still zero at
+    Differences to the published code (DeepSpeed): residuals are saved and restored.  What pads a
+    tensor takes no part in what a rank sends; in the scale of the last shard it counts, as there,
+    but there is at most an element less than there are ranks.  Parameters with at most one
+    dimension or fewer than the exchange's ``min_numel`` elements are exempt: they travel exactly,
+    in the same payload.  Where v is still zero at
     ``freeze_step``, no gradient was seen in all of the warm-up and m / (0 + eps) would be a giant
     step: such coordinates are only decayed.  (DeepSpeed's remedy is a mask that the user provides.)
 
@@ -88,7 +86,8 @@ class OneBitAdam(ExchangingOptimizer):
         >>> from comm_hooks import ErrorFeedback, Exchange, Sign, skip_hook
         >>> from comm_hooks.optim.one_bit_adam import OneBitAdam
         >>> ddp_model.register_comm_hook(None, skip_hook)
-        >>> exchange = Exchange(Sign(), memory=ErrorFeedback(), collective="sharded")
+        >>> sign = Sign(block_size=None, scale="rms")
+        >>> exchange = Exchange(sign, memory=ErrorFeedback(), collective="sharded")
         >>> optimizer = OneBitAdam(
         ...     ddp_model.named_parameters(), exchange, lr=1e-3, freeze_step=200, total_steps=1000
         ... )

@@ -56,7 +56,8 @@ class ZeroOneAdam(ExchangingOptimizer):
     * Where v is zero no step is taken, see :class:`~comm_hooks.optim.OneBitAdam`, also for which
       parameters are exempt from compression and what a frozen v costs.
 
-    The exchange of the paper is ``Exchange(Sign(), ErrorFeedback(), collective="sharded")``.
+    The exchange of DeepSpeed is ``Exchange(Sign(block_size=None, scale="rms"), ErrorFeedback(),
+    collective="sharded")``, see :class:`~comm_hooks.optim.OneBitAdam`.
 
     **Between synchronizations replicas differ**, in x as well as in the optimizer's state.  Look at
     :attr:`is_synchronized` before evaluating or saving, or call :meth:`synchronize`, on all ranks.
@@ -108,7 +109,8 @@ class ZeroOneAdam(ExchangingOptimizer):
         >>> from comm_hooks import ErrorFeedback, Exchange, Sign, skip_hook
         >>> from comm_hooks.optim.zero_one_adam import ZeroOneAdam
         >>> ddp_model.register_comm_hook(None, skip_hook)
-        >>> exchange = Exchange(Sign(), memory=ErrorFeedback(), collective="sharded")
+        >>> sign = Sign(block_size=None, scale="rms")
+        >>> exchange = Exchange(sign, memory=ErrorFeedback(), collective="sharded")
         >>> optimizer = ZeroOneAdam(
         ...     ddp_model.named_parameters(), exchange, lr=1e-3,
         ...     var_freeze_step=200, local_step_scaler=500,

@@ -31,6 +31,7 @@ WITH_FEEDBACK = [
     TopK(density=0.1),
     TopK(density=0.02, value_bits=1),
     Sign(block_size=64),
+    Sign(block_size=None, scale="rms"),
     Quantize(bits=4),
     Quantize(bits=4, stochastic=True),
     RandomK(density=0.2, unbiased=False),
@@ -53,7 +54,7 @@ class World:
 
     def __init__(self, size: int, compressor: Compressor, **options: object) -> None:
         self.simulated = Simulated(size)
-        feedback = compressor.contractive
+        feedback = compressor.bounds_residuals
         self.exchanges = [
             Exchange(
                 compressor,
@@ -124,7 +125,7 @@ def test_everybody_agrees_and_small_parameters_are_exact(
     [
         (*route, granularity)
         for route in ROUTES
-        if route[0].contractive
+        if route[0].bounds_residuals
         for granularity in ("parameter", "bucket")
     ],
     ids=str,

@@ -217,6 +217,7 @@ class Sharded(Route):
             health,
             stamp,
             residuals=[None] * len(shards) if feedback else None,
+            wholes=[part.matrix for part in self._layout.parts()],
         )
         received = yield AllToAll(payloads, final=False)
 

@@ -41,6 +41,11 @@ class Compressor(ABC):
     @abstractmethod
     def contractive(self) -> bool: ...
 
+    @property
+    def bounds_residuals(self) -> bool:
+        """Whether residuals stay bounded, so that a memory may keep them."""
+        return self.contractive
+
     @abstractmethod
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
         """Return the payload's size in bytes: a multiple of 4 that depends on nothing else."""
@@ -85,6 +90,14 @@ class Compressor(ABC):
         """
         residual.add_to(rows)
         return self._extract(rows, keys, rank, world_size)
+
+    def _for_shards(self, rows: torch.Tensor, owners: int) -> "Compressor":
+        """Return who compresses the shards of ``rows`` (n, numel), stacked as (owners * n, width).
+
+        To be overridden where something in a payload belongs to a row as a whole.  What is returned
+        writes payloads that this compressor reads.
+        """
+        return self
 
     def _decode_sum(
         self,

@@ -1,6 +1,7 @@
 """Compressors that send every element in fewer bits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -13,21 +14,34 @@ from comm_hooks.compressors.base import (
 )
 from comm_hooks.kernels.min_max import decode_min_max, encode_min_max
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.kernels.signs import decode_signs, decode_sum_of_signs, encode_signs
+from comm_hooks.kernels.signs import (
+    decode_signs,
+    decode_sum_of_signs,
+    encode_signs,
+    mean_magnitudes,
+)
 from comm_hooks.randomness import Keys, fork
 from comm_hooks.wire.bits import packed_nbytes
+
+# Where all of a vector shares a scale, kernels still work in blocks, of this size.
+_PIECE = 4096
 
 
 @dataclass(frozen=True)
 class Sign(Compressor):
     """One bit per element: its sign, times the mean magnitude of its block.
 
-    The scale is the L1 mean ``|x|_1 / c``, which makes the compressor contractive (Karimireddy et
-    al., ICML 2019); DeepSpeed's 1-bit Adam uses the root mean square, which does not.  Zero counts
-    as positive.
+    The L1 mean ``|x|_1 / c`` makes the compressor contractive (Karimireddy et al., ICML 2019).
+    DeepSpeed's 1-bit Adam has the root mean square of all of a tensor instead:
+    ``Sign(block_size=None, scale="rms")``.  Zero counts as positive.
 
     Args:
-        block_size: the elements that share a scale (float32); the last ones may be fewer.
+        block_size: the elements that share a scale (float32); the last ones may be fewer.  None:
+            all of a vector, also where an exchange then sends its shards to several owners: each of
+            them gets the scale of the whole, and sends one of its own for its shard.
+        scale: ``"mean"``, or ``"rms"`` for the root mean square, which keeps the vector's norm.  It
+            is contractive only where ``|x|_1`` is at least ``sqrt(c) |x|_2 / 2``, as it is not for
+            sparse blocks; error feedback stays bounded all the same.
 
     Shapes: vector (d,) -> payload uint8, about d/8 bytes.
     Use with :class:`~comm_hooks.memory.ErrorFeedback`.
@@ -40,30 +54,67 @@ class Sign(Compressor):
         tensor([ 2., -2.])
     """
 
-    block_size: int = 4096
+    block_size: int | None = 4096
+    scale: Literal["mean", "rms"] = "mean"
 
     def __post_init__(self) -> None:
-        require_positive(self, "block_size", self.block_size)
+        if self.block_size is not None:
+            require_positive(self, "block_size", self.block_size)
+        require_choice(self, "scale", self.scale, ("mean", "rms"))
 
     unbiased = False
-    contractive = True
+    bounds_residuals = True
+
+    @property
+    def contractive(self) -> bool:
+        return self.scale == "mean"
 
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
         return 4 * self._blocks(numel) + word_aligned(packed_nbytes(numel, 1))
 
     def _blocks(self, numel: int) -> int:
-        return -(-numel // self.block_size)
+        return -(-numel // self.block_size) if self.block_size else 1
 
     def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
-        return _join(*encode_signs(rows, self.block_size))
+        return self._encode(rows)
 
     def _extract(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
-        return _join(*encode_signs(rows, self.block_size, subtract=True))
+        return self._encode(rows, subtract=True)
 
     def _extract_sum(
         self, rows: torch.Tensor, residual: Residual, keys: Keys, rank: int, world_size: int
     ) -> torch.Tensor:
-        return _join(*encode_signs(rows, self.block_size, residual=residual, subtract=True))
+        return self._encode(rows, residual=residual, subtract=True)
+
+    def _for_shards(self, rows: torch.Tensor, owners: int) -> Compressor:
+        if self.block_size:
+            return self
+        scales = self._scales(rows).repeat(owners, 1)
+        return _SignOfShards(self.block_size, self.scale, scales=scales)
+
+    def _encode(
+        self, rows: torch.Tensor, *, residual: Residual | None = None, subtract: bool = False
+    ) -> torch.Tensor:
+        if self.block_size and self.scale == "mean":
+            return _join(*encode_signs(rows, self.block_size, residual=residual, subtract=subtract))
+        if residual:
+            residual.add_to(rows)
+        scales = self._scales(rows)
+        per_piece, size = self._per_piece(scales, rows.shape[1])
+        _, octets = encode_signs(rows, size, subtract=subtract, scales=per_piece)
+        return _join(scales, octets)
+
+    def _scales(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the scale of every block, (n, blocks)."""
+        size = self.block_size or rows.shape[1]
+        return mean_magnitudes(rows, size, power=1 if self.scale == "mean" else 2)
+
+    def _per_piece(self, scales: torch.Tensor, numel: int) -> tuple[torch.Tensor, int]:
+        """Return scales (..., blocks) for pieces that fit into a cache, and their size."""
+        if self.block_size:
+            return scales, self.block_size
+        pieces = -(-numel // _PIECE)
+        return scales.expand(*scales.shape[:-1], pieces).contiguous(), _PIECE
 
     def _decode(
         self,
@@ -76,8 +127,9 @@ class Sign(Compressor):
         add: bool,
     ) -> None:
         split = 4 * self._blocks(out.shape[1])
-        scales, octets = payloads[:, :split].view(torch.float32), payloads[:, split:]
-        decode_signs(out, scales, octets, self.block_size, alpha=alpha, add=add)
+        sent, octets = payloads[:, :split].view(torch.float32), payloads[:, split:]
+        scales, size = self._per_piece(sent, out.shape[1])
+        decode_signs(out, scales, octets, size, alpha=alpha, add=add)
 
     def _decode_sum(
         self,
@@ -88,8 +140,19 @@ class Sign(Compressor):
         alpha: float,
     ) -> None:
         split = 4 * self._blocks(out.shape[1])
-        scales, octets = payloads[..., :split].view(torch.float32), payloads[..., split:]
-        decode_sum_of_signs(out, scales, octets, self.block_size, alpha=alpha)
+        sent, octets = payloads[..., :split].view(torch.float32), payloads[..., split:]
+        scales, size = self._per_piece(sent, out.shape[1])
+        decode_sum_of_signs(out, scales, octets, size, alpha=alpha)
+
+
+@dataclass(frozen=True, eq=False)
+class _SignOfShards(Sign):
+    """The same for shards of vectors whose scales are known: (owners * n, 1)."""
+
+    scales: torch.Tensor = field(kw_only=True)
+
+    def _scales(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.scales
 
 
 @dataclass(frozen=True)

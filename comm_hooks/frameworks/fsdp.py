@@ -26,17 +26,16 @@ from comm_hooks.frameworks.fsdp_reduce_scatter import (
     compress_reduce_scatter,
 )
 from comm_hooks.frameworks.fsdp_units import (
+    Replicas,
     Unit,
     build_inner_exchange,
     check_names,
     count_step,
     find_units,
-    first_of,
     warn_of_unsharded,
 )
 from comm_hooks.layout import Granularity
 from comm_hooks.memory.base import Memory
-from comm_hooks.wire.checksum import fingerprint
 
 __all__ = [
     "CompressedAllReduce",
@@ -60,6 +59,7 @@ def compress_all_reduce(
     min_ndim: int = 2,
     exempt_bits: int = 32,
     granularity: Granularity = "parameter",
+    verify_every: int = 32,
     loss_scale: Callable[[], float] | None = None,
     **options: Any,
 ) -> "CompressedAllReduce":
@@ -76,7 +76,8 @@ def compress_all_reduce(
 
     All ranks must call it, after the last ``fully_shard`` and before the first backward pass.  The
     configurations of all ranks are compared now.  The weights of all replicas are compared, by
-    digests, at the first exchange: they may still be loaded or initialized until then.
+    digests, at the first exchange, until which they may still be loaded or initialized, and then
+    every ``verify_every`` steps.
 
     Micro-batches: ``set_requires_gradient_sync(False)`` accumulates without any communication.
     ``set_requires_all_reduce(False)``, which FSDP ignores for models sharded over one dimension, is
@@ -90,7 +91,7 @@ def compress_all_reduce(
             that hold the same shard.
         memory: see :func:`~comm_hooks.register`.  Each rank remembers its shard only: 4 bytes
             (``bits=4``: 0.53) times the model's parameters over the number of shards.
-        collective, seed, min_numel, min_ndim, exempt_bits, granularity: see
+        collective, seed, min_numel, min_ndim, exempt_bits, granularity, verify_every: see
             :class:`~comm_hooks.exchange.Exchange`.  Whether a parameter is exempt depends on its
             whole shape, not on its shard's.  A bucket is an FSDP module.
         loss_scale: see :class:`~comm_hooks.CompressionState`.
@@ -103,7 +104,7 @@ def compress_all_reduce(
         ValueError: for bad settings; if nothing is sharded by FSDP2; if FSDP itself all-reduces,
             because ``fully_shard`` was given a 2-D mesh (its hook runs after the all-reduce and
             could save nothing); for a ``mesh`` that is not between nodes; if the model has an
-            all-reduce hook.  In the first backward pass: if replicas start from different weights.
+            all-reduce hook.  In a backward pass: if replicas have different weights.
         ConfigMismatchError: if ranks are configured differently.
 
     Warns about trainable parameters that no FSDP module reduces: they are not averaged at all.
@@ -152,6 +153,7 @@ def compress_all_reduce(
         min_ndim=min_ndim,
         exempt_bits=exempt_bits,
         granularity=granularity,
+        verify_every=verify_every,
         process_group=group,
     )
     state = CompressedAllReduce(exchange, units, group, loss_scale)
@@ -183,7 +185,7 @@ class CompressedAllReduce:
         self._shards = TorchDistributed(units[0].shard_group)
         self._replica_ranks = dist.get_process_group_ranks(group)
         self._waiting: dict[str, torch.Tensor] = {}
-        self._weights_compared = False
+        self._replicas = Replicas(units, exchange.transport, self._shards)
 
     def stats(self) -> dict[str, float]:
         """Return what this rank moved between nodes; see :meth:`~comm_hooks.Exchange.stats`.
@@ -245,7 +247,7 @@ class CompressedAllReduce:
                     f"shard of rank {rank}: give the other dimension of the mesh whose first one "
                     "went to fully_shard"
                 )
-        replicas.run(self.exchange.agree())
+        self.exchange.agree_now()
 
     def reduce(self, unit: Unit, flat: torch.Tensor) -> None:
         """Average what FSDP reduced for one module, in place: the all-reduce hook."""
@@ -259,10 +261,8 @@ class CompressedAllReduce:
             return
         if unit.name in self._waiting:
             flat.add_(self._waiting.pop(unit.name))
-        if not self._weights_compared:
-            self._compare_weights()
-            self._weights_compared = True
         exchange = self.exchange
+        self._replicas.compare(exchange)
         segments, tensors = unit.views(unit.pieces(), flat, self._shards.rank, exchange.exempts)
         if segments:
             layout = exchange.layout(segments, flat.device)
@@ -277,22 +277,6 @@ class CompressedAllReduce:
             for unit in self._units
             for piece in unit.pieces(frozen=True)
         }
-
-    def _compare_weights(self) -> None:
-        """Raise ``ValueError`` on all ranks if replicas of any shard hold different weights."""
-        parameters = {n: p for unit in self._units for n, p in unit.parameters().items()}
-        digests = {name: int(fingerprint([p])) for name, p in parameters.items()}
-        replicas = self.exchange.transport.perform(AllGatherObject(digests))
-        differing = [n for n in digests if any(r[n] != digests[n] for r in replicas)]
-        # A difference may lie in one shard only, but all ranks must stop together.
-        names = dict.fromkeys(
-            name for part in self._shards.perform(AllGatherObject(differing)) for name in part
-        )
-        if names:
-            raise ValueError(
-                f"replicas start from different weights, in {first_of(list(names))}: initialize "
-                "them alike (torch.manual_seed) or load the same checkpoint everywhere"
-            )
 
 
 def _replicas(

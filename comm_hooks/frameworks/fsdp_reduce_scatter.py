@@ -10,9 +10,11 @@ from torch import nn
 
 from comm_hooks.collectives.requests import AllToAll, Round
 from comm_hooks.collectives.routes import row_norms, spoil_
+from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.exchange import Exchange
+from comm_hooks.exchange import Exchange, largest_in
 from comm_hooks.frameworks.fsdp_units import (
+    Replicas,
     Unit,
     build_inner_exchange,
     check_names,
@@ -22,8 +24,6 @@ from comm_hooks.frameworks.fsdp_units import (
 )
 from comm_hooks.layout import Granularity, Layout
 from comm_hooks.memory.base import Memory
-from comm_hooks.memory.feedback import Feedback
-from comm_hooks.randomness import derive_key, derive_keys
 from comm_hooks.wire.payload import PayloadFormat
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ def compress_reduce_scatter(
     min_ndim: int = 2,
     exempt_bits: int = 32,
     granularity: Granularity = "parameter",
+    verify_every: int = 32,
     loss_scale: Callable[[], float] | None = None,
     **options: Any,
 ) -> "CompressedReduceScatter":
@@ -61,13 +62,18 @@ def compress_reduce_scatter(
     both can be used at once.
 
     All ranks must call it, after the last ``fully_shard`` and before the first backward pass; the
-    configurations of the shard group are compared now.
+    configurations of the shard group are compared now.  On a 2-D mesh the weights of replicas are
+    compared, by digests, at the first exchange and then every ``verify_every`` steps.  On a 1-D
+    mesh there is nothing to compare: every rank holds a part of the model that no other one holds.
+    Residuals are looked at in the same steps.
+
+    What a float16 gradient cannot hold is remembered, by the rank whose shard it is.
 
     Args:
         model: an FSDP2 model, or what ``torch.compile`` made of one; a 2-D mesh is welcome.
         compressor: an object, or a name from ``comm_hooks.config.COMPRESSORS``.
         memory: see :func:`~comm_hooks.register`.
-        seed, min_numel, min_ndim, exempt_bits, granularity: see
+        seed, min_numel, min_ndim, exempt_bits, granularity, verify_every: see
             :class:`~comm_hooks.exchange.Exchange`.
             Whether a parameter is exempt depends on its whole shape, not on its shard's.
         loss_scale: see :class:`~comm_hooks.CompressionState`.
@@ -79,7 +85,7 @@ def compress_reduce_scatter(
     Raises:
         ValueError: for bad settings; if nothing is sharded by FSDP2; if the model has a custom
             reduce-scatter.  In a backward pass: with ``set_gradient_divide_factor``, whose factor
-            PyTorch does not tell.
+            PyTorch does not tell; if replicas have different weights.
         ConfigMismatchError: if ranks are configured differently.
 
     Not supported: parameters on several meshes; a step in which some of a module's parameters get
@@ -121,11 +127,12 @@ def compress_reduce_scatter(
         min_ndim=min_ndim,
         exempt_bits=exempt_bits,
         granularity=granularity,
+        verify_every=verify_every,
         # The payloads never travel so, but whatever can be gathered can be exchanged.
         collective="all_gather",
         process_group=units[0].shard_group,
     )
-    exchange.transport.run(exchange.agree())
+    exchange.agree_now()
     state = CompressedReduceScatter(exchange, units, loss_scale)
     warn_of_unsharded(model, units)
     for unit in units:
@@ -151,6 +158,10 @@ class CompressedReduceScatter:
         self.exchange = exchange
         self._units = units
         self._loss_scale = loss_scale
+        group = units[0].replica_group
+        self._replicas = (
+            Replicas(units, TorchDistributed(group), exchange.transport) if group else None
+        )
 
     def stats(self) -> dict[str, float]:
         """Return what this rank moved to reduce gradients; see :meth:`~comm_hooks.Exchange.stats`.
@@ -183,14 +194,17 @@ class CompressedReduceScatter:
         self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, *, mean: bool
     ) -> None:
         """Put the mean over ranks, or the sum, of this rank's part of ``flat`` into ``output``."""
+        exchange = self.exchange
+        transport = exchange.transport
+        if self._replicas:
+            self._replicas.compare(exchange)
         scale = float(self._loss_scale()) if self._loss_scale else 1.0
-        self.exchange.transport.run(self._round(unit, output, flat, scale))
-        if not mean:
-            output.mul_(self.exchange.transport.world_size)
-        count_step(self.exchange)
+        round_ = self._round(unit, output, flat, scale, mean=mean)
+        transport.run(exchange.reported(round_, transport.begin_round()))
+        count_step(exchange)
 
     def _round(
-        self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, scale: float
+        self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, scale: float, *, mean: bool
     ) -> Round[None]:
         exchange = self.exchange
         transport, memory = exchange.transport, exchange.memory
@@ -198,7 +212,7 @@ class CompressedReduceScatter:
         pieces = unit.pieces()
         norm = torch.linalg.vector_norm(flat, dtype=torch.float32)
         health = norm - norm  # 0 if all elements are finite, else NaN
-        key = derive_key(exchange.seed, exchange.step, f"memory of rank {own}")
+        verify = exchange.verifies()
         layouts, formats, feedbacks = [], [], []
         for shard, part in enumerate(flat.view(ranks, -1)):
             segments, tensors = unit.views(pieces, part, shard, exchange.exempts)
@@ -208,14 +222,11 @@ class CompressedReduceScatter:
             formats.append(self._format(layout))
             if memory:
                 norms = [row_norms(rows.matrix) for rows in layout.groups]
-                feedbacks.append(Feedback(memory, layout, norms, scale, key))
+                feedbacks.append(exchange.feedback(memory, layout, norms, scale, verify=verify))
         # Shards differ in size, but an all-to-all moves equal rows.
         nbytes = max(format_.nbytes for format_ in formats)
         payloads = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=flat.device)
-        keys = [
-            [derive_keys(exchange.seed, exchange.step, part.names) for part in layout.parts()]
-            for layout in layouts
-        ]
+        keys = [exchange.keys(layout) for layout in layouts]
         for shard, layout in enumerate(layouts):
             matrices = [part.matrix for part in layout.parts()]
             payload = payloads[shard, : formats[shard].nbytes]
@@ -243,8 +254,14 @@ class CompressedReduceScatter:
                 matrices, received[rank], keys[own], rank, alpha=1 / ranks, add=rank > 0
             )
         spoil_(layouts[own].work, health)
+        factor = 1 if mean else ranks
+        limit = largest_in(output.dtype)
+        if memory and limit is not None:
+            # Nobody else has this mean.
+            feedbacks[own].give_back(limit / factor, ranks=ranks)
         # The padding of the shard is reduced again where FSDP has replicas.
         output.zero_()
+        layouts[own].work.mul_(factor)
         layouts[own].store(unit.views(pieces, output, own, exchange.exempts)[1])
 
     def _format(self, layout: Layout) -> PayloadFormat:

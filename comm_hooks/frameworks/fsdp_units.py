@@ -17,11 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.config import build_compressor, build_memory
 from comm_hooks.exchange import Exchange
 from comm_hooks.layout import Segment
 from comm_hooks.memory.base import Memory
+from comm_hooks.wire.checksum import fingerprint
 
 # torch.compile and activation checkpointing put these into names; a resumed run may do without.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -73,6 +76,11 @@ class Unit:
     @property
     def shard_group(self) -> dist.ProcessGroup:
         return self.group.mesh_info.shard_process_group
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks between which FSDP itself averages this rank's shard, if it does."""
+        return self.group.mesh_info.replicate_process_group if self.all_reduces else None
 
     def registered(self) -> list[torch.Tensor]:
         """Return whatever may stand in the modules for the parameters: shards, or all-gathered."""
@@ -130,6 +138,47 @@ class Unit:
         info = parameter._module_info
         prefix = self._names[info.module]
         return f"{prefix}.{info.param_name}" if prefix else info.param_name
+
+
+class Replicas:
+    """The ranks that hold the same shards as this one, whose weights must stay the same.
+
+    Args:
+        units: of the model.
+        replicas: between those ranks.
+        shards: between the ranks that together hold one replica.
+    """
+
+    def __init__(self, units: Sequence[Unit], replicas: Transport, shards: Transport) -> None:
+        self._units = units
+        self._replicas = replicas
+        self._shards = shards
+        self._compared_at: int | None = None
+
+    def compare(self, exchange: Exchange) -> None:
+        """Compare weights at the first exchange, and then as often as its ``verify_every`` says.
+
+        Raises:
+            ValueError: on all ranks, if replicas of any shard hold different weights.
+        """
+        is_first = self._compared_at is None
+        if self._compared_at == exchange.step or not (is_first or exchange.verifies()):
+            return
+        self._compared_at = exchange.step
+        parameters = {n: p for unit in self._units for n, p in unit.parameters().items()}
+        digests = {name: int(fingerprint([p])) for name, p in parameters.items()}
+        replicas = self._replicas.perform(AllGatherObject(digests))
+        differing = [n for n in digests if any(r[n] != digests[n] for r in replicas)]
+        # A difference may lie in one shard only, but all ranks must stop together.
+        names = dict.fromkeys(
+            name for part in self._shards.perform(AllGatherObject(differing)) for name in part
+        )
+        if names:
+            raise ValueError(
+                f"replicas {'start from' if is_first else 'have come to'} different weights, in "
+                f"{first_of(list(names))}: initialize them alike (torch.manual_seed) or load the "
+                "same checkpoint everywhere, and let nothing but the optimizer change them"
+            )
 
 
 def find_units(model: nn.Module, caller: str) -> list[Unit]:

@@ -13,7 +13,12 @@ from comm_hooks.wire.bits import pack_bits, packed_nbytes, unpack_bits
 
 
 def encode_signs(
-    rows: torch.Tensor, size: int, *, residual: Residual | None = None, subtract: bool = False
+    rows: torch.Tensor,
+    size: int,
+    *,
+    residual: Residual | None = None,
+    subtract: bool = False,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean magnitude of every block and the sign of every element.
 
@@ -22,6 +27,7 @@ def encode_signs(
         size: the elements of a block; the last block of a row may be shorter.
         residual: added to ``rows``, in place, first.
         subtract: subtract from ``rows``, in place, what :func:`decode_signs` makes of the result.
+        scales: take the place of the mean magnitudes, in their shape, and are returned.
 
     Returns:
         ``(scales, octets)``: float32 (n, ceil(numel / size)), and uint8 (n, ceil(numel / 8)), in
@@ -36,10 +42,10 @@ def encode_signs(
     if available(rows) and rows.is_contiguous() and size <= LARGEST_BLOCK and size % 8 == 0:
         from comm_hooks.kernels.triton import signs as on_gpu
 
-        return on_gpu.encode_signs(rows, size, residual=residual, subtract=subtract)
+        return on_gpu.encode_signs(rows, size, residual=residual, subtract=subtract, scales=scales)
     if rows.device.type == "cpu":
-        return _encode_in_pieces(rows, size, residual, subtract)
-    return reference_encode_signs(rows, size, residual=residual, subtract=subtract)
+        return _encode_in_pieces(rows, size, residual, subtract, scales)
+    return reference_encode_signs(rows, size, residual=residual, subtract=subtract, scales=scales)
 
 
 def decode_signs(
@@ -108,21 +114,44 @@ def decode_sum_of_signs(
 
 
 def reference_encode_signs(
-    rows: torch.Tensor, size: int, *, residual: Residual | None = None, subtract: bool = False
+    rows: torch.Tensor,
+    size: int,
+    *,
+    residual: Residual | None = None,
+    subtract: bool = False,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do the same as :func:`encode_signs` in the plainest way."""
     if residual:
         residual.add_to(rows)
-    numel = rows.shape[1]
-    padded = torch.nn.functional.pad(rows.abs(), (0, -numel % size))
-    sums = padded.unflatten(1, (-1, size)).sum(dim=2)
-    # The last block's padding takes no part in its mean.
-    numels = torch.full((sums.shape[1],), float(size), device=rows.device)
-    numels[-1] -= -numel % size
-    scales, octets = sums / numels, pack_bits(rows >= 0)
+    if scales is None:
+        scales = mean_magnitudes(rows, size, power=1)
+    octets = pack_bits(rows >= 0)
     if subtract:
         reference_decode_signs(rows, scales, octets, size, alpha=-1.0, add=True)
     return scales, octets
+
+
+def mean_magnitudes(rows: torch.Tensor, size: int, *, power: int) -> torch.Tensor:
+    """Return every block's mean magnitude, or root mean square, (n, ceil(numel / size)).
+
+    Args:
+        rows: (n, numel), float32.
+        size: the elements of a block; the last block of a row may be shorter.
+        power: 1 for the mean magnitude, 2 for the root mean square.
+
+    Example::
+
+        >>> mean_magnitudes(torch.tensor([[1.0, -7.0, 0.0]]), 2, power=2)
+        tensor([[5., 0.]])
+    """
+    padding = -rows.shape[1] % size
+    padded = torch.nn.functional.pad(rows, (0, padding)) if padding else rows
+    norms = torch.linalg.vector_norm(padded.unflatten(1, (-1, size)), power, dim=2)
+    # The last block's padding takes no part in its mean.
+    numels = torch.full((norms.shape[1],), float(size), device=rows.device)
+    numels[-1] -= padding
+    return norms / numels ** (1 / power)
 
 
 def reference_decode_signs(
@@ -142,11 +171,15 @@ def reference_decode_signs(
 
 
 def _encode_in_pieces(
-    rows: torch.Tensor, size: int, residual: Residual | None, subtract: bool
+    rows: torch.Tensor,
+    size: int,
+    residual: Residual | None,
+    subtract: bool,
+    given: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     n, numel = rows.shape
     rows = rows.detach()
-    scales = torch.empty(n, -(-numel // size))
+    scales = torch.empty(n, -(-numel // size)) if given is None else given
     octets = np.empty((n, packed_nbytes(numel, 1)), np.uint8)
     pieces = Pieces(n, numel, size)
     is_positive = np.empty(pieces.numel, np.bool_)
@@ -155,11 +188,12 @@ def _encode_in_pieces(
         width = piece.shape[1]
         if residual:
             residual.of(top, columns).add_to(piece)
-        magnitudes = torch.abs(piece, out=pieces.buffer(*piece.shape))
-        for chunk, sums in zip(
-            chunks(magnitudes, size), per_chunk(piece_scales, width, size), strict=True
-        ):
-            torch.sum(chunk, dim=2, out=sums).div_(chunk.shape[2])
+        if given is None:
+            magnitudes = torch.abs(piece, out=pieces.buffer(*piece.shape))
+            for chunk, sums in zip(
+                chunks(magnitudes, size), per_chunk(piece_scales, width, size), strict=True
+            ):
+                torch.sum(chunk, dim=2, out=sums).div_(chunk.shape[2])
         bits = is_positive[: piece.numel()].reshape(piece.shape)
         np.greater_equal(piece.numpy(), 0, out=bits)
         octets[top, packed(columns, 1)] = np.packbits(bits, axis=1, bitorder="little")

@@ -74,7 +74,7 @@ class Memory(ABC):
         """Remember ``rest``, a part of the mean that arrived and could not be delivered.
 
         Called on all ranks alike, after :meth:`retain`: what the mean over ranks still has to
-        receive is then as much more.
+        receive is then as much more.  (Or on one rank alone, with as many times as much.)
 
         Args:
             rows: those of the round.

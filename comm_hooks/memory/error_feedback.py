@@ -20,7 +20,7 @@ def fitting_memory(compressor: Compressor) -> "ErrorFeedback | None":
     That is where the compressor is biased, so that what it leaves out would be lost, and
     contractive, so that residuals stay bounded.
     """
-    return ErrorFeedback() if compressor.contractive and not compressor.unbiased else None
+    return ErrorFeedback() if compressor.bounds_residuals and not compressor.unbiased else None
 
 
 class ErrorFeedback(Remainder):

@@ -62,11 +62,14 @@ class Feedback:
         for rows, active in zip(self._groups, self._active, strict=True):
             self._memory.retain(rows, active & accept, self._scale, self._key)
 
-    def give_back(self, limit: float) -> None:
+    def give_back(self, limit: float, *, ranks: int = 1) -> None:
         """Keep the elements of the mean, which the groups hold by now, within ±limit.
 
         What is above it is remembered, on all ranks alike, and arrives later.  A mean that is not
         finite is left alone.
+
+        Args:
+            ranks: for how many ranks this one remembers it: for all, if nobody else has this mean.
         """
         for rows in self._groups:
             rest = rows.matrix - rows.matrix.clamp(-limit, limit)
@@ -74,7 +77,7 @@ class Feedback:
             # Most often there is nothing.  On an accelerator nobody waits to find that out.
             if rest.device.type != "cpu" or rest.any():
                 rows.matrix.sub_(rest)
-                self._memory.give_back(rows, rest, self._scale)
+                self._memory.give_back(rows, rest.mul_(ranks), self._scale)
 
 
 def _require_finite(rows: Rows, residual: Residual | None, norm: torch.Tensor) -> None:

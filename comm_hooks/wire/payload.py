@@ -88,6 +88,7 @@ class PayloadFormat:
         stamp: Stamp,
         *,
         residuals: Sequence[Residual | None] | None = None,
+        wholes: Sequence[torch.Tensor] | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return M payloads (M, nbytes) of stacks of M matrices; like M calls of :meth:`encode`.
@@ -95,12 +96,17 @@ class PayloadFormat:
         Args:
             stacks: for each part, contiguous matrices (M, rows, numel).
             keys: for each part, those of all rows, (M * rows,).
+            wholes: if the M matrices are shards, the matrix of each part that was cut into them.
         """
         count = len(stacks[0])
         if out is None:
             out = torch.empty(count, self.nbytes, dtype=torch.uint8, device=health.device)
+        compressors = self._compressors
+        if wholes is not None:
+            pairs = zip(compressors, wholes, strict=True)
+            compressors = [compressor._for_shards(whole, count) for compressor, whole in pairs]
         for compressor, (start, stop, _), stack, part_keys, residual in zip(
-            self._compressors,
+            compressors,
             self._slices,
             stacks,
             keys,

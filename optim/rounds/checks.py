@@ -2,6 +2,7 @@
 
 from torch.optim import Optimizer
 
+from comm_hooks.checks import require_whole
 from comm_hooks.compressors.base import require_positive
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.rounds.participation import ClientSampling
@@ -21,6 +22,9 @@ def check_rounds(
     name = type(owner).__name__
     if not isinstance(inner, Optimizer):
         raise ValueError(f"{name}: inner must be an optimizer, got {inner!r}")
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            require_whole(parameter)
     if not isinstance(exchange, Exchange):
         raise ValueError(f"{name}: exchange must be an Exchange, got {exchange!r}")
     if exchange.memory is not None and exchange.memory.sends_changes:

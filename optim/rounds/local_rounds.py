@@ -10,9 +10,14 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from comm_hooks.agreement import hyperparameters_of
+from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.compressors.base import require_choice
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.double_averaging import check_double_averaging
+from comm_hooks.optim.double_averaging import (
+    averaging,
+    check_double_averaging,
+    refuse_double_averaging,
+)
 from comm_hooks.optim.rounds.checks import check_rounds
 from comm_hooks.optim.rounds.clients import ClientStates
 from comm_hooks.optim.rounds.collecting import (
@@ -200,8 +205,8 @@ class LocalRounds(WrappingOptimizer):
             closure: re-evaluates the model and returns the loss.
 
         Raises:
-            ValueError: in the first step, if DDP has averaged the gradients, which nobody must
-                before they are used (not noticed with ``participation``).
+            ValueError: in the first step, if DDP or FSDP has averaged the gradients, which nobody
+                must before they are used; with ``participation`` :meth:`clients` does so.
             ConfigMismatchError: in the first exchange, if ranks are configured differently or start
                 from different models.
         """
@@ -213,11 +218,14 @@ class LocalRounds(WrappingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         progress, transport = self._progress, self.exchange.transport
-        # With clients the ranks' steps are not the same ones.
-        if self.participation is None and not progress.knows_gradients:
+        if not progress.knows_gradients:
             own = [p.grad for p in self._parameters]
-            check_double_averaging(transport, self._parameters, own)
-            progress.knows_gradients = True
+            if self.participation is None:
+                check_double_averaging(transport, self._parameters, own)
+                progress.knows_gradients = True
+            elif progress.averaging is None:
+                # Other ranks may have no client, or one without data: compared when turns are over.
+                progress.averaging = averaging(transport, self._parameters, own)
         if grad_scale is not None:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             torch._foreach_div_(gradients, grad_scale)
@@ -280,7 +288,8 @@ class LocalRounds(WrappingOptimizer):
         to its end; should all leave it early, the model is the server's of before the round.
 
         Raises:
-            ValueError: without ``participation``.
+            ValueError: without ``participation``; after the first turn in which several ranks took
+                steps, if DDP or FSDP has averaged the gradients: the model is the server's.
         """
         if self.participation is None:
             raise ValueError(
@@ -303,6 +312,8 @@ class LocalRounds(WrappingOptimizer):
                     self._model.restore()
                     raise
                 self._clients.leave(client)
+            self._refuse_averaging()
+            if client is not None:
                 memory = self._clients.memory(client)
                 contribution = self._contribution(client, everything)
                 if contribution is None:
@@ -426,6 +437,23 @@ class LocalRounds(WrappingOptimizer):
         if isinstance(self.inner, SharesStatistics):
             statistics = self.inner.statistics()
         return Contribution(client, delta, statistics)
+
+    def _refuse_averaging(self) -> None:
+        """Raise ``ValueError`` on all ranks if somebody else averaged what this turn's steps saw.
+
+        Until it is known: one rank alone cannot know.
+        """
+        progress, transport = self._progress, self.exchange.transport
+        if progress.knows_gradients or transport.world_size == 1:
+            return
+        own, progress.averaging = progress.averaging, None
+        findings = [each for each in transport.perform(AllGatherObject(own)) if each]
+        try:
+            refuse_double_averaging(findings)
+        except ValueError:
+            self._model.restore()
+            raise
+        progress.knows_gradients = len(findings) > 1
 
     def _collection(self, fragment: Sequence[int]) -> Collection:
         delta = {self._names[i]: torch.zeros_like(self._model.values[i]) for i in fragment}

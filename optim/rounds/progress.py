@@ -1,6 +1,7 @@
 """How far rounds of local work have come."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass
@@ -16,6 +17,7 @@ class Progress:
         bytes_uncompressed: what all-reducing gradients at each of the steps taken here would have
             sent.
         knows_gradients: whether it has been made sure that nobody else averages them.
+        averaging: until then, what this rank's first step of a turn says about that.
         loaded_from: the rank whose state this one goes on from, until it says so.
     """
 
@@ -24,4 +26,5 @@ class Progress:
     round_index: int = 0
     bytes_uncompressed: int = 0
     knows_gradients: bool = False
+    averaging: dict[str, Any] | None = None
     loaded_from: int | None = None

@@ -169,9 +169,70 @@ def padding() -> bool:
     pieces = unit.pieces()
     padded = sum(piece.padded for piece in pieces)
     output = torch.full((padded,), 7.0)
-    state.exchange.transport.run(state._round(unit, output, torch.ones(4 * padded), 1.0))
+    flat_gradient = torch.ones(4 * padded)
+    state.exchange.transport.run(state._round(unit, output, flat_gradient, 1.0, mean=True))
     own = [piece.shards[dist.get_rank()].numel() for piece in pieces]
     return int((output == 0).sum()) == padded - sum(own)
+
+
+def beyond_float16(mean: bool, steps: int) -> dict[str, Any]:
+    """Let residuals gather until float16 cannot hold what arrives; return what this shard got."""
+    _, state = flat("topk", density=0.05, value_bits=32)
+    assert isinstance(state, CompressedReduceScatter)
+    unit = next(unit for unit in state._units if unit.name == "blocks.0")
+    pieces, ranks, own = unit.pieces(), dist.get_world_size(), dist.get_rank()
+    padded = sum(piece.padded for piece in pieces)
+    generator = torch.Generator().manual_seed(own)
+    arrived, sent = torch.zeros(padded).double(), torch.zeros(ranks, padded).double()
+    largest, finite = 0.0, True
+    for _ in range(steps):
+        drawn = torch.rand(ranks * padded, generator=generator)
+        gradient = (drawn * (2e4 if mean else 5e3)).half()
+        output = torch.empty(padded, dtype=torch.float16)
+        round_ = state._round(unit, output, gradient, 1.0, mean=mean)
+        state.exchange.transport.run(round_)
+        state.exchange.step += 1
+        finite &= bool(output.isfinite().all())
+        largest = max(largest, float(output.max()))
+        arrived += output.double() / (1 if mean else ranks)
+        sent += gradient.double().view(ranks, padded)
+
+    def compressed(shard: int, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+        segments, tensors = unit.views(pieces, vector, shard, state.exchange.exempts)
+        pairs = zip(segments, tensors, strict=True)
+        return {s.name: t.flatten() for s, t in pairs if not s.exempt}
+
+    return {
+        "arrived": compressed(own, arrived),
+        "sent": {n: t for shard in range(ranks) for n, t in compressed(shard, sent[shard]).items()},
+        "memory": state.state_dict()["memory"],
+        "largest": largest,
+        "finite": finite,
+    }
+
+
+def drift(setup: Setup, verify_every: int, steps: int) -> tuple[int, str]:
+    """Change a weight on rank 3 after the first step; return how many steps went well, and why."""
+    model, _ = setup("sign", verify_every=verify_every)
+    for step in range(steps):
+        try:
+            loss_of(model, dist.get_rank(), step).backward()
+        except ValueError as error:
+            return step, str(error)
+        if step == 0 and dist.get_rank() == 3:
+            with torch.no_grad():
+                model.head.weight.to_local()[-1, -1] += 1e-6  # type: ignore[union-attr, operator]
+    return steps, ""
+
+
+def residual_that_is_not_finite(verify_every: int) -> bool:
+    """Return whether the gradients are finite behind a residual that is not."""
+    model, state = flat("topk", density=0.1, verify_every=verify_every)
+    loss_of(model, dist.get_rank(), 0).backward()
+    for _, row, _ in state.exchange.memory._residuals.items():  # type: ignore[union-attr]
+        row.fill_(float("inf"))
+    loss_of(model, dist.get_rank(), 1).backward()
+    return all(bool(g.isfinite().all()) for g in local(model).values())
 
 
 def two_modules_of_one_group() -> dict[str, int]:

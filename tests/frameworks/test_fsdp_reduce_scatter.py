@@ -89,6 +89,35 @@ def test_bytes_are_those_of_the_payloads(ranks_of: RanksOf) -> None:
     assert quantized["compression_ratio"] > 4
 
 
+@pytest.mark.parametrize("mean", [True, False])
+def test_what_float16_cannot_hold_arrives_later(ranks_of: RanksOf, mean: bool) -> None:
+    outcomes = ranks_of(RANKS).run(hsdp.beyond_float16, mean, 12)
+    assert all(outcome["finite"] for outcome in outcomes)
+    assert max(outcome["largest"] for outcome in outcomes) > 60000
+    for outcome in outcomes:
+        for name, arrived in outcome["arrived"].items():
+            expected = sum(other["sent"][name] for other in outcomes) / RANKS
+            residual = sum(other["memory"][name].double() for other in outcomes) / RANKS
+            # float16 rounds each of 12 steps.
+            torch.testing.assert_close(arrived + residual, expected, rtol=2e-3, atol=50)
+
+
+@pytest.mark.parametrize("setup", [hsdp.inside_native, hsdp.hybrid])
+@pytest.mark.parametrize(("verify_every", "expected"), [(2, 2), (1, 1), (0, 4)])
+def test_replicas_that_drift_apart_are_told_on_all_ranks(
+    ranks_of: RanksOf, setup: hsdp.Setup, verify_every: int, expected: int
+) -> None:
+    for steps, message in ranks_of(RANKS).run(hsdp.drift, setup, verify_every, 4):
+        assert steps == expected
+        assert ("have come to different weights, in 'head.weight':" in message) == (steps < 4)
+
+
+def test_residuals_that_are_not_finite_are_refused(ranks_of: RanksOf) -> None:
+    assert ranks_of(RANKS).run(hsdp.residual_that_is_not_finite, 0) == [False] * RANKS
+    for outcome in ranks_of(RANKS).outcomes(hsdp.residual_that_is_not_finite, 1):
+        assert "is not finite, and would make all gradients NaN" in str(outcome.error)
+
+
 def test_the_padding_of_a_shard_is_zero(ranks_of: RanksOf) -> None:
     assert ranks_of(RANKS).run(hsdp.padding) == [True] * RANKS
 

@@ -12,6 +12,7 @@ from comm_hooks.kernels.signs import (
     decode_signs,
     decode_sum_of_signs,
     encode_signs,
+    mean_magnitudes,
     reference_decode_signs,
     reference_encode_signs,
 )
@@ -112,6 +113,30 @@ def test_residuals_are_added_first(
     assert torch.equal(found, expected)
     assert torch.equal(coded[0], reference[0])
     assert torch.equal(coded[1], reference[1])
+
+
+@given(rows=vectors, size=sizes, piece=piece_sizes, subtract=st.booleans())
+def test_scales_may_be_given(rows: torch.Tensor, size: int, piece: int, subtract: bool) -> None:
+    scales = torch.arange(1.0, 1 + len(rows) * -(-rows.shape[1] // size)).view(len(rows), -1)
+    left, expected = rows.clone(), rows.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE", piece)
+        coded = encode_signs(left, size, subtract=subtract, scales=scales)
+    reference = reference_encode_signs(expected, size, subtract=subtract, scales=scales)
+    assert torch.equal(left, expected)
+    assert torch.equal(coded[0], scales)
+    assert torch.equal(coded[1], reference[1])
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_mean_magnitudes(power: int) -> None:
+    rows = torch.tensor([[3.0, -4.0, 0.0, 1.0, -2.0], [0.0] * 5])
+    blocks = [[(3.0, -4.0), (0.0, 1.0), (-2.0,)], [(0.0, 0.0), (0.0, 0.0), (0.0,)]]
+    expected = [
+        [(sum(abs(x) ** power for x in block) / len(block)) ** (1 / power) for block in row]
+        for row in blocks
+    ]
+    torch.testing.assert_close(mean_magnitudes(rows, 2, power=power), torch.tensor(expected))
 
 
 def test_strided_rows_are_subtracted_from_in_place() -> None:

@@ -36,6 +36,36 @@ class Exact:
         return np.mean(vectors, axis=0)
 
 
+class PublishedMean:
+    """The exchange of one parameter as DeepSpeed 0.19.6 has it (``compressed_allreduce``).
+
+    On all ranks at once: what a rank sends has one scale, what the owner of a chunk sends another,
+    both root mean squares.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.worker_errors: list[Any] = [0.0] * ranks
+        self.server_errors: list[Any] = [0.0] * ranks
+
+    def __call__(self, vectors: list[np.ndarray]) -> np.ndarray:
+        sent = []
+        for rank, vector in enumerate(vectors):
+            compensated = vector + self.worker_errors[rank]
+            sent.append(sign_of_rms(compensated))
+            self.worker_errors[rank] = compensated - sent[rank]
+        result = []
+        for owner, chunk in enumerate(np.split(np.mean(sent, axis=0), self.ranks)):
+            compensated = chunk + self.server_errors[owner]
+            result.append(sign_of_rms(compensated))
+            self.server_errors[owner] = compensated - result[owner]
+        return np.concatenate(result)
+
+
+def sign_of_rms(x: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(x) / np.sqrt(x.size) * np.where(x >= 0, 1, -1)
+
+
 class Estimate(Mean):
     """CD-Adam's compression of differences, on all ranks at once; returns what the servers sent.
 

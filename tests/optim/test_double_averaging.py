@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,10 +12,12 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import CountSketch, ErrorFeedback, Exchange, Sign, TopK, register, skip_hook
-from comm_hooks.optim import LocalRounds, LocalVarianceAdam, Marina
+from comm_hooks.optim import LocalRounds, LocalVarianceAdam, Marina, Participation
 from comm_hooks.optim.double_averaging import double_averaging, refuse_double_averaging
 from tests.ranks import Ranks
 from tests.test_hook import Net, batch
@@ -138,17 +140,83 @@ def test_one_rank_has_nobody_to_average_with(ranks_of: RanksOf) -> None:
     assert ranks_of(1).run(judge, "averaged", "plain", False) == [""]
 
 
-def adam(net: nn.Module) -> Any:
-    return LocalVarianceAdam(net.named_parameters(), Exchange(Sign(), ErrorFeedback()), lr=1e-3)
+def shard(kind: str, net: nn.Module) -> tuple[nn.Module, dist.ProcessGroup | None]:
+    """Return a model of FSDP on 4 ranks, and the group of ranks that the optimizer exchanges in."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if kind == "FSDP2":
+        return fully_shard(net), None
+    if kind == "HSDP":
+        return fully_shard(net, mesh=mesh), mesh["replicate"].get_group()
+    if kind == "FSDP2, between nodes":
+        return fully_shard(net, mesh=mesh["shard"]), mesh["replicate"].get_group()
+    strategy = {"FSDP1": "FULL_SHARD", "FSDP1, not sharded": "NO_SHARD"}[kind]
+    model = FullyShardedDataParallel(
+        net,
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+        sharding_strategy=ShardingStrategy[strategy],
+    )
+    return model, None
+
+
+PARTS = "a DTensor (FSDP2, tensor parallelism) is in parts on several ranks"
+SHARDED = {
+    "FSDP2": (
+        "the parameters are sharded over ranks 0, 1, 2, 3, and FSDP has averaged the gradients",
+    )
+    * 4,
+    "HSDP": ("over ranks 0, 2, and", "over ranks 1, 3, and") * 2,
+    "FSDP1": ("over ranks 0, 1, 2, 3, and",) * 4,
+    "FSDP1, not sharded": ("over ranks 0, 1, 2, 3, and",) * 4,
+    "FSDP2, between nodes": (PARTS,) * 4,
+}
+
+
+def step_sharded(name: str, kind: str) -> str:
+    """Return what the first step says."""
+    torch.manual_seed(0)
+    model, group = shard(kind, nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3)))
+    exchange = Exchange(Sign(), ErrorFeedback(), process_group=group)
+    try:
+        optimizer = OPTIMIZERS[name](model, exchange)
+        model(torch.randn(4, 64)).square().sum().backward()
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "kind", "expected"),
+    [
+        *(("adam", kind, expected) for kind, expected in SHARDED.items()),
+        ("local_rounds", "FSDP1", SHARDED["FSDP1"]),
+        # Rounds copy parameters when they are made.
+        ("local_rounds", "FSDP2", (PARTS,) * 4),
+    ],
+)
+def test_what_fsdp_averages_is_refused_at_the_first_step(
+    ranks_of: RanksOf, name: str, kind: str, expected: Sequence[str]
+) -> None:
+    messages = ranks_of(4).run(step_sharded, name, kind)
+    for message, part in zip(messages, expected, strict=True):
+        assert part in message
+
+
+def adam(net: nn.Module, exchange: Exchange | None = None) -> Any:
+    exchange = exchange or Exchange(Sign(), ErrorFeedback())
+    return LocalVarianceAdam(net.named_parameters(), exchange, lr=1e-3)
 
 
 def marina(net: nn.Module) -> Any:
     return Marina(net.named_parameters(), Exchange(CountSketch(ratio=0.2)), lr=1e-3, p=0.5)
 
 
-def local_rounds(net: nn.Module) -> Any:
+def local_rounds(net: nn.Module, exchange: Exchange | None = None) -> Any:
     inner = torch.optim.AdamW(net.named_parameters(), lr=1e-3)
-    return LocalRounds(inner, Exchange(TopK(density=0.1), ErrorFeedback()), local_steps=2)
+    exchange = exchange or Exchange(TopK(density=0.1), ErrorFeedback())
+    return LocalRounds(inner, exchange, local_steps=2)
 
 
 OPTIMIZERS = {"adam": adam, "marina": marina, "local_rounds": local_rounds}
@@ -193,6 +261,59 @@ def test_a_forgotten_skip_hook_is_refused_at_the_first_step(
         assert message.startswith("DDP has averaged the gradients (its hook: all_reduce)")
         assert not moved
         assert sent == 0
+
+
+def play(forgotten: bool, how: str, clients: int) -> tuple[str, bool, float, int]:
+    """Play two rounds of two steps a client; return as :func:`step` does, and the turns begun."""
+    torch.manual_seed(0)
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    if not forgotten:
+        ddp.register_comm_hook(None, skip_hook)
+    rounds = LocalRounds(
+        torch.optim.SGD(net.named_parameters(), lr=0.1),
+        Exchange(CountSketch(ratio=0.2)),  # linear: nothing is exchanged before a round's end
+        participation=Participation(clients),
+    )
+    before = [p.detach().clone() for p in net.parameters()]
+    message, turns = "", 0
+    try:
+        for _ in range(2):
+            for client in rounds.clients():
+                turns += 1
+                # A client without data takes no step.
+                for micro in range(0 if how == "empty" and client < 2 else 2):
+                    rounds.zero_grad()
+                    inputs, targets = batch(micro, client)
+                    with ddp.no_sync() if how == "no_sync" else contextlib.nullcontext():
+                        nn.functional.cross_entropy(ddp(inputs), targets).backward()
+                    rounds.step()
+    except ValueError as error:
+        message = str(error)
+    moved = any(not torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True))
+    return message, moved, rounds.exchange.stats()["bytes_sent"], turns
+
+
+@pytest.mark.parametrize(("how", "expected"), [("as ever", 1), ("empty", 2)])
+def test_clients_whose_gradients_ddp_has_averaged_are_refused_after_the_first_turn(
+    ranks_of: RanksOf, how: str, expected: int
+) -> None:
+    for message, moved, sent, turns in ranks_of(2).run(play, True, how, 4):
+        assert message.startswith("DDP has averaged the gradients (its hook: all_reduce)")
+        assert not moved
+        assert sent == 0
+        assert turns == expected
+
+
+@pytest.mark.parametrize(("forgotten", "how"), [(False, "as ever"), (True, "no_sync")])
+@pytest.mark.parametrize("clients", [4, 3])
+def test_clients_train_with_skip_hook_or_no_sync(
+    ranks_of: RanksOf, forgotten: bool, how: str, clients: int
+) -> None:
+    for message, moved, sent, _ in ranks_of(2).run(play, forgotten, how, clients):
+        assert message == ""
+        assert moved
+        assert sent > 0
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

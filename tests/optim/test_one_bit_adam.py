@@ -1,7 +1,7 @@
 """OneBitAdam against an independent NumPy reference, on real ranks."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from comm_hooks import ConfigMismatchError, ErrorFeedback, Exchange, Identity, Sign
+from comm_hooks.layout import Granularity
 from comm_hooks.optim.one_bit_adam import OneBitAdam
-from tests.optim.references import OPERATORS, Exact, Operator
+from tests.optim.references import OPERATORS, Exact, PublishedMean
 from tests.optim.replicas import (
     MIN_NUMEL,
     SHAPES,
@@ -31,27 +32,35 @@ STEPS, FREEZE = 30, 6
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
+PUBLISHED = Sign(block_size=None, scale="rms")
+
+
 def make(
-    params: Any, operator: str = "sign", sharded: bool = True, freeze_step: int = FREEZE
+    params: Any,
+    operator: str | Sign = "sign",
+    sharded: bool = True,
+    freeze_step: int = FREEZE,
+    granularity: Granularity = "parameter",
 ) -> OneBitAdam:
     exchange = Exchange(
-        OPERATORS[operator][0],
+        OPERATORS[operator][0] if isinstance(operator, str) else operator,
         ErrorFeedback(),
         "sharded" if sharded else "all_gather",
         min_numel=MIN_NUMEL,
+        granularity=granularity,
     )
     return OneBitAdam(params, exchange, freeze_step=freeze_step, **HYPER)
 
 
-def reference(compress: Operator, ranks: int, sharded: bool) -> Values:
+def reference(means: Callable[[], Any], ranks: int, steps: int = STEPS) -> Values:
     """The docstring's algorithm, in float64 and without any of the library."""
     lr, (beta1, beta2), decay = HYPER["lr"], HYPER["betas"], HYPER["weight_decay"]
     results = {}
     for name in SHAPES:
         x = start(name).ravel()
         m, v = np.zeros_like(x), np.zeros_like(x)
-        mean = Exact() if name == "bias" else Mean(compress, ranks, sharded=sharded)
-        for step in range(STEPS):
+        mean = Exact() if name == "bias" else means()
+        for step in range(steps):
             gs = [gradient(name, step, rank).ravel() for rank in range(ranks)]
             if step < FREEZE:
                 g = np.mean(gs, axis=0)
@@ -71,10 +80,36 @@ def test_matches_the_reference(ranks_of: RanksOf, operator: str, sharded: bool) 
     histories = ranks_of(2).run(history, make, options, STEPS)
     for replica, other in zip(*histories, strict=True):
         assert same(replica, other), "replicas must not drift"
-    expected = reference(OPERATORS[operator][1], 2, sharded)
+    expected = reference(lambda: Mean(OPERATORS[operator][1], 2, sharded=sharded), 2)
     for name in SHAPES:
         # 30 float32 steps of the order of 0.01; small v make larger ones
         np.testing.assert_allclose(histories[0][-1][name], expected[name], rtol=2e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_matches_the_published_exchange(ranks_of: RanksOf, ranks: int) -> None:
+    """With a scale per tensor from each rank, and a scale per shard back; not with others."""
+    steps = 60
+    expected = reference(lambda: PublishedMean(ranks), ranks, steps)
+
+    def distance(sign: Sign) -> float:
+        """Return how far the parameters are from the reference, in units of how far they moved."""
+        ends = ranks_of(ranks).run(history, make, {"operator": sign}, steps)[0][-1]
+        names = [name for name in SHAPES if name != "bias"]
+        off = np.concatenate([(ends[n] - expected[n]).ravel() for n in names])
+        move = np.concatenate([(expected[n] - start(n)).ravel() for n in names])
+        return float(np.linalg.norm(off) / np.linalg.norm(move))
+
+    # What float32 rounds in 60 steps.
+    assert distance(PUBLISHED) < 1e-5
+    for other in (Sign(), Sign(block_size=None), Sign(scale="rms")):
+        assert distance(other) > 0.1
+
+
+@pytest.mark.parametrize("granularity", get_args(Granularity))
+def test_the_published_exchange_resumes(ranks_of: RanksOf, granularity: Granularity) -> None:
+    options = {"operator": PUBLISHED, "freeze_step": 2, "granularity": granularity}
+    assert all(ranks_of(2).run(resume, make, options, torch.float32))
 
 
 def warm_up_and_adam() -> float:

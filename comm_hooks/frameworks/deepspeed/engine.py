@@ -82,7 +82,7 @@ def attach(engine: Any, block: Mapping[str, Any] | None) -> EngineCompression | 
         reductions.replace(engine, exchange)
     else:
         return None
-    exchange.transport.run(exchange.agree())
+    exchange.agree_now()
     checkpoint.include(engine, exchange)
     attached = engine.comm_hooks = EngineCompression(exchange)
     logger.info("DeepSpeed exchanges through %s, %s", exchange.compressor, exchange.memory)

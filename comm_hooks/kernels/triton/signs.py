@@ -32,6 +32,7 @@ def _encode(
     TILE: tl.constexpr,
     COMPENSATE: tl.constexpr,
     SUBTRACT: tl.constexpr,
+    GIVEN: tl.constexpr,
 ):
     vector = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
@@ -46,8 +47,11 @@ def _encode(
         if not SUBTRACT:
             tl.store(rows + vector * numel + element, values, mask=inside)
     length = tl.minimum(size, numel - block * size)
-    scale = tl.sum(tl.sum(tl.abs(values), 1), 0) / length
-    tl.store(scales + vector * blocks + block, scale)
+    if GIVEN:
+        scale = tl.load(scales + vector * blocks + block)
+    else:
+        scale = tl.sum(tl.sum(tl.abs(values), 1), 0) / length
+        tl.store(scales + vector * blocks + block, scale)
 
     is_positive = values >= 0
     octets = tl.sum((is_positive & inside).to(tl.int32) << bit, 1)
@@ -102,7 +106,12 @@ def _decode(
 
 
 def encode_signs(
-    rows: torch.Tensor, size: int, *, residual: Residual | None = None, subtract: bool = False
+    rows: torch.Tensor,
+    size: int,
+    *,
+    residual: Residual | None = None,
+    subtract: bool = False,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales and the packed signs of vectors.
 
@@ -114,7 +123,9 @@ def encode_signs(
     """
     count, numel = rows.shape
     blocks = triton.cdiv(numel, size)
-    scales = torch.empty(count, blocks, device=rows.device)
+    given = scales is not None
+    if scales is None:
+        scales = torch.empty(count, blocks, device=rows.device)
     bits = torch.empty(count, triton.cdiv(numel, 8), dtype=torch.uint8, device=rows.device)
     tile = max(256, triton.next_power_of_2(min(size, numel)))
     with on_device_of(rows):
@@ -122,7 +133,7 @@ def encode_signs(
             rows,
             residual.vectors.contiguous() if residual else rows,
             residual.factors() if residual else rows,
-            scales,
+            scales.contiguous(),
             bits,
             numel,
             size,
@@ -131,6 +142,7 @@ def encode_signs(
             TILE=tile,
             COMPENSATE=residual is not None,
             SUBTRACT=subtract,
+            GIVEN=given,
             num_warps=max(1, tile // 512),
             **COMPILE_OPTIONS,
         )

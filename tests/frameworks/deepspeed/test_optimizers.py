@@ -315,7 +315,7 @@ def test_parameter_groups_and_frozen_parameters(ranks_of: RanksOf) -> None:
 
 def passed_as_object(more: dict[str, Any]) -> float:
     model = new_model()
-    exchange = Exchange(Sign(), ErrorFeedback(), "sharded")
+    exchange = Exchange(Sign(block_size=None, scale="rms"), ErrorFeedback(), "sharded")
     optimizer = OneBitAdam(model.named_parameters(), exchange, **PARAMS["OneBitAdam"])
     config = settings("OneBitAdam", **more)
     del config["optimizer"]

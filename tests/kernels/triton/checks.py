@@ -111,6 +111,13 @@ def check_encode_signs(device: str, matrix: Array, size: int) -> None:
     reference_decode_signs(rows, scales, octets, size, alpha=-1.0, add=True)
     exactly(rest, rows)
 
+    given = torch.arange(1.0, 1 + scales.numel()).view_as(scales).to(device)
+    rows, expected_rows = (torch.from_numpy(matrix.copy()).to(device) for _ in range(2))
+    coded = signs.encode_signs(rows, size, subtract=True, scales=given)
+    expected = reference_encode_signs(expected_rows, size, subtract=True, scales=given)
+    for result, reference in zip((*coded, rows), (*expected, expected_rows), strict=True):
+        exactly(result, reference)
+
 
 def check_decode_signs(
     device: str, ranks: list[Array], size: int, alpha: float, before: Array

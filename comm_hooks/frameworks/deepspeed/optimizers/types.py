@@ -30,7 +30,14 @@ _DEEPSPEED_ONLY = (
     "bias_correction",
     "eps_inside_sqrt",
 )
-_SIGNS = {"compressor": "sign", "memory": "error_feedback", "collective": "sharded"}
+# One scale per tensor, as in DeepSpeed: learning rates carry over.
+_SIGNS = {
+    "compressor": "sign",
+    "block_size": None,
+    "scale": "rms",
+    "memory": "error_feedback",
+    "collective": "sharded",
+}
 _LARGEST = {"compressor": "topk", "density": 1 / 64, "value_bits": 1, "memory": "error_feedback"}
 
 
