@@ -673,14 +673,15 @@ class Exchange:
         for state in states:
             check_memory(state, self.memory, self._known_names())
         if self.memory and self._server_memory:
-            self._numels = {name: n for state in states for name, n in state["numels"].items()}
+            numels = {name: n for state in states for name, n in state["numels"].items()}
             merged = merge_memories(states, self.memory, self._server_memory)
             if self.nodes:
                 merged = cut_memory(
-                    merged, self.memory, self._numels, self.nodes.place, self.nodes.ranks_per_node
+                    merged, self.memory, numels, self.nodes.place, self.nodes.ranks_per_node
                 )
             self.memory.load_state_dict(merged)
             self._server_memory.load_state_dict({})
+            self._numels = numels
         self.step = self._loaded_at = states[0]["step"]
 
     def _known_names(self) -> Collection[str] | None:
