@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from comm_hooks.compressors.base import Compressor, is_number, require_choice, require_flag
+from comm_hooks.compressors.base import Compressor, require_choice, require_flag, require_within
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.layout import Rows
@@ -56,8 +56,7 @@ class ErrorFeedback(Remainder):
 
     def __init__(self, bits: int = 32, *, decay: float = 1.0, stochastic: bool = False) -> None:
         require_choice(self, "bits", bits, (4, 16, 32))
-        if not is_number(decay) or not 0 < decay <= 1:
-            raise ValueError(f"ErrorFeedback: decay must lie in (0, 1], got {decay!r}")
+        require_within(self, "decay", decay, "(0, 1]")
         require_flag(self, "stochastic", stochastic)
         if stochastic and bits != 4:
             raise ValueError("ErrorFeedback: stochastic rounding is for bits=4 only")

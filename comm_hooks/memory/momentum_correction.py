@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from comm_hooks.compressors.base import is_number
+from comm_hooks.compressors.base import require_within
 from comm_hooks.layout import Rows
 from comm_hooks.memory.base import Memory, add_rows, mean_rows
 from comm_hooks.memory.error_feedback import ErrorFeedback
@@ -43,8 +43,7 @@ class MomentumCorrection(Memory):
     """
 
     def __init__(self, momentum: float = 0.9) -> None:
-        if not is_number(momentum) or not 0 <= momentum < 1:
-            raise ValueError(f"MomentumCorrection: momentum must lie in [0, 1), got {momentum!r}")
+        require_within(self, "momentum", momentum, "[0, 1)")
         self.momentum = momentum
         self._velocities = NamedRows(torch.zeros_like)
         self._residuals = NamedRows(torch.zeros_like)
