@@ -28,7 +28,23 @@ from comm_hooks.optim import private
 from comm_hooks.optim.private import GaussianMechanism, PerSampleGradients
 
 ODD: tuple[Any, ...] = (
-    *(None, "x", "", "\n", b"x", math.nan, math.inf, -math.inf, True, False, 0, -1, 0.5, 10**400),
+    *(
+        None,
+        "x",
+        "",
+        "\n",
+        b"x",
+        math.nan,
+        math.inf,
+        -math.inf,
+        True,
+        False,
+        0,
+        -1,
+        0.5,
+        10**400,
+        10**5000,
+    ),
     *([], {}, (), [1], (0.9,), (0.9, 2.0), (None, None), ("x", "y"), (math.nan, 0.9), object()),
     *(torch.ones(2), torch.ones(3, 3)),
 )

@@ -188,7 +188,10 @@ def is_number(value: object) -> bool:
 
 def in_one_line(value: object) -> str:
     """Return the ``repr`` of what somebody passed, in one line, as messages are."""
-    return " ".join(repr(value).split())
+    try:
+        return " ".join(repr(value).split())
+    except ValueError:  # Python writes down no integer of more than 4,300 digits
+        return f"what is too long to be shown, of the class {type(value).__name__}"
 
 
 def _name_of(owner: object) -> str:
@@ -245,17 +248,20 @@ def require_choice(owner: object, name: str, value: object, choices: Sequence[ob
 
 
 def require_positive(owner: object, name: str, value: int) -> None:
-    """Raise ``ValueError`` unless ``value`` is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    """Raise ``ValueError`` unless ``value`` is an integer of at least 1 that 64 bits can hold."""
+    require_integer(owner, name, value, "an integer of at least 1")
+    if not 1 <= value < 1 << 63:
+        below = " and below 2^63" if value > 1 else ""
         raise ValueError(
-            f"{_name_of(owner)}: {name} must be an integer of at least 1, got {in_one_line(value)}"
+            f"{_name_of(owner)}: {name} must be an integer of at least 1{below}, "
+            f"got {in_one_line(value)}"
         )
 
 
-def require_integer(owner: object, name: str, value: int) -> None:
-    """Raise ``ValueError`` unless ``value`` is an integer."""
+def require_integer(owner: object, name: str, value: int, what: str = "an integer") -> None:
+    """Raise ``ValueError`` unless ``value`` is an integer, or more than that, as ``what`` says."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{_name_of(owner)}: {name} must be an integer, got {in_one_line(value)}")
+        raise ValueError(f"{_name_of(owner)}: {name} must be {what}, got {in_one_line(value)}")
 
 
 def require_flag(owner: object, name: str, value: bool) -> None:
