@@ -23,6 +23,7 @@ from comm_hooks.compressors import (
     Sign,
     TopK,
 )
+from comm_hooks.compressors.base import in_one_line
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory import Differences, ErrorFeedback, Memory, MomentumCorrection
 from comm_hooks.memory.error_feedback import fitting_memory
@@ -205,7 +206,8 @@ def _instead_of(missing: str, keys: Iterable[object]) -> str:
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:
     """Return the message for a name that nobody knows, with the nearest that somebody does."""
     known = list(known)
-    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    written = name if isinstance(name, str) else in_one_line(name)
+    nearest = difflib.get_close_matches(written, known, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     listed = ", ".join(known) if known else "none"
-    return f"unknown {kind} {name!r}: {hint}known are {listed}"
+    return f"unknown {kind} {in_one_line(name)}: {hint}known are {listed}"

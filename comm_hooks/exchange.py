@@ -22,7 +22,14 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Round
 from comm_hooks.collectives.routes import Route, cheapest_route, row_norms
 from comm_hooks.collectives.torch_distributed import TorchDistributed
-from comm_hooks.compressors.base import Compressor, require_choice, require_positive
+from comm_hooks.compressors.base import (
+    Compressor,
+    in_one_line,
+    require_choice,
+    require_integer,
+    require_kind,
+    require_positive,
+)
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.errors import PeerError
 from comm_hooks.layout import Granularity, Layout, Segment
@@ -130,14 +137,14 @@ class Exchange:
         if not isinstance(compressor, Compressor):
             raise ValueError(
                 f"Exchange: compressor must be a Compressor such as TopK(density=1/64), "
-                f"got {compressor!r}"
+                f"got {in_one_line(compressor)}"
             )
         if isinstance(memory, str) and memory == "auto":
             memory = fitting_memory(compressor)
         if memory is not None and not isinstance(memory, Memory):
             raise ValueError(
                 "Exchange: memory must be None, 'auto' or a Memory such as ErrorFeedback(), got "
-                f"{memory!r}"
+                f"{in_one_line(memory)}"
             )
         require_choice(self, "collective", collective, get_args(Collective))
         require_choice(self, "granularity", granularity, ("parameter", "bucket"))
@@ -151,10 +158,12 @@ class Exchange:
                     f"Exchange: ranks_per_node goes with collective='hierarchical', not "
                     f"{collective!r}"
                 )
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise ValueError(f"Exchange: seed must be an integer, got {seed!r}")
+        require_integer(self, "seed", seed)
+        require_integer(self, "verify_every", verify_every)
         if verify_every != 0:
             require_positive(self, "verify_every", verify_every)
+        if transport is not None:
+            require_kind(self, "transport", transport, Transport)
         self._exempt = Identity(exempt_bits)
         self.compressor = compressor
         self.memory = memory
@@ -710,14 +719,15 @@ class Exchange:
         for state in states:
             check_memory(state, self.memory, self._known_names())
         if self.memory and self._server_memory:
-            self._numels = {name: n for state in states for name, n in state["numels"].items()}
+            numels = {name: n for state in states for name, n in state["numels"].items()}
             merged = merge_memories(states, self.memory, self._server_memory)
             if self.nodes:
                 merged = cut_memory(
-                    merged, self.memory, self._numels, self.nodes.place, self.nodes.ranks_per_node
+                    merged, self.memory, numels, self.nodes.place, self.nodes.ranks_per_node
                 )
             self.memory.load_state_dict(merged)
             self._server_memory.load_state_dict({})
+            self._numels = numels
         self.step = self._loaded_at = states[0]["step"]
 
     def _known_names(self) -> Collection[str] | None:

@@ -17,7 +17,7 @@ from comm_hooks.backward import Underway
 from comm_hooks.checks import Collective, require_dense_floats
 from comm_hooks.collectives.base import after_all, completed
 from comm_hooks.collectives.requests import Round
-from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.base import Compressor, in_one_line, require_callable
 from comm_hooks.config import build_compressor, build_memory
 from comm_hooks.ddp import AccumulationWatch, DataParallelModel, gradients_in, require_bucket
 from comm_hooks.exchange import Exchange
@@ -110,8 +110,10 @@ class CompressionState:
             verify_every=verify_every,
             process_group=process_group,
         )
+        if loss_scale is not None:
+            require_callable(self, "loss_scale", loss_scale)
         self.loss_scale = loss_scale
-        self._names = {p: name for name, p in named_parameters} if named_parameters else {}
+        self._names = _by_parameter(named_parameters)
         self._known_names = set(self._names.values()) or None
         self.exchange.owner = self
         # Weak: the exchange drops a layout when DDP has rebuilt its bucket.
@@ -214,6 +216,25 @@ class CompressionState:
 
     def _name(self, parameter: torch.nn.Parameter) -> str:
         return self._names.setdefault(parameter, f"parameter.{len(self._names)}")
+
+
+def _by_parameter(
+    named: Iterable[tuple[str, torch.nn.Parameter]] | None,
+) -> dict[torch.nn.Parameter, str]:
+    """Return the name of each parameter, or raise ``ValueError`` for what are no such pairs."""
+    if named is None:
+        return {}
+    names = {}
+    for pair in named if isinstance(named, Iterable) else (named,):
+        match pair:
+            case (str(name), torch.Tensor() as parameter):
+                names[parameter] = name
+            case _:
+                raise ValueError(
+                    "CompressionState: named_parameters must be what model.named_parameters() "
+                    f"returns, got {in_one_line(pair)}"
+                )
+    return names
 
 
 def compression_hook(

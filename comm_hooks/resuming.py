@@ -1,6 +1,6 @@
 """What a rank may load: its own state, or those of all ranks of a run that had another number."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,24 +10,52 @@ from comm_hooks.sealing import SEAL, require_seal, sealed
 
 State = Mapping[str, Any]
 
-# What an exchange saves, and a hook with it; whoever saves more beside it uses other keys.
-_KEYS = (
-    "step",
-    "rank",
-    "world_size",
-    "collective",
-    "ranks_per_node",
-    "memory_type",
-    "memory",
-    "server_memory",
-    "numels",
-    "buckets",
-)
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_rows(value: object) -> bool:
+    return isinstance(value, Mapping)  # of which memories see the rest
+
+
+def _are_numels(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and _is_count(numel) and numel for name, numel in value.items()
+    )
+
+
+def _are_buckets(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(bucket, list | tuple) and all(map(_is_name, bucket)) for bucket in value
+    )
+
+
+# What an exchange saves, and a hook with it, how to tell and what to call it; whoever saves more
+# beside it uses other keys.
+_SCHEMA: dict[str, tuple[Callable[[object], bool], str]] = {
+    "step": (_is_count, "a number of steps"),
+    "rank": (_is_count, "a rank"),
+    "world_size": (_is_count, "a number of ranks"),
+    "collective": (_is_name, "a name"),
+    "ranks_per_node": (lambda value: _is_count(value) and bool(value), "a number of ranks"),
+    "memory_type": (_is_name, "a name"),
+    "memory": (_are_rows, "a dictionary of vectors"),
+    "server_memory": (_are_rows, "a dictionary of vectors"),
+    "numels": (_are_numels, "a dictionary of numbers of elements"),
+    "buckets": (_are_buckets, "lists of names"),
+}
+_ALWAYS = ("step", "rank", "world_size", "collective")
+_WITH_MEMORY = ("memory_type", "memory", "server_memory", "numels")
 
 
 def seal_own(state: State) -> dict[str, Any]:
     """Return a state with a seal on what is an exchange's in it."""
-    return {**state, SEAL: sealed({key: state[key] for key in _KEYS if key in state})[SEAL]}
+    return {**state, SEAL: sealed({key: state[key] for key in _SCHEMA if key in state})[SEAL]}
 
 
 def check_whole(state: object) -> None:
@@ -36,10 +64,16 @@ def check_whole(state: object) -> None:
         raise ValueError(
             f"the state must be what state_dict() returned, got {type(state).__name__}"
         )
-    require_seal({key: state[key] for key in (*_KEYS, SEAL) if key in state})
-    for key in ("rank", "world_size", "step"):
-        if not isinstance(state.get(key), int):
+    require_seal({key: state[key] for key in (*_SCHEMA, SEAL) if key in state})
+    needed = _ALWAYS + _WITH_MEMORY * ("memory" in state)
+    for key, (fits, words) in _SCHEMA.items():
+        if key in needed and key not in state:
             raise ValueError(f"the state is not one of an exchange: it has no {key}")
+        if key in state and not fits(state[key]):
+            raise ValueError(
+                f"the state is not one of an exchange: its {key} must be {words}, got "
+                f"{type(state[key]).__name__}"
+            )
 
 
 def check_own(state: State, rank: int, world_size: int, ranks_per_node: int | None) -> None:
@@ -72,9 +106,11 @@ def check_memory(state: State, memory: Memory | None, known: Collection[str] | N
     here = type(memory).__name__
     if state["memory_type"] != here:
         raise ValueError(
-            f"the state was saved with {state['memory_type']}, but this exchange has {here}, which "
-            "cannot go on with it: give the exchange the memory that it had"
+            f"the state was saved with {state['memory_type']!r}, but this exchange has {here!r}, "
+            "which cannot go on with it: give the exchange the memory that it had"
         )
+    memory.check(state["memory"])
+    memory.for_server().check(state["server_memory"])
     strangers = memory.parameters_in(state["memory"]) - set(known if known is not None else ())
     if known is not None and strangers:
         raise ValueError(
@@ -104,6 +140,10 @@ def check_complete(states: Sequence[State]) -> None:
     counts = {state.get("ranks_per_node") for state in states}
     if len(counts) > 1:
         raise ValueError(f"the states were saved with different ranks_per_node: {counts}")
+    if any(count and len(states) % count for count in counts):
+        raise ValueError(
+            f"the states are of {len(states)} ranks, which nodes of {counts.pop()} cannot have been"
+        )
     steps = [state["step"] for state in states]
     if len(set(steps)) > 1:
         raise ValueError(f"the states were saved at different steps: {steps}")

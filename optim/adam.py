@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.compressors.base import require_flag
 from comm_hooks.optim.batched import BatchedOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 
@@ -42,6 +43,10 @@ class _Adam(BatchedOptimizer):
     def _check_group(self, settings: dict[str, Any]) -> None:
         checked = {key: settings[key] for key in ("betas", "lr", "eps", "weight_decay")}
         check_hyperparameters(self, **checked)
+        for flag in ("bias_correction", "maximize"):
+            require_flag(self, flag, settings[flag])
+        if settings["foreach"] is not None:
+            require_flag(self, "foreach", settings["foreach"])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

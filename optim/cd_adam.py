@@ -3,6 +3,7 @@
 import torch
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.compressors.base import require_flag
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.differences import DifferencesOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
@@ -82,6 +83,7 @@ class CDAdam(DifferencesOptimizer):
         weight_decay: float = 0.0,
         bias_correction: bool = False,
     ) -> None:
+        require_flag(self, "bias_correction", bias_correction)
         check_hyperparameters(self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay)
         super().__init__(
             params,

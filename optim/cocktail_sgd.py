@@ -3,6 +3,7 @@
 import torch
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.compressors.base import require_flag
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
@@ -73,9 +74,8 @@ class CocktailSGD(ExchangingOptimizer):
         weight_decay: float = 0.0,
         delayed: bool = False,
     ) -> None:
-        check_hyperparameters(self, lr=lr, weight_decay=weight_decay)
-        if not 0 <= momentum < 1:
-            raise ValueError(f"CocktailSGD: momentum must lie in [0, 1), got {momentum!r}")
+        require_flag(self, "delayed", delayed)
+        check_hyperparameters(self, lr=lr, momentum=momentum, weight_decay=weight_decay)
         super().__init__(
             params,
             {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.compressors.base import require_flag
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_freeze_step, check_hyperparameters
@@ -103,6 +104,7 @@ class CompressedAdam(ExchangingOptimizer):
         total_steps: int | None = None,
     ) -> None:
         check_hyperparameters(self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay)
+        require_flag(self, "scaled", scaled)
         check_freeze_step(self, freeze_step, total_steps)
         super().__init__(
             params,

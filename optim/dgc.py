@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.base import Compressor, require_integer, require_within
 from comm_hooks.compressors.sparse import RandomK, TopK
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.momentum_correction import MomentumCorrection
@@ -81,10 +81,10 @@ class DGC(ExchangingOptimizer):
         clip_norm: float | None = None,
     ) -> None:
         check_hyperparameters(self, lr=lr, weight_decay=weight_decay)
-        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
-            raise ValueError(f"DGC: warmup_steps must be 0 or more, got {warmup_steps!r}")
-        if clip_norm is not None and not 0 < clip_norm < math.inf:
-            raise ValueError(f"DGC: clip_norm must be positive, or None, got {clip_norm!r}")
+        require_integer(self, "warmup_steps", warmup_steps)
+        require_within(self, "warmup_steps", warmup_steps, "[0, inf)")
+        if clip_norm is not None:
+            require_within(self, "clip_norm", clip_norm, "(0, inf)")
         super().__init__(
             params,
             {"lr": lr, "weight_decay": weight_decay},

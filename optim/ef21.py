@@ -73,9 +73,7 @@ class EF21(DifferencesOptimizer):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
     ) -> None:
-        check_hyperparameters(self, lr=lr, weight_decay=weight_decay)
-        if not 0 <= momentum < 1:
-            raise ValueError(f"EF21: momentum must lie in [0, 1), got {momentum!r}")
+        check_hyperparameters(self, lr=lr, momentum=momentum, weight_decay=weight_decay)
         super().__init__(
             params,
             {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},

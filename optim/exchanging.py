@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.agreement import hyperparameters_of
-from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.base import Compressor, require_kind
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.double_averaging import check_double_averaging
 from comm_hooks.optim.exact_state import ExactStateOptimizer
@@ -59,8 +59,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         settings: Mapping[str, Any],
     ) -> None:
         name = type(self).__name__
-        if not isinstance(exchange, Exchange):
-            raise ValueError(f"{name}: exchange must be an Exchange, got {exchange!r}")
+        require_kind(self, "exchange", exchange, Exchange)
         super().__init__(params, defaults)
         self.exchange = exchange
         exchange.owner_settings = {"optimizer": name, **settings}

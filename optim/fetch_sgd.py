@@ -5,7 +5,12 @@ import math
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_fraction, require_positive
+from comm_hooks.compressors.base import (
+    require_flag,
+    require_fraction,
+    require_positive,
+    require_within,
+)
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.compressors.sketch import CountSketch
 from comm_hooks.compressors.sparse import RandomK
@@ -14,6 +19,8 @@ from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.randomness import derive_key, fork_all
 
+# Far more than a median needs; each takes as much memory as a sketch of one.
+_MOST_ROWS = 1000
 # Travels with the exempt gradients, under a name that no parameter has.
 SKETCH = "<sketch of all gradients>"
 
@@ -98,11 +105,11 @@ class FetchSGD(ExchangingOptimizer):
         masking: bool = False,
         weight_decay: float = 0.0,
     ) -> None:
-        check_hyperparameters(self, lr=lr, weight_decay=weight_decay)
-        if not 0 <= momentum < 1:
-            raise ValueError(f"FetchSGD: momentum must lie in [0, 1), got {momentum!r}")
+        check_hyperparameters(self, lr=lr, momentum=momentum, weight_decay=weight_decay)
         require_fraction(self, "density", density)
         require_positive(self, "rows", rows)
+        require_within(self, "rows", rows, f"[1, {_MOST_ROWS}]")
+        require_flag(self, "masking", masking)
         super().__init__(
             params,
             {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},

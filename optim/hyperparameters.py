@@ -1,22 +1,26 @@
 """What every optimizer refuses in its hyperparameters and gradients, in the same words."""
 
 import math
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from comm_hooks.compressors.base import require_positive
+from comm_hooks.compressors.base import (
+    in_one_line,
+    is_number,
+    require_positive,
+    require_within,
+)
 
 
-def check_hyperparameters(
-    owner: object, *, betas: Sequence[float] = (), **non_negative: float
-) -> None:
+def check_hyperparameters(owner: object, *, beta_count: int = 2, **values: Any) -> None:
     """Raise ``ValueError`` unless hyperparameters are in the range of the Adam family.
 
     Args:
         owner: the optimizer, whose class the message names.
-        betas: decay rates, each in [0, 1): an average that decays by 1 never starts.
-        non_negative: everything else, finite and at least 0.
+        beta_count: how many ``betas`` the optimizer has, if any.
+        values: ``betas``, decay rates in [0, 1), since an average that decays by 1 never starts;
+            ``momentum``, another; and numbers that are finite and at least 0.
 
     Example::
 
@@ -26,16 +30,28 @@ def check_hyperparameters(
         ValueError: object: lr must not be negative, got -1.0
     """
     name = type(owner).__name__
-    for key, value in non_negative.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name}: {key} must be a number, got {value!r}")
+    for key, value in values.items():
+        if key == "betas":
+            _check_betas(name, value, beta_count)
+            continue
+        if key == "momentum":
+            require_within(owner, key, value, "[0, 1)")
+            continue
+        if not is_number(value):
+            raise ValueError(f"{name}: {key} must be a number, got {in_one_line(value)}")
         if not value >= 0:  # NaN, too
             raise ValueError(f"{name}: {key} must not be negative, got {value!r}")
         if math.isinf(value):
             raise ValueError(f"{name}: {key} must be finite, got {value!r}")
-    for beta in betas:
-        if not 0 <= beta < 1:
-            raise ValueError(f"{name}: betas must lie in [0, 1), got {betas!r}")
+
+
+def _check_betas(owner: str, betas: object, count: int) -> None:
+    if not isinstance(betas, tuple | list) or len(betas) != count:
+        raise ValueError(
+            f"{owner}: betas must be a tuple of {count} numbers, got {in_one_line(betas)}"
+        )
+    if not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{owner}: betas must lie in [0, 1), got {in_one_line(betas)}")
 
 
 def check_freeze_step(owner: object, freeze_step: int, total_steps: int | None) -> None:

@@ -7,6 +7,7 @@ from typing import overload
 import torch
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.compressors.base import require_within
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
@@ -88,8 +89,7 @@ class Marina(ExchangingOptimizer):
         weight_decay: float = 0.0,
     ) -> None:
         check_hyperparameters(self, lr=lr, weight_decay=weight_decay)
-        if not 0 < p <= 1:
-            raise ValueError(f"Marina: p is a probability and must lie in (0, 1], got {p!r}")
+        require_within(self, "p", p, "(0, 1]")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, exchange, {"p": p})
         if not exchange.compressor.unbiased:
             raise ValueError(

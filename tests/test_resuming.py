@@ -195,6 +195,19 @@ def test_a_rank_that_lacks_a_parameter_remembers_zeros_of_it() -> None:
             ],
             "is torch.float16, but ErrorFeedback",
         ),
+        (
+            lambda states: [{**s, "numels": {**s["numels"], "a": 4}} for s in states],
+            "'a' has .* elements, but the parameter needs",
+        ),
+        (lambda states: [{**s, "numels": [1]} for s in states], "numels must be a dictionary of"),
+        (
+            lambda states: [{**s, "ranks_per_node": 2} for s in states],
+            "nodes of 2 cannot have been",
+        ),
+        (
+            lambda states: [{k: v for k, v in s.items() if k != "numels"} for s in states],
+            "it has no numels",
+        ),
     ],
 )
 def test_states_that_cannot_be_right_are_refused(
@@ -239,7 +252,7 @@ def test_an_exchange_without_memory_resumes_on_any_number() -> None:
         ),
         (
             lambda s: seal_own({**s, "memory_type": "MomentumCorrection"}),
-            "saved with MomentumCorrection, but this exchange has ErrorFeedback",
+            "saved with 'MomentumCorrection', but this exchange has 'ErrorFeedback'",
         ),
     ],
 )

@@ -21,6 +21,7 @@ from comm_hooks.collectives.requests import (
     decoded,
     encoded,
 )
+from comm_hooks.compressors.base import require_flag, require_positive
 
 
 class Simulated:
@@ -50,8 +51,8 @@ class Simulated:
     """
 
     def __init__(self, world_size: int, *, decode_once: bool = False) -> None:
-        if world_size < 1:
-            raise ValueError(f"Simulated: world_size must be at least 1, got {world_size}")
+        require_positive(self, "world_size", world_size)
+        require_flag(self, "decode_once", decode_once)
         self.world_size = world_size
         self.decode_once = decode_once
         self._decoded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -95,11 +95,22 @@ class Memory(ABC):
         return set(state)
 
     @abstractmethod
+    def check(
+        self, state: Mapping[str, torch.Tensor], numels: Mapping[str, int] | None = None
+    ) -> None:
+        """Raise ``ValueError`` unless a state can be what a memory with these settings has saved.
+
+        Args:
+            state: whatever it is.
+            numels: the number of elements of each parameter, if that is known.
+        """
+
+    @abstractmethod
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Replace all that is remembered.
 
         Raises:
-            ValueError: if a tensor's dtype is not what this memory stores; nothing is changed.
+            ValueError: as :meth:`check`; nothing is changed.
         """
 
     @abstractmethod
@@ -120,7 +131,7 @@ class Memory(ABC):
             numels: the number of elements of each parameter.
 
         Raises:
-            ValueError: as :meth:`load_state_dict`.
+            ValueError: as :meth:`check`.
         """
 
 
@@ -134,7 +145,7 @@ class Remainder(Memory):
         """Return what a state remembers as vectors (numel,), float32.
 
         Raises:
-            ValueError: as :meth:`load_state_dict`.
+            ValueError: as :meth:`check`.
         """
 
 

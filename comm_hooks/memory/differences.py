@@ -9,7 +9,7 @@ import torch
 from comm_hooks.layout import Rows
 from comm_hooks.memory.base import Memory, add_rows, mean_rows
 from comm_hooks.memory.error_feedback import ErrorFeedback
-from comm_hooks.memory.named_rows import NamedRows, replace_
+from comm_hooks.memory.named_rows import NamedRows, check_rows, replace_
 
 
 class Differences(Memory):
@@ -77,8 +77,13 @@ class Differences(Memory):
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self._estimates.state_dict()
 
+    def check(
+        self, state: Mapping[str, torch.Tensor], numels: Mapping[str, int] | None = None
+    ) -> None:
+        check_rows(state, torch.float32, self, numels)
+
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._estimates.check(state, torch.float32, self)
+        self.check(state)
         self._estimates.load_state_dict(state)
 
     def merge(
@@ -88,7 +93,7 @@ class Differences(Memory):
         numels: Mapping[str, int],
     ) -> dict[str, torch.Tensor]:
         for state in states:
-            self._estimates.check(state, torch.float32, self)
+            self.check(state, numels)
         # What the receivers believe is the mean of the estimates without what never reached them.
         return add_rows(mean_rows(states), unsent, alpha=-1)
 

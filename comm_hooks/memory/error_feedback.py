@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from comm_hooks.compressors.base import Compressor, is_number, require_choice, require_flag
+from comm_hooks.compressors.base import Compressor, require_choice, require_flag, require_within
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.layout import Rows
 from comm_hooks.memory.base import Remainder, add_rows, mean_rows
-from comm_hooks.memory.named_rows import NamedRows, replace_
+from comm_hooks.memory.named_rows import NamedRows, check_rows, replace_
 from comm_hooks.randomness import Keys, derive_keys
 
 
@@ -56,8 +56,7 @@ class ErrorFeedback(Remainder):
 
     def __init__(self, bits: int = 32, *, decay: float = 1.0, stochastic: bool = False) -> None:
         require_choice(self, "bits", bits, (4, 16, 32))
-        if not is_number(decay) or not 0 < decay <= 1:
-            raise ValueError(f"ErrorFeedback: decay must lie in (0, 1], got {decay!r}")
+        require_within(self, "decay", decay, "(0, 1]")
         require_flag(self, "stochastic", stochastic)
         if stochastic and bits != 4:
             raise ValueError("ErrorFeedback: stochastic rounding is for bits=4 only")
@@ -110,14 +109,22 @@ class ErrorFeedback(Remainder):
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self._residuals.state_dict()
 
+    def check(
+        self, state: Mapping[str, torch.Tensor], numels: Mapping[str, int] | None = None
+    ) -> None:
+        widths = numels
+        if self._codec and numels is not None:
+            widths = {name: self._codec.payload_nbytes(numel) for name, numel in numels.items()}
+        check_rows(state, self._dtype, self, widths)
+
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._residuals.check(state, self._dtype, self)
+        self.check(state)
         self._residuals.load_state_dict(state)
 
     def vectors(
         self, state: Mapping[str, torch.Tensor], numels: Mapping[str, int]
     ) -> dict[str, torch.Tensor]:
-        self._residuals.check(state, self._dtype, self)
+        self.check(state, numels)
         return {name: self._decode(row[None], numels[name])[0] for name, row in state.items()}
 
     def merge(

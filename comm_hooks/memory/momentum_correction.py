@@ -6,11 +6,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from comm_hooks.compressors.base import is_number
+from comm_hooks.compressors.base import require_within
 from comm_hooks.layout import Rows
 from comm_hooks.memory.base import Memory, add_rows, mean_rows
 from comm_hooks.memory.error_feedback import ErrorFeedback
-from comm_hooks.memory.named_rows import NamedRows, replace_
+from comm_hooks.memory.named_rows import NamedRows, check_rows, replace_
 
 _VELOCITY, _RESIDUAL = "velocity.", "residual."
 
@@ -43,8 +43,7 @@ class MomentumCorrection(Memory):
     """
 
     def __init__(self, momentum: float = 0.9) -> None:
-        if not is_number(momentum) or not 0 <= momentum < 1:
-            raise ValueError(f"MomentumCorrection: momentum must lie in [0, 1), got {momentum!r}")
+        require_within(self, "momentum", momentum, "[0, 1)")
         self.momentum = momentum
         self._velocities = NamedRows(torch.zeros_like)
         self._residuals = NamedRows(torch.zeros_like)
@@ -91,10 +90,25 @@ class MomentumCorrection(Memory):
         }
 
     def parameters_in(self, state: Mapping[str, torch.Tensor]) -> set[str]:
-        return {name.removeprefix(_VELOCITY).removeprefix(_RESIDUAL) for name in state}
+        return {name for prefix in (_VELOCITY, _RESIDUAL) for name in _strip(state, prefix)}
+
+    def check(
+        self, state: Mapping[str, torch.Tensor], numels: Mapping[str, int] | None = None
+    ) -> None:
+        widths = None
+        if numels is not None:
+            prefixes = (_VELOCITY, _RESIDUAL)
+            widths = {prefix + n: numel for prefix in prefixes for n, numel in numels.items()}
+        check_rows(state, torch.float32, self, widths)
+        for name in state:
+            if not name.startswith((_VELOCITY, _RESIDUAL)):
+                raise ValueError(
+                    f"the saved state of {self} must have velocities and residuals only, got "
+                    f"{name!r}: load what state_dict() returned"
+                )
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._check(state)
+        self.check(state)
         for prefix, part in {_VELOCITY: self._velocities, _RESIDUAL: self._residuals}.items():
             part.load_state_dict(_strip(state, prefix))
 
@@ -105,12 +119,8 @@ class MomentumCorrection(Memory):
         numels: Mapping[str, int],
     ) -> dict[str, torch.Tensor]:
         for state in states:
-            self._check(state)
+            self.check(state, numels)
         return add_rows(mean_rows(states), {_RESIDUAL + n: row for n, row in unsent.items()})
-
-    def _check(self, state: Mapping[str, torch.Tensor]) -> None:
-        for prefix, part in {_VELOCITY: self._velocities, _RESIDUAL: self._residuals}.items():
-            part.check(_strip(state, prefix), torch.float32, self)
 
 
 def _strip(state: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

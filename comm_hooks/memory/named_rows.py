@@ -65,19 +65,68 @@ class NamedRows:
         """Return a copy of each row, on the CPU."""
         return {name: row.detach().cpu().clone() for name, row in self._rows.items()}
 
-    def check(self, state: Mapping[str, torch.Tensor], dtype: torch.dtype, owner: object) -> None:
-        """Raise ``ValueError`` if a saved row is not of ``dtype``."""
-        for name, row in state.items():
-            if row.dtype != dtype:
-                raise ValueError(
-                    f"the saved residual of {name!r} is {row.dtype}, but {owner} stores "
-                    f"{dtype}: load it into a memory with the settings it was saved with"
-                )
-
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Replace all rows; they move into matrices when their parameters come by."""
+        # What is of another size is refused when its parameter comes by; it has no length here.
+        self._numels = {
+            name: numel
+            for name, numel in self._numels.items()
+            if name in state and state[name].shape == self._rows[name].shape
+        }
         self._rows = {name: row.clone() for name, row in state.items()}
         self._matrices.clear()
+
+
+def check_rows(
+    state: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    owner: object,
+    widths: Mapping[str, int] | None = None,
+) -> None:
+    """Raise ``ValueError`` unless a state has a vector for each name in it.
+
+    Args:
+        state: whatever somebody wants to load.
+        dtype: what the vectors must be of.
+        owner: who stores them, with its settings, for messages.
+        widths: how long each must be, if that is known.
+    """
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"the saved state of {owner} must be a dictionary of vectors, got "
+            f"{type(state).__name__}: load what state_dict() returned"
+        )
+    for name, row in state.items():
+        if not isinstance(name, str) or not _is_vector(row):
+            raise ValueError(
+                f"the saved state of {owner} must have a vector under each parameter's name, got "
+                f"{_kind(row)} under {_kind(name)}: load what state_dict() returned"
+            )
+        if row.dtype != dtype:
+            raise ValueError(
+                f"the saved residual of {name!r} is {row.dtype}, but {owner} stores "
+                f"{dtype}: load it into a memory with the settings it was saved with"
+            )
+        if widths is not None and len(row) != widths.get(name):
+            raise ValueError(
+                f"the saved residual of {name!r} has {len(row)} elements, but the parameter needs "
+                f"{widths.get(name, 'to be known')}: the state belongs to another model"
+            )
+
+
+def _is_vector(value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    return value.dim() == 1 and not value.is_meta
+
+
+def _kind(value: object) -> str:
+    """Return what something is, in one line."""
+    if isinstance(value, str):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} on {value.device}"
+    return type(value).__name__
 
 
 def replace_(old: torch.Tensor, new: torch.Tensor, accept: torch.Tensor) -> None:

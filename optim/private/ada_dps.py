@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.compressors.base import require_callable
 from comm_hooks.config import unknown
 from comm_hooks.optim.private.descent import Descent, PublicTensors, TransformedDescent
 
@@ -13,13 +14,10 @@ Preconditioner = Literal["rmsprop", "adam", "adagrad"]
 PRECONDITIONERS = ("rmsprop", "adam", "adagrad")
 
 
-def require_callable(owner: str, public_gradients: object) -> None:
+def require_gradients(owner: object, public_gradients: object) -> None:
     """Raise ``ValueError`` for gradients that are given once and for all."""
-    if not callable(public_gradients):
-        raise ValueError(
-            f"{owner}: public_gradients must be callable, got {public_gradients!r}: gradients "
-            "change with the parameters"
-        )
+    why = ": gradients change with the parameters"
+    require_callable(owner, "public_gradients", public_gradients, why)
 
 
 class Preconditioned(Descent):
@@ -44,14 +42,14 @@ class Preconditioned(Descent):
         preconditioner: Preconditioner,
     ) -> None:
         owner = type(self).__name__
-        if preconditioner not in PRECONDITIONERS:
+        if not isinstance(preconditioner, str) or preconditioner not in PRECONDITIONERS:
             raise ValueError(
                 f"{owner}: {unknown('preconditioner', preconditioner, PRECONDITIONERS)}"
             )
         if (public_gradients is None) == (side_information is None):
             raise ValueError(f"{owner}: pass either public_gradients or side_information")
         if public_gradients is not None:
-            require_callable(owner, public_gradients)
+            require_gradients(self, public_gradients)
         super().__init__(params, defaults)
         self.preconditioner = preconditioner
         self._public_gradients = public_gradients

@@ -10,11 +10,11 @@ import torch
 from comm_hooks.checks import supported_collectives
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
-from comm_hooks.compressors.base import require_positive
+from comm_hooks.compressors.base import require_callable, require_positive, require_within
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.base import Memory
 from comm_hooks.optim.private.clipping import clip_factors, sample_norms
-from comm_hooks.optim.private.mechanism import add_noise_, require_positive_number
+from comm_hooks.optim.private.mechanism import add_noise_
 from comm_hooks.optim.private.placement import Scheme, judge
 from comm_hooks.optim.private.secret import Secret
 from comm_hooks.optim.rounds.collecting import Aggregate, Collection, Contribution
@@ -98,11 +98,11 @@ class PrivateParticipation(ClientSampling):
 
     def __post_init__(self) -> None:
         require_positive(self, "clients", self.clients)
-        require_positive_number("noise_multiplier", self.noise_multiplier)
-        require_positive_number("max_norm", self.max_norm)
-        require_positive_number("sample_rate", self.sample_rate)
-        if self.sample_rate > 1:
-            raise ValueError(f"sample_rate must lie in (0, 1], got {self.sample_rate!r}")
+        require_within(self, "noise_multiplier", self.noise_multiplier, "(0, inf)")
+        require_within(self, "max_norm", self.max_norm, "(0, inf)")
+        require_within(self, "sample_rate", self.sample_rate, "(0, 1]")
+        require_callable(self, "enter", self.enter)
+        require_callable(self, "join", self.join)
 
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
         """Draw a round's clients and return who plays whom; the ledger has its entry then."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from comm_hooks.compressors.base import in_one_line, is_number
 from comm_hooks.optim.private.clipped_sum import ClippedGradients, ClippedSum, PublicTransform
 
 # A float32 sum of n squares may be off by n roundings, and on CPU torch.linalg.vector_norm is: the
@@ -71,10 +72,10 @@ class SampleClipper(ClippedGradients):
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], max_grad_norm: float) -> None:
         name = type(self).__name__
-        if not (math.isfinite(max_grad_norm) and max_grad_norm >= _SMALLEST_NORM):
+        if not is_number(max_grad_norm) or not _SMALLEST_NORM <= max_grad_norm < math.inf:
             raise ValueError(
                 f"{name}: max_grad_norm must be a finite number of at least {_SMALLEST_NORM:g}, "
-                f"got {max_grad_norm!r}"
+                f"got {in_one_line(max_grad_norm)}"
             )
         if not parameters:
             raise ValueError(f"{name}: the model has no parameters with requires_grad=True")

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,6 +26,8 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
     needs; ``betas`` and ``eps``, which must be positive, are checked.
     """
 
+    _beta_count: ClassVar[int] = 2
+
     @abstractmethod
     def _directions(
         self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], group: dict[str, Any]
@@ -42,15 +44,9 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
         """Do what comes once per step, when it is sure to be taken and nothing has changed yet."""
 
     def _check_group(self, settings: dict[str, Any]) -> None:
-        known = ("lr", "eps", "momentum", "weight_decay")
-        check_hyperparameters(
-            self,
-            betas=settings.get("betas", ()),
-            **{key: settings[key] for key in known if key in settings},
-        )
-        owner = type(self).__name__
-        if settings.get("momentum", 0) >= 1:
-            raise ValueError(f"{owner}: momentum must lie in [0, 1), got {settings['momentum']!r}")
+        known = ("lr", "betas", "eps", "momentum", "weight_decay")
+        present = {key: settings[key] for key in known if key in settings}
+        check_hyperparameters(self, beta_count=self._beta_count, **present)
         if "eps" in settings:
             check_positive(self, eps=settings["eps"])
 
@@ -197,9 +193,9 @@ class TransformedDescent(Descent):
         self._is_transformed = False
 
 
-def check_positive(owner: object, **values: float) -> None:
+def check_positive(owner: object, **values: Any) -> None:
     """Raise ``ValueError`` for hyperparameters that are not positive and finite."""
-    check_hyperparameters(owner, betas=(), **values)
+    check_hyperparameters(owner, **values)
     for name, value in values.items():
         if not value:
             raise ValueError(f"{type(owner).__name__}: {name} must be positive, got {value!r}")

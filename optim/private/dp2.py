@@ -79,6 +79,8 @@ class DP2(TransformedDescent):
         preconditioned
     """
 
+    _beta_count = 1
+
     def __init__(
         self,
         params: ParamsT,
@@ -96,7 +98,7 @@ class DP2(TransformedDescent):
         require_positive(self, "sgd_steps", sgd_steps)
         require_positive(self, "preconditioned_steps", preconditioned_steps)
         check_positive(self, lr_ratio=lr_ratio, clip_ratio=clip_ratio)
-        if preconditioner not in _ACCUMULATORS:
+        if not isinstance(preconditioner, str) or preconditioner not in _ACCUMULATORS:
             raise ValueError(
                 f"{type(self).__name__}: {unknown('preconditioner', preconditioner, _ACCUMULATORS)}"
             )

@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from comm_hooks.agreement import hyperparameters_of
+from comm_hooks.compressors.base import require_callable, require_kind
 from comm_hooks.optim.private.clipped_sum import ClippedGradients, PublicTransform
 from comm_hooks.optim.private.mechanism import GaussianMechanism
 from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
@@ -46,6 +47,10 @@ class DPOptimizer(WrappingOptimizer):
         mechanism: GaussianMechanism,
         enter: Callable[[], None],
     ) -> None:
+        require_kind(self, "inner", inner, Optimizer)
+        require_kind(self, "gradients", gradients, ClippedGradients)
+        require_kind(self, "mechanism", mechanism, GaussianMechanism)
+        require_callable(self, "enter", enter)
         super().__init__(inner)
         self.gradients = gradients
         self.mechanism = mechanism

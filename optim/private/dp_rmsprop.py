@@ -47,6 +47,8 @@ class DPRMSProp(Descent):
         >>> optimizer.step()
     """
 
+    _beta_count = 1
+
     def __init__(
         self,
         params: ParamsT,

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.compressors.base import require_flag
 from comm_hooks.optim.batched import BatchedOptimizer, state_dtype, widened
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
@@ -73,10 +74,9 @@ class DPSGD(BatchedOptimizer, NoisedOptimizer):
 
     def _check_group(self, settings: dict[str, Any]) -> None:
         momentum = settings["momentum"]
-        non_negative = {key: settings[key] for key in ("lr", "momentum", "weight_decay")}
-        check_hyperparameters(self, **non_negative)
-        if momentum >= 1:
-            raise ValueError(f"DPSGD: momentum must lie in [0, 1), got {momentum!r}")
+        known = {key: settings[key] for key in ("lr", "momentum", "weight_decay")}
+        check_hyperparameters(self, **known)
+        require_flag(self, "nesterov", settings["nesterov"])
         if settings["nesterov"] and not momentum:
             raise ValueError("DPSGD: nesterov needs momentum: set momentum=0.9, say")
 

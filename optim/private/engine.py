@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.simulated import Simulated
-from comm_hooks.compressors.base import require_choice
+from comm_hooks.compressors.base import require_choice, require_kind
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.private.accounting import (
@@ -89,7 +89,12 @@ class PrivacyEngine:
         accountant: Accountant | str = "rdp",
         ledger: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.accountant = build_accountant(accountant)
+        try:
+            self.accountant = build_accountant(accountant)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}: {error}") from None
+        if ledger is not None:
+            require_kind(self, "ledger", ledger, str, bytes, os.PathLike)
         self._path = ledger
         self._ledger: Ledger | None = None
         self._budget: tuple[float, float] | None = None

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from comm_hooks.compressors.base import require_kind
 from comm_hooks.optim.private.accounting.events import (
     GaussianEvent,
     merged,
@@ -68,19 +69,23 @@ class Ledger:
         *,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
+        if path is not None:
+            require_kind(self, "path", path, str, bytes, os.PathLike)
         self._history: list[GaussianEvent] = []
         # What the steps at the end of the file are.
         self._mechanism: tuple[float, float] | None = None
         self._fd: int | None = None
         self.path = None if path is None else os.fspath(path)
         self.run_id = uuid.uuid4().hex
+        if settings is not None:
+            require_kind(self, "settings", settings, Mapping)
         self.settings = dict(settings or {})
         try:
             header = json.dumps(
                 {"ledger": _FORMAT, "run": self.run_id, "settings": self.settings}, allow_nan=False
             )
         except (TypeError, ValueError) as error:
-            raise ValueError(f"ledger: settings must be of JSON's types: {error}") from None
+            raise ValueError(f"Ledger: settings must be of JSON's types: {error}") from None
         if self.path is not None:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:

@@ -9,6 +9,7 @@ import torch
 
 from comm_hooks.checks import supported_collectives
 from comm_hooks.collectives.requests import AllGatherObject, Round
+from comm_hooks.compressors.base import is_number, require_choice, require_kind, require_within
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.private.placement import PLACES, Place, Scheme, judge
 from comm_hooks.optim.private.secret import Secret
@@ -83,11 +84,13 @@ class GaussianMechanism:
         expected_batch_size: float,
         secret: Secret | None = None,
     ) -> None:
-        require_positive_number("noise_multiplier", noise_multiplier)
-        require_positive_number("max_grad_norm", max_grad_norm)
-        require_positive_number("expected_batch_size", expected_batch_size)
-        if place not in PLACES:
-            raise ValueError(f"placement must be one of {', '.join(PLACES)}, got {place!r}")
+        require_kind(self, "exchange", exchange, Exchange)
+        require_within(self, "noise_multiplier", noise_multiplier, "(0, inf)")
+        require_within(self, "max_grad_norm", max_grad_norm, "(0, inf)")
+        require_within(self, "expected_batch_size", expected_batch_size, "(0, inf)")
+        require_choice(self, "place", place, PLACES)
+        if secret is not None:
+            require_kind(self, "secret", secret, Secret)
         self.exchange = exchange
         self.place = place
         self.noise_multiplier = noise_multiplier
@@ -213,5 +216,5 @@ def require_owners(exchange: Exchange) -> None:
 
 def require_positive_number(name: str, value: float) -> None:
     """Raise ``ValueError`` unless ``value`` is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if not is_number(value) or not 0 < value < math.inf:
         raise ValueError(f"{name} must be a positive number, got {value!r}")

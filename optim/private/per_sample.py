@@ -11,6 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from comm_hooks.compressors.base import (
+    require_callable,
+    require_flag,
+    require_kind,
+    require_positive,
+)
 from comm_hooks.ddp import is_replicated
 from comm_hooks.optim.private.clipping import SampleClipper
 
@@ -75,10 +81,11 @@ class PerSampleGradients(SampleClipper):
         micro_batch_size: int | None = None,
         compile: bool = False,
     ) -> None:
-        if micro_batch_size is not None and micro_batch_size < 1:
-            raise ValueError(
-                f"PerSampleGradients: micro_batch_size must be positive, got {micro_batch_size!r}"
-            )
+        require_kind(self, "model", model, nn.Module)
+        require_flag(self, "compile", compile)
+        require_callable(self, "loss_function", loss_function)
+        if micro_batch_size is not None:
+            require_positive(self, "micro_batch_size", micro_batch_size)
         if compile and micro_batch_size is None:
             raise ValueError(
                 "PerSampleGradients: compile=True needs a micro_batch_size, because every other "

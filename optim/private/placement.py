@@ -9,10 +9,16 @@ epsilon of 7.4 is really 30.7 on 8 ranks.
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.base import (
+    Compressor,
+    require_choice,
+    require_kind,
+    require_positive,
+    require_within,
+)
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.private.errors import PrivacyError
@@ -60,6 +66,17 @@ class Scheme:
     weights: Literal["uniform", "examples"] = "uniform"
     scaling: Literal["none", "public", "private"] = "none"
     norm_bound: float | None = None
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            if get_origin(setting.type) is Literal:
+                value = getattr(self, setting.name)
+                require_choice(self, setting.name, value, get_args(setting.type))
+        require_kind(self, "compressor", self.compressor, Compressor)
+        require_kind(self, "exempt", self.exempt, Compressor)
+        require_positive(self, "world_size", self.world_size)
+        if self.norm_bound is not None:
+            require_within(self, "norm_bound", self.norm_bound, "(0, inf)")
 
     @classmethod
     def of(cls, exchange: Exchange, place: Place, unit: Unit = "sample", **stated: Any) -> "Scheme":

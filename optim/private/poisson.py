@@ -16,6 +16,14 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from comm_hooks.compressors.base import (
+    require_callable,
+    require_choice,
+    require_integer,
+    require_kind,
+    require_positive,
+    require_within,
+)
 from comm_hooks.optim.private.secret import Secret
 
 Collate = Callable[[list[Any]], Any]
@@ -59,11 +67,12 @@ class PoissonSampler(Sampler[list[int]]):
         secret: Secret | None = None,
         rank: int = 0,
     ) -> None:
-        if num_samples < 1:
-            raise ValueError(f"PoissonSampler: num_samples must be positive, got {num_samples!r}")
-        _check_rate(sample_rate)
-        if steps < 1:
-            raise ValueError(f"PoissonSampler: steps must be positive, got {steps!r}")
+        require_positive(self, "num_samples", num_samples)
+        require_within(self, "sample_rate", sample_rate, "(0, 1]")
+        require_positive(self, "steps", steps)
+        require_integer(self, "rank", rank)
+        if secret is not None:
+            require_kind(self, "secret", secret, Secret)
         self.num_samples = num_samples
         self.sample_rate = sample_rate
         self.steps = steps
@@ -144,8 +153,14 @@ class PoissonLoader(DataLoader[Any]):
                 f"{type(dataset).__name__} has no samples that could be drawn by their number: "
                 "Poisson sampling needs a dataset with __len__ and __getitem__"
             )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"PoissonLoader: rank must be in [0, {world_size}), got {rank!r}")
+        require_within(self, "sample_rate", sample_rate, "(0, 1]")
+        require_positive(self, "steps", steps)
+        require_positive(self, "world_size", world_size)
+        require_choice(self, "rank", rank, range(world_size))
+        if collate_fn is not None:
+            require_callable(self, "collate_fn", collate_fn)
+        if secret is not None:
+            require_kind(self, "secret", secret, Secret)
         shard = _Shard(dataset, rank, world_size)
         collate = collate_fn or torch.utils.data.default_collate
         super().__init__(
@@ -191,7 +206,7 @@ def private_loader(
         >>> len(loader)
         50
     """
-    _check_rate(sample_rate)
+    require_within("private_loader", "sample_rate", sample_rate, "(0, 1]")
     dataset = data_loader.dataset
     if not isinstance(dataset, IterableDataset):
         batch_sampler = data_loader.batch_sampler
@@ -227,21 +242,14 @@ def private_loader(
     )
 
 
-def _check_rate(sample_rate: float) -> None:
-    if not 0 < sample_rate <= 1:
-        raise ValueError(
-            f"sample_rate must be in (0, 1], got {sample_rate!r}: it is the probability of each "
-            "sample to be in a batch"
-        )
-
-
 class _Shard(Dataset[Any]):
     """A rank's share of a dataset."""
 
     def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
         if len(dataset) < world_size:
             raise ValueError(
-                f"PoissonLoader: {len(dataset)} samples are not enough for {world_size} ranks"
+                f"PoissonLoader: {len(dataset)} samples are not enough for {world_size} ranks: "
+                f"world_size can be at most {len(dataset)}"
             )
         self._dataset = dataset
         self._indices = range(rank, len(dataset), world_size)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_positive
-from comm_hooks.optim.private.ada_dps import AdaS, Preconditioned, require_callable
+from comm_hooks.compressors.base import require_positive, require_within
+from comm_hooks.optim.private.ada_dps import AdaS, Preconditioned, require_gradients
 from comm_hooks.optim.private.descent import Descent, PublicTensors
 
 
@@ -60,6 +60,7 @@ class DPRPub(AdaS):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
     ) -> None:
+        require_within(self, "beta", beta, "[0, 1)")
         super().__init__(
             params,
             lr,
@@ -105,6 +106,8 @@ class DPAdamPub(Preconditioned):
         ... )
         >>> optimizer = DPAdamPub(model.named_parameters(), 0.001, public)
     """
+
+    _beta_count = 3
 
     def __init__(
         self,
@@ -190,7 +193,7 @@ class PDADPMD(Descent):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
     ) -> None:
-        require_callable(type(self).__name__, public_gradients)
+        require_gradients(self, public_gradients)
         require_positive(self, "total_steps", total_steps)
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.total_steps = total_steps

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from comm_hooks.compressors.base import require_callable, require_kind
 from comm_hooks.optim.private.per_sample import LossFunction, unwrapped
 
 
@@ -43,6 +44,9 @@ class PublicGradients:
         loss_function: LossFunction,
         batches: Iterable[Any],
     ) -> None:
+        require_kind(self, "model", model, nn.Module)
+        require_callable(self, "loss_function", loss_function)
+        require_kind(self, "batches", batches, Iterable)
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         # DDP's forward pass broadcasts buffers and prepares a reduction that would not come.
         self._module = unwrapped(model)

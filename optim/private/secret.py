@@ -6,6 +6,8 @@ from typing import NoReturn
 
 import torch
 
+from comm_hooks.compressors.base import require_kind
+
 
 class Secret:
     """A key from the operating system, and the random streams that are derived from it.
@@ -32,6 +34,8 @@ class Secret:
     """
 
     def __init__(self, key: bytes | None = None) -> None:
+        if key is not None:
+            require_kind(self, "key", key, bytes)
         self._key = hashlib.blake2b(os.urandom(32) if key is None else key).digest()
 
     def stream(

@@ -3,7 +3,7 @@
 from torch.optim import Optimizer
 
 from comm_hooks.checks import require_whole
-from comm_hooks.compressors.base import require_positive
+from comm_hooks.compressors.base import require_kind, require_positive
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.rounds.participation import ClientSampling
 from comm_hooks.optim.rounds.sharing import SharesStatistics
@@ -20,21 +20,20 @@ def check_rounds(
 ) -> None:
     """Raise ``ValueError`` for rounds of local work that cannot be."""
     name = type(owner).__name__
-    if not isinstance(inner, Optimizer):
-        raise ValueError(f"{name}: inner must be an optimizer, got {inner!r}")
+    require_kind(owner, "inner", inner, Optimizer)
     for group in inner.param_groups:
         for parameter in group["params"]:
             require_whole(parameter)
-    if not isinstance(exchange, Exchange):
-        raise ValueError(f"{name}: exchange must be an Exchange, got {exchange!r}")
+    require_kind(owner, "exchange", exchange, Exchange)
+    if participation is not None:
+        require_kind(owner, "participation", participation, ClientSampling)
     if exchange.memory is not None and exchange.memory.sends_changes:
         raise ValueError(
             f"{name}: {exchange.memory} sends changes of a vector, but every round's delta is "
             "a new one: use ErrorFeedback() or no memory"
         )
     if server is not None:
-        if not isinstance(server, Optimizer):
-            raise ValueError(f"{name}: server must be an optimizer or None, got {server!r}")
+        require_kind(owner, "server", server, Optimizer)
         own = {p for group in inner.param_groups for p in group["params"]}
         if own != {p for group in server.param_groups for p in group["params"]}:
             raise ValueError(

@@ -5,8 +5,10 @@ from typing import Any
 from torch.optim import SGD, AdamW
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.compressors.base import require_kind, require_within
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
+from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 
 
@@ -49,6 +51,10 @@ class DiLoCo(LocalRounds):
         outer_momentum: float = 0.9,
         fragments: int = 1,
     ) -> None:
+        check_hyperparameters(
+            self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay, outer_lr=outer_lr
+        )
+        require_within(self, "outer_momentum", outer_momentum, "[0, 1)")
         members: Any = list(params)  # for two optimizers: an iterator would be empty for the second
         super().__init__(
             AdamW(members, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay),
@@ -107,6 +113,10 @@ class SparseLoCo(LocalRounds):
         local_steps: int,
         outer_lr: float = 1.0,
     ) -> None:
+        check_hyperparameters(
+            self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay, outer_lr=outer_lr
+        )
+        require_kind(self, "exchange", exchange, Exchange)
         memory = exchange.memory
         if not isinstance(memory, ErrorFeedback) or memory.decay == 1:
             raise ValueError(

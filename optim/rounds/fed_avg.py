@@ -5,7 +5,9 @@ from typing import Any
 from torch.optim import SGD
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.compressors.base import require_within
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import ClientSampling
 
@@ -55,6 +57,10 @@ class FedAvg(LocalRounds):
         server_momentum: float = 0.0,
         participation: ClientSampling | None = None,
     ) -> None:
+        check_hyperparameters(
+            self, lr=lr, momentum=momentum, weight_decay=weight_decay, server_lr=server_lr
+        )
+        require_within(self, "server_momentum", server_momentum, "[0, 1)")
         members: Any = list(params)  # for two optimizers: an iterator would be empty for the second
         super().__init__(
             SGD(members, lr=lr, momentum=momentum, weight_decay=weight_decay),

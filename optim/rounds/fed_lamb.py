@@ -5,10 +5,11 @@ from collections.abc import Callable
 import torch
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.compressors.base import require_callable
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import ClientSampling
-from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad, LocalLAMB
+from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad, LocalLAMB, check_clients
 
 
 class FedAMS(LocalRounds):
@@ -56,6 +57,15 @@ class FedAMS(LocalRounds):
         local_steps: int | None = None,
         participation: ClientSampling | None = None,
     ) -> None:
+        check_clients(
+            self,
+            betas=betas,
+            lr=lr,
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            bound=bound,
+        )
         inner = LocalAMSGrad(
             params,
             lr=lr,
@@ -119,6 +129,9 @@ class FedLAMB(LocalRounds):
         local_steps: int | None = None,
         participation: ClientSampling | None = None,
     ) -> None:
+        check_clients(self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay, bound=bound)
+        if phi is not None:
+            require_callable(self, "phi", phi)
         inner = LocalLAMB(
             params,
             lr=lr,

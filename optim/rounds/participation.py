@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from comm_hooks.collectives.base import Transport
-from comm_hooks.compressors.base import require_fraction, require_positive
+from comm_hooks.compressors.base import require_fraction, require_integer, require_positive
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.rounds.collecting import Collection, PlainCollection
 from comm_hooks.randomness import derive_key, random_bits
@@ -71,6 +71,7 @@ class Participation(ClientSampling):
     def __post_init__(self) -> None:
         require_positive(self, "clients", self.clients)
         require_fraction(self, "fraction", self.fraction)
+        require_integer(self, "seed", self.seed)
 
     def draw(self, round_index: int) -> list[int]:
         """Return the clients of a round, counted from 0, in ascending order."""

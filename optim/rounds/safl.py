@@ -5,8 +5,10 @@ from typing import Any
 from torch.optim import SGD
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.compressors.base import require_flag, require_kind
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.adam import Adam, AMSGrad
+from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import ClientSampling
 
@@ -67,6 +69,11 @@ class SAFL(LocalRounds):
         amsgrad: bool = True,
         participation: ClientSampling | None = None,
     ) -> None:
+        require_flag(self, "amsgrad", amsgrad)
+        require_kind(self, "exchange", exchange, Exchange)
+        check_hyperparameters(
+            self, betas=betas, lr=lr, local_lr=local_lr, eps=eps, weight_decay=weight_decay
+        )
         if not (exchange.compressor.linear and exchange.compressor.unbiased):
             raise ValueError(
                 f"SAFL: {exchange.compressor} is no sketch: use CountSketch, SRHT or "

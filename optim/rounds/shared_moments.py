@@ -6,9 +6,20 @@ from typing import Any, overload
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_choice
+from comm_hooks.compressors.base import require_choice, require_flag
 from comm_hooks.optim.exact_state import ExactStateOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
+
+
+def check_clients(
+    owner: object, *, bound: str, bias_correction: bool = False, **hyperparameters: Any
+) -> None:
+    """Raise ``ValueError`` for what clients that share their moments cannot be made with."""
+    check_hyperparameters(owner, **hyperparameters)
+    if not hyperparameters["eps"] > 0:
+        raise ValueError(f"{type(owner).__name__}: eps must be positive: v_hat starts there")
+    require_choice(owner, "bound", bound, ("server", "client"))
+    require_flag(owner, "bias_correction", bias_correction)
 
 
 class LocalAMSGrad(ExactStateOptimizer):
@@ -65,14 +76,11 @@ class LocalAMSGrad(ExactStateOptimizer):
         bias_correction: bool = False,
         bound: str = "server",
     ) -> None:
-        check_hyperparameters(self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay)
-        if not eps > 0:
-            raise ValueError(f"{type(self).__name__}: eps must be positive: v_hat starts there")
-        require_choice(self, "bound", bound, ("server", "client"))
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_clients(self, bound=bound, bias_correction=bias_correction, **settings)
         self.bias_correction = bias_correction
         self.bound = bound
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
+        super().__init__(params, settings)
         self._v_hat: dict[torch.Tensor, torch.Tensor] = {
             p: torch.full_like(p, group["eps"], dtype=torch.float32)
             for group in self.param_groups
@@ -227,7 +235,7 @@ class LocalLAMB(LocalAMSGrad):
             bias_correction=True,
             bound=bound,
         )
-        self.phi = phi or (lambda norms: norms)
+        self.phi = (lambda norms: norms) if phi is None else phi
         norms = torch.stack([torch.linalg.vector_norm(p.detach().float()) for p in self._v_hat])
         scales = self.phi(norms)
         if not bool((scales[norms > 0] > 0).all()) or bool((scales < 0).any()):

@@ -36,11 +36,13 @@ _SHAPES = {"weight": (8, 10), "bias": (3,)}
 
 
 def exchange_states(data: bytes) -> None:
-    """``Exchange.load_state_dict`` and ``load_state_dicts``, then a round."""
+    """``Exchange.load_state_dict`` and ``load_state_dicts``, on any number of ranks; a round."""
     draw = Draw(data)
     make = draw.choice(_EXCHANGES)
-    world, exchanges = make()
+    world, exchanges = make(ranks=draw.choice([2, 2, 4]))
     states = mutated(draw, copy.deepcopy(_saved(make)), _VALUES)
+    if draw.below(2) and isinstance(states, list):  # as somebody would who has edited them
+        states = [_sealed_again(state) for state in states]
     if draw.below(2):
         for exchange in exchanges:
             _unchanged_or_loaded(exchange, exchange.load_state_dicts, states)
@@ -53,13 +55,14 @@ def exchange_states(data: bytes) -> None:
 
 
 def memory_states(data: bytes) -> None:
-    """``Memory.load_state_dict``, then what is left of it."""
+    """``Memory.load_state_dict``, before or after rounds, then what is left of it."""
     draw = Draw(data)
     make = draw.choice(_MEMORIES)
-    memory: Memory = make()
-    memory.load_state_dict(mutated(draw, _memory(make), _VALUES))
+    state = mutated(draw, _saved_memory(make), _VALUES)
+    memory = _used_memory(make) if draw.below(2) else make()
+    _unchanged_or_loaded(memory, memory.load_state_dict, state)
     memory.norm()
-    memory.state_dict()
+    memory.parameters_in(memory.state_dict())
 
 
 def local_rounds_states(data: bytes) -> None:
@@ -89,6 +92,13 @@ def rank_files(data: bytes) -> None:
     _unchanged_or_loaded(exchange, load_rank_files, exchange, _folder().name)
 
 
+def _sealed_again(state: Any) -> Any:
+    """Return a state with a seal that fits it, where there can be one."""
+    with contextlib.suppress(Exception):
+        return sealed(state)
+    return state
+
+
 def _unchanged_or_loaded(owner: Any, load: Callable[..., Any], *arguments: Any) -> None:
     """Load, or see that nothing was loaded."""
     before = copy.deepcopy(owner.state_dict())
@@ -115,7 +125,14 @@ def _make(
 ) -> tuple[Simulated, list[Exchange]]:
     world = Simulated(ranks)
     exchanges = [
-        Exchange(compressor, memory(), collective, min_numel=1, transport=transport)  # type: ignore[arg-type]
+        Exchange(
+            compressor,
+            memory(),
+            collective,  # type: ignore[arg-type]
+            min_numel=1,
+            ranks_per_node=2 if collective == "hierarchical" else None,
+            transport=transport,
+        )
         for transport in world
     ]
     return world, exchanges
@@ -132,6 +149,8 @@ _EXCHANGES = (
     functools.partial(_make, TopK(0.3, block_size=16), ErrorFeedback, "all_gather"),
     functools.partial(_make, Sign(16), functools.partial(ErrorFeedback, 4), "sharded"),
     functools.partial(_make, TopK(0.3), MomentumCorrection),
+    functools.partial(_make, TopK(0.3), Differences, "all_gather"),
+    functools.partial(_make, TopK(0.3), ErrorFeedback, "hierarchical"),
     functools.partial(_make, CountSketch(0.5), lambda: None),
 )
 
@@ -147,20 +166,23 @@ def _average(world: Simulated, exchanges: list[Exchange]) -> None:
 
 
 @functools.cache
-def _saved(make: Callable[[], tuple[Simulated, list[Exchange]]]) -> list[dict[str, Any]]:
+def _saved(make: Callable[..., tuple[Simulated, list[Exchange]]]) -> list[dict[str, Any]]:
     world, exchanges = make()
     for _ in range(2):
         _average(world, exchanges)
     return [exchange.state_dict() for exchange in exchanges]
 
 
-@functools.cache
-def _memory(make: Callable[[], Memory]) -> dict[str, torch.Tensor]:
-    world, exchanges = _make(TopK(0.3), make)
+def _used_memory(make: Callable[[], Memory]) -> Memory:
+    memory = make()
+    world, exchanges = _make(TopK(0.3), lambda: memory, ranks=1)
     _average(world, exchanges)
-    memory = exchanges[0].memory
-    assert memory
-    return memory.state_dict()
+    return memory
+
+
+@functools.cache
+def _saved_memory(make: Callable[[], Memory]) -> dict[str, torch.Tensor]:
+    return _used_memory(make).state_dict()
 
 
 @functools.cache

@@ -68,4 +68,6 @@ def _other(tensor: torch.Tensor, how: int) -> torch.Tensor:
         return torch.cat([tensor.flatten(), tensor.flatten()])
     if how == 4:
         return tensor.to(torch.int32)
-    return torch.full_like(tensor, math.nan) if tensor.is_floating_point() else ~tensor
+    if tensor.dtype.is_floating_point or tensor.is_complex():
+        return torch.full_like(tensor, math.nan)
+    return ~tensor

@@ -144,12 +144,19 @@ def test_state_follows_names_and_survives_saving() -> None:
     assert torch.equal(moved, sent[order])
 
 
+def test_names_that_look_like_a_part_of_the_state() -> None:
+    memory = MomentumCorrection()
+    names = ("residual.weight", "velocity.weight")
+    run(memory, rows(*names), torch.ones(2, 6), torch.zeros(2, 6, dtype=torch.bool))
+    assert memory.parameters_in(memory.state_dict()) == set(names)
+
+
 def test_the_wrong_state_is_refused() -> None:
     memory = MomentumCorrection()
     run(memory, rows("a"), torch.ones(1, 6), torch.zeros(1, 6, dtype=torch.bool))
     state = memory.state_dict()
     wrong = {"velocity.a": state["velocity.a"] + 1, "residual.a": state["residual.a"].bfloat16()}
-    with pytest.raises(ValueError, match=r"saved residual of 'a' is torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"saved residual of 'residual\.a' is torch\.bfloat16"):
         memory.load_state_dict(wrong)
     assert all(torch.equal(state[k], v) for k, v in memory.state_dict().items())
 

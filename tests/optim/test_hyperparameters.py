@@ -23,6 +23,11 @@ class Lion:
         ({"lr": None}, "Lion: lr must be a number, got None"),
         ({"weight_decay": True}, "Lion: weight_decay must be a number, got True"),
         ({"lr": torch.tensor(0.5)}, "Lion: lr must be a number, got tensor(0.5000)"),
+        ({"lr": 10**400}, f"Lion: lr must be a number, got {10**400}"),
+        ({"betas": 0.9}, "Lion: betas must be a tuple of 2 numbers, got 0.9"),
+        ({"betas": (0.9,)}, "Lion: betas must be a tuple of 2 numbers, got (0.9,)"),
+        ({"betas": (0.9, "x")}, "Lion: betas must lie in [0, 1), got (0.9, 'x')"),
+        ({"momentum": 1.0}, "Lion: momentum must lie in [0, 1), got 1.0"),
         ({"betas": (0.9, 1.0)}, "Lion: betas must lie in [0, 1), got (0.9, 1.0)"),
         ({"betas": (-0.1, 0.9)}, "Lion: betas must lie in [0, 1), got (-0.1, 0.9)"),
         ({"betas": (0.9, float("nan"))}, "Lion: betas must lie in [0, 1), got (0.9, nan)"),
@@ -36,4 +41,7 @@ def test_what_is_refused(values: dict[str, Any], message: str) -> None:
 
 def test_the_ends_of_the_ranges_are_accepted() -> None:
     check_hyperparameters(Lion())
-    check_hyperparameters(Lion(), betas=(0, 0.0, 0.9999999), lr=0, eps=0.0, weight_decay=5)
+    betas = (0, 0.0, 0.9999999)
+    check_hyperparameters(
+        Lion(), beta_count=3, betas=betas, momentum=0, lr=0, eps=0.0, weight_decay=5
+    )

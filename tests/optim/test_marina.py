@@ -351,8 +351,8 @@ def test_a_compressed_step_costs_its_payload(ranks_of: RanksOf) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"p": 0.0}, r"p is a probability and must lie in \(0, 1\]"),
-        ({"p": float("nan")}, "p is a probability"),
+        ({"p": 0.0}, r"p must lie in \(0, 1\]"),
+        ({"p": float("nan")}, "p must lie in"),
         ({"lr": -1.0}, "lr must not be negative"),
         ({"exchange": PermK()}, "exchange must be an Exchange"),
         ({"exchange": Exchange(TopK())}, "the compressor must be unbiased"),

@@ -33,7 +33,7 @@ def build_accountant(accountant: Accountant | str) -> Accountant:
     """
     if isinstance(accountant, Accountant):
         return accountant
-    if accountant not in ACCOUNTANTS:
+    if not isinstance(accountant, str) or accountant not in ACCOUNTANTS:
         raise ValueError(unknown("accountant", accountant, ACCOUNTANTS))
     return ACCOUNTANTS[accountant]()
 

@@ -124,7 +124,7 @@ def test_a_closure_computes_the_gradient() -> None:
         ({"lr": -1.0}, "lr must not be negative, got -1.0"),
         ({"lr": float("inf")}, "lr must be finite, got inf"),
         ({"momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1.0"),
-        ({"momentum": -0.5}, "momentum must not be negative, got -0.5"),
+        ({"momentum": -0.5}, r"momentum must lie in \[0, 1\), got -0.5"),
         ({"nesterov": True}, "nesterov needs momentum: set momentum=0.9, say"),
         ({"weight_decay": float("nan")}, "weight_decay must not be negative, got nan"),
     ],

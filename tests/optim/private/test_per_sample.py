@@ -374,7 +374,7 @@ def partly_under_ddp() -> bool:
         ({"max_grad_norm": float("nan")}, "max_grad_norm must be a finite number"),
         ({"max_grad_norm": float("inf")}, "max_grad_norm must be a finite number"),
         ({"max_grad_norm": 1e-12}, "max_grad_norm must be a finite number"),
-        ({"micro_batch_size": 0}, "micro_batch_size must be positive"),
+        ({"micro_batch_size": 0}, "micro_batch_size must be an integer of at least 1"),
         ({"compile": True}, "compile=True needs a micro_batch_size"),
     ],
 )

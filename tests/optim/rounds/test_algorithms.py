@@ -413,7 +413,7 @@ def test_a_layer_of_norm_zero_moves(ranks_of: RanksOf) -> None:
         (lambda p: FedAMS(p, Exchange(Identity()), local_steps=1, eps=0.0), "eps must be positive"),
         (
             lambda p: FedAMS(p, Exchange(Identity()), local_steps=1, bound="all"),
-            "LocalAMSGrad: bound must be one of server, client, got 'all'",
+            "FedAMS: bound must be one of server, client, got 'all'",
         ),
         (lambda p: SAFL(p, Exchange(Sign()), local_steps=1), "is no sketch"),
         (lambda p: SAFL(p, Exchange(CountSketch()), local_steps=0), "local_steps must be"),

@@ -385,8 +385,8 @@ def test_ranks_that_differ_fail_together(ranks_of: RanksOf, kind: str, what: str
         ({"fragments": 3}, "2 parameters cannot be dealt into 3 fragments"),
         ({"exchange": Sign()}, "exchange must be an Exchange"),
         ({"exchange": Exchange(Sign(), Differences())}, "sends changes"),
-        ({"server": 3}, "server must be an optimizer or None"),
-        ({"inner": 3}, "inner must be an optimizer"),
+        ({"server": 3}, "server must be an Optimizer"),
+        ({"inner": 3}, "inner must be an Optimizer"),
         (
             {"server": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)},
             "server and inner must hold the same parameters",
