@@ -593,7 +593,7 @@ class Exchange:
         *,
         verify: bool,
     ) -> Feedback:
-        """Return this rank's memory's share in a round; see :class:`Feedback`."""
+        """Return this rank's memory's share in a round; see ``comm_hooks.memory.feedback``."""
         # Of now: by the time the memory draws, the owner may have gone on to the next step.
         own_key = derive_key(self.seed, self.step, f"memory of rank {self.transport.rank}")
         return Feedback(memory, layout, norms, scale, own_key, verify=verify)

@@ -53,6 +53,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!comm_hooks).*"),
     ("py:class", r"comm_hooks\.collectives\.requests\.Result"),  # a type variable
+    ("py:class", r"comm_hooks\.memory\.feedback\.Feedback"),  # for rounds inside the library
     ("py:class", r"comm_hooks\.launchers\.audit\.stages\.Mechanism"),  # what GaussianMechanism has
 ]
 

@@ -145,7 +145,9 @@ def test_any_arguments_of_a_memory(memory: Any, options: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("kind", [*COMPRESSORS.values(), *MEMORIES.values()])
 def test_every_option_of_a_class_is_checked(kind: type) -> None:
-    for option in inspect.signature(kind).parameters:
+    for option, parameter in inspect.signature(kind).parameters.items():
         for value in ("4.0", None, [], {}, object()):
+            if value is None and "None" in str(parameter.annotation):
+                continue
             with pytest.raises(ValueError, match=f"^{kind.__name__}: .*{option}"):
                 kind(**{option: value})

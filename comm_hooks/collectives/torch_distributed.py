@@ -40,7 +40,7 @@ class TorchDistributed(Transport):
     """A transport over a process group, the default one if ``group`` is None.
 
     Tensors on the CPU, on gloo, travel by messages between two ranks
-    (:mod:`~comm_hooks.collectives.rings`), over connections of their own: the first exchange makes
+    (``comm_hooks.collectives.rings``), over connections of their own: the first exchange makes
     them, which takes 10 ms or so and all ranks.  All others travel by the collectives of
     ``torch.distributed``.
 
@@ -106,7 +106,9 @@ class TorchDistributed(Transport):
 
     def _gloo_ranks(self) -> GlooRanks:
         """Return the same ranks with connections of their own.  Takes all ranks."""
-        names = self._compare(AllGatherObject(uuid.uuid4().hex, about="connections"))
+        # Of this process's group, and of this moment: stores outlive both.
+        name = f"{uuid.uuid4().hex} {self._progress.begun}.{self._progress.notices}"
+        names = self._compare(AllGatherObject(name, about="connections"))
         default_store = dist.distributed_c10d._get_default_store()
         store = PrefixStore(f"comm_hooks {names[0]}", default_store)
         return GlooRanks(

@@ -183,5 +183,5 @@ def test_ranks_that_diverge_are_told_instead_of_hanging(
 
 
 def test_no_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="world_size must be an integer of at least 1, got 0"):
         run_ranks(leave_early, 0)

@@ -164,7 +164,7 @@ def test_ranks_that_are_configured_differently_fail_together(ranks_of: RanksOf) 
         (
             {"exchange": Exchange(Sign(), ErrorFeedback())},
             r"CDAdam: the exchange's memory must be Differences\(\), got ErrorFeedback\(bits=32\): "
-            r"write Exchange\(Sign\(block_size=4096\), memory=Differences\(\)\)",
+            r"write Exchange\(Sign\(block_size=4096, scale='mean'\), memory=Differences\(\)\)",
         ),
         ({"exchange": Exchange(Sign(), None)}, r"memory must be Differences\(\), got None"),
         ({"exchange": Identity()}, "exchange must be an Exchange"),
