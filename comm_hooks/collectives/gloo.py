@@ -1,17 +1,25 @@
 """Ranks joined by gloo beside the process groups of ``torch.distributed``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from comm_hooks.collectives.base import Transport, completed
-from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Group, Request
+from comm_hooks.collectives.requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Group,
+    GroupKind,
+    Request,
+)
 from comm_hooks.collectives.rings import Rings
 
 
@@ -62,13 +70,31 @@ class GlooRanks(Transport):
         context = ProcessGroupGloo(self._store, self._rank, self._world_size, self._timeout)
         return Rings(context, self._rank, self._world_size)
 
+    def connect(self, request: Request) -> None:
+        """Make the connections of a round that begins with this request, if they are not there.
+
+        By the thread that the program runs in: whoever waits for others in a store keeps all other
+        threads from it, so that two ranks could wait for each other's.
+        """
+        if request.group:
+            for kind in get_args(GroupKind):
+                self._part(replace(request.group, kind=kind)).connect(replace(request, group=None))
+        elif self._world_size > 1:
+            with self._explaining(request):
+                _ = self._rings
+
     def perform(self, request: Request) -> Any:
         if request.group:
             return self._part(request.group).perform(replace(request, group=None))
         if self._world_size == 1:
             return _alone(request)
-        try:
+        with self._explaining(request):
             return self._perform(request)
+
+    @contextmanager
+    def _explaining(self, request: Request) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             raise self._explain(error, request) from error
 

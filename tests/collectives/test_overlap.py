@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK, register
-from comm_hooks.collectives import Simulated, TorchDistributed
+from comm_hooks.collectives import Simulated, TorchDistributed, worker
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Round
 from comm_hooks.layout import Segment
 from tests.ranks import Ranks
@@ -202,6 +202,27 @@ def backward_fails() -> str:
 
 def test_backward_raises_what_a_round_raises(ranks_of: RanksOf) -> None:
     assert ranks_of(2).run(backward_fails) == ["no room"] * 2
+
+
+def connect_at_once() -> list[list[int]]:
+    """Begin the first round beside the caller and the first one that it waits for."""
+
+    def late(*args: Any) -> Any:
+        time.sleep(0.5 * transport.rank)
+        return finish(*args)
+
+    transport = TorchDistributed(dist.new_group(timeout=timedelta(seconds=5)))
+    rows = torch.full((2, 4), transport.rank, dtype=torch.uint8)
+    finish = worker._finish
+    with mock.patch.object(worker, "_finish", late):
+        beside = transport.start(AllToAll(rows))
+        time.sleep(0.2 * (1 - transport.rank))
+        gathered = transport.perform(AllGather(rows[0]))
+        return [gathered[:, 0].tolist(), beside.wait()[:, 0].tolist()]
+
+
+def test_threads_do_not_wait_for_each_other_in_the_store(ranks_of: RanksOf) -> None:
+    assert ranks_of(2).run(connect_at_once) == [[[0, 1], [0, 1]]] * 2
 
 
 def threads_of_rounds() -> list[threading.Thread]:
