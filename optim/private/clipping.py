@@ -90,6 +90,13 @@ class SampleClipper(ClippedGradients):
         self._start()
         return taken
 
+    def discard(self) -> bool:
+        """Forget the sum since the last call of :meth:`take`; return whether there was one."""
+        has_samples = self._samples + self._not_finite > 0
+        if has_samples:
+            self._start()
+        return has_samples
+
     def _start(self) -> None:
         self._sums = [
             torch.zeros(p.shape, dtype=torch.float32, device=p.device) for p in self.parameters

@@ -175,7 +175,9 @@ class PrivacyEngine:
         self._share_history(transport)
         self._peer_multiplier = min(self._peer_multiplier, mechanism.verdict.peer_multiplier)
         self._most_units = max(self._most_units, len(data_loader.dataset))  # type: ignore[arg-type]
-        private = DPOptimizer(optimizer, gradients, mechanism, self._entry(event))
+        private = DPOptimizer(
+            optimizer, gradients, mechanism, self._entry(event), tickets=loader.tickets
+        )
         exchange.owner = private
         return module, private, loader
 

@@ -25,6 +25,7 @@ from comm_hooks.compressors.base import (
     require_within,
 )
 from comm_hooks.optim.private.secret import Secret
+from comm_hooks.optim.private.tickets import Tickets
 
 Collate = Callable[[list[Any]], Any]
 
@@ -114,6 +115,10 @@ class PoissonLoader(DataLoader[Any]):
         secret: see :class:`PoissonSampler`.
         **options: of :class:`torch.utils.data.DataLoader`: ``num_workers``, ``pin_memory``, ...
 
+    Attributes:
+        tickets: one for every batch that was drawn, which
+            :class:`~comm_hooks.optim.private.DPOptimizer` takes.
+
     Raises:
         ValueError: for a dataset without a length, or with fewer samples than ranks; for a rate
             or number of steps out of range; for an option that would decide what a batch is; and
@@ -169,6 +174,14 @@ class PoissonLoader(DataLoader[Any]):
             collate_fn=_CollateAlsoNothing(collate, _without_rows(collate([shard[0]]))),
             **options,
         )
+        self.tickets = Tickets()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield batches, each with a ticket for one step."""
+        self.tickets.start()
+        for batch in super().__iter__():
+            self.tickets.issue(batch)
+            yield batch
 
 
 def private_loader(
