@@ -1,6 +1,7 @@
 """An ordinary optimizer, fed with noised gradients."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -12,11 +13,15 @@ from comm_hooks.optim.private.clipped_sum import ClippedGradients, PublicTransfo
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.mechanism import GaussianMechanism
 from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
+from comm_hooks.optim.private.settled import Settled, resettle
 from comm_hooks.optim.private.tickets import Claim, Tickets
 from comm_hooks.optim.wrapping import WrappingOptimizer
 
+# The optimizer inside the private one that takes a step at this moment.
+_stepping: ContextVar[Optimizer | None] = ContextVar("stepping", default=None)
 
-class DPOptimizer(WrappingOptimizer):
+
+class DPOptimizer(Settled, WrappingOptimizer):
     """Turns the step of any optimizer into a private one.
 
     :class:`~comm_hooks.optim.private.PrivacyEngine` makes it.  A step
@@ -44,6 +49,8 @@ class DPOptimizer(WrappingOptimizer):
     Not supported: closures; ``GradScaler`` (use bfloat16 autocast); sparse gradients.
     """
 
+    settled = frozenset({"gradients", "mechanism"})
+
     def __init__(
         self,
         inner: Optimizer,
@@ -66,6 +73,7 @@ class DPOptimizer(WrappingOptimizer):
         self._claim = Claim(tickets)
         self._transform_is_due = True
         self.not_finite = 0
+        inner.register_step_pre_hook(_refuse_other_steps)
         order = [p for group in inner.param_groups for p in group["params"]]
         trained, held = set(gradients.parameters), set(order)
         if trained != held:
@@ -165,6 +173,7 @@ class DPOptimizer(WrappingOptimizer):
         if self.gradients.pending:
             self.accumulate()
         self._claim.require_whole()
+        self._require_settled()
         clipped = self.gradients.take()
         self._claim.spend(clipped.samples + clipped.not_finite)
         self._transform_is_due = True
@@ -175,11 +184,40 @@ class DPOptimizer(WrappingOptimizer):
             parameter.grad = released.tensors[name].to(parameter.dtype)
         if isinstance(self.inner, NoisedOptimizer):
             self.inner.noise_variance = released.noise_variance
-        self.inner.step()
+        token = _stepping.set(self.inner)
+        try:
+            self.inner.step()
+        finally:
+            _stepping.reset(token)
+
+    def change(self, **settings: float) -> None:
+        """Go by other settings from now on: for ``PrivacyEngine.change``, which compares ranks.
+
+        Args:
+            settings: ``noise_multiplier``, ``max_grad_norm``, ``expected_batch_size``.
+
+        Raises:
+            PrivacyError: between ``backward()`` and :meth:`step`.
+        """
+        if self._claim.has_begun or self.gradients.pending:
+            raise PrivacyError(
+                "settings are changed between steps, and this one has begun: call step() or "
+                "zero_grad() first"
+            )
+        self.mechanism.change(**settings)
+        resettle(self.gradients, "max_grad_norm", self.mechanism.max_grad_norm)
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Raise: per-sample gradients are computed for the parameters that were there at first."""
         raise ValueError("DPOptimizer: parameters cannot be added; call make_private() again")
+
+    def _require_settled(self) -> None:
+        self.mechanism.require_unchanged()
+        if self.gradients.max_grad_norm != self.mechanism.max_grad_norm:
+            raise PrivacyError(
+                f"gradients are clipped to {self.gradients.max_grad_norm:g} and the noise is for "
+                f"{self.mechanism.max_grad_norm:g}: give both the same max_grad_norm"
+            )
 
     def _set_transform(self) -> None:
         """Ask the inner optimizer, once per step, what to do before clipping."""
@@ -191,3 +229,13 @@ class DPOptimizer(WrappingOptimizer):
                 transform = PublicTransform(scale, shift)
             self.gradients.transform = transform
         self._transform_is_due = False
+
+
+def _refuse_other_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Let only a :class:`DPOptimizer` step the optimizer inside it."""
+    if _stepping.get() is not optimizer:
+        raise PrivacyError(
+            f"this {type(optimizer).__name__} is inside a DPOptimizer, and a step of its own would "
+            "be in no ledger: after loss.backward(), p.grad holds gradients without noise. Call "
+            "step() of the optimizer that make_private() returned"
+        )

@@ -25,12 +25,13 @@ from comm_hooks.compressors.base import (
     require_within,
 )
 from comm_hooks.optim.private.secret import Secret
+from comm_hooks.optim.private.settled import Settled
 from comm_hooks.optim.private.tickets import Tickets
 
 Collate = Callable[[list[Any]], Any]
 
 
-class PoissonSampler(Sampler[list[int]]):
+class PoissonSampler(Settled, Sampler[list[int]]):
     """Batches in which each index stands with probability q, independently of all others.
 
     What accountants mean by a sampling rate.  Batches have about ``q num_samples`` indices, some
@@ -58,6 +59,8 @@ class PoissonSampler(Sampler[list[int]]):
         >>> len(sampler), sum(len(indices) for indices in sampler) > 2000
         (300, True)
     """
+
+    settled = frozenset({"num_samples", "sample_rate"})
 
     def __init__(
         self,

@@ -114,6 +114,11 @@ class Claim:
         self._tickets = tickets
         self.restart()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the step has a part of its batch."""
+        return self._ticket is not None
+
     def restart(self) -> None:
         """Forget what the step has: a batch that failed half way may be tried again."""
         self._ticket: Ticket | None = None
