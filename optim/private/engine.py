@@ -37,6 +37,7 @@ from comm_hooks.optim.private.model_checks import check_model, refuse_later_hook
 from comm_hooks.optim.private.per_sample import LossFunction, PerSampleGradients
 from comm_hooks.optim.private.placement import Place, require_known_variance
 from comm_hooks.optim.private.poisson import private_loader
+from comm_hooks.optim.private.same_data import compare_datasets
 
 
 class PrivacyEngine:
@@ -148,6 +149,8 @@ class PrivacyEngine:
             PrivacyError: for what would not be private: a model that mixes samples, a comm hook, a
                 compressor that does not go with the placement.
             ValueError: for settings that cannot work.
+            ConfigMismatchError: on all ranks, if their data sets differ, as far as the lengths and
+                some samples tell.
         """
         check_model(module)
         require_choice(self, "grad_sample_mode", grad_sample_mode, ("functorch", "hooks", "ghost"))
@@ -165,6 +168,7 @@ class PrivacyEngine:
             module, loss_function, max_grad_norm, grad_sample_mode, micro_batch_size
         )
         transport = exchange.transport
+        compare_datasets(data_loader.dataset, transport)
         loader = private_loader(
             data_loader, sample_rate, rank=transport.rank, world_size=transport.world_size
         )
