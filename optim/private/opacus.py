@@ -54,6 +54,7 @@ class OpacusGradients(SampleClipper):
         >>> gradients = OpacusGradients(module, max_grad_norm=1.0)
         >>> module(torch.randn(16, 8)).square().sum(1).mean().backward()
         >>> gradients.accumulate()
+        16
         >>> gradients.take().samples
         16
     """
