@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -49,11 +49,26 @@ class ClippedGradients(ABC):
         max_grad_norm: C, after the transform.
         transform: applied to every sample's gradient before clipping; None for none.  Set before
             the first sample of a step.
+        takes_losses: whether :meth:`backward` is given the loss of each sample, not the samples.
     """
 
     parameters: list[torch.nn.Parameter]
     max_grad_norm: float
     transform: PublicTransform | None = None
+    takes_losses: ClassVar[bool] = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether ``loss.backward()`` has left something that :meth:`accumulate` is to add."""
+        return False
+
+    def samples_in(self, batch: Any) -> int:
+        """Return how many samples :meth:`backward` would add.
+
+        Raises:
+            ValueError: if that cannot be said.
+        """
+        return len(batch)
 
     def backward(self, batch: Any) -> torch.Tensor:
         """Add the clipped gradients of a batch; return its mean loss, detached.
@@ -66,8 +81,8 @@ class ClippedGradients(ABC):
             "optimizer.backward(batch)"
         )
 
-    def accumulate(self) -> None:
-        """Add the clipped gradients that ``loss.backward()`` has left for a part of a batch.
+    def accumulate(self) -> int:
+        """Add what ``loss.backward()`` has left for a part of a batch; return how many samples.
 
         Raises:
             ValueError: where :meth:`backward` does that.
@@ -79,3 +94,8 @@ class ClippedGradients(ABC):
     @abstractmethod
     def take(self) -> ClippedSum:
         """Return the sum since the last call, and start a new one."""
+
+    def discard(self) -> bool:
+        """Forget the sum since the last :meth:`take`; return whether there was one."""
+        taken = self.take()
+        return taken.samples + taken.not_finite > 0

@@ -8,6 +8,7 @@ import torch
 
 from comm_hooks.compressors.base import in_one_line, is_number
 from comm_hooks.optim.private.clipped_sum import ClippedGradients, ClippedSum, PublicTransform
+from comm_hooks.optim.private.settled import Settled
 
 # A float32 sum of n squares may be off by n roundings, and on CPU torch.linalg.vector_norm is: the
 # norm of 16 Mi equal elements comes out 0.9 % too small, so that clipping would miss C by as much.
@@ -51,7 +52,7 @@ def clip_factors(norms: torch.Tensor, max_grad_norm: float) -> torch.Tensor:
     return torch.where(norms.isfinite(), factors, 0.0).float()
 
 
-class SampleClipper(ClippedGradients):
+class SampleClipper(Settled, ClippedGradients):
     """Clips per-sample gradients, however they were computed, and adds them up.
 
     1. g <- scale g + shift, if there is a transform
@@ -69,6 +70,8 @@ class SampleClipper(ClippedGradients):
     Raises:
         ValueError: if there are no parameters, or C is not a finite number of at least 1e-10.
     """
+
+    settled = frozenset({"parameters", "max_grad_norm"})
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], max_grad_norm: float) -> None:
         name = type(self).__name__
@@ -89,6 +92,13 @@ class SampleClipper(ClippedGradients):
         taken = ClippedSum(self._sums, self._samples, self._not_finite)
         self._start()
         return taken
+
+    def discard(self) -> bool:
+        """Forget the sum since the last call of :meth:`take`; return whether there was one."""
+        has_samples = self._samples + self._not_finite > 0
+        if has_samples:
+            self._start()
+        return has_samples
 
     def _start(self) -> None:
         self._sums = [

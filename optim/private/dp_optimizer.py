@@ -1,6 +1,7 @@
 """An ordinary optimizer, fed with noised gradients."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -9,18 +10,25 @@ from torch.optim import Optimizer
 from comm_hooks.agreement import hyperparameters_of
 from comm_hooks.compressors.base import require_callable, require_kind
 from comm_hooks.optim.private.clipped_sum import ClippedGradients, PublicTransform
+from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.mechanism import GaussianMechanism
 from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
+from comm_hooks.optim.private.settled import Settled, resettle
+from comm_hooks.optim.private.tickets import Claim, Tickets
 from comm_hooks.optim.wrapping import WrappingOptimizer
 
+# The optimizer inside the private one that takes a step at this moment.
+_stepping: ContextVar[Optimizer | None] = ContextVar("stepping", default=None)
 
-class DPOptimizer(WrappingOptimizer):
+
+class DPOptimizer(Settled, WrappingOptimizer):
     """Turns the step of any optimizer into a private one.
 
     :class:`~comm_hooks.optim.private.PrivacyEngine` makes it.  A step
 
-    1. enters itself into the ledger, before anything is released;
-    2. takes the clipped sum of per-sample gradients of this rank's batch;
+    1. takes the clipped sum of per-sample gradients of this rank's batch: the next one that the
+       loader has drawn, whole, and used in no step before;
+    2. enters itself into the ledger, before anything is released;
     3. has the mechanism add noise and exchange it: a mean that is the same on all ranks;
     4. puts that into ``p.grad`` and steps the inner optimizer, which thus sees nothing private.
 
@@ -32,6 +40,7 @@ class DPOptimizer(WrappingOptimizer):
         gradients: where clipped sums come from.
         mechanism: what makes them private.
         enter: called at the start of every step; raises if the budget is spent.
+        tickets: those of the loader; without, whoever calls answers for the batches.
 
     Attributes:
         not_finite: how many samples of this rank were left out so far, because their gradients were
@@ -40,23 +49,31 @@ class DPOptimizer(WrappingOptimizer):
     Not supported: closures; ``GradScaler`` (use bfloat16 autocast); sparse gradients.
     """
 
+    settled = frozenset({"gradients", "mechanism"})
+
     def __init__(
         self,
         inner: Optimizer,
         gradients: ClippedGradients,
         mechanism: GaussianMechanism,
         enter: Callable[[], None],
+        *,
+        tickets: Tickets | None = None,
     ) -> None:
         require_kind(self, "inner", inner, Optimizer)
         require_kind(self, "gradients", gradients, ClippedGradients)
         require_kind(self, "mechanism", mechanism, GaussianMechanism)
         require_callable(self, "enter", enter)
+        if tickets is not None:
+            require_kind(self, "tickets", tickets, Tickets)
         super().__init__(inner)
         self.gradients = gradients
         self.mechanism = mechanism
         self._enter = enter
+        self._claim = Claim(tickets)
         self._transform_is_due = True
         self.not_finite = 0
+        inner.register_step_pre_hook(_refuse_other_steps)
         order = [p for group in inner.param_groups for p in group["params"]]
         trained, held = set(gradients.parameters), set(order)
         if trained != held:
@@ -83,38 +100,82 @@ class DPOptimizer(WrappingOptimizer):
         """Return the names of the parameters, in the order of the gradients."""
         return self._names
 
-    def backward(self, batch: Any) -> torch.Tensor:
-        """Add the clipped gradients of a batch, or of a part of one; return its mean loss.
+    def backward(self, batch: Any, *, of: Any = None, part: Any = None) -> torch.Tensor:
+        """Add the clipped gradients of the batch that was drawn; return its mean loss.
 
-        The loss is private: what is logged of it is not covered by the guarantee.
+        The loss is private: what is logged of it is not covered by the guarantee.  If this fails
+        half way, the batch may be tried again.
 
         Args:
             batch: what the loss function takes, tensors with one sample in each row; it may have
                 none.  With ghost clipping instead the loss of each sample.
+            of: the batch, if the first argument is a part of it: slices of its tensors, until all
+                of its rows were used.
+            part: with ghost clipping, the part of which these are the losses.
 
         Raises:
             ValueError: where ``loss.backward()`` is to be used instead.
+            PrivacyError: for anything but the batch whose turn it is, once.
+        """
+        if part is not None and not self.gradients.takes_losses:
+            raise ValueError("DPOptimizer: part is for losses: pass backward(part, of=batch)")
+        self._set_transform()
+        rows = self.gradients.samples_in(batch)
+        self._claim.admit(rows, part if self.gradients.takes_losses else batch, of)
+        try:
+            return self.gradients.backward(batch)
+        except BaseException:
+            self.gradients.discard()
+            self._claim.restart()
+            raise
+
+    def accumulate(self, part: Any = None, *, of: Any = None) -> None:
+        """Add what ``loss.backward()`` computed for a part of a batch; not before :meth:`step`.
+
+        Args:
+            part: slices of the batch's tensors, of which the loss was; None for the whole batch.
+            of: the batch.
+
+        Raises:
+            ValueError: where :meth:`backward` does that.
+            PrivacyError: for anything but the batch whose turn it is, once; it is then discarded.
         """
         self._set_transform()
-        return self.gradients.backward(batch)
+        rows = self.gradients.accumulate()
+        try:
+            self._claim.admit(rows, part, of)
+        except PrivacyError:
+            self._discard()
+            raise
 
-    def accumulate(self) -> None:
-        """Add what ``loss.backward()`` computed for a part of a batch; not before :meth:`step`."""
-        self._set_transform()
-        self.gradients.accumulate()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, and discard the batch that was passed to :meth:`backward`, if any.
+
+        It cannot be used again: draw the next one.
+        """
+        super().zero_grad(set_to_none)
+        self._discard()
+
+    def _discard(self) -> None:
+        self._claim.discard(has_seen_samples=self.gradients.discard())
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take a private step on all ranks together.
 
         Raises:
-            PrivacyError: if it would exceed the budget.
+            PrivacyError: if it would exceed the budget, or has no drawn batch, or not all of it.
             ConfigMismatchError: in the first step, if ranks are configured differently.
         """
         if closure is not None:
             raise ValueError("DPOptimizer: a closure would be evaluated without accounting for it")
         self._set_transform()
+        if self.gradients.pending:
+            self.accumulate()
+        self._claim.require_whole()
+        self._require_settled()
         clipped = self.gradients.take()
+        self._claim.spend(clipped.samples + clipped.not_finite)
         self._transform_is_due = True
         self.not_finite += clipped.not_finite
         self._enter()
@@ -123,11 +184,40 @@ class DPOptimizer(WrappingOptimizer):
             parameter.grad = released.tensors[name].to(parameter.dtype)
         if isinstance(self.inner, NoisedOptimizer):
             self.inner.noise_variance = released.noise_variance
-        self.inner.step()
+        token = _stepping.set(self.inner)
+        try:
+            self.inner.step()
+        finally:
+            _stepping.reset(token)
+
+    def change(self, **settings: float) -> None:
+        """Go by other settings from now on: for ``PrivacyEngine.change``, which compares ranks.
+
+        Args:
+            settings: ``noise_multiplier``, ``max_grad_norm``, ``expected_batch_size``.
+
+        Raises:
+            PrivacyError: between ``backward()`` and :meth:`step`.
+        """
+        if self._claim.has_begun or self.gradients.pending:
+            raise PrivacyError(
+                "settings are changed between steps, and this one has begun: call step() or "
+                "zero_grad() first"
+            )
+        self.mechanism.change(**settings)
+        resettle(self.gradients, "max_grad_norm", self.mechanism.max_grad_norm)
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Raise: per-sample gradients are computed for the parameters that were there at first."""
         raise ValueError("DPOptimizer: parameters cannot be added; call make_private() again")
+
+    def _require_settled(self) -> None:
+        self.mechanism.require_unchanged()
+        if self.gradients.max_grad_norm != self.mechanism.max_grad_norm:
+            raise PrivacyError(
+                f"gradients are clipped to {self.gradients.max_grad_norm:g} and the noise is for "
+                f"{self.mechanism.max_grad_norm:g}: give both the same max_grad_norm"
+            )
 
     def _set_transform(self) -> None:
         """Ask the inner optimizer, once per step, what to do before clipping."""
@@ -139,3 +229,13 @@ class DPOptimizer(WrappingOptimizer):
                 transform = PublicTransform(scale, shift)
             self.gradients.transform = transform
         self._transform_is_due = False
+
+
+def _refuse_other_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Let only a :class:`DPOptimizer` step the optimizer inside it."""
+    if _stepping.get() is not optimizer:
+        raise PrivacyError(
+            f"this {type(optimizer).__name__} is inside a DPOptimizer, and a step of its own would "
+            "be in no ledger: after loss.backward(), p.grad holds gradients without noise. Call "
+            "step() of the optimizer that make_private() returned"
+        )

@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from comm_hooks.agreement import check_agreement
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.simulated import Simulated
-from comm_hooks.compressors.base import require_choice, require_kind
+from comm_hooks.compressors.base import require_choice, require_kind, require_within
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.private.accounting import (
@@ -36,6 +37,7 @@ from comm_hooks.optim.private.model_checks import check_model, refuse_later_hook
 from comm_hooks.optim.private.per_sample import LossFunction, PerSampleGradients
 from comm_hooks.optim.private.placement import Place, require_known_variance
 from comm_hooks.optim.private.poisson import private_loader
+from comm_hooks.optim.private.same_data import compare_datasets
 
 
 class PrivacyEngine:
@@ -147,10 +149,12 @@ class PrivacyEngine:
             PrivacyError: for what would not be private: a model that mixes samples, a comm hook, a
                 compressor that does not go with the placement.
             ValueError: for settings that cannot work.
+            ConfigMismatchError: on all ranks, if their data sets differ, as far as the lengths and
+                some samples tell.
         """
         check_model(module)
         require_choice(self, "grad_sample_mode", grad_sample_mode, ("functorch", "hooks", "ghost"))
-        event = GaussianEvent(noise_multiplier, sample_rate)
+        GaussianEvent(noise_multiplier, sample_rate)  # raises for values out of range
         exchange = exchange if exchange is not None else _dense_exchange()
         mechanism = GaussianMechanism(
             exchange,
@@ -164,6 +168,7 @@ class PrivacyEngine:
             module, loss_function, max_grad_norm, grad_sample_mode, micro_batch_size
         )
         transport = exchange.transport
+        compare_datasets(data_loader.dataset, transport)
         loader = private_loader(
             data_loader, sample_rate, rank=transport.rank, world_size=transport.world_size
         )
@@ -175,7 +180,14 @@ class PrivacyEngine:
         self._share_history(transport)
         self._peer_multiplier = min(self._peer_multiplier, mechanism.verdict.peer_multiplier)
         self._most_units = max(self._most_units, len(data_loader.dataset))  # type: ignore[arg-type]
-        private = DPOptimizer(optimizer, gradients, mechanism, self._entry(event))
+        private = DPOptimizer(
+            optimizer,
+            gradients,
+            mechanism,
+            # Of every step what it goes by at that moment, whatever has changed.
+            self._entry(lambda: GaussianEvent(mechanism.noise_multiplier, sample_rate)),
+            tickets=loader.tickets,
+        )
         exchange.owner = private
         return module, private, loader
 
@@ -224,6 +236,42 @@ class PrivacyEngine:
         self.set_budget(target_epsilon, target_delta)
         return private
 
+    def change(
+        self,
+        optimizer: DPOptimizer,
+        *,
+        noise_multiplier: float | None = None,
+        max_grad_norm: float | None = None,
+        expected_batch_size: float | None = None,
+    ) -> None:
+        """Let the coming steps go by other settings, and the ledger say so; on all ranks together.
+
+        All else (``sample_rate``, the exchange, the placement) is settled: for another one call
+        :meth:`make_private` anew.
+
+        Args:
+            optimizer: from :meth:`make_private`.
+            noise_multiplier, max_grad_norm, expected_batch_size: see there; None for no change.
+                They must not depend on the private data, nor on what was not released.
+
+        Raises:
+            PrivacyError: between ``backward()`` and ``step()``.
+            ValueError: for values out of range.
+            ConfigMismatchError: on all ranks, if they change something else.
+        """
+        require_kind(self, "optimizer", optimizer, DPOptimizer)
+        given = {
+            "noise_multiplier": noise_multiplier,
+            "max_grad_norm": max_grad_norm,
+            "expected_batch_size": expected_batch_size,
+        }
+        changed = {name: value for name, value in given.items() if value is not None}
+        for name, value in changed.items():
+            require_within(self, name, value, "(0, inf)")
+        transport = optimizer.mechanism.exchange.transport
+        check_agreement(transport.perform(AllGatherObject(changed)))
+        optimizer.change(**changed)
+
     def private_participation(
         self,
         *,
@@ -238,6 +286,7 @@ class PrivacyEngine:
             clients, sample_rate, noise_multiplier, max_norm: see
                 :class:`~comm_hooks.optim.private.PrivateParticipation`.
         """
+        event = GaussianEvent(noise_multiplier, sample_rate)
         self._most_units = max(self._most_units, clients)
         self._peer_multiplier = 0.0
         return PrivateParticipation(
@@ -245,7 +294,7 @@ class PrivacyEngine:
             sample_rate=sample_rate,
             noise_multiplier=noise_multiplier,
             max_norm=max_norm,
-            enter=self._entry(GaussianEvent(noise_multiplier, sample_rate)),
+            enter=self._entry(lambda: event),
             join=self._share_history,
         )
 
@@ -351,10 +400,11 @@ class PrivacyEngine:
                 self._ledger.record(GaussianEvent(**event))
         self._steps_left.clear()
 
-    def _entry(self, event: GaussianEvent) -> Callable[[], None]:
+    def _entry(self, event_of_step: Callable[[], GaussianEvent]) -> Callable[[], None]:
         """Return what enters one such release, and raises instead if the budget is spent."""
 
         def enter() -> None:
+            event = event_of_step()
             if self._budget is not None:
                 if event not in self._steps_left:
                     self._steps_left = {

@@ -3,7 +3,8 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -11,8 +12,10 @@ from comm_hooks.checks import supported_collectives
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.compressors.base import is_number, require_choice, require_kind, require_within
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.placement import PLACES, Place, Scheme, judge
 from comm_hooks.optim.private.secret import Secret
+from comm_hooks.optim.private.settled import Settled, resettle
 from comm_hooks.safeguard import Safeguard
 
 
@@ -29,7 +32,17 @@ class Released:
     noise_variance: float | None
 
 
-class GaussianMechanism:
+@dataclass(frozen=True)
+class MechanismSettings:
+    """What every release goes by; see :class:`GaussianMechanism`."""
+
+    place: Place
+    noise_multiplier: float
+    max_grad_norm: float
+    expected_batch_size: float
+
+
+class GaussianMechanism(Settled):
     r"""Adds noise of a given multiplier to sums of clipped gradients, and compresses them.
 
     With S_i the clipped sum of rank i of N, C the norm to which each sample was clipped, sigma the
@@ -55,8 +68,12 @@ class GaussianMechanism:
         expected_batch_size: B, over all ranks.
         secret: where noise comes from; a new one by default.
 
+    Attributes:
+        settings: the four numbers and words above, as one record that every release reads.
+
     Raises:
-        PrivacyError: for a combination that would not be private.
+        PrivacyError: for a combination that would not be private, and for an exchange that
+            remembers something already; later, for settings that are changed.
         ValueError: for settings that cannot work.
 
     Example::
@@ -73,6 +90,18 @@ class GaussianMechanism:
         >>> mechanism.release({"weight": torch.zeros(64, 64)}).tensors["weight"].shape
         torch.Size([64, 64])
     """
+
+    settled = frozenset(
+        (
+            "exchange",
+            "settings",
+            "verdict",
+            "place",
+            "noise_multiplier",
+            "max_grad_norm",
+            "expected_batch_size",
+        )
+    )
 
     def __init__(
         self,
@@ -91,23 +120,60 @@ class GaussianMechanism:
         require_choice(self, "place", place, PLACES)
         if secret is not None:
             require_kind(self, "secret", secret, Secret)
+        require_nothing_remembered(exchange)
         self.exchange = exchange
-        self.place = place
-        self.noise_multiplier = noise_multiplier
-        self.max_grad_norm = max_grad_norm
-        self.expected_batch_size = expected_batch_size
+        self.settings = MechanismSettings(
+            place, noise_multiplier, max_grad_norm, expected_batch_size
+        )
         self.verdict = judge(self.scheme())
         if place == "central":
             require_owners(exchange)
         self._secret = Secret() if secret is None else secret
         self._shared_secret: Secret | None = None
         self._step = 0
+        self._parts = _parts_of(exchange)
         exchange.owner_settings = {
             "placement": place,
             "noise_multiplier": noise_multiplier,
             "max_grad_norm": max_grad_norm,
             "expected_batch_size": expected_batch_size,
         }
+
+    @property
+    def place(self) -> Place:
+        """Where noise is added."""
+        return self.settings.place
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Sigma."""
+        return self.settings.noise_multiplier
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C."""
+        return self.settings.max_grad_norm
+
+    @property
+    def expected_batch_size(self) -> float:
+        """B."""
+        return self.settings.expected_batch_size
+
+    def change(self, **settings: float) -> None:
+        """Release by other settings from now on; who calls enters them into the ledger."""
+        changed: Any = settings
+        resettle(self, "settings", replace(self.settings, **changed))
+        self.exchange.owner_settings |= settings
+
+    def require_unchanged(self) -> None:
+        """Raise ``PrivacyError`` if the exchange is not what it was when it was judged."""
+        now = _parts_of(self.exchange)
+        changed = [name for name, value in self._parts.items() if now[name] != value]
+        if changed:
+            raise PrivacyError(
+                f"the exchange was changed after it was judged: {', '.join(changed)}. Nothing was "
+                "released; call make_private() anew, with a new exchange"
+            )
 
     def release(self, sums: Mapping[str, torch.Tensor]) -> Released:
         """Return the noised mean; all ranks must call it, each with its own clipped sums.
@@ -123,6 +189,7 @@ class GaussianMechanism:
 
     def round(self, sums: Mapping[str, torch.Tensor]) -> Round[Released]:
         """Return a round that releases; see :meth:`release`, and ``Exchange.round``."""
+        self.require_unchanged()
         exchange = self.exchange
         ranks = exchange.transport.world_size
         tensors = list(sums.values())
@@ -160,6 +227,33 @@ class GaussianMechanism:
     def scheme(self, norm_bound: float | None = None) -> Scheme:
         """Return how noise and compression follow each other here, for the rules."""
         return Scheme.of(self.exchange, self.place, norm_bound=norm_bound)
+
+
+def _parts_of(exchange: Exchange) -> dict[str, Any]:
+    """Return what a verdict rests on.  Memories and transports equal themselves alone."""
+    return {
+        "compressor": exchange.compressor,
+        "memory": exchange.memory,
+        "the memory's settings": repr(exchange.memory),
+        "transport": exchange.transport,
+        "collective": exchange.collective,
+        "seed": exchange.seed,
+        "exempt_bits": exchange.exempt_bits,
+        "min_numel": exchange.min_numel,
+        "min_ndim": exchange.min_ndim,
+        "granularity": exchange.granularity,
+    }
+
+
+def require_nothing_remembered(exchange: Exchange) -> None:
+    """Raise ``PrivacyError`` for an exchange that would release what it has seen before."""
+    state = exchange.state_dict()
+    if state.get("memory") or state.get("server_memory"):
+        raise PrivacyError(
+            "the exchange remembers what it has not sent yet, perhaps of gradients without noise, "
+            "and would release it: give a new Exchange. The checkpoint of a private one is loaded "
+            "into it after make_private()"
+        )
 
 
 class _OwnerNoise(Safeguard):

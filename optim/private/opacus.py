@@ -54,6 +54,7 @@ class OpacusGradients(SampleClipper):
         >>> gradients = OpacusGradients(module, max_grad_norm=1.0)
         >>> module(torch.randn(16, 8)).square().sum(1).mean().backward()
         >>> gradients.accumulate()
+        16
         >>> gradients.take().samples
         16
     """
@@ -67,16 +68,29 @@ class OpacusGradients(SampleClipper):
         self._names, parameters = _trainable(type(self).__name__, module, ghost=False)
         super().__init__(parameters, max_grad_norm)
 
-    def accumulate(self) -> None:
-        """Add what the last backward passes have left, and clear it; ``p.grad`` as well.
+    def samples_in(self, batch: Any) -> int:
+        """Raise ``ValueError``: a batch is passed to the model."""
+        return len(self.backward(batch))
+
+    @property
+    def pending(self) -> bool:
+        """Whether ``loss.backward()`` has left something that :meth:`accumulate` is to add."""
+        return bool(self._pending())
+
+    def accumulate(self) -> int:
+        """Add what the last backward pass has left, and clear it; ``p.grad`` as well.
 
         ``p.grad`` holds the raw gradient, which nobody needs.  To be called after every backward
-        pass, so that the per-sample gradients of one micro-batch are alive at a time, or once after
-        several.
+        pass, which shows that it is of other samples: two losses on the same ones would let each
+        count twice.
+
+        Returns:
+            How many samples the backward pass had.
 
         Raises:
             ValueError: if there was no backward pass, if it did not reach a parameter, or if
                 parameters have seen different numbers of samples; the sum stays as it was.
+            PrivacyError: if there were several, whose gradients are discarded.
         """
         # After several backward passes it is a list, with one tensor for each.
         found = self._pending()
@@ -96,11 +110,16 @@ class OpacusGradients(SampleClipper):
                 f"gradients belong together: {listed}. The first dimension must be the sample in "
                 "every layer, and every backward pass must reach every parameter"
             )
+        self._clear()
+        if len(counts[0]) > 1:
+            raise PrivacyError(
+                f"loss.backward() was called {len(counts[0])} times, and a sample may count once: "
+                "add the losses up first, or call optimizer.accumulate(part, of=batch) after that "
+                "of each part. Their gradients are discarded"
+            )
         for gradients in zip(*passes, strict=True):
             self._add_samples(gradients)
-        for parameter in self.parameters:
-            parameter.grad = None
-            cast(Any, parameter).grad_sample = None
+        return counts[0][0]
 
     def take(self) -> ClippedSum:
         """Return the sum since the last call, and start a new one.
@@ -111,9 +130,21 @@ class OpacusGradients(SampleClipper):
             self.accumulate()
         return super().take()
 
+    def discard(self) -> bool:
+        """Forget the sum since the last :meth:`take`, and what a backward pass has left."""
+        is_pending = self.pending
+        if is_pending:
+            self._clear()
+        return super().discard() or is_pending
+
     def _pending(self) -> list[Any]:
         found = [cast(Any, p).grad_sample for p in self.parameters]
         return [] if all(samples is None for samples in found) else found
+
+    def _clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+            cast(Any, parameter).grad_sample = None
 
 
 class OpacusGhostGradients(SampleClipper):
@@ -151,12 +182,18 @@ class OpacusGhostGradients(SampleClipper):
         16
     """
 
+    takes_losses = True
+
     def __init__(
         self, module: "nn.Module | GradSampleHooksFastGradientClipping", max_grad_norm: float
     ) -> None:
         self._names, parameters = _trainable(type(self).__name__, module, ghost=True)
         super().__init__(parameters, max_grad_norm)
         self._module: Any = module
+
+    def samples_in(self, batch: Any) -> int:
+        """Return of how many samples these are the losses."""
+        return len(getattr(batch, "loss_per_sample", batch))
 
     def backward(self, loss: Any) -> torch.Tensor:
         """Add the clipped gradients of a batch to the sum; may be called several times per step.

@@ -103,6 +103,10 @@ class PerSampleGradients(SampleClipper):
         self._differentiate = torch.compile(per_sample) if compile else per_sample
         self._fill = compile
 
+    def samples_in(self, batch: Any) -> int:
+        """Return the common leading dimension of a batch's tensors."""
+        return _common_size(pytree.tree_leaves(batch))
+
     def backward(self, batch: Any) -> torch.Tensor:
         """Add the clipped gradients of a batch to the sum.
 

@@ -25,11 +25,13 @@ from comm_hooks.compressors.base import (
     require_within,
 )
 from comm_hooks.optim.private.secret import Secret
+from comm_hooks.optim.private.settled import Settled
+from comm_hooks.optim.private.tickets import Tickets
 
 Collate = Callable[[list[Any]], Any]
 
 
-class PoissonSampler(Sampler[list[int]]):
+class PoissonSampler(Settled, Sampler[list[int]]):
     """Batches in which each index stands with probability q, independently of all others.
 
     What accountants mean by a sampling rate.  Batches have about ``q num_samples`` indices, some
@@ -57,6 +59,8 @@ class PoissonSampler(Sampler[list[int]]):
         >>> len(sampler), sum(len(indices) for indices in sampler) > 2000
         (300, True)
     """
+
+    settled = frozenset({"num_samples", "sample_rate"})
 
     def __init__(
         self,
@@ -114,6 +118,10 @@ class PoissonLoader(DataLoader[Any]):
         secret: see :class:`PoissonSampler`.
         **options: of :class:`torch.utils.data.DataLoader`: ``num_workers``, ``pin_memory``, ...
 
+    Attributes:
+        tickets: one for every batch that was drawn, which
+            :class:`~comm_hooks.optim.private.DPOptimizer` takes.
+
     Raises:
         ValueError: for a dataset without a length, or with fewer samples than ranks; for a rate
             or number of steps out of range; for an option that would decide what a batch is; and
@@ -169,6 +177,14 @@ class PoissonLoader(DataLoader[Any]):
             collate_fn=_CollateAlsoNothing(collate, _without_rows(collate([shard[0]]))),
             **options,
         )
+        self.tickets = Tickets()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield batches, each with a ticket for one step."""
+        self.tickets.start()
+        for batch in super().__iter__():
+            self.tickets.issue(batch)
+            yield batch
 
 
 def private_loader(

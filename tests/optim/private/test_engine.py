@@ -87,6 +87,18 @@ def private(
     return engine.make_private(module=model, optimizer=optimizer, **{**defaults, **settings})
 
 
+def first(samples: int) -> dict[str, Any]:
+    """Return the settings in which every step takes these."""
+    data = TensorDataset(*dataset()[:samples])
+    return {"data_loader": DataLoader(data), "sample_rate": 1.0}
+
+
+def take_steps(optimizer: DPOptimizer, loader: DataLoader[Any], steps: int) -> None:
+    for batch in itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), steps):
+        optimizer.backward(batch)
+        optimizer.step()
+
+
 def train(
     model: nn.Module, optimizer: DPOptimizer, loader: DataLoader[Any], epochs: int = 1
 ) -> None:
@@ -211,17 +223,18 @@ def test_every_optimizer_learns(make: Callable[..., torch.optim.Optimizer]) -> N
 
 def test_a_step_is_the_clipped_sum_by_the_public_divisor() -> None:
     model, reference = small_model(), small_model()
-    _, optimizer, _ = private(
+    _, optimizer, loader = private(
         PrivacyEngine(),
         model,
+        **first(10),
         noise_multiplier=1e-9,
         max_grad_norm=0.3,
         expected_batch_size=11,
         micro_batch_size=4,
     )
-    inputs, labels = dataset()[:10]
-    optimizer.backward((inputs[:6], labels[:6]))
-    optimizer.backward((inputs[6:], labels[6:]))
+    batch = inputs, labels = next(iter(loader))
+    optimizer.backward([inputs[:6], labels[:6]], of=batch)
+    optimizer.backward([inputs[6:], labels[6:]], of=batch)
     optimizer.step()
     total = [torch.zeros_like(p) for p in reference.parameters()]
     for x, y in zip(inputs, labels, strict=True):
@@ -244,9 +257,10 @@ def test_the_order_of_parameters_in_the_optimizer_does_not_matter() -> None:
         scales = {n: torch.full_like(p, 1.0 + i).detach() for i, (n, p) in enumerate(named)}
         order = named[::-1] if reverse else named
         optimizer = AdaDPS(order, lr=0.5, side_information=[scales[n] for n, _ in order])
-        _, wrapped, _ = private(PrivacyEngine(), model, optimizer=optimizer, noise_multiplier=1e-9)
-        wrapped.backward(dataset()[:10])
-        wrapped.step()
+        _, wrapped, loader = private(
+            PrivacyEngine(), model, optimizer=optimizer, noise_multiplier=1e-9, **first(10)
+        )
+        take_steps(wrapped, loader, 1)
         results.append([p.detach().clone() for p in model.parameters()])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
@@ -256,20 +270,22 @@ def test_an_empty_batch_is_a_step_of_noise() -> None:
     engine = PrivacyEngine()
     model = small_model()
     before = [p.detach().clone() for p in model.parameters()]
-    _, optimizer, _ = private(engine, model)
-    optimizer.backward(dataset()[:0])
+    _, optimizer, loader = private(engine, model, sample_rate=1e-9)
+    batches = iter(loader)
+    optimizer.backward(next(batches))
     optimizer.step()
+    next(batches)
     optimizer.step()  # not even a backward pass
     assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     assert engine.state_dict()["events"] == [
-        {"noise_multiplier": 1.0, "sample_rate": 0.25, "steps": 2}
+        {"noise_multiplier": 1.0, "sample_rate": 1e-9, "steps": 2}
     ]
 
 
 def test_samples_without_a_finite_gradient_are_left_out_and_counted() -> None:
     model = small_model()
-    _, optimizer, _ = private(PrivacyEngine(), model)
-    inputs, labels = (t.clone() for t in dataset()[:10])
+    _, optimizer, loader = private(PrivacyEngine(), model, **first(10))
+    inputs, labels = next(iter(loader))
     inputs[3] = float("nan")
     inputs[7, 0] = float("inf")
     with pytest.warns(UserWarning, match="gradients of 2 samples are not finite"):
@@ -379,7 +395,7 @@ def test_a_share_of_the_noise_protects_less_from_other_ranks(ranks_of: RanksOf) 
 def test_a_budget_lasts_exactly_as_long_as_it_may() -> None:
     engine = PrivacyEngine()
     model = small_model()
-    _, optimizer, _ = engine.make_private_with_epsilon(
+    _, optimizer, loader = engine.make_private_with_epsilon(
         target_epsilon=2.0,
         target_delta=1e-3,
         steps=10,
@@ -398,12 +414,11 @@ def test_a_budget_lasts_exactly_as_long_as_it_may() -> None:
         sample_rate=0.25,
     )
     assert left >= 10
-    for _ in range(left):
-        optimizer.step()
+    take_steps(optimizer, loader, left)
     assert 1.9 < engine.get_epsilon(1e-3) <= 2.0
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(PrivacyError, match=r"budget of epsilon 2 at delta 0\.001 is spent"):
-        optimizer.step()
+        take_steps(optimizer, loader, 1)
     assert engine.get_epsilon(1e-3) <= 2.0
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
@@ -417,14 +432,13 @@ def test_a_budget_counts_what_was_spent_before(tmp_path: Path) -> None:
     engine._opened().close()
 
     again = PrivacyEngine(ledger=path)
-    _, optimizer, _ = private(again, small_model(), noise_multiplier=2.0)
+    _, optimizer, loader = private(again, small_model(), noise_multiplier=2.0)
     again.set_budget(4.0, 1e-3)
     left = max_steps(4.0, 1e-3, noise_multiplier=2.0, sample_rate=0.25, spent=[spent])
     assert left > 0
-    for _ in range(left):
-        optimizer.step()
+    take_steps(optimizer, loader, left)
     with pytest.raises(PrivacyError, match="is spent"):
-        optimizer.step()
+        take_steps(optimizer, loader, 1)
 
 
 def continued(path: str) -> float:
@@ -473,7 +487,7 @@ def test_the_noise_for_a_budget_makes_up_for_what_was_spent_before() -> None:
     train(*private(engine, small_model(), noise_multiplier=2.0))
     spent = engine.get_epsilon(1e-3)
     model = small_model()
-    _, optimizer, _ = engine.make_private_with_epsilon(
+    _, optimizer, loader = engine.make_private_with_epsilon(
         target_epsilon=spent + 0.5,
         target_delta=1e-3,
         steps=20,
@@ -485,8 +499,7 @@ def test_the_noise_for_a_budget_makes_up_for_what_was_spent_before() -> None:
         max_grad_norm=1.0,
         expected_batch_size=60,
     )
-    for _ in range(20):
-        optimizer.step()
+    take_steps(optimizer, loader, 20)
     assert spent + 0.4 < engine.get_epsilon(1e-3) <= spent + 0.5
 
 
@@ -495,10 +508,10 @@ def test_ghost_clipping_is_entered_by_the_optimizer() -> None:
     steps = []
     for mode in ("functorch", "hooks", "ghost"):
         model = small_model()
-        wrapped, optimizer, _ = private(
-            PrivacyEngine(), model, grad_sample_mode=mode, noise_multiplier=1e-9
+        wrapped, optimizer, loader = private(
+            PrivacyEngine(), model, grad_sample_mode=mode, noise_multiplier=1e-9, **first(12)
         )
-        inputs, labels = dataset()[:12]
+        inputs, labels = next(iter(loader))
         if mode == "functorch":
             optimizer.backward((inputs, labels))
         else:
@@ -540,7 +553,7 @@ def test_a_release_is_in_the_ledger_before_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "ledger.jsonl"
-    _, optimizer, _ = private(PrivacyEngine(ledger=path), small_model())
+    _, optimizer, loader = private(PrivacyEngine(ledger=path), small_model())
     seen = []
 
     def release(sums: Any) -> Any:
@@ -549,7 +562,7 @@ def test_a_release_is_in_the_ledger_before_it_is_made(
 
     monkeypatch.setattr(optimizer.mechanism, "release", release)
     with pytest.raises(RuntimeError, match="link"):
-        optimizer.step()
+        take_steps(optimizer, loader, 1)
     assert len(seen[0]) == 2, "a mechanism and a step"
 
 
@@ -565,9 +578,9 @@ def test_no_secret_is_in_anything_that_is_saved() -> None:
 
 
 def test_a_scheduler_sees_an_ordinary_optimizer() -> None:
-    _, optimizer, _ = private(PrivacyEngine(), small_model())
+    _, optimizer, loader = private(PrivacyEngine(), small_model())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
-    optimizer.step()
+    take_steps(optimizer, loader, 1)
     schedule.step()
     assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(0.05)
 

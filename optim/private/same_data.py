@@ -1,0 +1,116 @@
+"""Whether all ranks have the same data set, of which each takes its share."""
+
+import hashlib
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset, IterableDataset
+
+from comm_hooks.agreement import differences
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import AllGatherObject
+from comm_hooks.errors import ConfigMismatchError
+
+# Public, and enough to tell data sets apart that were shuffled or split differently: where they
+# differ in a part p of their places, that goes unnoticed with probability (1 - p)^64.
+SAMPLES = 64
+
+
+def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
+    """Make sure that a sample is on one rank only, as far as reading some samples can.
+
+    Ranks take every N-th sample of what must be the same data set on all of them: from different
+    ones, a sample on two ranks counts twice.
+
+    1. lengths are compared
+    2. ranks agree on a key that nobody else knows, and on places that follow from it
+    3. digests under this key of the samples there are compared, part by part.  Each is read
+       twice: parts that differ are random (augmented), and are left out
+
+    Raises:
+        ConfigMismatchError: on all ranks, if the data sets differ.
+
+    Warns if nothing of a sample can be compared.
+    """
+    # An iterable data set is refused by the loader.
+    if transport.world_size == 1 or isinstance(dataset, IterableDataset):
+        return
+    length = len(dataset)  # type: ignore[arg-type]
+    said = transport.perform(AllGatherObject((length, os.urandom(32).hex())))
+    lengths = [str(count) for count, _ in said]
+    if len(set(lengths)) > 1:
+        raise ConfigMismatchError(
+            f"ranks have different data sets: the number of samples {differences(lengths)}. Give "
+            "make_private() the whole data set on every rank, of which it takes that rank's share"
+        )
+    key = hashlib.blake2b("".join(part for _, part in said).encode()).digest()
+    places = random.Random(key).sample(range(length), min(length, SAMPLES))
+    with _random_states_kept():
+        own = [_digests(dataset, place, key) for place in places]
+    of_ranks = transport.perform(AllGatherObject(own))
+    compared = 0
+    for place, *of_rank in zip(places, *of_ranks, strict=True):
+        for part in dict.fromkeys(part for found in of_rank for part in found):
+            values = [found.get(part, "absent") for found in of_rank]
+            if None in values:
+                continue
+            compared += 1
+            if len(set(values)) > 1:
+                raise ConfigMismatchError(
+                    f"ranks have different data sets: the digest of the sample at place {place} "
+                    f"{differences(values)}. Split and shuffle with the same seed on all ranks: "
+                    "a sample that is on two of them would count twice"
+                )
+    if not compared:
+        warnings.warn(
+            "the data sets of ranks cannot be compared, except for their lengths: samples are "
+            "random, or consist of other things than tensors, arrays, numbers and text. Make sure "
+            "that ranks have the same ones, split and shuffled alike",
+            stacklevel=4,
+        )
+
+
+def _digests(dataset: Any, place: int, key: bytes) -> dict[str, str | None]:
+    """Return digests of the parts of a sample, by their paths; None for what cannot be compared."""
+    first, second = ({p: _digest(v, key) for p, v in _parts(dataset[place])} for _ in range(2))
+    return {path: value if second.get(path) == value else None for path, value in first.items()}
+
+
+def _parts(sample: Any) -> list[tuple[str, Any]]:
+    return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(sample)[0]]
+
+
+def _digest(leaf: Any, key: bytes) -> str | None:
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        what = f"{leaf.dtype} {tuple(leaf.shape)}"
+        flat = leaf.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+        content = flat.view(torch.uint8).numpy().tobytes()
+    elif isinstance(leaf, np.ndarray | np.generic) or hasattr(leaf, "__array_interface__"):
+        array = np.asarray(leaf)
+        what, content = f"{array.dtype} {array.shape}", array.tobytes()
+        if array.dtype.hasobject:
+            return None
+    elif leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes):
+        what, content = type(leaf).__name__, repr(leaf).encode()
+    else:
+        return None
+    return hashlib.blake2b(what.encode() + b"\0" + content, key=key, digest_size=8).hexdigest()
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Let what is drawn meanwhile, by data sets that augment, have no effect afterwards."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])

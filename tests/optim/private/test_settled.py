@@ -1,0 +1,271 @@
+"""What the ledger counts on cannot be changed behind its back."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from comm_hooks import ErrorFeedback, Exchange, RandomK, TopK
+from comm_hooks.collectives import Simulated
+from comm_hooks.compressors.identity import Identity
+from comm_hooks.optim.private import (
+    DPSGD,
+    DPOptimizer,
+    GaussianMechanism,
+    PrivacyEngine,
+    PrivacyError,
+)
+from tests.optim.private.test_tickets import dataset, loss_function
+from tests.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:world size is 1"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+]
+
+
+def exchange_of(memory: ErrorFeedback | None = None) -> Exchange:
+    return Exchange(TopK(density=0.5), memory, min_numel=1, transport=Simulated(1)[0])
+
+
+def private(
+    engine: PrivacyEngine, **settings: Any
+) -> tuple[nn.Module, DPOptimizer, DataLoader[Any]]:
+    torch.manual_seed(1)
+    model = nn.Linear(6, 3)
+    defaults: dict[str, Any] = {
+        "data_loader": DataLoader(dataset()),
+        "loss_function": loss_function,
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 0.1,
+        "sample_rate": 0.5,
+        "expected_batch_size": 20,
+        "placement": "local",
+    }
+    optimizer = settings.pop("optimizer", None) or DPSGD(model.named_parameters(), lr=0.5)
+    return engine.make_private(module=model, optimizer=optimizer, **{**defaults, **settings})
+
+
+def train(optimizer: DPOptimizer, loader: DataLoader[Any], steps: int = 2) -> None:
+    for batch in itertools.islice(loader, steps):
+        optimizer.backward(batch)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda o, _: setattr(o.mechanism, "noise_multiplier", 0.1), PrivacyError),
+        (lambda o, _: setattr(o.mechanism, "max_grad_norm", 0.01), PrivacyError),
+        (lambda o, _: setattr(o.mechanism, "expected_batch_size", 1), PrivacyError),
+        (lambda o, _: setattr(o.mechanism, "place", "shares"), PrivacyError),
+        (lambda o, _: setattr(o.mechanism, "settings", None), PrivacyError),
+        (lambda o, _: setattr(o.mechanism, "verdict", None), PrivacyError),
+        (lambda o, _: setattr(o.mechanism, "exchange", exchange_of()), PrivacyError),
+        (
+            lambda o, _: setattr(o.mechanism.settings, "noise_multiplier", 0.1),
+            FrozenInstanceError,
+        ),
+        (lambda o, _: setattr(o.gradients, "max_grad_norm", 10.0), PrivacyError),
+        (lambda o, _: setattr(o.gradients, "parameters", []), PrivacyError),
+        (lambda o, _: setattr(o, "gradients", None), PrivacyError),
+        (lambda o, _: setattr(o, "mechanism", None), PrivacyError),
+        (lambda _, loader: setattr(loader.batch_sampler, "sample_rate", 1.0), PrivacyError),
+    ],
+)
+def test_settings_are_settled(
+    change: Callable[[DPOptimizer, DataLoader[Any]], None], error: type[Exception]
+) -> None:
+    _, optimizer, loader = private(PrivacyEngine(), exchange=exchange_of())
+    train(optimizer, loader)
+    with pytest.raises(error, match=r"engine\.change\(optimizer|cannot assign"):
+        change(optimizer, loader)
+    train(optimizer, loader)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("compressor", RandomK(density=0.5)),
+        ("memory", ErrorFeedback()),
+        ("memory", None),
+        ("collective", "all_gather"),
+        ("min_numel", 7),
+        ("_transport", Simulated(1)[0]),
+    ],
+)
+def test_an_exchange_that_was_changed_releases_nothing(part: str, value: Any) -> None:
+    engine = PrivacyEngine()
+    exchange = exchange_of(ErrorFeedback())
+    model, optimizer, loader = private(engine, exchange=exchange)
+    train(optimizer, loader)
+    setattr(exchange, part, value)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(PrivacyError, match=f"was changed after it was judged: {part.strip('_')}"):
+        train(optimizer, loader)
+    with pytest.raises(PrivacyError, match="was changed after it was judged"):
+        optimizer.mechanism.release({"weight": torch.zeros(3)})
+    assert engine.state_dict()["events"][0]["steps"] == 2
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_clipping_norm_that_is_not_the_noise_s_is_refused() -> None:
+    engine = PrivacyEngine()
+    _, optimizer, loader = private(engine)
+    object.__setattr__(optimizer.gradients, "max_grad_norm", 10.0)
+    with pytest.raises(PrivacyError, match=r"clipped to 10 and the noise is for 0\.1"):
+        train(optimizer, loader)
+    with pytest.raises(ValueError, match="no step has been taken"):
+        engine.get_epsilon(1e-3)
+
+
+@pytest.mark.parametrize("mode", ["functorch", "hooks"])
+def test_a_change_is_in_the_ledger(mode: str) -> None:
+    if mode == "hooks":
+        pytest.importorskip("opacus")
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine, grad_sample_mode=mode, sample_rate=1.0)
+
+    def step() -> None:
+        batch = next(iter(loader))
+        if mode == "hooks":
+            loss_function(model, batch).backward()
+        else:
+            optimizer.backward(batch)
+        optimizer.step()
+
+    step()
+    engine.change(optimizer, noise_multiplier=2.0)
+    step()
+    engine.change(optimizer, noise_multiplier=1e-6, max_grad_norm=1e-3, expected_batch_size=40)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    step()
+    moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+    # Samples have gradients above this norm, and 40 of them cannot move the model further.
+    assert 1e-5 < float(moved.norm()) <= 0.5 * 1e-3 * 40 / 40 * 1.01
+    events = [(e["noise_multiplier"], e["steps"]) for e in engine.state_dict()["events"]]
+    assert events == [(1.0, 1), (2.0, 1), (1e-6, 1)]
+
+
+def test_a_change_in_the_middle_of_a_step_or_out_of_range() -> None:
+    engine = PrivacyEngine()
+    _, optimizer, loader = private(engine)
+    optimizer.backward(next(iter(loader)))
+    with pytest.raises(PrivacyError, match="changed between steps, and this one has begun"):
+        engine.change(optimizer, max_grad_norm=1.0)
+    optimizer.step()
+    for value in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"noise_multiplier must lie in \(0, inf\)"):
+            engine.change(optimizer, noise_multiplier=value)
+    train(optimizer, loader)
+    assert engine.state_dict()["events"][0]["steps"] == 3
+
+
+def change_on_rank() -> tuple[str, float]:
+    engine = PrivacyEngine()
+    _, optimizer, loader = private(engine)
+    train(optimizer, loader)
+    engine.change(optimizer, noise_multiplier=3.0)
+    train(optimizer, loader)
+    try:
+        engine.change(optimizer, noise_multiplier=1.0 + dist.get_rank())
+    except RuntimeError as error:
+        return str(error), optimizer.mechanism.noise_multiplier
+    return "", 0.0
+
+
+def test_ranks_change_alike(ranks_of: RanksOf) -> None:
+    for message, noise_multiplier in ranks_of(2).run(change_on_rank):
+        assert "noise_multiplier is 1.0 on rank 0, 2.0 on rank 1" in message
+        assert noise_multiplier == 3.0
+
+
+@pytest.mark.parametrize("mode", ["functorch", "hooks"])
+def test_only_the_private_optimizer_steps(mode: str) -> None:
+    """With hooks, p.grad holds the raw gradient until it is clipped."""
+    if mode == "hooks":
+        pytest.importorskip("opacus")
+    engine = PrivacyEngine()
+    model: nn.Module = nn.Linear(6, 3)
+    usual = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=usual,
+        data_loader=DataLoader(dataset()),
+        loss_function=loss_function,
+        noise_multiplier=1.0,
+        max_grad_norm=0.1,
+        sample_rate=0.5,
+        expected_batch_size=20,
+        grad_sample_mode=mode,
+    )
+    batches = iter(loader)
+    for step in (usual.step, optimizer.inner.step):
+        loss_function(model, next(batches)).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(PrivacyError, match="a step of its own would be in no ledger"):
+            step()
+        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        model.zero_grad()
+    optimizer.zero_grad()
+
+
+def test_an_optimizer_may_be_made_private_again() -> None:
+    model = nn.Linear(6, 3)
+    usual = DPSGD(model.named_parameters(), lr=0.5)
+    for _ in range(2):
+        _, optimizer, loader = PrivacyEngine().make_private(
+            module=model,
+            optimizer=usual,
+            data_loader=DataLoader(dataset()),
+            loss_function=loss_function,
+            noise_multiplier=1.0,
+            max_grad_norm=0.1,
+            sample_rate=0.5,
+            expected_batch_size=20,
+        )
+        train(optimizer, loader)
+
+
+@pytest.mark.parametrize("place", ["central", "local"])
+def test_an_exchange_that_remembers_clean_gradients_is_refused(place: Any) -> None:
+    exchange = exchange_of(ErrorFeedback())
+    exchange.average_({"weight": torch.randn(10, 10), "bias": torch.randn(10)})
+    with pytest.raises(PrivacyError, match="remembers what it has not sent yet"):
+        private(PrivacyEngine(), exchange=exchange, placement=place)
+    with pytest.raises(PrivacyError, match="remembers what it has not sent yet"):
+        GaussianMechanism(
+            exchange,
+            place=place,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            expected_batch_size=1.0,
+        )
+    # One that has nothing to remember with may have been used.
+    used = Exchange(Identity(), transport=Simulated(1)[0])
+    used.average_({"weight": torch.randn(100)})
+    train(*private(PrivacyEngine(), exchange=used)[1:])
+
+
+def test_what_owners_of_shards_remember_is_refused(ranks_of: RanksOf) -> None:
+    for message in ranks_of(2).run(with_a_server_s_memory):
+        assert "remembers what it has not sent yet" in message
+
+
+def with_a_server_s_memory() -> str:
+    memory = ErrorFeedback()
+    exchange = Exchange(TopK(density=0.5), memory, min_numel=1, collective="sharded")
+    exchange.average_({"weight": torch.randn(10, 10)})
+    memory.load_state_dict({})
+    try:
+        private(PrivacyEngine(), exchange=exchange)
+    except PrivacyError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,441 @@
+"""One drawn batch, one release: whatever else a loop does raises."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from comm_hooks.optim.private import DPSGD, DPOptimizer, PrivacyEngine, PrivacyError
+
+# Of the first layer's hooks, where the inputs need no gradient.
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+SAMPLES = 40
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(SAMPLES, 6, generator=generator)
+    return TensorDataset(inputs, torch.randint(3, (SAMPLES,), generator=generator))
+
+
+def loss_function(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+def private(
+    engine: PrivacyEngine | None = None, sample_rate: float = 0.5, **settings: Any
+) -> tuple[nn.Module, DPOptimizer, DataLoader[Any]]:
+    torch.manual_seed(1)
+    model = settings.pop("model", None) or nn.Linear(6, 3)
+    return (engine or PrivacyEngine()).make_private(
+        module=model,
+        optimizer=DPSGD(model.named_parameters(), lr=0.5),
+        data_loader=settings.pop("data_loader", None) or DataLoader(dataset()),
+        loss_function=loss_function,
+        noise_multiplier=1e-9,
+        max_grad_norm=0.1,
+        sample_rate=sample_rate,
+        expected_batch_size=20,
+        **settings,
+    )
+
+
+def forever(loader: DataLoader[Any]) -> Iterator[Any]:
+    return itertools.chain.from_iterable(itertools.repeat(loader))
+
+
+def copied(batch: Any) -> Any:
+    """What moving a batch to another device makes of it."""
+    return [tensor.clone() for tensor in batch]
+
+
+def parameters(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def steps_of(engine: PrivacyEngine) -> int:
+    return sum(event["steps"] for event in engine.state_dict()["events"])
+
+
+@pytest.mark.parametrize("to", [list, copied])
+def test_every_drawn_batch_is_a_step(to: Callable[[Any], Any]) -> None:
+    engine = PrivacyEngine()
+    _, optimizer, loader = private(engine)
+    for batch in itertools.islice(forever(loader), 7):
+        optimizer.zero_grad()
+        optimizer.backward(to(batch))
+        optimizer.step()
+    assert steps_of(engine) == 7
+
+
+@pytest.mark.parametrize("to", [list, copied])
+@pytest.mark.parametrize("of_the_next", [True, False])
+def test_a_second_backward_before_the_step_raises(
+    to: Callable[[Any], Any], of_the_next: bool
+) -> None:
+    """Two losses on one batch, or two batches, would let a sample contribute 2 C."""
+    model, optimizer, loader = private()
+    batches = forever(loader)
+    first = next(batches)
+    optimizer.backward(to(first))
+    again = next(batches) if of_the_next else first
+    with pytest.raises(PrivacyError, match=r"this step has a batch already.*call step\(\)"):
+        optimizer.backward(to(again))
+    before = parameters(model)
+    optimizer.step()
+    # What was refused is not in it, and what was drawn meanwhile still has its turn.
+    assert 0 < float((parameters(model) - before).norm()) <= 0.5 * 0.1 * len(first[0]) / 20 + 1e-6
+    optimizer.backward(to(again if of_the_next else next(batches)))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("to", [list, copied])
+def test_a_batch_is_good_for_one_step(to: Callable[[Any], Any]) -> None:
+    engine = PrivacyEngine()
+    _, optimizer, loader = private(engine)
+    batches = forever(loader)
+    fixed = to(next(batches))
+    optimizer.backward(fixed)
+    optimizer.step()
+    with pytest.raises(PrivacyError, match=r"was used or discarded before.*draw the next one"):
+        optimizer.backward(fixed)
+    new = next(batches)
+    with pytest.raises(PrivacyError, match="was used or discarded before"):
+        optimizer.backward(fixed)
+    optimizer.backward(to(new))
+    optimizer.step()
+    assert steps_of(engine) == 2
+
+
+def test_without_a_drawn_batch_there_is_no_step() -> None:
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine)
+    before = parameters(model)
+    with pytest.raises(PrivacyError, match="no drawn batch is left: take every batch from the"):
+        optimizer.step()
+    with pytest.raises(PrivacyError, match="no drawn batch is left"):
+        optimizer.backward(dataset()[:10])
+    batch = next(iter(loader))
+    optimizer.backward(batch)
+    optimizer.step()
+    with pytest.raises(PrivacyError, match="no drawn batch is left"):
+        optimizer.step()
+    with pytest.raises(PrivacyError, match="no drawn batch is left"):
+        optimizer.backward(copied(batch))
+    batch = next(iter(loader))
+    with pytest.raises(PrivacyError, match=r"and what was passed has 0 or is another"):
+        optimizer.step()
+    assert steps_of(engine) == 1
+    assert not torch.equal(parameters(model), before)
+
+
+def test_the_batches_of_another_loader_are_refused() -> None:
+    _, optimizer, loader = private()
+    _, _, everything = private(sample_rate=1.0)
+    others = next(iter(everything))
+    with pytest.raises(PrivacyError, match="by the loader of another make_private"):
+        optimizer.backward(others)
+    own = next(iter(loader))
+    for batch in (others, copied(others), dataset()[: SAMPLES - 1], [t[1:] for t in own]):
+        with pytest.raises(PrivacyError, match=r"another make_private|whose turn it is"):
+            optimizer.backward(batch)
+    optimizer.backward(own)
+
+
+def test_batches_have_their_turn() -> None:
+    """Leaving out empty ones would show that nobody was drawn."""
+    _, optimizer, loader = private(sample_rate=0.02)
+    batches = forever(loader)
+    next(batch for batch in batches if not len(batch[0]))
+    drawn = next(batch for batch in batches if len(batch[0]))
+    with pytest.raises(PrivacyError, match="An empty one is a step, too"):
+        optimizer.backward(drawn)
+    for batch in loader:  # a new iteration leaves out what is left
+        optimizer.backward(batch)
+        optimizer.step()
+
+
+def test_an_empty_batch_is_a_batch() -> None:
+    engine = PrivacyEngine()
+    _, optimizer, loader = private(engine, sample_rate=1e-6)
+    batches = forever(loader)
+    optimizer.backward(next(batches))
+    with pytest.raises(PrivacyError, match="this step has a batch already"):
+        optimizer.backward(next(batches))
+    optimizer.step()
+    optimizer.step()
+    with pytest.raises(PrivacyError, match="no drawn batch is left"):
+        optimizer.step()
+    assert steps_of(engine) == 2
+
+
+def test_zero_grad_discards_the_batch() -> None:
+    model, optimizer, loader = private()
+    batches = forever(loader)
+    first = next(batches)
+    optimizer.zero_grad()  # nothing was passed yet: the batch is still good
+    optimizer.backward(first)
+    optimizer.zero_grad()
+    with pytest.raises(PrivacyError, match="no drawn batch is left"):
+        optimizer.step()
+    with pytest.raises(PrivacyError, match="was used or discarded before"):
+        optimizer.backward(first)
+    before = parameters(model)
+    second = next(batches)
+    optimizer.backward(second)
+    optimizer.step()
+    moved = parameters(model) - before
+    reference = nn.Linear(6, 3)
+    with torch.no_grad():
+        for p, values in zip(reference.parameters(), before.split([18, 3]), strict=True):
+            p.copy_(values.view_as(p))
+    total = torch.zeros(21)
+    for x, y in zip(*second, strict=True):
+        loss = loss_function(reference, (x[None], y[None]))
+        sample = torch.autograd.grad(loss, list(reference.parameters()))
+        gradient = torch.cat([g.flatten() for g in sample])
+        total += gradient * min(1.0, 0.1 / float(gradient.norm()))
+    torch.testing.assert_close(moved, -0.5 * total / 20, rtol=1e-3, atol=1e-6)
+
+
+def in_slices(batch: Any, size: int) -> list[Any]:
+    return [[t[i : i + size] for t in batch] for i in range(0, len(batch[0]), size)]
+
+
+@pytest.mark.parametrize("to", [list, copied])
+def test_parts_of_a_batch_add_up_to_it(to: Callable[[Any], Any]) -> None:
+    moved = []
+    for parts_of in (lambda batch: [batch], lambda batch: in_slices(batch, 7)[::-1]):
+        model, optimizer, loader = private(sample_rate=1.0)
+        batch = to(next(iter(loader)))
+        for part in parts_of(batch):
+            optimizer.backward(part, of=batch)
+        optimizer.step()
+        moved.append(parameters(model))
+    torch.testing.assert_close(*moved)
+
+
+def test_slices_with_a_stride_are_parts() -> None:
+    _, optimizer, loader = private(sample_rate=1.0)
+    batch = next(iter(loader))
+    for first in range(3):
+        optimizer.backward([t[first::3] for t in batch], of=batch)
+    optimizer.step()
+
+
+def test_parts_must_be_disjoint_and_of_the_batch() -> None:
+    _, optimizer, loader = private(sample_rate=1.0)
+    batch = next(iter(loader))
+    optimizer.backward([t[:8] for t in batch], of=batch)
+    for part in ([t[7:9] for t in batch], [t[8:9].expand(2, *t.shape[1:]) for t in batch]):
+        with pytest.raises(PrivacyError, match=r"has samples twice.*Parts must be disjoint"):
+            optimizer.backward(part, of=batch)
+    strangers: list[Any] = [
+        [t[8:16].clone() for t in batch],
+        dataset()[8:16],
+        [batch[0][8:16], batch[1][9:17]],
+        [batch[0][8:16].double(), batch[1][8:16]],
+        batch[0][8:16],
+    ]
+    for part in strangers:
+        with pytest.raises(PrivacyError, match="the part is not known to be one of the batch"):
+            optimizer.backward(part, of=batch)
+    with pytest.raises(PrivacyError, match="this step has a batch already"):
+        optimizer.backward([t[8:] for t in batch], of=copied(batch))
+    with pytest.raises(PrivacyError, match="only 8 of the batch's 40 samples"):
+        optimizer.step()
+    optimizer.backward([t[8:] for t in batch], of=batch)
+    optimizer.step()
+
+
+def test_a_batch_that_failed_may_be_tried_again() -> None:
+    """Who runs out of memory halves the batch: no sample may count twice, nor be lost."""
+
+    class Fails(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if self.failing:
+                raise MemoryError
+            return super().forward(inputs)
+
+    moved = []
+    for failing in (False, True):
+        torch.manual_seed(1)
+        model, optimizer, loader = private(sample_rate=1.0, model=Fails(6, 3))
+        batch = next(iter(loader))
+        model.failing = False
+        if failing:
+            optimizer.backward([t[:8] for t in batch], of=batch)
+            model.failing = True
+            with pytest.raises(MemoryError):
+                optimizer.backward([t[8:] for t in batch], of=batch)
+            model.failing = False
+        for part in in_slices(batch, 8):
+            optimizer.backward(part, of=batch)
+        optimizer.step()
+        moved.append(parameters(model))
+    torch.testing.assert_close(*moved)
+
+
+def test_what_was_added_by_other_ways_is_noticed() -> None:
+    engine = PrivacyEngine()
+    _, optimizer, loader = private(engine)
+    batches = forever(loader)
+    batch = next(batches)
+    optimizer.backward(batch)
+    optimizer.gradients.backward(batch)
+    with pytest.raises(PrivacyError, match="were added by something else"):
+        optimizer.step()
+    assert steps_of(engine) == 0
+    optimizer.backward(next(batches))
+    optimizer.step()
+
+
+class FetchesAhead:
+    """A loader around a loader, as Accelerate's: one batch ahead, moved to a device."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        current = next(batches)
+        for following in batches:
+            yield copied(current)
+            current = following
+        yield copied(current)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_tickets_survive_workers_and_loaders_that_fetch_ahead(workers: int) -> None:
+    engine = PrivacyEngine()
+    usual = DataLoader(dataset(), num_workers=workers, persistent_workers=workers > 0)
+    _, optimizer, loader = private(engine, sample_rate=0.25, data_loader=usual)
+    for _ in range(3):
+        for batch in FetchesAhead(loader):
+            optimizer.backward(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert steps_of(engine) == 12
+
+
+def in_hooks(**settings: Any) -> tuple[nn.Module, DPOptimizer, DataLoader[Any]]:
+    pytest.importorskip("opacus")
+    return private(grad_sample_mode="hooks", **settings)
+
+
+def test_with_hooks_two_backward_passes_raise() -> None:
+    engine = PrivacyEngine()
+    model, optimizer, loader = in_hooks(engine=engine)
+    batches = forever(loader)
+    for batch in itertools.islice(batches, 3):
+        optimizer.zero_grad()
+        loss_function(model, batch).backward()
+        optimizer.step()
+    batch = next(batches)
+    for _ in range(2):
+        loss_function(model, batch).backward()
+    with pytest.raises(PrivacyError, match=r"loss.backward\(\) was called 2 times"):
+        optimizer.step()
+    loss_function(model, batch).backward()
+    optimizer.step()
+    loss_function(model, batch).backward()
+    with pytest.raises(PrivacyError, match="no drawn batch is left"):
+        optimizer.step()
+    assert steps_of(engine) == 4
+
+
+def test_with_hooks_the_samples_are_those_of_the_batch() -> None:
+    model, optimizer, loader = in_hooks(sample_rate=0.25)
+    batches = forever(loader)
+    next(batches)
+    loss_function(model, dataset()[:]).backward()
+    with pytest.raises(PrivacyError, match="and what was passed has 40 or is another"):
+        optimizer.step()
+    with pytest.raises(PrivacyError, match="no drawn batch is left"):
+        optimizer.step()
+    batch = next(batches)
+    loss_function(model, batch).backward()
+    optimizer.accumulate()
+    loss_function(model, batch).backward()
+    with pytest.raises(PrivacyError, match="this step has a batch already"):
+        optimizer.step()
+    loss_function(model, next(batches)).backward()
+    optimizer.zero_grad()
+    with pytest.raises(PrivacyError, match="no drawn batch is left"):
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"takes gradients from loss\.backward\(\)"):
+        optimizer.backward(next(batches))
+
+
+def test_with_hooks_parts_are_said_to_be_parts() -> None:
+    model, optimizer, loader = in_hooks(sample_rate=1.0)
+    batch = next(iter(loader))
+    for part in in_slices(batch, 16):
+        loss_function(model, part).backward()
+        optimizer.accumulate(part, of=batch)
+    optimizer.step()
+    batch = next(iter(loader))
+    for part, twice in ((slice(0, 16), False), (slice(0, 16), True)):
+        rows = [t[part] for t in batch]
+        loss_function(model, rows).backward()
+        if twice:
+            with pytest.raises(PrivacyError, match="has samples twice"):
+                optimizer.accumulate(rows, of=batch)
+        else:
+            optimizer.accumulate(rows, of=batch)
+    with pytest.raises(PrivacyError, match="no drawn batch is left"):
+        optimizer.step()
+
+
+def test_with_hooks_an_empty_batch_need_not_pass_through_the_model() -> None:
+    model, optimizer, loader = in_hooks(sample_rate=1e-6)
+    batches = forever(loader)
+    next(batches)
+    optimizer.step()
+    loss_function(model, next(batches)).backward()
+    optimizer.step()
+    with pytest.raises(PrivacyError, match="no drawn batch is left"):
+        optimizer.step()
+
+
+def test_ghost_clipping_counts_the_losses() -> None:
+    pytest.importorskip("opacus")
+
+    def losses(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    def refuses(message: str, use: Callable[[nn.Module, DPOptimizer, Any], None]) -> None:
+        model, optimizer, loader = private(grad_sample_mode="ghost", sample_rate=1.0)
+        with pytest.raises(PrivacyError, match=message):
+            use(model, optimizer, next(iter(loader)))
+
+    def too_few(model: nn.Module, optimizer: DPOptimizer, batch: Any) -> None:
+        optimizer.backward(losses(model, [t[:30] for t in batch]))
+
+    def twice(model: nn.Module, optimizer: DPOptimizer, batch: Any) -> None:
+        for _ in range(2):
+            optimizer.backward(losses(model, batch))
+
+    def a_part_twice(model: nn.Module, optimizer: DPOptimizer, batch: Any) -> None:
+        part = in_slices(batch, 20)[0]
+        for _ in range(2):
+            optimizer.backward(losses(model, part), of=batch, part=part)
+
+    refuses("and what was passed has 30", too_few)
+    refuses("this step has a batch already", twice)
+    refuses("has samples twice", a_part_twice)
+    model, optimizer, loader = private(grad_sample_mode="ghost", sample_rate=1.0)
+    for parts in (1, 3):
+        batch = next(iter(loader))
+        for part in in_slices(batch, -(-SAMPLES // parts)):
+            optimizer.backward(losses(model, part), of=batch, part=part)
+        optimizer.step()
+    _, usual, loader = private(sample_rate=1.0)
+    batch = next(iter(loader))
+    with pytest.raises(ValueError, match="DPOptimizer: part is for losses"):
+        usual.backward(batch, part=batch)
