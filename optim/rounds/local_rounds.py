@@ -35,6 +35,9 @@ from comm_hooks.optim.wrapping import WrappingOptimizer
 from comm_hooks.resuming import check_complete, check_whole, seal_own
 from comm_hooks.sealing import SEAL, require_seal, sealed
 
+# Squares of what is above 2^64 overflow in float32: this leaves room for sums of 2^13 clients.
+_LARGEST = 2.0**50
+
 
 class LocalRounds(WrappingOptimizer):
     """Several local steps on every rank, then an exchange of the deltas and a server step.
@@ -72,8 +75,9 @@ class LocalRounds(WrappingOptimizer):
     ``client_state="keep"`` its own inner state.  Without a memory and with a linear compressor a
     rank adds its clients' deltas up before it compresses; otherwise every client's payload crosses.
 
-    A client whose delta is not finite is left out of the round: the others are averaged by the
-    right divisor, all ranks warn and name it, its residual stays and its inner state is forgotten.
+    A client whose delta (or second moment, where that is shared) is not finite, or of a norm above
+    2^50, is left out of the round: the others are averaged by the right divisor, all ranks warn and
+    name it, its residual stays and its inner state is forgotten.
 
     Args:
         inner: the optimizer of the local steps.
@@ -429,13 +433,15 @@ class LocalRounds(WrappingOptimizer):
         self._conclude(fragment, collection.finish())
 
     def _contribution(self, client: int, fragment: Sequence[int]) -> Contribution | None:
-        """Return what a client has done since the last exchange; None if it is not finite."""
-        delta = self._model.progress(fragment)
-        if not is_finite(delta):
-            return None
-        statistics = {}
+        """Return what a client has done since the last exchange; None if it is not finite.
+
+        Nor may it be so large that the sum over clients, or its norm, would not be.
+        """
+        delta, statistics = self._model.progress(fragment), {}
         if isinstance(self.inner, SharesStatistics):
             statistics = self.inner.statistics()
+        if not is_finite([*delta, *statistics.values()]):
+            return None
         return Contribution(client, delta, statistics)
 
     def _refuse_averaging(self) -> None:
@@ -468,9 +474,10 @@ class LocalRounds(WrappingOptimizer):
         """Name the clients that are missing, and let the server take its step with the mean."""
         if aggregate.missing:
             warnings.warn(
-                f"round {self.round_index}: left out, having returned values that are not finite: "
-                f"client {', '.join(map(str, aggregate.missing))}; the mean is over the other "
-                f"{aggregate.contributors} of {aggregate.contributors + len(aggregate.missing)}",
+                f"round {self.round_index}: left out, having returned values that are huge or not "
+                f"finite: client {', '.join(map(str, aggregate.missing))}; the mean is over the "
+                f"other {aggregate.contributors} of "
+                f"{aggregate.contributors + len(aggregate.missing)}",
                 stacklevel=4,
             )
         if aggregate.delta is None:
@@ -483,5 +490,9 @@ class LocalRounds(WrappingOptimizer):
 
 
 def is_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether all elements are finite; reads one number back from the device."""
-    return bool(torch.isfinite(torch.stack(torch._foreach_norm(list(tensors))).sum()))
+    """Return whether sums of thousands of such tensors are finite, and so are their norms.
+
+    Reads one number back from the device.
+    """
+    norms = [norm.double() for norm in torch._foreach_norm(list(tensors))]
+    return bool(torch.linalg.vector_norm(torch.stack(norms)) <= _LARGEST)

@@ -1,5 +1,6 @@
 """Rounds in which clients are protected as a whole."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -363,3 +364,53 @@ def test_a_budget_ends_the_rounds() -> None:
     with pytest.raises(PrivacyError, match="is spent"):
         play(rounds, model, number=100)
     assert 1.0 < engine.get_epsilon(1e-2) <= 2.0
+
+
+HARM = [1e11, 1.5e20, 1e38, float("inf"), float("nan")]
+
+
+def with_a_client_that_does_harm(
+    kind: str, compressor: Compressor, value: float | None
+) -> tuple[torch.Tensor, int]:
+    """Return how far a round of 12 clients moves the model, and how many rounds there were.
+
+    Client 3's gradients are ``value``, in one element of each parameter; None for a client that
+    has no data.
+    """
+    model = small_model()
+    memory = None if compressor.linear else ErrorFeedback()
+    rounds = KINDS[kind](
+        model, Exchange(compressor, memory, min_numel=64), participation(max_norm=0.5)
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="round .* left out")
+        for client in rounds.clients():
+            if client == 3 and value is None:
+                continue
+            model(torch.ones(1, 40)).square().sum().backward()
+            if client == 3:
+                for parameter in model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad.view(-1)[0] = value
+            rounds.step()
+            rounds.zero_grad()
+    return moved(model), rounds.round_index
+
+
+def with_and_without_harm(kind: str) -> list[tuple[torch.Tensor, int]]:
+    compressor = CountSketch(ratio=0.5) if kind == "safl" else TopK(density=1 / 4)
+    return [with_a_client_that_does_harm(kind, compressor, value) for value in [None, *HARM]]
+
+
+@pytest.mark.parametrize("kind", ["safl", "fed_avg", "outer_momentum"])
+def test_a_client_shows_its_presence_by_its_clipped_message_alone(
+    kind: str, ranks_of: RanksOf
+) -> None:
+    ranks = ranks_of(2).run(with_and_without_harm, kind)
+    absent, _ = ranks[0][0]
+    for mine, other in zip(*ranks, strict=True):
+        assert mine[0].isfinite().all()
+        assert torch.equal(mine[0], other[0])
+        assert mine[1] == other[1] == 1
+        if kind == "fed_avg":  # whose server adds up what it receives
+            assert float((mine[0] - absent).norm()) <= 0.5 / CLIENTS * (1 + 1e-4)
