@@ -93,8 +93,10 @@ class LocalRounds(WrappingOptimizer):
     State: one copy of the parameters (x) beside the inner and the server's state; with
     ``participation`` a residual, and unless reset an inner state, for every client played here.
     Every rank saves its own :meth:`state_dict`, which has its model's parameters too:
-    ``save_rank_file(rounds, folder)``.  What a framework saves of rank 0 serves the others as well:
-    they start from the server's model, and warn of what is lost.
+    ``save_rank_file(rounds, folder)``.  Where clients are private, only its ``"released"`` part may
+    be published (:meth:`release_state_dict`): all else, :meth:`stats` and :attr:`steps` tell of
+    single clients.  What a framework saves of rank 0 serves the others as well: they start from the
+    server's model, and warn of what is lost.
 
     It is an optimizer like any other, whose groups and state are those of ``inner``: schedulers set
     the local learning rate.  Between exchanges replicas differ.  Evaluate and save within
@@ -311,17 +313,17 @@ class LocalRounds(WrappingOptimizer):
                 self._model.restore()
                 self._clients.enter(client)
                 try:
-                    yield client
+                    with self.participation.turn():
+                        yield client
                 except GeneratorExit:
                     self._model.restore()
+                    self._clients.leave(client, keep=False)
                     raise
-                self._clients.leave(client)
             self._refuse_averaging()
             if client is not None:
                 memory = self._clients.memory(client)
                 contribution = self._contribution(client, everything)
-                if contribution is None:
-                    self._clients.forget_inner(client)
+                self._clients.leave(client, keep=contribution is not None)
             collection.add(turn, contribution, memory)
         self._conclude(everything, collection.finish())
 
@@ -342,6 +344,21 @@ class LocalRounds(WrappingOptimizer):
             )
         self.load_state_dict(dict(states[transport.rank]))
 
+    def release_state_dict(self) -> dict[str, Any]:
+        """Return what rounds of private clients may show to anybody: what their guarantee covers.
+
+        That is the server's ``model`` by name, the ``server``'s state and the ``round_index``.
+        Residuals, clients' inner states and how many steps were taken are not in it, nor what only
+        this rank has.  To go on with the run, save :meth:`state_dict` in a place that is private.
+        """
+        shared = (value.clone() for value in self._model.values)
+        return {
+            "model": dict(zip(self._names, shared, strict=True)),
+            # A copy, like all the rest: the state is that of this moment.
+            "server": copy.deepcopy(self.server.state_dict()),
+            "round_index": self.round_index,
+        }
+
     def _state_to_save(self) -> dict[str, Any]:
         shared = self._model.values
         own = {
@@ -349,21 +366,20 @@ class LocalRounds(WrappingOptimizer):
             for name, p, value in zip(self._names, self._parameters, shared, strict=True)
             if not torch.equal(p, value)
         }
-        # A copy, like all the rest: the state is that of this moment.
-        inner, server = copy.deepcopy((self.inner.state_dict(), self.server.state_dict()))
+        inner = copy.deepcopy(self.inner.state_dict())
         return {
             **self.exchange.state_dict(),
             **inner,
             "rounds": sealed(
                 {
-                    "inner": sealed(inner)[SEAL],
-                    "steps": self.steps,
-                    "round_index": self.round_index,
-                    "exchanged_at": list(self._progress.exchanged_at),
-                    "shared": dict(zip(self._names, (v.clone() for v in shared), strict=True)),
-                    "own": own,
-                    "server": server,
-                    "clients": self._clients.state_dict(),
+                    "released": self.release_state_dict(),
+                    "private": {
+                        "inner": sealed(inner)[SEAL],
+                        "steps": self.steps,
+                        "exchanged_at": list(self._progress.exchanged_at),
+                        "own": own,
+                        "clients": self._clients.state_dict(),
+                    },
                 }
             ),
         }
@@ -377,35 +393,36 @@ class LocalRounds(WrappingOptimizer):
             )
         require_seal(rounds)
         check_whole(state)
+        released, private = rounds["released"], rounds["private"]
         inner = {key: state[key] for key in self.inner.state_dict() if key in state}
-        require_seal({**inner, SEAL: rounds["inner"]})
+        require_seal({**inner, SEAL: private["inner"]})
         shapes = {n: tuple(s.shape) for n, s in zip(self._names, self._model.values, strict=True)}
-        if {name: tuple(tensor.shape) for name, tensor in rounds["shared"].items()} != shapes:
+        if {name: tuple(tensor.shape) for name, tensor in released["model"].items()} != shapes:
             raise ValueError(
                 f"{type(self).__name__}: the state has other parameters than this model: it was "
-                f"saved with {len(rounds['shared'])}, here are {len(shapes)}, and all names and "
+                f"saved with {len(released['model'])}, here are {len(shapes)}, and all names and "
                 "shapes must be the same"
             )
         loaded_from = state["rank"] if state["rank"] != transport.rank else None
         if loaded_from is not None:
             # What only the rank that saved it may go on with, lest it be counted twice.
-            rounds = {**rounds, "own": {}, "clients": {}}
+            private = {**private, "own": {}, "clients": {}}
             keys = {"memory", "server_memory"} & state.keys()
             remembered: dict[str, Any] = {key: {} for key in keys}
             state = seal_own({**state, **remembered, "rank": transport.rank})
         self.exchange.load_state_dict(state)
-        self._clients.load_state_dict(rounds["clients"])
+        self._clients.load_state_dict(private["clients"])
         self.inner.load_state_dict(state)
-        self.server.load_state_dict(rounds["server"])
-        self._model.load([rounds["shared"][name] for name in self._names])
+        self.server.load_state_dict(released["server"])
+        self._model.load([released["model"][name] for name in self._names])
         with torch.no_grad():
             for name, parameter in zip(self._names, self._parameters, strict=True):
-                if name in rounds["own"]:
-                    parameter.copy_(rounds["own"][name])
+                if name in private["own"]:
+                    parameter.copy_(private["own"][name])
         progress = self._progress
-        progress.steps = rounds["steps"]
-        progress.round_index = rounds["round_index"]
-        progress.exchanged_at = list(rounds["exchanged_at"])
+        progress.steps = private["steps"]
+        progress.round_index = released["round_index"]
+        progress.exchanged_at = list(private["exchanged_at"])
         progress.loaded_from = loaded_from
 
     def _tell_what_was_loaded(self) -> None:

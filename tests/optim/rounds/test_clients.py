@@ -190,9 +190,9 @@ def stale() -> bool:
     """Residuals of clients that are absent do not change, and come back with them."""
     parameters, rounds = make(TopK(density=0.05))
     for index in range(6):
-        before = rounds.state_dict()["rounds"]["clients"]
+        before = rounds.state_dict()["rounds"]["private"]["clients"]
         play(parameters, rounds, 1)
-        after = rounds.state_dict()["rounds"]["clients"]
+        after = rounds.state_dict()["rounds"]["private"]["clients"]
         for client, saved in before.items():
             same = torch.equal(saved["memory"]["weight"], after[client]["memory"]["weight"])
             assert same == (client not in PARTICIPATION.draw(index))
