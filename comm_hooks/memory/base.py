@@ -18,9 +18,13 @@ class Memory(ABC):
 
     ``sends_changes``: a round returns the mean of changes that the receiver must add up, not a mean
     of vectors.
+
+    ``linear``: what it adds is, but for roundings of float32, a linear function of the vectors that
+    it has seen and of those that were sent of them.
     """
 
     sends_changes: ClassVar[bool] = False
+    linear: bool = True
 
     @abstractmethod
     def fresh(self) -> "Memory":

@@ -61,6 +61,7 @@ class ErrorFeedback(Remainder):
         if stochastic and bits != 4:
             raise ValueError("ErrorFeedback: stochastic rounding is for bits=4 only")
         self.bits = bits
+        self.linear = bits == 32
         self.decay = decay
         self.stochastic = stochastic
         self._codec = Quantize(bits=4, stochastic=stochastic) if bits == 4 else None

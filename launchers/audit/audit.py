@@ -1,7 +1,7 @@
 """Everything together: what is claimed, what attacks prove, and whether that contradicts it."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from comm_hooks.launchers.audit.bounds import gaussian_epsilon
@@ -11,7 +11,9 @@ from comm_hooks.launchers.audit.repeats import find_repeated_masks, find_repeate
 from comm_hooks.launchers.audit.sampling import TrainingAudit, audit_training
 from comm_hooks.launchers.audit.stages import Stages
 from comm_hooks.optim.private.accounting import Accountant, GaussianEvent
-from comm_hooks.optim.private.placement import PLACES, Verdict
+from comm_hooks.optim.private.accounting.events import seen_by
+from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.optim.private.placement import PLACES
 
 # By how much a clipped gradient may exceed C: float32's roundings.
 _SENSITIVITY_SLACK = 1e-4
@@ -22,35 +24,33 @@ class Claim:
     """What is promised.
 
     Attributes:
-        epsilon: against who sees the model at every step, and its checkpoints.
+        epsilon: against who sees the model at every step.
+        checkpoint_epsilon: against who also sees what single ranks save; None: no protection.
         rank_epsilon: against who sees what single ranks send; None: no protection.
-        delta: of both.
+        delta: of all of them.
         steps: of the history that they are for.
     """
 
     epsilon: float
+    checkpoint_epsilon: float | None
     rank_epsilon: float | None
     delta: float
     steps: int
 
     @classmethod
-    def of(
-        cls,
-        events: Sequence[GaussianEvent],
-        delta: float,
-        accountant: Accountant,
-        verdict: Verdict | None = None,
-    ) -> "Claim":
-        """Return the claim for a history, under the verdict's rule; without, ranks are trusted."""
-        verdict = verdict or Verdict(1, 1.0, 0.0, 1.0, None)
+    def of(cls, events: Sequence[GaussianEvent], delta: float, accountant: Accountant) -> "Claim":
+        """Return the claim for a history, whose events say where noise was added."""
 
-        def epsilon(multiplier: float) -> float:
-            seen = [replace(e, noise_multiplier=e.noise_multiplier * multiplier) for e in events]
-            return accountant.epsilon(seen, delta)
+        def epsilon(observer: str) -> float | None:
+            try:
+                return accountant.epsilon(seen_by(observer, events), delta)
+            except PrivacyError:
+                return None
 
         return cls(
-            epsilon(verdict.multiplier),
-            epsilon(verdict.peer_multiplier) if verdict.peer_multiplier else None,
+            accountant.epsilon(events, delta),
+            epsilon("checkpoint"),
+            epsilon("rank"),
             delta,
             sum(event.steps for event in events),
         )

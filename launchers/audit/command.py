@@ -51,11 +51,9 @@ def audit(
         configuration = read_configuration(config) if config else None
         if configuration is None and delta is None:
             raise ValueError("--ledger without --config needs --delta")
-        events = [configuration.event()] if configuration else []
-        if ledger:
-            events = read_ledger(ledger)
-            if not events:
-                raise ValueError(f"--ledger {ledger}: no step has been taken")
+        events = read_ledger(ledger) if ledger else []
+        if ledger and not events:
+            raise ValueError(f"--ledger {ledger}: no step has been taken")
         accountant = configuration.build_accountant() if configuration else RDPAccountant()
     except ValueError as error:
         _say(str(error))
@@ -68,7 +66,9 @@ def audit(
         _say(f"INVALID: {error}")
         raise typer.Exit(_VIOLATED) from None
     used = delta if delta is not None else configuration.delta if configuration else 0.0
-    claim = Claim.of(events, used, accountant, verdict)
+    if configuration and verdict and not events:
+        events = [verdict.recorded(configuration.event(), configuration.placement)]
+    claim = Claim.of(events, used, accountant)
     if not json_:
         print_claim(configuration, claim, verdict, str(ledger) if ledger else None)
     found = None

@@ -43,13 +43,13 @@ def print_claim(
         )
     of = f"{claim.steps} steps" + (f" in {ledger}" if ledger else "")
     say(f"Claimed for {of}, delta {claim.delta:g}:")
-    say(f"  who sees the model and its checkpoints: epsilon {claim.epsilon:.3f}")
-    if verdict is None:
-        return
-    if claim.rank_epsilon is None:
-        say("  who sees what single ranks send: nothing (ranks and links are trusted)")
-    else:
-        say(f"  who sees what single ranks send: epsilon {claim.rank_epsilon:.3f}")
+    say(f"  who sees the model: epsilon {claim.epsilon:.3f}")
+    for what, epsilon in (
+        ("the model and its checkpoints", claim.checkpoint_epsilon),
+        ("what single ranks send", claim.rank_epsilon),
+    ):
+        trusting = "nothing (ranks and links are trusted)"
+        say(f"  who sees {what}: {trusting if epsilon is None else f'epsilon {epsilon:.3f}'}")
 
 
 def print_audit(audit: Audit, confidence: float) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.memory.base import Memory
 from comm_hooks.optim.private.clipping import clip_factors, sample_norms
 from comm_hooks.optim.private.mechanism import add_noise_
+from comm_hooks.optim.private.model_checks import unchanged_buffers
 from comm_hooks.optim.private.placement import Scheme, judge
 from comm_hooks.optim.private.secret import Secret
 from comm_hooks.optim.rounds.collecting import Aggregate, Collection, Contribution
@@ -62,6 +64,10 @@ class PrivateParticipation(ClientSampling):
 
     Raises:
         ValueError: for settings out of range.
+
+    What may be shown to others is what :meth:`~comm_hooks.optim.LocalRounds.release_state_dict`
+    returns.  Buffers that a client's forward passes change (batch norm's) are refused: they would
+    stay in the model.
 
     Not supported: weights for clients of different size; inner optimizers that share statistics;
     ``collective="sharded"``; clients that distrust the ranks.
@@ -116,6 +122,10 @@ class PrivateParticipation(ClientSampling):
         stream = self._secret.stream("participation", rank=0, step=self._rounds)
         drawn = torch.rand(self.clients, generator=stream, dtype=torch.float64) < self.sample_rate
         return deal(drawn.nonzero().flatten().tolist(), transport.world_size)
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Refuse what a client leaves in the model beside its delta: buffers of statistics."""
+        return unchanged_buffers()
 
     def collection(
         self,

@@ -207,6 +207,16 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self.mechanism.change(**settings)
         resettle(self.gradients, "max_grad_norm", self.mechanism.max_grad_norm)
 
+    def release_state_dict(self) -> dict[str, Any]:
+        """Return what may be shown to whoever may see the model: what the guarantee covers.
+
+        That is the inner optimizer's state, which is made of noised gradients alone.  Residuals of
+        ranks (``exchange.state_dict()``) are not in it: with placement ``"shares"`` they carry
+        less noise, see ``observer="checkpoint"`` of
+        :meth:`~comm_hooks.optim.private.PrivacyEngine.get_epsilon`.
+        """
+        return self.inner.state_dict()
+
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Raise: per-sample gradients are computed for the parameters that were there at first."""
         raise ValueError("DPOptimizer: parameters cannot be added; call make_private() again")

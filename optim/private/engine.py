@@ -1,9 +1,8 @@
 """The entrance: makes training private, and knows what it has cost."""
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from comm_hooks.optim.private.accounting import (
     noise_multiplier_for,
 )
 from comm_hooks.optim.private.accounting.accountant import require_delta
+from comm_hooks.optim.private.accounting.events import seen_by
 from comm_hooks.optim.private.client_level import PrivateParticipation
 from comm_hooks.optim.private.clipped_sum import ClippedGradients
 from comm_hooks.optim.private.dp_optimizer import DPOptimizer
@@ -102,7 +102,6 @@ class PrivacyEngine:
         self._budget: tuple[float, float] | None = None
         # Until another kind of step is taken, of which fewer or more may be left.
         self._steps_left: dict[GaussianEvent, int] = {}
-        self._peer_multiplier = 1.0
         self._most_units = 0
 
     def make_private(
@@ -178,14 +177,18 @@ class PrivacyEngine:
         }
         refuse_later_hooks(module)
         self._share_history(transport)
-        self._peer_multiplier = min(self._peer_multiplier, mechanism.verdict.peer_multiplier)
-        self._most_units = max(self._most_units, len(data_loader.dataset))  # type: ignore[arg-type]
+        self._know_units(len(data_loader.dataset))  # type: ignore[arg-type]
+
+        def event_of_step() -> GaussianEvent:
+            # What the step goes by at that moment, whatever has changed.
+            event = GaussianEvent(mechanism.noise_multiplier, sample_rate)
+            return mechanism.verdict.recorded(event, placement)
+
         private = DPOptimizer(
             optimizer,
             gradients,
             mechanism,
-            # Of every step what it goes by at that moment, whatever has changed.
-            self._entry(lambda: GaussianEvent(mechanism.noise_multiplier, sample_rate)),
+            self._entry(event_of_step),
             tickets=loader.tickets,
         )
         exchange.owner = private
@@ -286,9 +289,14 @@ class PrivacyEngine:
             clients, sample_rate, noise_multiplier, max_norm: see
                 :class:`~comm_hooks.optim.private.PrivateParticipation`.
         """
-        event = GaussianEvent(noise_multiplier, sample_rate)
-        self._most_units = max(self._most_units, clients)
-        self._peer_multiplier = 0.0
+        self._know_units(clients)
+        event = GaussianEvent(
+            noise_multiplier,
+            sample_rate,
+            placement="clients",
+            checkpoint_multiplier=0.0,
+            rank_multiplier=0.0,
+        )
         return PrivateParticipation(
             clients=clients,
             sample_rate=sample_rate,
@@ -302,10 +310,12 @@ class PrivacyEngine:
         """Let every step raise that would take epsilon above the target.
 
         Raises:
-            ValueError: for values out of range.
+            ValueError: for values out of range, and a delta that is too large; see
+                :meth:`get_epsilon`.
         """
         require_delta(target_delta, "target_delta")
         require_positive_number("target_epsilon", target_epsilon)
+        self._require_small(target_delta)
         self._budget = (target_epsilon, target_delta)
         self._steps_left.clear()
 
@@ -313,36 +323,23 @@ class PrivacyEngine:
         """Return epsilon for all that was released so far, by this run and before it.
 
         Args:
-            delta: less than one over the number of samples (or clients).
-            observer: ``"model"``: who sees the model and its checkpoints; ``"rank"``: who sees what
-                single ranks send, as if what the ledger held before had been placed alike.
+            delta: less than one over the number of samples (or clients): to publish one of them at
+                random would satisfy any larger one.
+            observer: ``"model"``: who sees the model at every step, and what is made of it;
+                ``"checkpoint"``: who also sees what single ranks save, residuals included;
+                ``"rank"``: who sees what single ranks send.  The ledger says of every step where
+                its noise was added.
 
         Raises:
-            ValueError: before the first step, and for a delta out of range.
-            PrivacyError: for ``"rank"`` where what ranks send carries no noise.
-
-        Warns if delta is one over the number of samples or more.
+            ValueError: before the first step, for a delta out of range, and for one that is not
+                less than one over the number of samples in this process's trainings.
+            PrivacyError: for ``"checkpoint"`` and ``"rank"`` where that carries no noise in one of
+                the steps, or it is not known.
         """
-        require_choice(self, "observer", observer, ("model", "rank"))
-        if self._most_units and delta >= 1 / self._most_units:
-            warnings.warn(
-                f"delta {delta:g} is not below one over the number of samples: publishing one of "
-                f"them at random would satisfy it. Take less than {1 / self._most_units:.1g}",
-                stacklevel=2,
-            )
-        events = self._history()
-        if observer == "rank":
-            if not self._peer_multiplier:
-                raise PrivacyError(
-                    "what single ranks send carries no noise of its own with this placement: "
-                    "ranks and links are trusted. Valid instead: placement 'local' (or 'shares', "
-                    "with less noise per rank)"
-                )
-            events = [
-                replace(e, noise_multiplier=e.noise_multiplier * self._peer_multiplier)
-                for e in events
-            ]
-        return self.accountant.epsilon(events, delta)
+        require_choice(self, "observer", observer, ("model", "checkpoint", "rank"))
+        require_delta(delta)
+        self._require_small(delta)
+        return self.accountant.epsilon(seen_by(observer, self._history()), delta)
 
     def max_steps(
         self,
@@ -373,6 +370,19 @@ class PrivacyEngine:
         """
         self._opened().reconcile([GaussianEvent(**event) for event in state["events"]])
         self._steps_left.clear()
+
+    def _know_units(self, count: int) -> None:
+        """Note of how many samples or clients one is protected; a budget may have been set."""
+        self._most_units = max(self._most_units, count)
+        if self._budget is not None:
+            self._require_small(self._budget[1])
+
+    def _require_small(self, delta: float) -> None:
+        if self._most_units and delta >= 1 / self._most_units:
+            raise ValueError(
+                f"delta {delta:g} is not below one over the number of samples: publishing one of "
+                f"them at random would satisfy it. Take less than {1 / self._most_units:.1g}"
+            )
 
     def _history(self) -> list[GaussianEvent]:
         return self._opened().events()

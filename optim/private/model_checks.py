@@ -2,10 +2,14 @@
 
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks.ddp import hooks_of
@@ -66,6 +70,44 @@ def _refuse_later_hook(state: object, hook: object) -> None:
         "this model is trained privately, and DDP averages nothing of it: a communication hook "
         "would never be called. Give the exchange to make_private() instead"
     )
+
+
+@contextmanager
+def unchanged_buffers() -> Iterator[None]:
+    """Watch the modules that are called meanwhile, and refuse what changed their buffers.
+
+    Raises:
+        PrivacyError: in the end, if there is such a buffer.
+    """
+    before: dict[nn.Module, dict[str, torch.Tensor]] = {}
+
+    def note(module: nn.Module, arguments: object) -> None:
+        if module not in before:
+            for part in module.modules():
+                before[part] = {name: buffer.clone() for name, buffer in _own_buffers(part)}
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
+    # Their values, since batch norm's kernels do not count that they have written them.
+    changed = {
+        f"{type(module).__name__}.{name}"
+        for module, values in before.items()
+        for name, buffer in _own_buffers(module)
+        if name not in values or not torch.equal(buffer, values[name].to(buffer.device))
+    }
+    if changed:
+        raise PrivacyError(
+            f"buffers have clean statistics of a client: {', '.join(sorted(changed))}. They "
+            "stay in the model, without noise. Use GroupNorm or LayerNorm, "
+            "track_running_stats=False, or eval() in the modules that have them"
+        )
+
+
+def _own_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return module.named_buffers(recurse=False)
 
 
 def replace_batch_norm(model: nn.Module, groups: int = 32) -> nn.Module:

@@ -9,7 +9,7 @@ epsilon of 7.4 is really 30.7 on 8 ranks.
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from comm_hooks.compressors.base import (
@@ -21,6 +21,7 @@ from comm_hooks.compressors.base import (
 )
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.private.accounting.events import GaussianEvent
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
 
@@ -43,6 +44,7 @@ class Scheme:
         exempt: what compresses the parameters that the compressor does not see.
         feedback: where what was not sent is remembered: ``"before_noise"``, of clean vectors,
             ``"after_noise"``, of noised ones, or ``"none"``.
+        feedback_linear: whether that is kept in full; 4 or 16 bits are rounded on each rank anew.
         world_size: N.
         clipping: what is clipped to C: ``"unit"``, one sample's gradient or one client's delta;
             ``"message"``, after it has been compressed (and, unless linear, decompressed);
@@ -60,6 +62,7 @@ class Scheme:
     compressor: Compressor = field(default_factory=Identity)
     exempt: Compressor = field(default_factory=Identity)
     feedback: Literal["none", "before_noise", "after_noise"] = "none"
+    feedback_linear: bool = True
     world_size: int = 1
     clipping: Literal["unit", "message", "micro_batch"] = "unit"
     divisor: Literal["public", "actual"] = "public"
@@ -90,6 +93,7 @@ class Scheme:
             "compressor": exchange.compressor,
             "exempt": exchange.exempt,
             "feedback": remembers if exchange.memory else "none",
+            "feedback_linear": exchange.memory is None or exchange.memory.linear,
             "world_size": exchange.transport.world_size,
             "clipping": "message" if unit == "client" else "unit",
         }
@@ -100,6 +104,11 @@ class Scheme:
         """Whether what compresses is a linear map, the same on all ranks given public state."""
         return self.compressor.linear and self.exempt.linear and not self.compressor.per_rank
 
+    @property
+    def rounds_feedback(self) -> bool:
+        """Whether each rank adds to its vector something that is no linear function of vectors."""
+        return self.feedback != "none" and not self.feedback_linear
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -107,12 +116,14 @@ class Verdict:
 
     Attributes:
         rule: its number in the documentation.
-        multiplier: the accountant's noise multiplier over sigma, against who sees the model and
-            its checkpoints.
+        multiplier: the accountant's noise multiplier over sigma, against who sees the model at
+            every step.
         peer_multiplier: the same against who sees the messages of single ranks; 0: no protection.
         std: of the noise over sigma C, in each vector to which it is added.
         variance_of_sum: of the noise in a coordinate of the sum over ranks, over (sigma C)^2; None
             where compression makes it differ from coordinate to coordinate.
+        checkpoint_multiplier: the same as ``multiplier`` against who also sees what single ranks
+            save, residuals included; 0: no protection.
     """
 
     rule: int
@@ -120,6 +131,16 @@ class Verdict:
     peer_multiplier: float
     std: float
     variance_of_sum: float | None
+    checkpoint_multiplier: float = 1.0
+
+    def recorded(self, event: GaussianEvent, placement: str) -> GaussianEvent:
+        """Return an event that says where its noise is added, and who is protected by how much."""
+        return replace(
+            event,
+            placement=placement,
+            checkpoint_multiplier=self.checkpoint_multiplier,
+            rank_multiplier=self.peer_multiplier,
+        )
 
 
 def _refuse(rule: int, problem: str, instead: str) -> NoReturn:
@@ -210,30 +231,35 @@ def _judge_sample(scheme: Scheme) -> Verdict:
             "error feedback of noised gradients: placement 'central', 'shares' or 'local'",
         )
     dense = scheme.compressor == Identity() and scheme.exempt == Identity()
+    remembers = scheme.feedback != "none"
     if scheme.place == "central":
         return Verdict(2, 1.0, 0.0, 1.0, 1.0 if dense else None)
     if scheme.place == "local":
         return Verdict(6, 1.0, 1.0, 1.0, float(ranks) if dense else None)
     if scheme.place == "shares":
-        if not scheme.is_linear:
+        if not scheme.is_linear or scheme.rounds_feedback:
             _refuse(
                 5,
                 f"shares of noise on {ranks} ranks and then {name}, which is not one linear map "
-                f"for all, leave each message with sigma / sqrt({ranks}), and nothing more",
+                "for all (or whose error feedback is rounded), leave each message with "
+                f"sigma / sqrt({ranks}), and nothing more",
                 "placement 'local', or 'central'; or a linear compressor (random_k, srht, "
-                "count_sketch) with exempt_bits=32",
+                "count_sketch) with exempt_bits=32, and ErrorFeedback(bits=32)",
             )
         share = 1 / math.sqrt(ranks)
-        return Verdict(4, 1.0, share, share, 1.0 if dense else None)
+        saved = share if remembers else 1.0
+        return Verdict(4, 1.0, share, share, 1.0 if dense else None, saved)
     if scheme.place == "rank_0":
-        if not scheme.is_linear:
+        if not scheme.is_linear or scheme.rounds_feedback:
             _refuse(
                 3,
-                f"noise on rank 0 alone and then {name} on every rank: what the other {ranks - 1} "
-                "send carries no noise",
+                f"noise on rank 0 alone and then {name} on every rank, not one linear map for all "
+                f"(or with rounded error feedback): what the other {ranks - 1} send carries no "
+                "noise",
                 "placement 'local', or 'central'",
             )
-        return Verdict(4, 1.0, 0.0, 1.0, 1.0 if dense else None)
+        saved = 0.0 if remembers else 1.0
+        return Verdict(4, 1.0, 0.0, 1.0, 1.0 if dense else None, saved)
     if not scheme.is_linear:
         _refuse(
             8,
@@ -269,9 +295,9 @@ def _judge_client(scheme: Scheme) -> Verdict:
             f"a delta is clipped before {name}, which may make it longer",
             "clip again what arrives: clipping='message'",
         )
-    return Verdict(
-        13 if scheme.is_linear and not dense else 11, 1.0, 0.0, 1.0, 1.0 if dense else None
-    )
+    rule = 13 if scheme.is_linear and not dense else 11
+    # Ranks save what clients remember, and how many were drawn.
+    return Verdict(rule, 1.0, 0.0, 1.0, 1.0 if dense else None, checkpoint_multiplier=0.0)
 
 
 def _norm_bound(scheme: Scheme) -> float:

@@ -30,14 +30,14 @@ class ClientStates:
         self._inner.state.clear()
         self._inner.state.update(self._states.get(client, {}))
 
-    def leave(self, client: int) -> None:
-        """Keep the inner optimizer's state as this client's."""
-        if self._keep_inner:
+    def leave(self, client: int, *, keep: bool) -> None:
+        """Take the inner optimizer's state away, and keep it as this client's if it is to last."""
+        if self._keep_inner and keep:
             self._states[client] = dict(self._inner.state)
-
-    def forget_inner(self, client: int) -> None:
-        """Let this client's inner optimizer start anew."""
-        self._states.pop(client, None)
+        else:
+            self._states.pop(client, None)
+        # Who saves or looks at the optimizer between turns must not find the last client's.
+        self._inner.state.clear()
 
     def memory(self, client: int) -> Memory | None:
         """Return this client's memory, made at the first call."""

@@ -35,6 +35,9 @@ from comm_hooks.optim.wrapping import WrappingOptimizer
 from comm_hooks.resuming import check_complete, check_whole, seal_own
 from comm_hooks.sealing import SEAL, require_seal, sealed
 
+# Squares of what is above 2^64 overflow in float32: this leaves room for sums of 2^13 clients.
+_LARGEST = 2.0**50
+
 
 class LocalRounds(WrappingOptimizer):
     """Several local steps on every rank, then an exchange of the deltas and a server step.
@@ -72,8 +75,9 @@ class LocalRounds(WrappingOptimizer):
     ``client_state="keep"`` its own inner state.  Without a memory and with a linear compressor a
     rank adds its clients' deltas up before it compresses; otherwise every client's payload crosses.
 
-    A client whose delta is not finite is left out of the round: the others are averaged by the
-    right divisor, all ranks warn and name it, its residual stays and its inner state is forgotten.
+    A client whose delta (or second moment, where that is shared) is not finite, or of a norm above
+    2^50, is left out of the round: the others are averaged by the right divisor, all ranks warn and
+    name it, its residual stays and its inner state is forgotten.
 
     Args:
         inner: the optimizer of the local steps.
@@ -89,8 +93,10 @@ class LocalRounds(WrappingOptimizer):
     State: one copy of the parameters (x) beside the inner and the server's state; with
     ``participation`` a residual, and unless reset an inner state, for every client played here.
     Every rank saves its own :meth:`state_dict`, which has its model's parameters too:
-    ``save_rank_file(rounds, folder)``.  What a framework saves of rank 0 serves the others as well:
-    they start from the server's model, and warn of what is lost.
+    ``save_rank_file(rounds, folder)``.  Where clients are private, only its ``"released"`` part may
+    be published (:meth:`release_state_dict`): all else, :meth:`stats` and :attr:`steps` tell of
+    single clients.  What a framework saves of rank 0 serves the others as well: they start from the
+    server's model, and warn of what is lost.
 
     It is an optimizer like any other, whose groups and state are those of ``inner``: schedulers set
     the local learning rate.  Between exchanges replicas differ.  Evaluate and save within
@@ -307,17 +313,17 @@ class LocalRounds(WrappingOptimizer):
                 self._model.restore()
                 self._clients.enter(client)
                 try:
-                    yield client
+                    with self.participation.turn():
+                        yield client
                 except GeneratorExit:
                     self._model.restore()
+                    self._clients.leave(client, keep=False)
                     raise
-                self._clients.leave(client)
             self._refuse_averaging()
             if client is not None:
                 memory = self._clients.memory(client)
                 contribution = self._contribution(client, everything)
-                if contribution is None:
-                    self._clients.forget_inner(client)
+                self._clients.leave(client, keep=contribution is not None)
             collection.add(turn, contribution, memory)
         self._conclude(everything, collection.finish())
 
@@ -338,6 +344,21 @@ class LocalRounds(WrappingOptimizer):
             )
         self.load_state_dict(dict(states[transport.rank]))
 
+    def release_state_dict(self) -> dict[str, Any]:
+        """Return what rounds of private clients may show to anybody: what their guarantee covers.
+
+        That is the server's ``model`` by name, the ``server``'s state and the ``round_index``.
+        Residuals, clients' inner states and how many steps were taken are not in it, nor what only
+        this rank has.  To go on with the run, save :meth:`state_dict` in a place that is private.
+        """
+        shared = (value.clone() for value in self._model.values)
+        return {
+            "model": dict(zip(self._names, shared, strict=True)),
+            # A copy, like all the rest: the state is that of this moment.
+            "server": copy.deepcopy(self.server.state_dict()),
+            "round_index": self.round_index,
+        }
+
     def _state_to_save(self) -> dict[str, Any]:
         shared = self._model.values
         own = {
@@ -345,21 +366,20 @@ class LocalRounds(WrappingOptimizer):
             for name, p, value in zip(self._names, self._parameters, shared, strict=True)
             if not torch.equal(p, value)
         }
-        # A copy, like all the rest: the state is that of this moment.
-        inner, server = copy.deepcopy((self.inner.state_dict(), self.server.state_dict()))
+        inner = copy.deepcopy(self.inner.state_dict())
         return {
             **self.exchange.state_dict(),
             **inner,
             "rounds": sealed(
                 {
-                    "inner": sealed(inner)[SEAL],
-                    "steps": self.steps,
-                    "round_index": self.round_index,
-                    "exchanged_at": list(self._progress.exchanged_at),
-                    "shared": dict(zip(self._names, (v.clone() for v in shared), strict=True)),
-                    "own": own,
-                    "server": server,
-                    "clients": self._clients.state_dict(),
+                    "released": self.release_state_dict(),
+                    "private": {
+                        "inner": sealed(inner)[SEAL],
+                        "steps": self.steps,
+                        "exchanged_at": list(self._progress.exchanged_at),
+                        "own": own,
+                        "clients": self._clients.state_dict(),
+                    },
                 }
             ),
         }
@@ -373,35 +393,36 @@ class LocalRounds(WrappingOptimizer):
             )
         require_seal(rounds)
         check_whole(state)
+        released, private = rounds["released"], rounds["private"]
         inner = {key: state[key] for key in self.inner.state_dict() if key in state}
-        require_seal({**inner, SEAL: rounds["inner"]})
+        require_seal({**inner, SEAL: private["inner"]})
         shapes = {n: tuple(s.shape) for n, s in zip(self._names, self._model.values, strict=True)}
-        if {name: tuple(tensor.shape) for name, tensor in rounds["shared"].items()} != shapes:
+        if {name: tuple(tensor.shape) for name, tensor in released["model"].items()} != shapes:
             raise ValueError(
                 f"{type(self).__name__}: the state has other parameters than this model: it was "
-                f"saved with {len(rounds['shared'])}, here are {len(shapes)}, and all names and "
+                f"saved with {len(released['model'])}, here are {len(shapes)}, and all names and "
                 "shapes must be the same"
             )
         loaded_from = state["rank"] if state["rank"] != transport.rank else None
         if loaded_from is not None:
             # What only the rank that saved it may go on with, lest it be counted twice.
-            rounds = {**rounds, "own": {}, "clients": {}}
+            private = {**private, "own": {}, "clients": {}}
             keys = {"memory", "server_memory"} & state.keys()
             remembered: dict[str, Any] = {key: {} for key in keys}
             state = seal_own({**state, **remembered, "rank": transport.rank})
         self.exchange.load_state_dict(state)
-        self._clients.load_state_dict(rounds["clients"])
+        self._clients.load_state_dict(private["clients"])
         self.inner.load_state_dict(state)
-        self.server.load_state_dict(rounds["server"])
-        self._model.load([rounds["shared"][name] for name in self._names])
+        self.server.load_state_dict(released["server"])
+        self._model.load([released["model"][name] for name in self._names])
         with torch.no_grad():
             for name, parameter in zip(self._names, self._parameters, strict=True):
-                if name in rounds["own"]:
-                    parameter.copy_(rounds["own"][name])
+                if name in private["own"]:
+                    parameter.copy_(private["own"][name])
         progress = self._progress
-        progress.steps = rounds["steps"]
-        progress.round_index = rounds["round_index"]
-        progress.exchanged_at = list(rounds["exchanged_at"])
+        progress.steps = private["steps"]
+        progress.round_index = released["round_index"]
+        progress.exchanged_at = list(private["exchanged_at"])
         progress.loaded_from = loaded_from
 
     def _tell_what_was_loaded(self) -> None:
@@ -429,13 +450,15 @@ class LocalRounds(WrappingOptimizer):
         self._conclude(fragment, collection.finish())
 
     def _contribution(self, client: int, fragment: Sequence[int]) -> Contribution | None:
-        """Return what a client has done since the last exchange; None if it is not finite."""
-        delta = self._model.progress(fragment)
-        if not is_finite(delta):
-            return None
-        statistics = {}
+        """Return what a client has done since the last exchange; None if it is not finite.
+
+        Nor may it be so large that the sum over clients, or its norm, would not be.
+        """
+        delta, statistics = self._model.progress(fragment), {}
         if isinstance(self.inner, SharesStatistics):
             statistics = self.inner.statistics()
+        if not is_finite([*delta, *statistics.values()]):
+            return None
         return Contribution(client, delta, statistics)
 
     def _refuse_averaging(self) -> None:
@@ -468,9 +491,10 @@ class LocalRounds(WrappingOptimizer):
         """Name the clients that are missing, and let the server take its step with the mean."""
         if aggregate.missing:
             warnings.warn(
-                f"round {self.round_index}: left out, having returned values that are not finite: "
-                f"client {', '.join(map(str, aggregate.missing))}; the mean is over the other "
-                f"{aggregate.contributors} of {aggregate.contributors + len(aggregate.missing)}",
+                f"round {self.round_index}: left out, having returned values that are huge or not "
+                f"finite: client {', '.join(map(str, aggregate.missing))}; the mean is over the "
+                f"other {aggregate.contributors} of "
+                f"{aggregate.contributors + len(aggregate.missing)}",
                 stacklevel=4,
             )
         if aggregate.delta is None:
@@ -483,5 +507,9 @@ class LocalRounds(WrappingOptimizer):
 
 
 def is_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether all elements are finite; reads one number back from the device."""
-    return bool(torch.isfinite(torch.stack(torch._foreach_norm(list(tensors))).sum()))
+    """Return whether sums of thousands of such tensors are finite, and so are their norms.
+
+    Reads one number back from the device.
+    """
+    norms = [norm.double() for norm in torch._foreach_norm(list(tensors))]
+    return bool(torch.linalg.vector_norm(torch.stack(norms)) <= _LARGEST)

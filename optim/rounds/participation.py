@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +26,10 @@ class ClientSampling(ABC):
     @abstractmethod
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
         """Return who plays whom: for each turn one client per rank, None where a rank sits out."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Return what a client's steps are taken in."""
+        return nullcontext()
 
     @abstractmethod
     def collection(

@@ -3,7 +3,9 @@
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from comm_hooks.optim.private.errors import PrivacyError
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,10 @@ class GaussianEvent:
         sample_rate: the probability, from 0 to 1.  1 is no sampling at all; at 0 nobody takes part
             and nothing is spent.
         steps: how many such steps, at least 1.
+        placement: where the noise was added, in a word; None: not known.
+        checkpoint_multiplier: of the noise multiplier, what protects from who also sees what single
+            ranks save; from 0 (nothing) to 1; None: not known.
+        rank_multiplier: the same against who sees what single ranks send.
 
     Raises:
         ValueError: for values out of range, naming the field.
@@ -36,6 +42,9 @@ class GaussianEvent:
     noise_multiplier: float
     sample_rate: float
     steps: int = 1
+    placement: str | None = field(default=None, repr=False)
+    checkpoint_multiplier: float | None = field(default=None, repr=False)
+    rank_multiplier: float | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         # Plain numbers, so that equal events are equal and go into JSON.
@@ -54,11 +63,21 @@ class GaussianEvent:
             raise ValueError(f"steps must be a whole number, got {self.steps!r}") from None
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
+        for name in ("checkpoint_multiplier", "rank_multiplier"):
+            if (value := getattr(self, name)) is not None:
+                set_field(self, name, _number(name, value))
+                if not 0 <= getattr(self, name) <= 1:
+                    raise ValueError(f"{name} must be from 0 to 1, got {value!r}")
 
     @property
     def mechanism(self) -> tuple[float, float]:
         """The noise multiplier and the sample rate: what one step is."""
         return self.noise_multiplier, self.sample_rate
+
+    @property
+    def one(self) -> "GaussianEvent":
+        """One of the steps."""
+        return replace(self, steps=1)
 
 
 def merged(events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
@@ -72,7 +91,7 @@ def merged(events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
     """
     history: list[GaussianEvent] = []
     for event in events:
-        if history and history[-1].mechanism == event.mechanism:
+        if history and history[-1].one == event.one:
             history[-1] = replace(event, steps=history[-1].steps + event.steps)
         else:
             history.append(event)
@@ -85,6 +104,47 @@ def steps_per_mechanism(events: Iterable[GaussianEvent]) -> dict[tuple[float, fl
     for event in events:
         steps[event.mechanism] = steps.get(event.mechanism, 0) + event.steps
     return steps
+
+
+def steps_of_each(events: Iterable[GaussianEvent]) -> dict[GaussianEvent, int]:
+    """Return how many steps there were of each kind, of which the keys are one."""
+    steps: dict[GaussianEvent, int] = {}
+    for event in events:
+        steps[event.one] = steps.get(event.one, 0) + event.steps
+    return steps
+
+
+def seen_by(observer: str, events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
+    """Return a history with the noise that protects from an observer.
+
+    Args:
+        observer: ``"model"``: who sees the model at every step; ``"checkpoint"``: who also sees
+            what single ranks save; ``"rank"``: who sees what single ranks send.
+        events: each with the multipliers of its own placement.
+
+    Raises:
+        PrivacyError: if nothing protects from the observer in one of them, or it is not known.
+    """
+    if observer == "model":
+        return list(events)
+    what, instead = _OBSERVERS[observer]
+    seen = []
+    for event in events:
+        multiplier = getattr(event, f"{observer}_multiplier")
+        if not multiplier:
+            place = "that is not known" if multiplier is None else repr(event.placement)
+            raise PrivacyError(
+                f"what single ranks {what} carries no noise of its own with placement {place}: "
+                f"ranks and links are trusted. Valid instead: {instead}"
+            )
+        seen.append(replace(event, noise_multiplier=event.noise_multiplier * multiplier))
+    return seen
+
+
+_OBSERVERS = {
+    "checkpoint": ("save", "to show others what release_state_dict() returns, and nothing else"),
+    "rank": ("send", "placement 'local' (or 'shares', with less noise per rank)"),
+}
 
 
 def _number(name: str, value: object) -> float:

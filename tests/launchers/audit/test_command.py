@@ -39,6 +39,7 @@ def test_a_valid_configuration_and_both_observers(tmp_path: Path) -> None:
     epsilon = RDPAccountant().epsilon(events, 1e-5)
     assert "Rule 6: noise placement local, topk on 4 ranks, unit sample: valid" in result.output
     assert f"checkpoints: epsilon {epsilon:.3f}" in result.output
+    assert f"sees the model: epsilon {epsilon:.3f}" in result.output
     assert f"single ranks send: epsilon {epsilon:.3f}" in result.output
 
 
@@ -47,6 +48,11 @@ def test_shares_promise_less_to_who_sees_ranks_and_central_nothing(tmp_path: Pat
     claim = json.loads(result.output)["claim"]
     share = RDPAccountant().epsilon([GaussianEvent(1.0, 0.1, 30)], 1e-5)
     assert claim["rank_epsilon"] == pytest.approx(share)
+    assert claim["checkpoint_epsilon"] == claim["epsilon"]
+    mask = {"compressor": "random_k", "density": 0.1, "unbiased": False}
+    remembering = run(tmp_path, "--no-attack", placement="shares", exchange=mask)
+    assert f"the model and its checkpoints: epsilon {share:.3f}" in remembering.output
+    assert f"sees the model: epsilon {claim['epsilon']:.3f}" in remembering.output
     assert "nothing (ranks and links are trusted)" in run(tmp_path, "--no-attack").output
 
 
@@ -108,14 +114,22 @@ def test_a_file_that_is_too_deep(tmp_path: Path) -> None:
 def test_a_ledger_of_a_run_that_is_going_on(tmp_path: Path) -> None:
     path = tmp_path / "privacy.jsonl"
     with Ledger(path) as ledger:
-        ledger.record(GaussianEvent(1.5, 0.02, 700))
+        ledger.record(
+            GaussianEvent(
+                *(1.5, 0.02, 700),
+                placement="shares",
+                checkpoint_multiplier=0.5,
+                rank_multiplier=0.25,
+            )
+        )
         before = path.read_bytes()
         options = ["audit", "--ledger", str(path), "--delta", "1e-6"]
         result = CliRunner().invoke(app, options)
         assert path.read_bytes() == before
     assert result.exit_code == 0, result.output
-    epsilon = RDPAccountant().epsilon([GaussianEvent(1.5, 0.02, 700)], 1e-6)
-    assert f"checkpoints: epsilon {epsilon:.3f}" in result.output
+    for what, share in (("the model", 1), ("checkpoints", 0.5), ("single ranks send", 0.25)):
+        epsilon = RDPAccountant().epsilon([GaussianEvent(1.5 * share, 0.02, 700)], 1e-6)
+        assert f"{what}: epsilon {epsilon:.3f}" in result.output
     assert "Claimed for 700 steps" in result.output
 
 

@@ -333,10 +333,18 @@ def test_events_out_of_range(arguments, message):
         GaussianEvent(*arguments)
 
 
+@pytest.mark.parametrize("name", ["checkpoint_multiplier", "rank_multiplier"])
+@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), "1"])
+def test_protection_from_an_observer_is_a_part_of_the_noise(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        GaussianEvent(1.0, 0.1, **{name: value})
+
+
 def test_events_hold_plain_numbers():
-    event = GaussianEvent(np.float32(0.5), np.float64(0.25), np.int64(3))
-    assert event == GaussianEvent(0.5, 0.25, 3)
-    assert [type(value) for value in vars(event).values()] == [float, float, int]
+    numbers = {"checkpoint_multiplier": np.float32(1), "rank_multiplier": 0}
+    event = GaussianEvent(np.float32(0.5), np.float64(0.25), np.int64(3), "shares", **numbers)
+    assert event == GaussianEvent(0.5, 0.25, 3, "shares", 1.0, 0.0)
+    assert [type(value) for value in vars(event).values()] == [float, float, int, str, float, float]
 
 
 @pytest.mark.parametrize("delta", [0, 1, -1e-5, 2.0, math.nan, "1e-5", True])

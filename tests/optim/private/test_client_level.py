@@ -1,5 +1,6 @@
 """Rounds in which clients are protected as a whole."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from comm_hooks.optim.private import AdaS, PrivacyEngine, PrivacyError, PrivateP
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 from comm_hooks.optim.private.client_level import _ClientGuard
 from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad
+from tests.optim.private.saving import equal
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -363,3 +365,145 @@ def test_a_budget_ends_the_rounds() -> None:
     with pytest.raises(PrivacyError, match="is spent"):
         play(rounds, model, number=100)
     assert 1.0 < engine.get_epsilon(1e-2) <= 2.0
+
+
+HARM = [1e11, 1.5e20, 1e38, float("inf"), float("nan")]
+
+
+def with_a_client_that_does_harm(
+    kind: str, compressor: Compressor, value: float | None
+) -> tuple[torch.Tensor, int]:
+    """Return how far a round of 12 clients moves the model, and how many rounds there were.
+
+    Client 3's gradients are ``value``, in one element of each parameter; None for a client that
+    has no data.
+    """
+    model = small_model()
+    memory = None if compressor.linear else ErrorFeedback()
+    rounds = KINDS[kind](
+        model, Exchange(compressor, memory, min_numel=64), participation(max_norm=0.5)
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="round .* left out")
+        for client in rounds.clients():
+            if client == 3 and value is None:
+                continue
+            model(torch.ones(1, 40)).square().sum().backward()
+            if client == 3:
+                for parameter in model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad.view(-1)[0] = value
+            rounds.step()
+            rounds.zero_grad()
+    return moved(model), rounds.round_index
+
+
+def with_and_without_harm(kind: str) -> list[tuple[torch.Tensor, int]]:
+    compressor = CountSketch(ratio=0.5) if kind == "safl" else TopK(density=1 / 4)
+    return [with_a_client_that_does_harm(kind, compressor, value) for value in [None, *HARM]]
+
+
+@pytest.mark.parametrize("kind", ["safl", "fed_avg", "outer_momentum"])
+def test_a_client_shows_its_presence_by_its_clipped_message_alone(
+    kind: str, ranks_of: RanksOf
+) -> None:
+    ranks = ranks_of(2).run(with_and_without_harm, kind)
+    absent, _ = ranks[0][0]
+    for mine, other in zip(*ranks, strict=True):
+        assert mine[0].isfinite().all()
+        assert torch.equal(mine[0], other[0])
+        assert mine[1] == other[1] == 1
+        if kind == "fed_avg":  # whose server adds up what it receives
+            assert float((mine[0] - absent).norm()) <= 0.5 / CLIENTS * (1 + 1e-4)
+
+
+def private_rounds(
+    model: nn.Module, client_state: str = "reset", **settings: Any
+) -> tuple[LocalRounds, PrivateParticipation]:
+    chosen = participation(**{"sample_rate": 0.5, **settings})
+    rounds = LocalRounds(
+        torch.optim.AdamW(model.named_parameters(), lr=0.01),
+        exchange(TopK(density=1 / 8), memory=True),
+        torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9),
+        participation=chosen,
+        client_state=client_state,
+    )
+    return rounds, chosen
+
+
+@pytest.mark.parametrize("client_state", ["keep", "reset"])
+def test_what_is_saved_says_what_may_be_released(client_state: str) -> None:
+    model = small_model()
+    rounds, _ = private_rounds(model, client_state)
+    played = play(rounds, model, number=2)
+    state, released = rounds.state_dict(), rounds.release_state_dict()
+    assert not rounds.state, "the last client's moments"
+    assert not state["state"]
+    assert not state["memory"]
+    assert equal(released, state["rounds"]["released"])
+    assert released.keys() == {"model", "server", "round_index"}
+    assert released["round_index"] == 2
+    for name, parameter in model.named_parameters():
+        assert torch.equal(released["model"][name], parameter)
+    assert state["rounds"]["private"]["steps"] == rounds.steps == len(played)
+    assert (state["rounds"]["private"]["clients"] != {}) == bool(played)
+
+
+def test_a_client_that_is_left_in_the_middle_leaves_nothing() -> None:
+    model = small_model()
+    rounds, _ = private_rounds(model, sample_rate=1.0)
+    for _ in rounds.clients():
+        model(torch.ones(1, 40)).square().sum().backward()
+        rounds.step()
+        break
+    assert not rounds.state
+
+
+class Counting(nn.Module):
+    """Keeps, in a buffer of its own, the mean of what it saw."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("seen", torch.zeros(40))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.in_place:
+            self.seen += inputs.mean(0)
+        else:
+            self.seen = self.seen + inputs.mean(0)
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("layer", "buffer"),
+    [
+        (nn.BatchNorm1d(40), "running_mean"),
+        (nn.InstanceNorm1d(4, track_running_stats=True), "running_mean"),
+        (Counting(in_place=True), "seen"),
+        (Counting(in_place=False), "seen"),
+        (nn.Sequential(nn.BatchNorm1d(40)).eval(), None),
+        (nn.LayerNorm(40), None),
+    ],
+    ids=str,
+)
+def test_buffers_in_which_clients_leave_statistics_are_refused(
+    layer: nn.Module, buffer: str | None
+) -> None:
+    model = nn.Sequential(layer, small_model())
+    rounds, _ = private_rounds(model, sample_rate=1.0)
+
+    def work() -> None:
+        for _ in rounds.clients():
+            model(torch.randn(4, 40)).square().sum().backward()
+            rounds.step()
+            rounds.zero_grad()
+
+    if buffer is None:
+        work()
+        assert rounds.round_index == 1
+    else:
+        with pytest.raises(PrivacyError, match=rf"clean statistics of a client: .*{buffer}"):
+            work()
+        assert rounds.round_index == 0
+    assert not nn.modules.module._global_forward_pre_hooks

@@ -278,7 +278,14 @@ def test_an_empty_batch_is_a_step_of_noise() -> None:
     optimizer.step()  # not even a backward pass
     assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     assert engine.state_dict()["events"] == [
-        {"noise_multiplier": 1.0, "sample_rate": 1e-9, "steps": 2}
+        {
+            "noise_multiplier": 1.0,
+            "sample_rate": 1e-9,
+            "steps": 2,
+            "placement": "central",
+            "checkpoint_multiplier": 1.0,
+            "rank_multiplier": 0.0,
+        }
     ]
 
 
@@ -370,13 +377,86 @@ def test_epsilon_before_the_first_step_and_for_ranks() -> None:
         warnings.filterwarnings("ignore", message="world size is 1")
         train(*private(engine, model, placement="local", exchange=exchange))
     assert engine.get_epsilon(1e-3, observer="rank") == engine.get_epsilon(1e-3)
-    with pytest.warns(UserWarning, match="delta 0.1 is not below one over the number of samples"):
-        engine.get_epsilon(delta=0.1)
     train(*private(engine, model, placement="central"))
     with pytest.raises(PrivacyError, match="carries no noise of its own"):
         engine.get_epsilon(1e-3, observer="rank")
-    with pytest.raises(ValueError, match="observer must be one of model, rank"):
+    with pytest.raises(ValueError, match="observer must be one of model, checkpoint, rank"):
         engine.get_epsilon(1e-3, observer="nobody")
+
+
+@pytest.mark.parametrize("delta", [0.5, 0.1, 1 / SAMPLES])
+def test_a_delta_that_publishing_a_sample_would_satisfy_is_refused(delta: float) -> None:
+    engine = PrivacyEngine()
+    train(*private(engine, small_model()))
+    message = "is not below one over the number of samples"
+    with pytest.raises(ValueError, match=message):
+        engine.get_epsilon(delta)
+    with pytest.raises(ValueError, match=message):
+        engine.set_budget(1.0, delta)
+    early = PrivacyEngine()
+    early.set_budget(1.0, delta)
+    with pytest.raises(ValueError, match=message):
+        private(early, small_model())
+
+
+def test_every_process_on_a_ledger_answers_alike(tmp_path: Path) -> None:
+    """Also one that has trained nothing, and one that goes on with another placement."""
+    path = tmp_path / "privacy.jsonl"
+    engine = PrivacyEngine(ledger=path)
+    train(*private(engine, small_model(), placement="central"))
+    engine._opened().close()
+
+    reader = PrivacyEngine(ledger=path)
+    with pytest.raises(PrivacyError, match=r"ranks send carries no noise.*placement 'central'"):
+        reader.get_epsilon(1e-3, observer="rank")
+    assert reader.get_epsilon(1e-3, observer="checkpoint") == reader.get_epsilon(1e-3)
+    train(*private(reader, small_model(), placement="local"))
+    with pytest.raises(PrivacyError, match=r"ranks send carries no noise.*placement 'central'"):
+        reader.get_epsilon(1e-3, observer="rank")
+
+    elsewhere = PrivacyEngine()
+    with pytest.warns(UserWarning, match="lacks 8 steps"):
+        elsewhere.load_state_dict(reader.state_dict())
+    with pytest.raises(PrivacyError, match="placement 'central'"):
+        elsewhere.get_epsilon(1e-3, observer="rank")
+
+
+def test_a_history_that_does_not_say_where_noise_was_protects_from_nobody_else() -> None:
+    engine = PrivacyEngine()
+    engine._opened().record(GaussianEvent(1.0, 0.25))
+    assert engine.get_epsilon(1e-3) > 0
+    for observer, what in (("rank", "send"), ("checkpoint", "save")):
+        with pytest.raises(PrivacyError, match=f"ranks {what} carries .* that is not known"):
+            engine.get_epsilon(1e-3, observer=observer)
+
+
+def saved_epsilons(path: str) -> list[float]:
+    """Two trainings under shares, of which the second has residuals."""
+    found = []
+    for memory in (None, ErrorFeedback()):
+        engine = PrivacyEngine(ledger=f"{path}-{memory}")
+        exchange = Exchange(RandomK(density=0.25, unbiased=False), memory)
+        train(*private(engine, small_model(), placement="shares", exchange=exchange))
+        found.append(engine.get_epsilon(1e-3, observer="checkpoint"))
+    return found
+
+
+def test_a_residual_of_shares_protects_less_than_the_model(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    accountant = RDPAccountant()
+    expected = [accountant.epsilon([GaussianEvent(s, 0.25, 4)], 1e-3) for s in (1.0, 0.5)]
+    for found in ranks_of(4).run(saved_epsilons, str(tmp_path / "privacy.jsonl")):
+        assert found == expected
+
+
+def test_what_an_optimizer_may_release_is_its_state_of_noised_gradients() -> None:
+    model = small_model()
+    _, optimizer, _ = private(PrivacyEngine(), model, DPAdam)
+    optimizer.step()
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "loss": 1.0})
+    assert "loss" in optimizer.state_dict()
+    assert optimizer.release_state_dict().keys() == optimizer.inner.state_dict().keys()
 
 
 def peer_epsilon() -> tuple[float, float]:

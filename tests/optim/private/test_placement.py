@@ -1,12 +1,16 @@
 """The validity table: every row, with what is valid instead."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from comm_hooks import (
     SRHT,
     CountSketch,
+    ErrorFeedback,
+    Exchange,
     GaussianSketch,
     PermK,
     Quantize,
@@ -14,10 +18,11 @@ from comm_hooks import (
     Sign,
     TopK,
 )
+from comm_hooks.collectives import Simulated
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.placement import Scheme, Verdict, judge
+from comm_hooks.optim.private.placement import Place, Scheme, Verdict, judge
 
 MASK = RandomK(density=0.1, unbiased=False)
 NON_LINEAR: list[Compressor] = [
@@ -73,6 +78,36 @@ def test_shares_go_with_one_linear_map(compressor: Compressor) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_shares_do_not_go_with_anything_else(compressor: Compressor, ranks: int) -> None:
     refused(Scheme(place="shares", compressor=compressor, world_size=ranks), 5, "'local'")
+
+
+@pytest.mark.parametrize("place", ["shares", "local", "central"])
+@pytest.mark.parametrize("bits", [4, 16, 32])
+def test_shares_do_not_go_with_residuals_that_are_rounded_on_each_rank(
+    place: Place, bits: int
+) -> None:
+    world = Simulated(4)
+    exchange = Exchange(MASK, ErrorFeedback(bits=bits), transport=world[0])
+    scheme = Scheme.of(exchange, place)
+    if place == "shares" and bits < 32:
+        refused(scheme, 5, "ErrorFeedback(bits=32)")
+        refused(replace(scheme, place="rank_0"), 3, "'local'")
+        judge(replace(scheme, feedback="none"))
+    else:
+        judge(scheme)
+
+
+def test_what_ranks_save_has_the_noise_of_what_they_remember() -> None:
+    def saved(place: Place, **settings: Any) -> float:
+        scheme = Scheme(place=place, compressor=MASK, world_size=4, **settings)
+        return judge(scheme).checkpoint_multiplier
+
+    assert saved("shares") == 1.0
+    assert saved("shares", feedback="after_noise") == 0.5
+    assert saved("rank_0", feedback="after_noise") == 0.0
+    for place in ("central", "local"):
+        assert saved(place, feedback="after_noise") == 1.0  # type: ignore[arg-type]
+    assert saved("aggregate") == 1.0
+    assert saved("aggregate", unit="client", clipping="message") == 0.0
 
 
 def test_small_parameters_in_bfloat16_count_as_well() -> None:

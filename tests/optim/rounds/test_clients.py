@@ -13,6 +13,7 @@ from torch import nn
 
 from comm_hooks import CountSketch, ErrorFeedback, Exchange, Identity, TopK
 from comm_hooks.compressors import Compressor
+from comm_hooks.optim import FedAMS, FedLAMB
 from comm_hooks.optim.rounds import LocalRounds, Participation
 from tests.optim.rounds.problem import (
     SHAPES,
@@ -189,9 +190,9 @@ def stale() -> bool:
     """Residuals of clients that are absent do not change, and come back with them."""
     parameters, rounds = make(TopK(density=0.05))
     for index in range(6):
-        before = rounds.state_dict()["rounds"]["clients"]
+        before = rounds.state_dict()["rounds"]["private"]["clients"]
         play(parameters, rounds, 1)
-        after = rounds.state_dict()["rounds"]["clients"]
+        after = rounds.state_dict()["rounds"]["private"]["clients"]
         for client, saved in before.items():
             same = torch.equal(saved["memory"]["weight"], after[client]["memory"]["weight"])
             assert same == (client not in PARTICIPATION.draw(index))
@@ -253,3 +254,57 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
             participation=PARTICIPATION,
             **options,
         )
+
+
+KINDS: dict[str, Callable[..., LocalRounds]] = {
+    "fed_ams": FedAMS,
+    "fed_lamb": FedLAMB,
+    "local_rounds": lambda params, exchange, **options: LocalRounds(
+        torch.optim.AdamW(params), exchange, **options
+    ),
+}
+
+
+def with_gradients_of(kind: str, value: float, has_clients: bool) -> tuple[Arrays, int, list[str]]:
+    """Let one client of a round, or one rank, have such gradients, and then nobody any more."""
+    parameters = make_parameters()
+    options = {"participation": PARTICIPATION} if has_clients else {"local_steps": K}
+    rounds = KINDS[kind](parameters.items(), Exchange(Identity()), **options)
+    failing = PARTICIPATION.draw(0)[1] if has_clients else 1
+
+    def work(client: int, index: int) -> None:
+        for k in range(K):
+            set_gradients(parameters, k, client)
+            if client == failing and index == 0:
+                for parameter in parameters.values():
+                    parameter.grad = torch.full_like(parameter, value)
+            rounds.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for index in range(3):
+            if has_clients:
+                for client in rounds.clients():
+                    work(client, index)
+            else:
+                work(dist.get_rank(), index)
+    said = [str(w.message) for w in caught if "left out" in str(w.message)]
+    return values(parameters), rounds.round_index, said
+
+
+@pytest.mark.parametrize("has_clients", [False, True])
+@pytest.mark.parametrize("value", [1e11, 1e19, float("inf"), float("nan")], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_clients_gradients_do_not_spoil_the_model(
+    kind: str, value: float, has_clients: bool, ranks_of: RanksOf
+) -> None:
+    """Neither by its delta nor by its second moments, whose squares overflow sooner."""
+    results = ranks_of(2).run(with_gradients_of, kind, value, has_clients)
+    for model, round_index, said in results:
+        assert round_index == 3
+        for name, initial in start().items():
+            assert np.isfinite(model[name]).all()
+            assert not np.array_equal(model[name], initial)
+            assert np.array_equal(model[name], results[0][0][name])
+        if kind != "local_rounds" or not np.isfinite(value):
+            assert len(said) == 1

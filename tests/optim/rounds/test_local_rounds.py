@@ -419,7 +419,7 @@ def test_state_of_another_model_is_refused(ranks_of: RanksOf) -> None:
 def _load_another() -> None:
     _, rounds = make(Identity(), 1)
     state = rounds.state_dict()
-    shared = state["rounds"]["shared"]
+    shared = state["rounds"]["released"]["model"]
     shared["weight"] = shared["weight"][:5]
     state["rounds"] = sealed(state["rounds"])
     with pytest.raises(ValueError, match="other parameters than this model"):
