@@ -11,8 +11,9 @@ from comm_hooks.checks import supported_collectives
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.compressors.base import is_number, require_choice, require_kind, require_within
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.private.noise import add_noise_
 from comm_hooks.optim.private.placement import PLACES, Place, Scheme, judge
-from comm_hooks.optim.private.secret import Secret
+from comm_hooks.optim.private.secret import Secret, Stream, Unrepeatable
 from comm_hooks.safeguard import Safeguard
 
 
@@ -29,7 +30,7 @@ class Released:
     noise_variance: float | None
 
 
-class GaussianMechanism:
+class GaussianMechanism(Unrepeatable):
     r"""Adds noise of a given multiplier to sums of clipped gradients, and compresses them.
 
     With S_i the clipped sum of rank i of N, C the norm to which each sample was clipped, sigma the
@@ -135,17 +136,16 @@ class GaussianMechanism:
         std = verdict.std * self.noise_multiplier * self.max_grad_norm
         safeguard: Safeguard | None = None
         if self.place == "central":
-            safeguard = _OwnerNoise(std, self._stream("noise of owner", tensors[0].device))
+            safeguard = _OwnerNoise(std, self._stream("noise of owner"))
         elif self.place == "aggregate":
             if self._shared_secret is None:
                 yield from exchange.agree()
                 parts = yield AllGatherObject(os.urandom(32).hex())
                 self._shared_secret = Secret(bytes.fromhex("".join(parts)))
-            device = tensors[0].device
-            stream = self._shared_secret.stream("noise", rank=0, step=self._step, device=device)
+            stream = self._shared_secret.stream("noise", rank=0, step=self._step)
             safeguard = _PayloadNoise(std, stream)
         else:
-            add_noise_(tensors, std, self._stream("noise", tensors[0].device))
+            add_noise_(tensors, std, self._stream("noise"))
         yield from exchange.bucket_round(layout, tensors, safeguard=safeguard)
         exchange.step += 1
         torch._foreach_mul_(tensors, ranks / self.expected_batch_size)
@@ -153,9 +153,8 @@ class GaussianMechanism:
         variance = verdict.variance_of_sum
         return Released(dict(sums), None if variance is None else variance * unit)
 
-    def _stream(self, purpose: str, device: torch.device) -> torch.Generator:
-        rank = self.exchange.transport.rank
-        return self._secret.stream(purpose, rank=rank, step=self._step, device=device)
+    def _stream(self, purpose: str) -> Stream:
+        return self._secret.stream(purpose, rank=self.exchange.transport.rank, step=self._step)
 
     def scheme(self, norm_bound: float | None = None) -> Scheme:
         """Return how noise and compression follow each other here, for the rules."""
@@ -167,7 +166,7 @@ class _OwnerNoise(Safeguard):
 
     place = "owner"
 
-    def __init__(self, std: float, stream: torch.Generator) -> None:
+    def __init__(self, std: float, stream: Stream) -> None:
         self._std = std
         self._stream = stream
 
@@ -183,7 +182,7 @@ class _PayloadNoise(Safeguard):
 
     place = "payload"
 
-    def __init__(self, std: float, stream: torch.Generator) -> None:
+    def __init__(self, std: float, stream: Stream) -> None:
         self._std = std
         self._stream = stream
 
@@ -192,15 +191,6 @@ class _PayloadNoise(Safeguard):
 
     def add_noise_(self, total: Sequence[torch.Tensor]) -> None:
         add_noise_(total, self._std, self._stream)
-
-
-def add_noise_(tensors: Sequence[torch.Tensor], std: float, stream: torch.Generator) -> None:
-    """Add independent N(0, std^2) to every element, float32, in place."""
-    sizes = [t.numel() for t in tensors]
-    noise = torch.empty(sum(sizes), device=tensors[0].device)
-    noise.normal_(0.0, std, generator=stream)
-    pieces = [n.view(t.shape) for n, t in zip(noise.split(sizes), tensors, strict=True)]
-    torch._foreach_add_(list(tensors), pieces)
 
 
 def require_owners(exchange: Exchange) -> None:

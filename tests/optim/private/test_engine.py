@@ -41,6 +41,7 @@ from comm_hooks.optim.private import (
     ScaleThenPrivatize,
 )
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant, max_steps
+from comm_hooks.optim.private.noise import add_noise_
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -182,8 +183,8 @@ def masks_and_noise(path: str) -> tuple[list[list[int]], torch.Tensor]:
     places = [[i // ranks for i in indices] for indices in drawn]
     mechanism = optimizer.mechanism
     noise = torch.zeros(4000)
-    stream = mechanism._stream("noise", noise.device)
-    return places, noise.normal_(generator=stream)
+    add_noise_([noise], 1.0, mechanism._stream("noise"))
+    return places, noise
 
 
 def test_ranks_with_one_seed_sample_and_draw_noise_independently(
