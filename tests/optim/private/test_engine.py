@@ -561,7 +561,7 @@ def test_no_secret_is_in_anything_that_is_saved() -> None:
     train(model, optimizer, loader)
     optimizer.load_state_dict(optimizer.state_dict())
     torch.save([engine.state_dict(), optimizer.state_dict(), model.state_dict()], "/dev/null")
-    with pytest.raises(TypeError, match="a Secret cannot be saved"):
+    with pytest.raises(TypeError, match="a GaussianMechanism cannot be saved"):
         torch.save(optimizer.mechanism, "/dev/null")
 
 
