@@ -15,17 +15,17 @@ from comm_hooks.compressors.base import require_callable, require_positive, requ
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.base import Memory
 from comm_hooks.optim.private.clipping import clip_factors, sample_norms
-from comm_hooks.optim.private.mechanism import add_noise_
 from comm_hooks.optim.private.model_checks import unchanged_buffers
+from comm_hooks.optim.private.noise import add_noise_
 from comm_hooks.optim.private.placement import Scheme, judge
-from comm_hooks.optim.private.secret import Secret
+from comm_hooks.optim.private.secret import Secret, Stream, Unrepeatable
 from comm_hooks.optim.rounds.collecting import Aggregate, Collection, Contribution
 from comm_hooks.optim.rounds.participation import ClientSampling, deal
 from comm_hooks.safeguard import Safeguard
 
 
 @dataclass
-class PrivateParticipation(ClientSampling):
+class PrivateParticipation(Unrepeatable, ClientSampling):
     r"""Who takes part in a round, and how what they send is kept private.
 
     Takes the place of :class:`~comm_hooks.optim.Participation` in
@@ -120,8 +120,7 @@ class PrivateParticipation(ClientSampling):
         # Rounds of this process, not of the run: a round that is played again draws others.
         self._rounds += 1
         stream = self._secret.stream("participation", rank=0, step=self._rounds)
-        drawn = torch.rand(self.clients, generator=stream, dtype=torch.float64) < self.sample_rate
-        return deal(drawn.nonzero().flatten().tolist(), transport.world_size)
+        return deal(stream.draw(self.clients, self.sample_rate), transport.world_size)
 
     def turn(self) -> AbstractContextManager[None]:
         """Refuse what a client leaves in the model beside its delta: buffers of statistics."""
@@ -139,9 +138,7 @@ class PrivateParticipation(ClientSampling):
             PrivacyError: for an exchange with which it would not be private.
         """
         assert self._secret is not None, "turns() comes first"
-        stream = self._secret.stream(
-            "noise", rank=0, step=self._rounds, device=next(iter(delta.values())).device
-        )
+        stream = self._secret.stream("noise", rank=0, step=self._rounds)
         return _PrivateCollection(self, exchange, delta, statistics, stream)
 
 
@@ -154,7 +151,7 @@ class _PrivateCollection(Collection):
         exchange: Exchange,
         delta: Mapping[str, torch.Tensor],
         statistics: Mapping[str, torch.Tensor],
-        stream: torch.Generator,
+        stream: Stream,
     ) -> None:
         super().__init__(exchange, delta, statistics)
         self._participation = participation
@@ -211,7 +208,7 @@ class _PrivateCollection(Collection):
 class _ClientGuard(Safeguard):
     """Clips each client's message to C and noises the sum, if it is the round's last."""
 
-    def __init__(self, max_norm: float, noise_std: float | None, stream: torch.Generator) -> None:
+    def __init__(self, max_norm: float, noise_std: float | None, stream: Stream) -> None:
         self._max_norm = max_norm
         self._noise_std = noise_std
         self._stream = stream

@@ -32,7 +32,11 @@ from comm_hooks.optim.private.clipped_sum import ClippedGradients
 from comm_hooks.optim.private.dp_optimizer import DPOptimizer
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.ledger import Ledger
-from comm_hooks.optim.private.mechanism import GaussianMechanism, require_positive_number
+from comm_hooks.optim.private.mechanism import (
+    GaussianMechanism,
+    NoiseKind,
+    require_positive_number,
+)
 from comm_hooks.optim.private.model_checks import check_model, refuse_later_hooks
 from comm_hooks.optim.private.per_sample import LossFunction, PerSampleGradients
 from comm_hooks.optim.private.placement import Place, require_known_variance
@@ -116,6 +120,7 @@ class PrivacyEngine:
         expected_batch_size: float,
         loss_function: LossFunction | None = None,
         placement: Place = "central",
+        noise: NoiseKind = "gaussian",
         exchange: Exchange | None = None,
         grad_sample_mode: str = "functorch",
         micro_batch_size: int | None = None,
@@ -136,6 +141,7 @@ class PrivacyEngine:
                 ``"functorch"``.
             placement: where noise is added; see
                 :class:`~comm_hooks.optim.private.GaussianMechanism`.
+            noise: ``"gaussian"`` or ``"discrete"``; see the same.
             exchange: compresses; by default nothing is compressed.
             grad_sample_mode: ``"functorch"``: per-sample gradients by ``torch.func``, in
                 ``optimizer.backward(batch)``; ``"hooks"``: by Opacus, in ``loss.backward()``;
@@ -161,6 +167,7 @@ class PrivacyEngine:
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
             expected_batch_size=expected_batch_size,
+            noise=noise,
         )
         require_known_variance(type(optimizer), mechanism.scheme())
         module, gradients = clipped_gradients(

@@ -24,14 +24,14 @@ from comm_hooks.compressors.base import (
     require_positive,
     require_within,
 )
-from comm_hooks.optim.private.secret import Secret
+from comm_hooks.optim.private.secret import Secret, Unrepeatable
 from comm_hooks.optim.private.settled import Settled
 from comm_hooks.optim.private.tickets import Tickets
 
 Collate = Callable[[list[Any]], Any]
 
 
-class PoissonSampler(Settled, Sampler[list[int]]):
+class PoissonSampler(Settled, Unrepeatable, Sampler[list[int]]):
     """Batches in which each index stands with probability q, independently of all others.
 
     What accountants mean by a sampling rate.  Batches have about ``q num_samples`` indices, some
@@ -94,9 +94,7 @@ class PoissonSampler(Settled, Sampler[list[int]]):
         for _ in range(self.steps):
             stream = self._secret.stream("poisson sampling", rank=self._rank, step=self._drawn)
             self._drawn += 1
-            # float32 has 24 random bits, which would round a small rate up.
-            uniform = torch.rand(self.num_samples, dtype=torch.float64, generator=stream)
-            yield (uniform < self.sample_rate).nonzero().flatten().tolist()
+            yield stream.draw(self.num_samples, self.sample_rate)
 
 
 class PoissonLoader(DataLoader[Any]):

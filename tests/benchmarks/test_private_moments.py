@@ -14,7 +14,8 @@ from benchmarks.studies.private_moments.measure import (
     simulate,
     steps_by_floor,
 )
-from comm_hooks.optim.private import GaussianMechanism, Released
+from comm_hooks.optim.private import GaussianMechanism, Released, Secret
+from comm_hooks.optim.private.secret import Stream
 from tests.benchmarks.studying import nothing
 
 SETUP = Setup(
@@ -84,8 +85,10 @@ def test_other_noise_than_the_optimizer_was_told_shows(
 
 
 def test_noise_that_comes_twice_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def same(self: GaussianMechanism, purpose: str, device: torch.device) -> torch.Generator:
-        return torch.Generator().manual_seed(self._step // 2)
+    secret = Secret(b"known")
+
+    def same(self: GaussianMechanism, purpose: str) -> Stream:
+        return secret.stream(purpose, rank=0, step=self._step // 2)
 
     monkeypatch.setattr(GaussianMechanism, "_stream", same)
     assert not any(is_as_in_theory(row) for row in rows(due=(150,)))

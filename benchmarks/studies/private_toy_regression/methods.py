@@ -167,8 +167,8 @@ def _train_privately(
 
         def step(number: int) -> None:
             stream = secret.stream("samples", rank=0, step=number)
-            is_drawn = torch.rand(SAMPLES, generator=stream) < BATCH / SAMPLES
-            optimizer.backward(is_drawn.nonzero()[:, 0])
+            drawn = stream.draw(SAMPLES, BATCH / SAMPLES)
+            optimizer.backward(torch.tensor(drawn, dtype=torch.long))
             optimizer.step()
 
         return _curve(study, problem, weight, step, advance)

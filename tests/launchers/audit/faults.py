@@ -11,7 +11,8 @@ from comm_hooks.launchers.audit.stages import Mechanism, Stages
 from comm_hooks.memory import ErrorFeedback
 from comm_hooks.optim.private.clipped_sum import ClippedGradients
 from comm_hooks.optim.private.clipping import clip_factors, sample_norms
-from comm_hooks.optim.private.mechanism import GaussianMechanism, Released, add_noise_
+from comm_hooks.optim.private.mechanism import GaussianMechanism, Released
+from comm_hooks.optim.private.noise import add_noise_
 from comm_hooks.optim.private.per_sample import LossFunction, PerSampleGradients
 from comm_hooks.optim.private.poisson import PoissonSampler
 from comm_hooks.optim.private.secret import Secret

@@ -383,3 +383,11 @@ def test_an_accountant_of_ones_own():
 
     history = [GaussianEvent(1.0, 0.5, 2), GaussianEvent(2.0, 0.5), GaussianEvent(1.0, 0.5, 3)]
     assert Naive().epsilon(history, 1e-5) == 6
+
+
+@pytest.mark.parametrize("delta", [9e-13, 1e-300])
+def test_no_epsilon_is_claimed_for_a_delta_beyond_the_end_of_the_noise(delta):
+    history = [GaussianEvent(1.0, 0.01, 10)]
+    assert RDPAccountant().epsilon(history, 1e-12) > 0
+    with pytest.raises(ValueError, match=r"delta must be at least 1e-12, got .*: noise ends"):
+        RDPAccountant().epsilon(history, delta)

@@ -1,0 +1,64 @@
+"""What noise that cannot be guessed costs, as a Markdown table.
+
+    python benchmarks/noise.py
+
+Adds noise to 8 Mi elements: float32 noise of PyTorch's CPU generator, which is no secret (it keeps
+32 bits of a seed, and its tails end at 5.8 standard deviations), and both kinds that private
+training has.  Fails if its Gaussian noise takes more than twice as long, at their best; that needs
+two cores with nothing else to do.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import typer
+
+from comm_hooks.optim.private import Secret
+from comm_hooks.optim.private.discrete import Grid, add_discrete_noise_
+from comm_hooks.optim.private.noise import add_noise_
+
+_ELEMENTS = 8 << 20
+_MOST = 2.0
+
+
+def main(repeats: int = 9) -> None:
+    """Print the table."""
+    secret, generator = Secret(), torch.Generator()
+    tensor = torch.zeros(_ELEMENTS)
+
+    def guessable() -> None:
+        tensor.add_(torch.empty(_ELEMENTS).normal_(0.0, 1.0, generator=generator))
+
+    def gaussian() -> None:
+        add_noise_([tensor], 1.0, secret.stream("noise", rank=0, step=0))
+
+    def discrete() -> None:
+        grid = Grid.of(noise_multiplier=1.0, sensitivity=1.0, elements=_ELEMENTS)
+        add_discrete_noise_([tensor], grid, secret.stream("noise", rank=0, step=0))
+
+    kinds = {"float32 of PyTorch": guessable, "Gaussian": gaussian, "discrete": discrete}
+    taken: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(repeats):  # in turns, so that a busy machine slows all of them
+        for name, add in kinds.items():
+            taken[name].append(milliseconds(add))
+    print(f"\n{_ELEMENTS:,} elements, {torch.get_num_threads()} threads, best of {repeats}.\n")
+    print("| noise | ms | of PyTorch's | million elements a second |")
+    print("|---|---|---|---|")
+    usual = min(taken["float32 of PyTorch"])
+    for name, times in taken.items():
+        ms = min(times)
+        print(f"| {name} | {ms:.0f} | {ms / usual:.2f} | {_ELEMENTS / ms / 1e3:.0f} |")
+    if min(taken["Gaussian"]) > _MOST * usual:
+        raise SystemExit(f"Gaussian noise takes more than {_MOST:g} times as long as PyTorch's")
+
+
+def milliseconds(work: Callable[[], None]) -> float:
+    """Return how long it takes once."""
+    start = time.perf_counter()
+    work()
+    return (time.perf_counter() - start) * 1e3
+
+
+if __name__ == "__main__":
+    typer.run(main)
