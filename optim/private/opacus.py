@@ -8,6 +8,7 @@ from torch import nn
 from comm_hooks.optim.private.clipped_sum import ClippedSum
 from comm_hooks.optim.private.clipping import SampleClipper, clip_factors
 from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.optim.private.independence import IndependenceProbe
 from comm_hooks.optim.private.per_sample import require_used
 
 try:
@@ -163,12 +164,17 @@ class OpacusGhostGradients(SampleClipper):
 
     Raises:
         ValueError: for a module of another kind, C out of range, or a model with nothing to train.
+        PrivacyError: in the forward pass, for sequences; see below.
 
-    Not supported: :attr:`transform`, and parameters that layers share (Opacus raises).  For
-    sequences the norm is a sum of terms of both signs, in the model's dtype: where the gradients of
-    a sample's positions nearly cancel, it comes out too small, and the sample is hardly clipped (in
-    a case made for it, to 690 C).  Use :class:`OpacusGradients` or
+    Not supported: :attr:`transform`, and parameters that layers share (Opacus raises).  Sequences,
+    that is, an ``nn.Linear`` or ``nn.Embedding`` that a sample passes more than once: their norm is
+    a sum of terms of both signs, in the model's dtype, and where the gradients of a sample's
+    positions nearly cancel, it comes out too small, and the sample is hardly clipped (in a case
+    made for it, to 690 C).  Use :class:`OpacusGradients` or
     :class:`~comm_hooks.optim.private.per_sample.PerSampleGradients` for sequences.
+
+    The first batch shows whether samples are independent of each other, as far as
+    :class:`~comm_hooks.optim.private.independence.IndependenceProbe` sees it.
 
     Example::
 
@@ -190,6 +196,11 @@ class OpacusGhostGradients(SampleClipper):
         self._names, parameters = _trainable(type(self).__name__, module, ghost=True)
         super().__init__(parameters, max_grad_norm)
         self._module: Any = module
+        model = cast(nn.Module, self._module._module)
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear | nn.Embedding):
+                layer.register_forward_pre_hook(_refuse_sequences)
+        self._probe = IndependenceProbe(model)
 
     def samples_in(self, batch: Any) -> int:
         """Return of how many samples these are the losses."""
@@ -208,6 +219,7 @@ class OpacusGhostGradients(SampleClipper):
         Raises:
             ValueError: if there is a :attr:`transform`, the loss is not one number per sample, or
                 the forward pass does not use a parameter.
+            PrivacyError: if the loss of a sample depends on others.
             RuntimeError: if the loss or a derivative of a sample is not finite, which spoils the
                 sum and cannot be taken out of it; the sum stays as it was.
         """
@@ -222,6 +234,11 @@ class OpacusGhostGradients(SampleClipper):
                 f"the loss must be one number per sample, shape (B,), got {tuple(losses.shape)}: "
                 'use reduction="none", and the mean over what a sample consists of'
             )
+        self._module.disable_hooks()
+        try:
+            self._probe.look(losses)
+        finally:
+            self._module.enable_hooks()
         # Also of an empty batch, after which Opacus would not let another forward pass begin.
         norms = self._norms(losses)
         finite = norms.isfinite() & losses.detach().isfinite()
@@ -251,6 +268,17 @@ class OpacusGhostGradients(SampleClipper):
         torch.autograd.grad(loss, self.parameters, retain_graph=True, allow_unused=True)
         require_used(self._names, [cast(Any, p)._norm_sample for p in self.parameters])
         return self._module.get_norm_sample().double()
+
+
+def _refuse_sequences(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Refuse more than one row per sample, where Opacus finds the norm by Gram matrices."""
+    rows = inputs[0].dim() - (1 if isinstance(layer, nn.Linear) else 0)
+    if torch.is_grad_enabled() and layer.weight.requires_grad and rows > 1:
+        raise PrivacyError(
+            f"ghost clipping of sequences: {type(layer).__name__} sees {tuple(inputs[0].shape)}, "
+            "and where the gradients of a sample's positions nearly cancel, its norm comes out too "
+            'small to clip it. Valid instead: grad_sample_mode="hooks" or "functorch"'
+        )
 
 
 def wrap(

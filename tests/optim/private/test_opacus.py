@@ -1,4 +1,5 @@
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -269,6 +270,55 @@ def test_sequences_whose_gradients_nearly_cancel_are_clipped(difference: float) 
     by_vmap.backward(inputs)
     for gradients in (by_hooks, by_vmap):
         assert norm(gradients.take().tensors) <= 0.01
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (nn.Linear(16, 4), torch.randn(3, 5, 16)),
+        (nn.Embedding(9, 4), torch.randint(9, (3, 5))),
+        (nn.Sequential(nn.Unflatten(1, (4, 4)), nn.Linear(4, 4)), torch.randn(3, 16)),
+    ],
+    ids=["linear", "embedding", "inside"],
+)
+def test_ghost_clipping_refuses_sequences(model: nn.Module, inputs: torch.Tensor) -> None:
+    module = GradSampleModuleFastGradientClipping(model)
+    OpacusGhostGradients(module, 0.01)
+    with torch.no_grad():
+        module(inputs)  # an evaluation releases nothing
+    with pytest.raises(PrivacyError, match=r'ghost clipping of sequences.*"hooks" or "functorch"'):
+        module(inputs)
+
+
+class Normalizes(nn.Module):
+    """A batch normalization that nobody knows by its class."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (inputs - inputs.mean(0)) / (inputs.var(0, correction=0) + 1.0)
+
+
+def contrastive(outputs: torch.Tensor) -> torch.Tensor:
+    return -torch.log_softmax(outputs @ outputs.T, dim=1).diagonal()
+
+
+def squared(outputs: torch.Tensor) -> torch.Tensor:
+    return outputs.square().sum(1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "loss"), [(Normalizes(), squared), (nn.ReLU(), contrastive)], ids=["model", "loss"]
+)
+def test_ghost_clipping_refuses_samples_that_depend_on_each_other(
+    layer: nn.Module, loss: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    model = nn.Sequential(nn.Linear(16, 8), layer, nn.Linear(8, 4))
+    module = GradSampleModuleFastGradientClipping(model)
+    gradients = OpacusGhostGradients(module, 0.4)
+    gradients.backward(squared(module(torch.randn(1, 16))))  # of one sample nobody can tell
+    gradients.take()
+    with pytest.raises(PrivacyError, match="the loss of a sample depends on other samples"):
+        gradients.backward(loss(module(torch.randn(5, 16))))
+    assert gradients.take().samples == 0
 
 
 def test_modules_of_the_wrong_kind() -> None:
