@@ -99,6 +99,11 @@ class Audit:
         """Whether a claim does not hold."""
         return bool(self.problems) or any(a.outcome == "violation" for a in self.attacks)
 
+    @property
+    def suspicious(self) -> bool:
+        """Whether an attack went further than it should, as chance has it in one audit of 20."""
+        return any(a.outcome == "suspicious" for a in self.attacks)
+
 
 def why_not_played(configuration: Configuration) -> str | None:
     """Return why a configuration cannot be attacked here, or None."""

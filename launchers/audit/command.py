@@ -16,6 +16,7 @@ from comm_hooks.optim.private.errors import PrivacyError
 
 _VIOLATED = 1
 _BAD_INPUT = 2
+_SUSPICIOUS = 3
 
 
 def audit(
@@ -39,7 +40,7 @@ def audit(
 
     Attacks put canaries into a training of the same clipping, sampling, noise, compressor and
     number of ranks, simulated in this process, and prove a lower bound of epsilon. Exit codes:
-    0, 1 for what is not private, 2 for bad input.
+    0, 1 for what is not private, 2 for bad input, 3 for what is suspicious: run it again.
     """
     try:
         if config is None and ledger is None:
@@ -86,6 +87,8 @@ def audit(
         print_audit(found, confidence)
     if found and found.violated:
         raise typer.Exit(_VIOLATED)
+    if found and found.suspicious:
+        raise typer.Exit(_SUSPICIOUS)
 
 
 def _say(line: str) -> None:

@@ -24,6 +24,7 @@ def as_json(
         content["attacks"] = [{**asdict(a), "outcome": a.outcome} for a in audit.attacks]
         content["problems"] = audit.problems
         content["violated"] = audit.violated
+        content["suspicious"] = audit.suspicious
     return content
 
 
