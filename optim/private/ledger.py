@@ -96,6 +96,8 @@ class Ledger:
     ) -> None:
         if path is not None:
             require_kind(self, "path", path, str, bytes, os.PathLike)
+            if not os.fspath(path):
+                raise ValueError(f"Ledger: path must be the name of a file, got {path!r}")
         self._history: list[GaussianEvent] = []
         # What the steps at the end of the file are.
         self._kind: GaussianEvent | None = None
