@@ -47,7 +47,7 @@ class Rings:
         Every rank sends 2 (N - 1) chunks of N.
         """
         ranks, rank = self._world_size, self._rank
-        reducing, gathering = _tag("reduce", payload), _tag("gather", payload)
+        reducing, gathering = _tag("reduce", payload), _tag("gather sums", payload)
         numel = payload.numel()
         bounds = [numel * chunk // ranks for chunk in range(ranks + 1)]
         chunks = [_segments(payload[a:b]) for a, b in pairwise(bounds)]

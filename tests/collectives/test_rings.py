@@ -71,6 +71,29 @@ def meet_other_sizes(kind: type[Request], sizes: tuple[int, int]) -> str:
     return "nothing"
 
 
+def meet_another_kind(odd: type[Request], usual: type[Request]) -> str:
+    transport = TorchDistributed(dist.new_group(timeout=timedelta(seconds=1)))
+    kind = odd if transport.rank == 1 else usual
+    shape = (transport.world_size, 96) if kind is AllToAll else (96 * transport.world_size,)
+    try:
+        transport.perform(kind(torch.zeros(shape)))
+    except PeerError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("odd", "usual"),
+    [(AllReduce, AllGather), (AllGather, AllReduce), (AllToAll, AllGather), (AllReduce, AllToAll)],
+)
+def test_collectives_of_one_size_do_not_meet(
+    ranks_of: RanksOf, ranks: int, odd: type[Request], usual: type[Request]
+) -> None:
+    for message in ranks_of(ranks).run(meet_another_kind, odd, usual):
+        assert "ranks waited for different things: " in message
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", [AllReduce, AllGather, AllToAll])
 @pytest.mark.parametrize("sizes", [(1000, 200), (200, 1000), (1 << 19, (1 << 19) + 12)])
