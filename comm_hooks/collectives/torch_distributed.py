@@ -5,8 +5,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,10 @@ from comm_hooks.errors import PeerError
 
 # The name since torch 2.13; older versions know only the other one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+# Of all transports of a group, for what the calling thread waits for.
+_gloo_of: WeakKeyDictionary[dist.ProcessGroup, GlooRanks] = WeakKeyDictionary()
 
 
 class TorchDistributed(Transport):
@@ -100,9 +104,11 @@ class TorchDistributed(Transport):
     def ranks_per_node(self) -> int | None:
         return self._ranks_per_node
 
-    @cached_property
+    @property
     def _gloo(self) -> GlooRanks:
-        return self._gloo_ranks()
+        if self._group not in _gloo_of:
+            _gloo_of[self._group] = self._gloo_ranks()
+        return _gloo_of[self._group]
 
     def _gloo_ranks(self) -> GlooRanks:
         """Return the same ranks with connections of their own.  Takes all ranks."""
@@ -133,7 +139,12 @@ class TorchDistributed(Transport):
 
     def _perform(self, request: Request) -> Any:
         if self._goes_by_gloo(request):
-            return self._gloo.perform(request)
+            try:
+                return self._gloo.perform(request)
+            except PeerError:
+                # Nothing more comes over these connections.
+                _gloo_of.pop(self._group, None)
+                raise
         group = self._part(request.group)
         try:
             work, reply = self._issue(request, group)
