@@ -1,5 +1,6 @@
 """How far this process has come among the ranks of a group."""
 
+from collections import Counter
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -14,11 +15,14 @@ class Progress:
     to come: what they tell each other carries the number of the round that it is about.
 
     Attributes:
+        generation: how many groups of the same name this process has had before: a store outlives
+            them, and what they have said.
         begun: rounds that have begun, the present one included.
         forgiven: the last round that had failed here when the present round or comparison began.
         notices: comparisons within the present round.
     """
 
+    generation: int = 0
     begun: int = 0
     forgiven: int = -1
     notices: int = 0
@@ -42,9 +46,14 @@ class Progress:
         self._failed = max(self._failed, number)
 
 
+_generations: Counter[str] = Counter()
 _of_group: WeakKeyDictionary[dist.ProcessGroup, Progress] = WeakKeyDictionary()
 
 
 def progress_of(group: dist.ProcessGroup) -> Progress:
     """Return the progress of this process in a group: one object for all its transports."""
-    return _of_group.setdefault(group, Progress())
+    if group not in _of_group:
+        name = group.group_name
+        _of_group[group] = Progress(_generations[name])
+        _generations[name] += 1
+    return _of_group[group]

@@ -78,8 +78,9 @@ class TorchDistributed(Transport):
         store = dist.distributed_c10d._get_default_store()
         timeout = _timeout(self._group) or dist.default_pg_timeout
         # Of each group for itself: others may go on when one has failed.
-        of_group = PrefixStore(f"comm_hooks {self._group.group_name}", store)
         self._progress = progress_of(self._group)
+        name = f"comm_hooks {self._group.group_name} {self._progress.generation}"
+        of_group = PrefixStore(name, store)
         self._roll_call = RollCall(of_group, self.ranks, dist.get_rank(), timeout, self._progress)
         self._board = NoticeBoard(
             of_group,
