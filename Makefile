@@ -1,6 +1,6 @@
 # make demo   train a small GPT once per method and compare them (10 minutes)
 # make test   lint, type-check and test
-# make bench  print the tables of operators, wire format, per-sample gradients, noise and checks
+# make bench  print the tables of operators, wire format, per-sample gradients, noise, streams and checks
 # make bench-gpu  compare the GPU kernels with a copy (needs a GPU)
 # make links  train over capped links and compare (forty minutes; needs root)
 # make docs   build the documentation site into docs/_build
@@ -36,6 +36,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/per_sample_gradients.py
 	$(BIN)/python benchmarks/noise.py
+	$(BIN)/python benchmarks/streams.py
 	$(BIN)/python -m benchmarks.checks
 
 bench-gpu: $(READY)
