@@ -45,6 +45,8 @@ def play(case: Case, rank: int, port: int, prefix: str, connection: Connection) 
         world_size=case.method.ranks,
         timeout=timedelta(seconds=TIMEOUT_SECONDS),
     )
+    # Or a rank that is refused at once would leave while others are still connecting to it.
+    dist.barrier()
     try:
         training = _run(case, rank, connection)
     except Exception as error:
