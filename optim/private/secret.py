@@ -88,12 +88,19 @@ class Stream:
         self._label = label
         self._pieces = 0
 
-    def generator(self) -> np.random.Generator:
-        """Return a generator for the next piece, which shares nothing with the others."""
+    def seeds(self) -> tuple[int, int]:
+        """Return Philox's key, 128 bits, and its counter, 256, for the next piece.
+
+        The lower half of the counter is 0, and the piece's own: 2^130 numbers.
+        """
         key, start = self._secret.seeds(f"{self._label} {self._pieces}")
         self._pieces += 1
-        # The lower half of the counter is the piece's own: 2^130 numbers.
-        return np.random.Generator(np.random.Philox(key=key, counter=start << 128))
+        return key, start << 128
+
+    def generator(self) -> np.random.Generator:
+        """Return a generator for the next piece, which shares nothing with the others."""
+        key, counter = self.seeds()
+        return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
     def draw(self, count: int, rate: float) -> list[int]:
         """Return the numbers below ``count``, each with probability ``rate`` by itself.

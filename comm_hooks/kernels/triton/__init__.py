@@ -30,7 +30,7 @@ def available(tensor: torch.Tensor) -> bool:
     return (
         tensor.is_cuda
         and tensor.dtype == torch.float32
-        and tensor[0].numel() < _LARGEST_ROW
+        and 0 < tensor[0].numel() < _LARGEST_ROW
         and _is_installed()
     )
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from benchmarks import gpu_kernels
 from comm_hooks import kernels, randomness
 from comm_hooks.kernels.count_sketch import draw, reference_sketch, reference_unsketch
+from comm_hooks.kernels.gaussian import reference_add_gaussian_
 from comm_hooks.kernels.hadamard import reference_hadamard
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.scatter import reference_scatter_sum
@@ -24,6 +25,7 @@ from comm_hooks.kernels.top_k import reference_block_top_k
 from comm_hooks.kernels.triton import (
     LARGEST_BLOCK,
     count_sketch,
+    gaussian,
     hadamard,
     random_signs,
     scatter,
@@ -253,6 +255,12 @@ def check_dispatch(device: str) -> None:
             "multiply_signs_",
             lambda: randomness.multiply_signs_(rows.clone(), [1]),
         ),
+        (
+            kernels.gaussian,
+            gaussian,
+            "add_gaussian_",
+            lambda: kernels.gaussian.add_gaussian_(rows[0].clone(), 1.0, 1 << 127, 1 << 128),
+        ),
     ]
     for module, on_gpu, name, call in calls:
         for is_available in (True, False):
@@ -286,3 +294,12 @@ def check_benchmark(device: str) -> None:
     for case in cases:
         case.call()
     assert all(8192 <= case.nbytes < 13 * 8192 for case in cases)
+
+
+def check_gaussian(device: str, values: Array, std: float, key: int, counter: int) -> None:
+    """float64, rounded once at the end: to the other side, where a logarithm's last bit differs."""
+    found, expected = torch.from_numpy(values).to(device), torch.from_numpy(values.copy())
+    gaussian.add_gaussian_(found, std, key, counter)
+    reference_add_gaussian_(expected, std, key, counter)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1.2e-7, atol=1e-13 * std)
+    assert (found.cpu() != expected).sum() <= 1 + len(values) // 1000

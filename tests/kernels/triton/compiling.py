@@ -16,6 +16,7 @@ from triton.runtime import JITFunction
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.triton import (
     count_sketch,
+    gaussian,
     hadamard,
     random_signs,
     scatter,
@@ -80,6 +81,7 @@ def _is_multiple_of_16(value: Any) -> bool:
 def _launch_all(rows: torch.Tensor, *, width: int, size: int, kept: int) -> None:
     n, numel = rows.shape
     hadamard.hadamard(rows)
+    gaussian.add_gaussian_(rows, 1.0, key=1, counter=1 << 128)
     draws = (np.zeros((n, numel // width), np.int64),) * 2
     count_sketch.sketch(rows, width, *draws)
     count_sketch.unsketch(rows, torch.zeros(n, width), *draws, alpha=0.5, add=True)

@@ -148,6 +148,13 @@ def test_hadamard_in_several_passes(interpreted: Check, length: int) -> None:
     interpreted("check_hadamard", matrix, 64, 8)
 
 
+@pytest.mark.parametrize("numel", [1, 512, 513, 1024, 1025, 3000])
+def test_gaussian_noise(interpreted: Check, numel: int) -> None:
+    values = np.linspace(-30, 30, numel, dtype=np.float32)
+    for key, counter in ((1, 1 << 128), (2**128 - 1, (2**128 - 1) << 128)):
+        interpreted("check_gaussian", values, 1.7, key, counter)
+
+
 def test_callers_take_them_where_available(interpreted: Check) -> None:
     interpreted("check_dispatch")
 
@@ -183,6 +190,7 @@ def test_the_same_on_a_gpu() -> None:
                 checks.check_sketch("cuda", vectors[0], width, [1, 2])
                 checks.check_unsketch("cuda", vectors[1][:, :width].copy(), [1, 2], 0.5, tied)
         checks.check_multiply_signs("cuda", vectors[0], [1, 2])
+        checks.check_gaussian("cuda", vectors[0][0], 1.7, 2**127 + 1, 2**255)
     checks.check_dispatch("cuda")
     for bits in range(24):
         checks.check_hadamard("cuda", normal(3, 1 << bits))
