@@ -70,6 +70,9 @@ class IndependenceProbe:
         model: as the loss function takes it.  Its buffers may not change.
         loss_function: ``loss_function(model, batch)`` returns the loss of each sample, ``(B,)``.
 
+    Attributes:
+        epsilon: of the coarsest dtype that was met so far.
+
     Not noticed: what this batch does not show, such as a margin that none of it comes near; what is
     below the tolerance; what depends on absent samples only, in training only, if the model is
     random; what a model keeps outside of its buffers.  Extreme samples for which the loss function
@@ -91,14 +94,14 @@ class IndependenceProbe:
         self._model = model
         self._loss_function = loss_function
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._epsilon = 0.0
+        self.epsilon = 0.0
         self._has_seen = False
         devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
         self._devices = sorted(device.index for device in devices)
         for parameter in self._parameters:
             self._note(parameter)
             if parameter.is_cuda and parameter.dtype is torch.float32:
-                self._epsilon = max(self._epsilon, 2.0**-10)  # TF32
+                self.epsilon = max(self.epsilon, 2.0**-10)  # TF32
 
     def look(self, batch: Any) -> bool:
         """Look at a batch, unless one has been looked at; return whether one has been.
@@ -132,7 +135,7 @@ class IndependenceProbe:
     def _compare_replaced(self, rows: list[torch.Tensor]) -> None:
         everything = range(len(rows[0]))
         once, again = (self._seen(rows, everything) for _ in range(2))
-        if self._differ(once, again, math.sqrt(self._epsilon)):
+        if self._differ(once, again, math.sqrt(self.epsilon)):
             raise PrivacyError(
                 "the losses of a batch come out otherwise when they are computed again, so that "
                 "samples cannot be shown to be independent: let the model keep nothing of what it "
@@ -161,7 +164,7 @@ class IndependenceProbe:
     def _is_random(self, rows: list[torch.Tensor]) -> bool:
         everything = range(len(rows[0]))
         once, again = (self._seen(rows, everything, draws_before=draws) for draws in (0, 17))
-        return self._differ(once, again, self._epsilon)
+        return self._differ(once, again, self.epsilon)
 
     def _dropouts(self) -> Sequence[nn.Module]:
         kinds = (_DropoutNd, nn.MultiheadAttention)
@@ -193,11 +196,11 @@ class IndependenceProbe:
 
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
-            self._epsilon = max(self._epsilon, torch.finfo(tensor.dtype).eps)
+            self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
         return tensor
 
     def _require_same(self, before: "_Seen", after: "_Seen") -> None:
-        if self._differ(before, after, math.sqrt(self._epsilon)):
+        if self._differ(before, after, math.sqrt(self.epsilon)):
             raise PrivacyError(
                 "the loss of a sample depends on other samples of its batch, so that clipping "
                 "bounds nobody's influence: use a model that sees one sample at a time, a loss "

@@ -286,6 +286,25 @@ def test_calls_without_gradients_and_passes_elsewhere_do_no_harm(kind: Kind) -> 
 
 
 @both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_and_autocast(kind: Kind, dtype: torch.dtype) -> None:
+    def under_autocast(model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.autocast("cpu", dtype):
+            return sample_losses(model, batch)
+
+    for seed in range(10):
+        model, batch = make("mlp", seed), draw(9, seed)
+        expected = ours(model, batch)
+        losses = [(model, under_autocast), (make("mlp", seed, dtype), sample_losses)]
+        for trained, loss in losses[dtype is torch.float64 :]:
+            inputs = batch[0].to(dtype if trained is not model else torch.float32)
+            gradients = kind(trained, loss, 0.4)
+            gradients.backward((inputs, batch[1]))
+            found = gradients.take()
+            assert distance(found, expected) < 0.05 * norm(found.tensors)
+
+
+@both
 def test_it_can_go_on_after_a_batch_that_failed(kind: Kind) -> None:
     fails = False
 
