@@ -1,6 +1,7 @@
 """The entrance: makes training private, and knows what it has cost."""
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -452,7 +453,11 @@ def clipped_gradients(
 ) -> ClippedGradients:
     """Return what computes clipped sums of the per-sample gradients of a model."""
     kind: Callable[..., ClippedGradients] = PerSampleGradients
-    if grad_sample_mode != "functorch":
+    if grad_sample_mode == "functorch":
+        loaded = sys.modules.get("comm_hooks.optim.private.opacus")
+        if loaded is not None:
+            loaded.detach(module)
+    else:
         from comm_hooks.optim.private import opacus
 
         ghost = grad_sample_mode == "ghost"

@@ -341,6 +341,12 @@ def _hooks_of(module: "nn.Module | GradSampleHooks", kind: type, name: str) -> "
     return kind(model, loss_reduction="sum")
 
 
+def detach(module: nn.Module) -> None:
+    """Remove Opacus's hooks from a model, which could not be called under ``vmap`` with them."""
+    for known in _attached(module):
+        known.cleanup()
+
+
 def _attached(model: nn.Module) -> "set[GradSampleHooks]":
     hooks = (hook for layer in model.modules() for hook in layer._forward_hooks.values())
     owners = (getattr(hook, "__self__", None) for hook in hooks)

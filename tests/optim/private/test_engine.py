@@ -604,6 +604,20 @@ def test_all_modes_take_the_same_step() -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_may_be_trained_in_one_mode_after_another() -> None:
+    pytest.importorskip("opacus")
+
+    def losses(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    model = small_model()
+    for mode in ("hooks", "functorch", "ghost", "hooks", "functorch"):
+        settings = {"loss_function": losses, "grad_sample_mode": mode, **first(12)}
+        _, optimizer, loader = private(PrivacyEngine(), model, **settings)
+        optimizer.backward(next(iter(loader)))
+        optimizer.step()
+
+
 def test_steps_that_were_rolled_back_count(tmp_path: Path) -> None:
     """The checkpoint is of step 4, the crash came at step 8, the ledger knows."""
     path = tmp_path / "ledger.jsonl"
