@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -49,18 +49,11 @@ class ClippedGradients(ABC):
         max_grad_norm: C, after the transform.
         transform: applied to every sample's gradient before clipping; None for none.  Set before
             the first sample of a step.
-        takes_losses: whether :meth:`backward` is given the loss of each sample, not the samples.
     """
 
     parameters: list[torch.nn.Parameter]
     max_grad_norm: float
     transform: PublicTransform | None = None
-    takes_losses: ClassVar[bool] = False
-
-    @property
-    def pending(self) -> bool:
-        """Whether ``loss.backward()`` has left something that :meth:`accumulate` is to add."""
-        return False
 
     def samples_in(self, batch: Any) -> int:
         """Return how many samples :meth:`backward` would add.
@@ -70,32 +63,14 @@ class ClippedGradients(ABC):
         """
         return len(batch)
 
+    @abstractmethod
     def backward(self, batch: Any) -> torch.Tensor:
-        """Add the clipped gradients of a batch; return its mean loss, detached.
-
-        Raises:
-            ValueError: where gradients are taken from ``loss.backward()`` instead.
-        """
-        raise ValueError(
-            f"{type(self).__name__} takes gradients from loss.backward(): call that, not "
-            "optimizer.backward(batch)"
-        )
-
-    def accumulate(self) -> int:
-        """Add what ``loss.backward()`` has left for a part of a batch; return how many samples.
-
-        Raises:
-            ValueError: where :meth:`backward` does that.
-        """
-        raise ValueError(
-            f"{type(self).__name__} adds up in optimizer.backward(batch): call that for each part"
-        )
+        """Add the clipped gradients of a batch; return its mean loss, detached."""
 
     @abstractmethod
     def take(self) -> ClippedSum:
         """Return the sum since the last call, and start a new one."""
 
-    def discard(self) -> bool:
-        """Forget the sum since the last :meth:`take`; return whether there was one."""
-        taken = self.take()
-        return taken.samples + taken.not_finite > 0
+    def discard(self) -> None:
+        """Forget the sum since the last :meth:`take`."""
+        self.take()

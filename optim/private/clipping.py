@@ -93,12 +93,9 @@ class SampleClipper(Settled, ClippedGradients):
         self._start()
         return taken
 
-    def discard(self) -> bool:
-        """Forget the sum since the last call of :meth:`take`; return whether there was one."""
-        has_samples = self._samples + self._not_finite > 0
-        if has_samples:
-            self._start()
-        return has_samples
+    def discard(self) -> None:
+        """Forget the sum since the last call of :meth:`take`."""
+        self._start()
 
     def _start(self) -> None:
         self._sums = [

@@ -71,6 +71,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self.mechanism = mechanism
         self._enter = enter
         self._claim = Claim(tickets)
+        self._raw = _RawGradients(gradients.parameters)
         self._transform_is_due = True
         self.not_finite = 0
         inner.register_step_pre_hook(_refuse_other_steps)
@@ -100,7 +101,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         """Return the names of the parameters, in the order of the gradients."""
         return self._names
 
-    def backward(self, batch: Any, *, of: Any = None, part: Any = None) -> torch.Tensor:
+    def backward(self, batch: Any, *, of: Any = None) -> torch.Tensor:
         """Add the clipped gradients of the batch that was drawn; return its mean loss.
 
         The loss is private: what is logged of it is not covered by the guarantee.  If this fails
@@ -108,44 +109,22 @@ class DPOptimizer(Settled, WrappingOptimizer):
 
         Args:
             batch: what the loss function takes, tensors with one sample in each row; it may have
-                none.  With ghost clipping instead the loss of each sample.
+                none.
             of: the batch, if the first argument is a part of it: slices of its tensors, until all
                 of its rows were used.
-            part: with ghost clipping, the part of which these are the losses.
 
         Raises:
-            ValueError: where ``loss.backward()`` is to be used instead.
-            PrivacyError: for anything but the batch whose turn it is, once.
+            PrivacyError: for anything but the batch whose turn it is, once, and after
+                ``loss.backward()``, whose gradients are discarded.
         """
-        if part is not None and not self.gradients.takes_losses:
-            raise ValueError("DPOptimizer: part is for losses: pass backward(part, of=batch)")
+        self._raw.refuse()
         self._set_transform()
-        rows = self.gradients.samples_in(batch)
-        self._claim.admit(rows, part if self.gradients.takes_losses else batch, of)
+        self._claim.admit(self.gradients.samples_in(batch), batch, of)
         try:
             return self.gradients.backward(batch)
         except BaseException:
             self.gradients.discard()
             self._claim.restart()
-            raise
-
-    def accumulate(self, part: Any = None, *, of: Any = None) -> None:
-        """Add what ``loss.backward()`` computed for a part of a batch; not before :meth:`step`.
-
-        Args:
-            part: slices of the batch's tensors, of which the loss was; None for the whole batch.
-            of: the batch.
-
-        Raises:
-            ValueError: where :meth:`backward` does that.
-            PrivacyError: for anything but the batch whose turn it is, once; it is then discarded.
-        """
-        self._set_transform()
-        rows = self.gradients.accumulate()
-        try:
-            self._claim.admit(rows, part, of)
-        except PrivacyError:
-            self._discard()
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -154,24 +133,23 @@ class DPOptimizer(Settled, WrappingOptimizer):
         It cannot be used again: draw the next one.
         """
         super().zero_grad(set_to_none)
-        self._discard()
-
-    def _discard(self) -> None:
-        self._claim.discard(has_seen_samples=self.gradients.discard())
+        self._raw.forget()
+        self.gradients.discard()
+        self._claim.discard()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take a private step on all ranks together.
 
         Raises:
-            PrivacyError: if it would exceed the budget, or has no drawn batch, or not all of it.
+            PrivacyError: if it would exceed the budget, or has no drawn batch, or not all of it,
+                and after ``loss.backward()``, whose gradients are discarded.
             ConfigMismatchError: in the first step, if ranks are configured differently.
         """
         if closure is not None:
             raise ValueError("DPOptimizer: a closure would be evaluated without accounting for it")
+        self._raw.refuse()
         self._set_transform()
-        if self.gradients.pending:
-            self.accumulate()
         self._claim.require_whole()
         self._require_settled()
         clipped = self.gradients.take()
@@ -199,7 +177,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         Raises:
             PrivacyError: between ``backward()`` and :meth:`step`.
         """
-        if self._claim.has_begun or self.gradients.pending:
+        if self._claim.has_begun:
             raise PrivacyError(
                 "settings are changed between steps, and this one has begun: call step() or "
                 "zero_grad() first"
@@ -239,6 +217,34 @@ class DPOptimizer(Settled, WrappingOptimizer):
                 transform = PublicTransform(scale, shift)
             self.gradients.transform = transform
         self._transform_is_due = False
+
+
+class _RawGradients:
+    """Notices gradients that ``loss.backward()`` adds to ``p.grad``: neither clipped nor noised."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._found = False
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        self._found = True
+
+    def forget(self) -> None:
+        self._found = False
+
+    def refuse(self) -> None:
+        """Raise ``PrivacyError`` if there are any that nobody has cleared, and clear them."""
+        found, self._found = self._found, False
+        if found and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters):
+            for parameter in self._parameters:
+                parameter.grad = None
+            raise PrivacyError(
+                "loss.backward() was called, whose gradients are neither clipped nor noised: call "
+                "optimizer.backward(batch) instead, which calls the loss function. They are "
+                "discarded"
+            )
 
 
 def _refuse_other_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

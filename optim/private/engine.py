@@ -1,13 +1,13 @@
 """The entrance: makes training private, and knows what it has cost."""
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -27,6 +27,7 @@ from comm_hooks.optim.private.accounting import (
 )
 from comm_hooks.optim.private.accounting.accountant import require_delta
 from comm_hooks.optim.private.accounting.events import seen_by
+from comm_hooks.optim.private.batches import LossFunction
 from comm_hooks.optim.private.client_level import PrivateParticipation
 from comm_hooks.optim.private.clipped_sum import ClippedGradients
 from comm_hooks.optim.private.dp_optimizer import DPOptimizer
@@ -38,7 +39,7 @@ from comm_hooks.optim.private.mechanism import (
     require_positive_number,
 )
 from comm_hooks.optim.private.model_checks import check_model, refuse_later_hooks
-from comm_hooks.optim.private.per_sample import LossFunction, PerSampleGradients
+from comm_hooks.optim.private.per_sample import PerSampleGradients
 from comm_hooks.optim.private.placement import Place, require_known_variance
 from comm_hooks.optim.private.poisson import private_loader
 from comm_hooks.optim.private.same_data import compare_datasets
@@ -70,7 +71,7 @@ class PrivacyEngine:
         >>> dataset = TensorDataset(torch.randn(256, 8), torch.randint(8, (256,)))
         >>> def loss_function(model, batch):
         ...     inputs, labels = batch
-        ...     return torch.nn.functional.cross_entropy(model(inputs), labels)
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels, reduction="none")
         >>> engine = PrivacyEngine()
         >>> model, optimizer, loader = engine.make_private(
         ...     module=model,
@@ -118,7 +119,7 @@ class PrivacyEngine:
         max_grad_norm: float,
         sample_rate: float,
         expected_batch_size: float,
-        loss_function: LossFunction | None = None,
+        loss_function: LossFunction,
         placement: Place = "central",
         noise: NoiseKind = "gaussian",
         exchange: Exchange | None = None,
@@ -129,7 +130,7 @@ class PrivacyEngine:
 
         Args:
             module: the model, the same on all ranks, or one in ``DistributedDataParallel`` (whose
-                averaging is not used).
+                averaging is not used).  It is what is returned.
             optimizer: over the model's parameters; what it gets for gradients is noised.
             data_loader: over the whole dataset, the same on all ranks.  Of its samples rank i of N
                 gets those at i, i + N, ...; every step draws each of them with ``sample_rate``.
@@ -137,18 +138,18 @@ class PrivacyEngine:
             max_grad_norm: C, the norm to which every sample's gradient is clipped.
             sample_rate: q.  Public: do not compute it from the exact number of private samples.
             expected_batch_size: B, by which sums are divided; over all ranks, and public.
-            loss_function: ``loss_function(model, batch)`` returns the mean loss of a batch; for
-                ``"functorch"``.
+            loss_function: ``loss_function(model, batch)`` returns the loss of each sample,
+                ``(B,)``, which knows nothing of the others.  ``"functorch"`` passes samples one at
+                a time, and takes a mean over them as well.
             placement: where noise is added; see
                 :class:`~comm_hooks.optim.private.GaussianMechanism`.
             noise: ``"gaussian"`` or ``"discrete"``; see the same.
             exchange: compresses; by default nothing is compressed.
-            grad_sample_mode: ``"functorch"``: per-sample gradients by ``torch.func``, in
-                ``optimizer.backward(batch)``; ``"hooks"``: by Opacus, in ``loss.backward()``;
-                ``"ghost"``: by Opacus, in ``optimizer.backward(loss of each sample)``, which
-                needs the least memory, but see
+            grad_sample_mode: how ``optimizer.backward(batch)`` finds per-sample gradients:
+                ``"functorch"``, by ``torch.func``; ``"hooks"``, by Opacus; ``"ghost"``, by Opacus
+                without any sample's gradient, which needs the least memory, but see
                 :class:`~comm_hooks.optim.private.opacus.OpacusGhostGradients` about sequences.
-            micro_batch_size: samples whose gradients are in memory at a time (``"functorch"``).
+            micro_batch_size: how many samples to pass to the loss function at a time.
 
         Raises:
             PrivacyError: for what would not be private: a model that mixes samples, a comm hook, a
@@ -170,7 +171,7 @@ class PrivacyEngine:
             noise=noise,
         )
         require_known_variance(type(optimizer), mechanism.scheme())
-        module, gradients = clipped_gradients(
+        gradients = clipped_gradients(
             module, loss_function, max_grad_norm, grad_sample_mode, micro_batch_size
         )
         transport = exchange.transport
@@ -445,30 +446,23 @@ class PrivacyEngine:
 
 def clipped_gradients(
     module: nn.Module,
-    loss_function: LossFunction | None,
+    loss_function: LossFunction,
     max_grad_norm: float,
     grad_sample_mode: str,
     micro_batch_size: int | None,
-) -> tuple[nn.Module, ClippedGradients]:
-    """Return the model to call, and what computes clipped sums of its per-sample gradients."""
+) -> ClippedGradients:
+    """Return what computes clipped sums of the per-sample gradients of a model."""
+    kind: Callable[..., ClippedGradients] = PerSampleGradients
     if grad_sample_mode == "functorch":
-        if loss_function is None:
-            raise ValueError(
-                "loss_function is needed: loss_function(model, batch) -> mean loss; or take "
-                'grad_sample_mode="hooks", which needs Opacus'
-            )
-        return module, PerSampleGradients(
-            module, loss_function, max_grad_norm, micro_batch_size=micro_batch_size
-        )
-    if isinstance(module, DistributedDataParallel):
-        raise PrivacyError(
-            f"with grad_sample_mode={grad_sample_mode!r} loss.backward() would let DDP send raw "
-            "gradients to the other ranks. Valid instead: the module inside of it, or "
-            '"functorch"'
-        )
-    from comm_hooks.optim.private import opacus
+        loaded = sys.modules.get("comm_hooks.optim.private.opacus")
+        if loaded is not None:
+            loaded.detach(module)
+    else:
+        from comm_hooks.optim.private import opacus
 
-    return opacus.wrap(module, max_grad_norm, ghost=grad_sample_mode == "ghost")
+        ghost = grad_sample_mode == "ghost"
+        kind = opacus.OpacusGhostGradients if ghost else opacus.OpacusGradients
+    return kind(module, loss_function, max_grad_norm, micro_batch_size=micro_batch_size)
 
 
 def _dense_exchange() -> Exchange:

@@ -106,6 +106,45 @@ def unchanged_buffers() -> Iterator[None]:
         )
 
 
+@contextmanager
+def unwritten_buffers(model: nn.Module) -> Iterator[None]:
+    """Refuse what writes to a model's buffers or parameters meanwhile; buffers are restored.
+
+    Raises:
+        PrivacyError: in the end, if something was written.
+    """
+    before = [
+        (module, name, buffer, buffer._version, buffer.clone())
+        for module in model.modules()
+        for name, buffer in _own_buffers(module)
+    ]
+    known = {(module, name) for module, name, *_ in before}
+    versions = [(name, p, p._version) for name, p in model.named_parameters()]
+    written = []
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            for name in [n for n, _ in _own_buffers(module) if (module, n) not in known]:
+                delattr(module, name)
+                written.append(f"{type(module).__name__}.{name}")
+        for module, name, buffer, version, value in before:
+            is_same = getattr(module, name, None) is buffer and buffer._version == version
+            # The kernels of batch norm do not count that they have written.
+            if not is_same or not torch.equal(buffer, value):
+                with torch.no_grad():
+                    buffer.copy_(value)
+                setattr(module, name, buffer)
+                written.append(f"{type(module).__name__}.{name}")
+    written += [name for name, p, version in versions if p._version != version]
+    if written:
+        raise PrivacyError(
+            "the forward pass writes to the model, which would keep what it has seen without "
+            f"noise: {', '.join(sorted(set(written)))}. Use modules that do not, or eval() for "
+            "those that write in training only"
+        )
+
+
 def _own_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return module.named_buffers(recurse=False)
 

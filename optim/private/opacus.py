@@ -1,254 +1,286 @@
 """Per-sample gradients of Opacus: its hooks, and ghost clipping.  Needs ``comm-hooks[dp]``."""
 
-from typing import Any, cast
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 
-from comm_hooks.optim.private.clipped_sum import ClippedSum
-from comm_hooks.optim.private.clipping import SampleClipper, clip_factors
+from comm_hooks.compressors.base import require_kind
+from comm_hooks.optim.private.batches import BatchClipper, LossFunction
+from comm_hooks.optim.private.clipping import clip_factors, sample_norms
 from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.independence import IndependenceProbe
-from comm_hooks.optim.private.per_sample import require_used
+from comm_hooks.optim.private.independence import IndependenceProbe, sample_losses
+from comm_hooks.optim.private.per_sample import require_used, unwrapped
 
 try:
     from opacus.grad_sample import (
         GradSampleHooks,
         GradSampleHooksFastGradientClipping,
-        GradSampleModule,
         GradSampleModuleExpandedWeights,
-        GradSampleModuleFastGradientClipping,
     )
 except ImportError as error:
     raise ImportError('Opacus is not installed: pip install "comm-hooks[dp]"') from error
 
+# What is said of a first layer, whose inputs need no gradient.
+warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
 
-class OpacusGradients(SampleClipper):
-    """The sum of clipped per-sample gradients that the hooks of Opacus have computed.
+# Of so many samples of the first batch it is looked whether Opacus's norm is that of their own
+# gradient, up to a difference that rounding does not make.
+_COMPARED = 8
 
-    After ``loss.backward()`` call :meth:`accumulate`, or :meth:`take` at once.  They take
-    ``p.grad_sample`` of every parameter, which Opacus has scaled to be each sample's own gradient
-    (times the batch size with ``loss_reduction="mean"``), transform, clip and add as
-    :class:`~comm_hooks.optim.private.clipping.SampleClipper` says.
+
+class HookedGradients(BatchClipper):
+    """What both ways of Opacus have in common: a loss of each sample, and hooks around it.
+
+    The hooks are on in :meth:`backward` alone, so that the model can be called and differentiated
+    elsewhere as if there were none.  What the loss function may call is checked: in the first batch
+    of two samples by
+    :class:`~comm_hooks.optim.private.independence.IndependenceProbe`, and by the norms that Opacus
+    finds, which must be those of the samples' own gradients; in every batch by what the forward
+    pass writes to the model, and by the number of rows in every layer.
 
     Args:
-        module: Opacus's ``GradSampleModule`` around the model, or the ``GradSampleHooks`` that are
-            attached to it; also with ``force_functorch=True``.  Its ``loss_reduction`` must be that
-            of the loss, or samples are clipped at another norm than C.
+        module: the model, as it is or in ``DistributedDataParallel``, or one to which Opacus is
+            attached in the same mode.
+        loss_function: ``loss_function(model, batch)`` returns the loss of each sample, ``(B,)``.
+            The model it is given is the one inside of all wrappers.
         max_grad_norm: C.
+        micro_batch_size: how many samples to pass to the loss function at a time.
+    """
+
+    _hooks_class: ClassVar[type]
+
+    def __init__(
+        self,
+        module: "nn.Module | GradSampleHooks",
+        loss_function: LossFunction,
+        max_grad_norm: float,
+        *,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        require_kind(self, "module", module, nn.Module, GradSampleHooks)
+        self._hooks: Any = _hooks_of(module, self._hooks_class, type(self).__name__)
+        model = cast(nn.Module, self._hooks._module)
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        super().__init__(
+            model, loss_function, list(named.values()), max_grad_norm, micro_batch_size
+        )
+        self._names = list(named)
+        self._probe = IndependenceProbe(model, loss_function)
+        self._is_compared = False
+        self._forget()
+        self._hooks.disable_hooks()
+
+    @abstractmethod
+    def _differentiate(self, losses: torch.Tensor, scalar: torch.Tensor) -> torch.Tensor:
+        """Have Opacus differentiate the scalar; return each sample's norm, as clipping sees it."""
+
+    @abstractmethod
+    def _add_losses(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
+        """Add the clipped gradients to the sum."""
+
+    def _add_batch(self, batch: Any, size: int) -> torch.Tensor:
+        is_shown = self._probe.look(batch)
+        try:
+            with torch.enable_grad():
+                with self._hooked():
+                    losses = sample_losses(self._model, self._loss_function, batch, size)
+                    # Opacus multiplies by the number of rows where it expects a mean.
+                    is_mean = self._hooks.loss_reduction == "mean"
+                    norms = self._differentiate(losses, losses.mean() if is_mean else losses.sum())
+                if is_shown and not self._is_compared:
+                    self._compare(losses, norms)
+                self._add_losses(losses, norms)
+        finally:
+            self._forget()
+        return losses.detach()
+
+    def _compare(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
+        """Look whether the rows of what Opacus has computed belong to the samples."""
+        if len(losses) < 2 or not bool((losses.isfinite() & norms.isfinite()).all()):
+            return  # 0 x infinity, of another sample, would spoil the gradient of one
+        tolerance = 4 * math.sqrt(self._probe.epsilon)
+        for row in range(min(len(losses), _COMPARED)):
+            own = torch.autograd.grad(
+                losses[row], self.parameters, retain_graph=True, materialize_grads=True
+            )
+            expected = float(sample_norms([gradient[None].float() for gradient in own]))
+            if abs(float(norms[row]) - expected) > tolerance * expected + 1e-30:
+                raise PrivacyError(
+                    f"the gradient of a sample has norm {expected:g}, and Opacus finds "
+                    f"{float(norms[row]):g}, so that it would be clipped wrongly: every layer must "
+                    'see the samples in the order of the batch. Valid instead: "functorch"'
+                )
+        self._is_compared = True
+
+    def _require_rows(self, found: list[Any], size: int) -> None:
+        """Make sure that every layer has seen every sample once, and in one row."""
+        for name, layer in self._model.named_modules():
+            if vars(layer).get("activations"):
+                raise ValueError(
+                    f"{name or 'the model'} was called with gradients that the loss does not use, "
+                    "so that Opacus cannot tell which of its calls is which: call what is not "
+                    "differentiated under torch.no_grad()"
+                )
+        require_used(self._names, found)
+        rows = [len(samples) for samples in found]
+        if any(count != size for count in rows):
+            listed = ", ".join(f"{n}: {r}" for n, r in zip(self._names, rows, strict=True))
+            raise ValueError(
+                f"layers have seen other numbers of rows than the batch has samples, {size}, so "
+                f"that it is not known which gradients belong together: {listed}. The first "
+                "dimension must be the sample in every layer"
+            )
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        self._forget()
+        self._hooks.enable_hooks()
+        try:
+            yield
+        finally:
+            self._hooks.disable_hooks()
+
+    def _forget(self) -> None:
+        """Remove what Opacus keeps of a batch, also where a pass has failed half way."""
+        for layer in self._hooks.iterate_submodules(self._model):
+            vars(layer).pop("activations", None)
+            vars(layer).pop("max_batch_len", None)
+        for parameter in self.parameters:
+            vars(parameter).pop("_current_grad_sample", None)
+            kept = cast(Any, parameter)
+            kept.grad_sample = kept._norm_sample = None
+            kept._forward_counter = 0
+
+
+class OpacusGradients(HookedGradients):
+    """The sum of clipped per-sample gradients that the hooks of Opacus compute.
+
+    One backward pass of the sum of the losses, in which they find every sample's gradient, which is
+    transformed, clipped and added as :class:`~comm_hooks.optim.private.clipping.SampleClipper`
+    says.  The loss function may call the model several times, on the same samples in the same
+    order.
+
+    Args:
+        module: the model, also in ``DistributedDataParallel`` or in Opacus's ``GradSampleModule``,
+            or the ``GradSampleHooks`` that are attached to it, also with ``force_functorch=True``.
+            Hooks are attached to it.
+        loss_function: ``loss_function(model, batch)`` returns the loss of each sample, ``(B,)``.
+        max_grad_norm: C.
+        micro_batch_size: how many samples' gradients are in memory at a time.
 
     Raises:
-        ValueError: for a module without per-sample gradients, C out of range, or a model with
-            nothing to train.
+        ValueError: for a module with hooks of another kind, C out of range, or a model with nothing
+            to train.
         PrivacyError: for ``grad_sample_mode="ew"``, which adds up the samples of several backward
-            passes before they can be clipped, and cannot have an empty batch.
-
-    Not supported: two forward passes on different samples before one backward pass.  Opacus adds
-    the i-th of each into one.
+            passes before they can be clipped, and cannot have an empty batch; in :meth:`backward`
+            for samples that depend on each other, or are not where Opacus expects them, and for a
+            forward pass that writes to the model.
+        NotImplementedError: by Opacus, for layers that it cannot take.
 
     Example::
 
         >>> import torch
-        >>> from opacus import GradSampleModule
         >>> from comm_hooks.optim.private.opacus import OpacusGradients
-        >>> module = GradSampleModule(model)
-        >>> gradients = OpacusGradients(module, max_grad_norm=1.0)
-        >>> module(torch.randn(16, 8)).square().sum(1).mean().backward()
-        >>> gradients.accumulate()
-        16
+        >>> def loss_function(model, batch):
+        ...     return model(batch).square().sum(1)
+        >>> gradients = OpacusGradients(model, loss_function, max_grad_norm=1.0)
+        >>> loss = gradients.backward(torch.randn(16, 8))
         >>> gradients.take().samples
         16
     """
 
-    def __init__(self, module: "nn.Module | GradSampleHooks", max_grad_norm: float) -> None:
-        if isinstance(module, GradSampleModuleExpandedWeights):
-            raise PrivacyError(
-                'grad_sample_mode="ew" adds up the samples of several backward passes, so that '
-                'clipping bounds none of them: use "hooks" or "functorch"'
-            )
-        self._names, parameters = _trainable(type(self).__name__, module, ghost=False)
-        super().__init__(parameters, max_grad_norm)
+    _hooks_class = GradSampleHooks
 
-    def samples_in(self, batch: Any) -> int:
-        """Raise ``ValueError``: a batch is passed to the model."""
-        return len(self.backward(batch))
-
-    @property
-    def pending(self) -> bool:
-        """Whether ``loss.backward()`` has left something that :meth:`accumulate` is to add."""
-        return bool(self._pending())
-
-    def accumulate(self) -> int:
-        """Add what the last backward pass has left, and clear it; ``p.grad`` as well.
-
-        ``p.grad`` holds the raw gradient, which nobody needs.  To be called after every backward
-        pass, which shows that it is of other samples: two losses on the same ones would let each
-        count twice.
-
-        Returns:
-            How many samples the backward pass had.
-
-        Raises:
-            ValueError: if there was no backward pass, if it did not reach a parameter, or if
-                parameters have seen different numbers of samples; the sum stays as it was.
-            PrivacyError: if there were several, whose gradients are discarded.
-        """
-        # After several backward passes it is a list, with one tensor for each.
-        found = self._pending()
-        if not found:
-            raise ValueError(
-                "there are no per-sample gradients: call accumulate() after loss.backward(), "
-                "before zero_grad(). An empty batch that was not passed through the model needs "
-                "no accumulate()"
-            )
-        require_used(self._names, found)
-        passes = [samples if isinstance(samples, list) else [samples] for samples in found]
-        counts = [[len(samples) for samples in of_parameter] for of_parameter in passes]
-        if any(count != counts[0] for count in counts):
-            listed = ", ".join(f"{n}: {c}" for n, c in zip(self._names, counts, strict=True))
-            raise ValueError(
-                "parameters have seen different numbers of samples, so that it is not known which "
-                f"gradients belong together: {listed}. The first dimension must be the sample in "
-                "every layer, and every backward pass must reach every parameter"
-            )
-        self._clear()
-        if len(counts[0]) > 1:
-            raise PrivacyError(
-                f"loss.backward() was called {len(counts[0])} times, and a sample may count once: "
-                "add the losses up first, or call optimizer.accumulate(part, of=batch) after that "
-                "of each part. Their gradients are discarded"
-            )
-        for gradients in zip(*passes, strict=True):
-            self._add_samples(gradients)
-        return counts[0][0]
-
-    def take(self) -> ClippedSum:
-        """Return the sum since the last call, and start a new one.
-
-        What a backward pass has left is added first; see :meth:`accumulate` for what it raises.
-        """
-        if self._pending():
-            self.accumulate()
-        return super().take()
-
-    def discard(self) -> bool:
-        """Forget the sum since the last :meth:`take`, and what a backward pass has left."""
-        is_pending = self.pending
-        if is_pending:
-            self._clear()
-        return super().discard() or is_pending
-
-    def _pending(self) -> list[Any]:
+    def _differentiate(self, losses: torch.Tensor, scalar: torch.Tensor) -> torch.Tensor:
+        torch.autograd.grad(
+            scalar, self.parameters, retain_graph=not self._is_compared, allow_unused=True
+        )
         found = [cast(Any, p).grad_sample for p in self.parameters]
-        return [] if all(samples is None for samples in found) else found
+        self._require_rows(found, len(losses))
+        if self._is_compared:
+            return torch.empty(0)
+        norms = sample_norms([gradient.detach().float() for gradient in found])
+        return norms.to(losses.device)
 
-    def _clear(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-            cast(Any, parameter).grad_sample = None
+    def _add_losses(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
+        self._add_samples([cast(Any, p).grad_sample for p in self.parameters])
 
 
-class OpacusGhostGradients(SampleClipper):
+class OpacusGhostGradients(HookedGradients):
     """The sum of clipped gradients by ghost clipping, without a gradient of any single sample.
 
     1. n <- the norm of each sample's gradient, which Opacus finds from what goes in and out of
        each layer (Li et al. 2022), in one backward pass
     2. sum <- sum + the gradient of sum_i min(1, C / n_i) loss_i, in a second one
 
-    This saves memory, and with large layers time.  ``p.grad`` is neither read nor written.
+    This saves memory, and with large layers time.
 
     Args:
-        module: Opacus's ``GradSampleModuleFastGradientClipping``, or the hooks of that name.  Its
-            own ``max_grad_norm`` is not used.
+        module: the model, also in ``DistributedDataParallel`` or in Opacus's
+            ``GradSampleModuleFastGradientClipping``, or the hooks of that name.  Hooks are attached
+            to it.  Their own ``max_grad_norm`` is not used.
+        loss_function: ``loss_function(model, batch)`` returns the loss of each sample, ``(B,)``.
         max_grad_norm: C.
+        micro_batch_size: how many samples to pass to the loss function at a time.
 
     Raises:
-        ValueError: for a module of another kind, C out of range, or a model with nothing to train.
-        PrivacyError: in the forward pass, for sequences; see below.
+        ValueError: for a module with hooks of another kind, C out of range, a model with nothing to
+            train, and in :meth:`backward` for a :attr:`transform`.
+        PrivacyError: in :meth:`backward` for sequences (see below), samples that depend on each
+            other, or are not where Opacus expects them, and a forward pass that writes to the
+            model.
+        NotImplementedError: by Opacus, for layers that it cannot take, share parameters, or are
+            called more than once.
+        RuntimeError: in :meth:`backward`, if the loss or a derivative of a sample is not finite,
+            which spoils the sum and cannot be taken out of it.
 
-    Not supported: :attr:`transform`, and parameters that layers share (Opacus raises).  Sequences,
-    that is, an ``nn.Linear`` or ``nn.Embedding`` that a sample passes more than once: their norm is
-    a sum of terms of both signs, in the model's dtype, and where the gradients of a sample's
-    positions nearly cancel, it comes out too small, and the sample is hardly clipped (in a case
-    made for it, to 690 C).  Use :class:`OpacusGradients` or
-    :class:`~comm_hooks.optim.private.per_sample.PerSampleGradients` for sequences.
-
-    The first batch shows whether samples are independent of each other, as far as
-    :class:`~comm_hooks.optim.private.independence.IndependenceProbe` sees it.
+    Not supported: :attr:`transform`.  Sequences, that is, an ``nn.Linear`` or ``nn.Embedding`` that
+    a sample passes more than once: their norm is a sum of terms of both signs, in the model's
+    dtype, and where the gradients of a sample's positions nearly cancel, it comes out too small,
+    and the sample is hardly clipped (in a case made for it, to 690 C).  Use
+    :class:`OpacusGradients` or :class:`~comm_hooks.optim.private.per_sample.PerSampleGradients` for
+    sequences.
 
     Example::
 
         >>> import torch
-        >>> from opacus.grad_sample import GradSampleModuleFastGradientClipping
         >>> from comm_hooks.optim.private.opacus import OpacusGhostGradients
-        >>> module = GradSampleModuleFastGradientClipping(model)
-        >>> gradients = OpacusGhostGradients(module, max_grad_norm=1.0)
-        >>> loss = gradients.backward(module(torch.randn(16, 8)).square().sum(1))
+        >>> def loss_function(model, batch):
+        ...     return model(batch).square().sum(1)
+        >>> gradients = OpacusGhostGradients(model, loss_function, max_grad_norm=1.0)
+        >>> loss = gradients.backward(torch.randn(16, 8))
         >>> gradients.take().samples
         16
     """
 
-    takes_losses = True
+    _hooks_class = GradSampleHooksFastGradientClipping
 
-    def __init__(
-        self, module: "nn.Module | GradSampleHooksFastGradientClipping", max_grad_norm: float
-    ) -> None:
-        self._names, parameters = _trainable(type(self).__name__, module, ghost=True)
-        super().__init__(parameters, max_grad_norm)
-        self._module: Any = module
-        model = cast(nn.Module, self._module._module)
-        for layer in model.modules():
-            if isinstance(layer, nn.Linear | nn.Embedding):
-                layer.register_forward_pre_hook(_refuse_sequences)
-        self._probe = IndependenceProbe(model)
-
-    def samples_in(self, batch: Any) -> int:
-        """Return of how many samples these are the losses."""
-        return len(getattr(batch, "loss_per_sample", batch))
-
-    def backward(self, loss: Any) -> torch.Tensor:
-        """Add the clipped gradients of a batch to the sum; may be called several times per step.
-
-        Args:
-            loss: the loss of each sample, ``(B,)``, or what Opacus's
-                ``DPLossFastGradientClipping`` returns.
-
-        Returns:
-            The mean loss, detached, a scalar: NaN for an empty batch.  It is *not* noised.
-
-        Raises:
-            ValueError: if there is a :attr:`transform`, the loss is not one number per sample, or
-                the forward pass does not use a parameter.
-            PrivacyError: if the loss of a sample depends on others.
-            RuntimeError: if the loss or a derivative of a sample is not finite, which spoils the
-                sum and cannot be taken out of it; the sum stays as it was.
-        """
+    def backward(self, batch: Any) -> torch.Tensor:
         if self.transform is not None:
             raise ValueError(
                 "ghost clipping never has the gradient of a sample, so that it cannot be "
                 "transformed before it is clipped: use PerSampleGradients or OpacusGradients"
             )
-        losses: torch.Tensor = getattr(loss, "loss_per_sample", loss)
-        if losses.dim() != 1:
-            raise ValueError(
-                f"the loss must be one number per sample, shape (B,), got {tuple(losses.shape)}: "
-                'use reduction="none", and the mean over what a sample consists of'
-            )
-        self._module.disable_hooks()
-        try:
-            self._probe.look(losses)
-        finally:
-            self._module.enable_hooks()
-        # Also of an empty batch, after which Opacus would not let another forward pass begin.
-        norms = self._norms(losses)
+        return super().backward(batch)
+
+    def _differentiate(self, losses: torch.Tensor, scalar: torch.Tensor) -> torch.Tensor:
+        torch.autograd.grad(scalar, self.parameters, retain_graph=True, allow_unused=True)
+        found = [cast(Any, p)._norm_sample for p in self.parameters]
+        self._require_rows(found, len(losses))
+        norms = torch.stack([norm.to(losses.device) for norm in found])
+        return torch.linalg.vector_norm(norms, dim=0, dtype=torch.float64)
+
+    def _add_losses(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
         finite = norms.isfinite() & losses.detach().isfinite()
         factors = torch.where(finite, clip_factors(norms, self.max_grad_norm), 0.0)
         clipped = (factors.to(losses) * torch.where(finite, losses, 0.0)).sum()
-        self._module.disable_hooks()
-        try:
-            gradients = torch.autograd.grad(clipped, self.parameters)
-        finally:
-            self._module.enable_hooks()
+        gradients = torch.autograd.grad(clipped, self.parameters)
         if not all(bool(gradient.isfinite().all()) for gradient in gradients):
             raise RuntimeError(
                 "the derivatives of a sample are not finite, and ghost clipping cannot leave it "
@@ -258,16 +290,20 @@ class OpacusGhostGradients(SampleClipper):
             total.add_(gradient)
         samples = int(finite.sum())
         self._count(samples, len(losses) - samples)
-        return losses.detach().mean()
 
-    def _norms(self, losses: torch.Tensor) -> torch.Tensor:
-        for parameter in self.parameters:
-            # Opacus leaves it there, and would use it again if the next pass sets none.
-            cast(Any, parameter)._norm_sample = None
-        loss = losses.mean() if self._module.loss_reduction == "mean" else losses.sum()
-        torch.autograd.grad(loss, self.parameters, retain_graph=True, allow_unused=True)
-        require_used(self._names, [cast(Any, p)._norm_sample for p in self.parameters])
-        return self._module.get_norm_sample().double()
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        handles = [
+            layer.register_forward_pre_hook(_refuse_sequences)
+            for layer in self._model.modules()
+            if isinstance(layer, nn.Linear | nn.Embedding)
+        ]
+        try:
+            with super()._hooked():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def _refuse_sequences(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -281,42 +317,37 @@ def _refuse_sequences(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         )
 
 
-def wrap(
-    module: nn.Module, max_grad_norm: float, *, ghost: bool = False
-) -> tuple[nn.Module, SampleClipper]:
-    """Return a model with Opacus's hooks, and what takes its clipped gradients.
-
-    Args:
-        module: a model, or what Opacus has made of it in the same mode.
-        max_grad_norm: C.
-        ghost: whether by ghost clipping (:class:`OpacusGhostGradients`).
-
-    Raises:
-        ValueError: as :class:`OpacusGradients` and :class:`OpacusGhostGradients`.
-        NotImplementedError: by Opacus, for layers that it cannot take.
-    """
-    if not isinstance(module, GradSampleHooks):
-        module = (
-            GradSampleModuleFastGradientClipping(module, max_grad_norm=max_grad_norm)
-            if ghost
-            else GradSampleModule(module)
+def _hooks_of(module: "nn.Module | GradSampleHooks", kind: type, name: str) -> "GradSampleHooks":
+    """Return the hooks of a model, of one of two kinds; those of an earlier training are reused."""
+    if isinstance(module, GradSampleModuleExpandedWeights):
+        raise PrivacyError(
+            'grad_sample_mode="ew" adds up the samples of several backward passes, so that '
+            'clipping bounds none of them: use "hooks" or "functorch"'
         )
-    kind = OpacusGhostGradients if ghost else OpacusGradients
-    return module, kind(module, max_grad_norm)
+    is_ghost = kind is GradSampleHooksFastGradientClipping
+    if isinstance(module, GradSampleHooks):
+        if isinstance(module, GradSampleHooksFastGradientClipping) != is_ghost:
+            other = "OpacusGradients" if is_ghost else "OpacusGhostGradients"
+            raise ValueError(
+                f"{name}: module has Opacus's {type(module).__name__}; {other} is for that mode"
+            )
+        return module
+    model = unwrapped(module)
+    for known in _attached(model):
+        is_same = isinstance(known, GradSampleHooksFastGradientClipping) == is_ghost
+        if is_same and known._module is model:
+            return known
+        known.cleanup()
+    return kind(model, loss_reduction="sum")
 
 
-def _trainable(
-    name: str, module: object, *, ghost: bool
-) -> tuple[list[str], list[torch.nn.Parameter]]:
-    """Return the names and parameters to train of a model that Opacus has hooked into."""
-    is_ghost = isinstance(module, GradSampleHooksFastGradientClipping)
-    if not isinstance(module, GradSampleHooks) or is_ghost != ghost:
-        wanted = "GradSampleModuleFastGradientClipping" if ghost else "GradSampleModule"
-        other = "OpacusGradients" if ghost else "OpacusGhostGradients"
-        raise ValueError(
-            f"{name}: module must be Opacus's {wanted}, got {type(module).__name__}; "
-            f"{other} is for the other mode"
-        )
-    model: nn.Module = cast(Any, module)._module
-    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    return list(named), list(named.values())
+def detach(module: nn.Module) -> None:
+    """Remove Opacus's hooks from a model, which could not be called under ``vmap`` with them."""
+    for known in _attached(module):
+        known.cleanup()
+
+
+def _attached(model: nn.Module) -> "set[GradSampleHooks]":
+    hooks = (hook for layer in model.modules() for hook in layer._forward_hooks.values())
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return {owner for owner in owners if isinstance(owner, GradSampleHooks)}

@@ -1,6 +1,6 @@
 """Per-sample gradients by torch.func, with nothing but PyTorch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,19 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from comm_hooks.compressors.base import (
-    require_callable,
-    require_flag,
-    require_kind,
-    require_positive,
-)
+from comm_hooks.compressors.base import require_flag, require_kind
 from comm_hooks.ddp import is_replicated
-from comm_hooks.optim.private.clipping import SampleClipper
-
-LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+from comm_hooks.optim.private.batches import BatchClipper, LossFunction
 
 
-class PerSampleGradients(SampleClipper):
+class PerSampleGradients(BatchClipper):
     """The sum of clipped per-sample gradients of a model, one sample at a time under ``vmap``.
 
     For each sample x of a batch
@@ -42,8 +35,9 @@ class PerSampleGradients(SampleClipper):
     Args:
         model: whose parameters with ``requires_grad`` at this moment are trained.  Not changed: a
             forward pass sees copies of the buffers.
-        loss_function: ``loss_function(model, batch)`` returns the mean loss over a batch, a scalar.
-            The model it is given is the unwrapped one.
+        loss_function: ``loss_function(model, batch)`` returns the loss of each sample, ``(B,)``.
+            Its batches are of one sample, so that a mean over them, a scalar, will do as well.  The
+            model it is given is the unwrapped one.
         max_grad_norm: C.
         micro_batch_size: how many samples to differentiate at once, which takes as many copies of
             the gradient; by default the whole batch.
@@ -53,7 +47,8 @@ class PerSampleGradients(SampleClipper):
     Raises:
         ValueError: if C is not a finite number of at least 1e-10, ``micro_batch_size`` is not
             positive, or missing for ``compile=True``, nothing in the model is trainable, or a part
-            of the model is under DDP.
+            of the model is under DDP; with the first sample, if the forward pass writes to a
+            buffer.
 
     Not supported: modules that mix the samples of a batch (see
     :func:`~comm_hooks.optim.private.model_checks.check_model`), control flow that depends on the
@@ -65,7 +60,7 @@ class PerSampleGradients(SampleClipper):
         >>> from comm_hooks.optim.private.per_sample import PerSampleGradients
         >>> def loss_function(model, batch):
         ...     inputs, labels = batch
-        ...     return torch.nn.functional.cross_entropy(model(inputs), labels)
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels, reduction="none")
         >>> gradients = PerSampleGradients(model, loss_function, max_grad_norm=1.0)
         >>> loss = gradients.backward((torch.randn(16, 8), torch.randint(8, (16,))))
         >>> gradients.take().samples
@@ -83,19 +78,18 @@ class PerSampleGradients(SampleClipper):
     ) -> None:
         require_kind(self, "model", model, nn.Module)
         require_flag(self, "compile", compile)
-        require_callable(self, "loss_function", loss_function)
-        if micro_batch_size is not None:
-            require_positive(self, "micro_batch_size", micro_batch_size)
         if compile and micro_batch_size is None:
             raise ValueError(
                 "PerSampleGradients: compile=True needs a micro_batch_size, because every other "
                 "number of samples would be compiled anew"
             )
-        self._loss = _Loss(unwrapped(model), loss_function)
-        named = {n: p for n, p in self._loss.named_parameters() if p.requires_grad}
-        super().__init__(list(named.values()), max_grad_norm)
+        loss = _Loss(unwrapped(model), loss_function)
+        named = {n: p for n, p in loss.named_parameters() if p.requires_grad}
+        super().__init__(
+            loss.model, loss_function, list(named.values()), max_grad_norm, micro_batch_size
+        )
+        self._loss = loss
         self._names = list(named)
-        self.micro_batch_size = micro_batch_size
         self._checked = False
         per_sample = vmap(
             grad_and_value(self._sample_loss), (None, None, 0), randomness="different"
@@ -103,52 +97,18 @@ class PerSampleGradients(SampleClipper):
         self._differentiate = torch.compile(per_sample) if compile else per_sample
         self._fill = compile
 
-    def samples_in(self, batch: Any) -> int:
-        """Return the common leading dimension of a batch's tensors."""
-        return _common_size(pytree.tree_leaves(batch))
-
-    def backward(self, batch: Any) -> torch.Tensor:
-        """Add the clipped gradients of a batch to the sum.
-
-        May be called several times per step.  ``p.grad`` is neither read nor written.  If a
-        micro-batch fails, the step's sum starts anew.
-
-        Args:
-            batch: tensors with a common leading dimension, in tuples, lists and dicts.
-
-        Returns:
-            The mean loss, detached, a scalar: NaN for an empty batch.  It is *not* noised.
-
-        Raises:
-            ValueError: if the batch has no common leading dimension; with the first sample, also
-                if the loss is not a scalar, or the forward pass does not use a parameter or
-                writes to a buffer.
-        """
-        leaves, structure = pytree.tree_flatten(batch)
-        size = _common_size(leaves)
-        if size == 0:
-            return torch.full((), torch.nan, device=self.parameters[0].device)
+    def _add_batch(self, batch: Any, size: int) -> torch.Tensor:
         if not self._checked:
-            self._check(pytree.tree_unflatten([leaf[:1] for leaf in leaves], structure))
+            self._check(pytree.tree_map(lambda tensor: tensor[:1], batch))
             self._checked = True
         values = {n: p.detach() for n, p in zip(self._names, self.parameters, strict=True)}
-        buffers = self._buffers()
-        losses = []
-        parts = [leaf.split(self.micro_batch_size or size) for leaf in leaves]
-        try:
-            for part in zip(*parts, strict=True):
-                filled = pytree.tree_unflatten([self._filled(leaf) for leaf in part], structure)
-                with self._attention():
-                    gradients, loss = self._differentiate(values, buffers, filled)
-                # Fillings are at the end.
-                samples = len(part[0])
-                self._add_samples([gradients[name][:samples] for name in self._names])
-                losses.append(loss.detach()[:samples])
-        except BaseException:
-            # Who runs out of memory may try the same batch again: no sample may count twice.
-            self._start()
-            raise
-        return torch.cat(losses).mean()
+        with self._attention():
+            gradients, losses = self._differentiate(
+                values, self._buffers(), pytree.tree_map(self._filled, batch)
+            )
+        # Fillings are at the end.
+        self._add_samples([gradients[name][:size] for name in self._names])
+        return losses.detach()[:size]
 
     def _attention(self) -> AbstractContextManager[None]:
         # On CPU, vmap would call the fused kernel for one sample after the other, with a warning.
@@ -165,7 +125,8 @@ class PerSampleGradients(SampleClipper):
         self, values: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], sample: Any
     ) -> torch.Tensor:
         batch_of_one = pytree.tree_map(lambda tensor: tensor.unsqueeze(0), sample)
-        return functional_call(self._loss, {**values, **buffers}, (batch_of_one,))
+        loss = functional_call(self._loss, {**values, **buffers}, (batch_of_one,))
+        return loss.squeeze(0) if loss.dim() else loss
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         # Copies, so that a forward pass cannot keep anything of a sample.
@@ -176,11 +137,11 @@ class PerSampleGradients(SampleClipper):
         buffers = self._buffers()
         with torch.enable_grad():
             loss = functional_call(self._loss, buffers, (batch_of_one,))
-        if not isinstance(loss, torch.Tensor) or loss.dim() > 0:
+        if not isinstance(loss, torch.Tensor) or loss.shape not in ((), (1,)):
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(
-                f"loss_function must return the mean loss of the batch, a tensor of no dimensions, "
-                f"got {got}"
+                "loss_function must return the loss of each sample, for the one that it is given "
+                f"at a time a tensor of shape (1,) or (), got {got}"
             )
         written = [name.removeprefix("model.") for name, b in buffers.items() if b._version > 0]
         if written:
@@ -236,18 +197,3 @@ def require_used(names: list[str], gradients: Any, prefix: str = "") -> None:
             "parameters that the forward pass does not use would receive nothing but noise: freeze "
             f"them with requires_grad_(False): {', '.join(unused)}"
         )
-
-
-def _common_size(leaves: list[Any]) -> int:
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            raise ValueError(
-                "a batch must consist of tensors in tuples, lists and dicts, found "
-                f"{type(leaf).__name__}"
-            )
-    shapes = [tuple(leaf.shape) for leaf in leaves]
-    if len({shape[:1] for shape in shapes}) != 1 or () in shapes:
-        raise ValueError(
-            f"the tensors of a batch must have a common leading dimension, got shapes {shapes}"
-        )
-    return int(shapes[0][0])

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from comm_hooks.compressors.base import require_callable, require_kind
-from comm_hooks.optim.private.per_sample import LossFunction, unwrapped
+from comm_hooks.optim.private.batches import LossFunction
+from comm_hooks.optim.private.per_sample import unwrapped
 
 
 class PublicGradients:
@@ -22,7 +23,8 @@ class PublicGradients:
 
     Args:
         model: the one that is trained; may be a ``DistributedDataParallel``.
-        loss_function: of the model, unwrapped, and a batch; returns the mean loss.
+        loss_function: of the model, unwrapped, and a batch; returns the loss of each sample, or
+            their mean.
         batches: public batches; iterated over again when they end.
 
     Raises:
@@ -58,7 +60,7 @@ class PublicGradients:
         with torch.enable_grad():
             loss = self._loss_function(self._module, next(self._batches))
             gradients = torch.autograd.grad(
-                loss, list(self._parameters.values()), materialize_grads=True
+                loss.mean(), list(self._parameters.values()), materialize_grads=True
             )
         return dict(zip(self._parameters, gradients, strict=True))
 

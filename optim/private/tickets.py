@@ -60,7 +60,7 @@ class Tickets:
         """Return the ticket whose turn it is, for a batch of these tensors.
 
         Args:
-            leaves: those of the batch; none where only the number of rows is known.
+            leaves: those of the batch; none for an empty one that was not passed on.
             rows: of the batch.
 
         Raises:
@@ -97,11 +97,6 @@ class Tickets:
         if ticket in self._waiting:
             self._waiting.remove(ticket)
 
-    def spend_next(self) -> None:
-        """Do so with the batch whose turn it is, if there is one."""
-        if self._waiting:
-            self._waiting.popleft()
-
 
 class Claim:
     """What one step has of its batch so far.
@@ -131,7 +126,7 @@ class Claim:
 
         Args:
             rows: how many samples' gradients are added.
-            batch: what they are the rows of; None if that is not known.
+            batch: what they are the rows of; None for an empty one that was not passed on.
             of: the whole batch, if ``batch`` is a part of it.
 
         Raises:
@@ -159,13 +154,10 @@ class Claim:
             )
         self._used |= places
 
-    def discard(self, *, has_seen_samples: bool) -> None:
+    def discard(self) -> None:
         """Give up the batch, of which nothing is released."""
-        if self._tickets is not None:
-            if self._ticket is not None:
-                self._tickets.spend(self._ticket)
-            elif has_seen_samples:
-                self._tickets.spend_next()
+        if self._tickets is not None and self._ticket is not None:
+            self._tickets.spend(self._ticket)
         self.restart()
 
     def require_whole(self) -> None:

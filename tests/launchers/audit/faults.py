@@ -9,11 +9,12 @@ from comm_hooks.collectives.requests import Round
 from comm_hooks.exchange import Exchange
 from comm_hooks.launchers.audit.stages import Mechanism, Stages
 from comm_hooks.memory import ErrorFeedback
+from comm_hooks.optim.private.batches import LossFunction
 from comm_hooks.optim.private.clipped_sum import ClippedGradients
 from comm_hooks.optim.private.clipping import clip_factors, sample_norms
 from comm_hooks.optim.private.mechanism import GaussianMechanism, Released
 from comm_hooks.optim.private.noise import add_noise_
-from comm_hooks.optim.private.per_sample import LossFunction, PerSampleGradients
+from comm_hooks.optim.private.per_sample import PerSampleGradients
 from comm_hooks.optim.private.poisson import PoissonSampler
 from comm_hooks.optim.private.secret import Secret
 

@@ -18,6 +18,11 @@ def loss_function(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(inputs), labels)
 
 
+def sample_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels, reduction="none")
+
+
 class Tied(nn.Module):
     """An embedding whose weight is the output layer's, too, and a layer that is used twice."""
 

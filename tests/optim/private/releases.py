@@ -77,13 +77,14 @@ class Given(SampleClipper):
         self._named = parameters
         self._data = data
 
-    def add(self, step: int) -> None:
+    def backward(self, step: int) -> torch.Tensor:
         self._add_samples(
             [
                 torch.tensor(samples(name, step, p.detach().double().numpy(), self._data))
                 for name, p in self._named.items()
             ]
         )
+        return torch.zeros(())
 
 
 class Public:
@@ -121,7 +122,7 @@ def advance(
         if isinstance(optimizer, NoisedOptimizer):
             gradients.transform = optimizer.transform()
             transforms.append(gradients.transform)
-        gradients.add(step)
+        gradients.backward(step)
         sums = gradients.take().tensors
         for (name, parameter), total in zip(parameters.items(), sums, strict=True):
             noised = (total + torch.tensor(noise(name, step)).float()) / BATCH

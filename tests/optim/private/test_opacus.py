@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("opacus", reason='needs Opacus: pip install "comm-hooks[dp]"')
 
@@ -15,24 +17,40 @@ from opacus.grad_sample import (
     GradSampleModuleExpandedWeights,
     GradSampleModuleFastGradientClipping,
 )
-from opacus.optimizers import DPOptimizerFastGradientClipping
-from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
 from comm_hooks.optim.private.clipped_sum import ClippedSum, PublicTransform
 from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.opacus import OpacusGhostGradients, OpacusGradients, wrap
+from comm_hooks.optim.private.opacus import HookedGradients, OpacusGhostGradients, OpacusGradients
 from comm_hooks.optim.private.per_sample import PerSampleGradients
-from tests.optim.private.clipped_sums import Batch, draw, loss_function, make, norm
+from tests.optim.private.clipped_sums import Batch, distance, draw, make, norm, sample_losses
+from tests.optim.private.dependence import (
+    DEPENDENT,
+    Normalizes,
+    contrastive,
+    entropies,
+    mlp,
+    token_mean,
+)
+from tests.ranks import Ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
     pytest.mark.filterwarnings("ignore:the gradients of"),
     pytest.mark.filterwarnings("ignore:In CPU autocast"),
 ]
+KINDS = [OpacusGradients, OpacusGhostGradients]
+Kind = type[HookedGradients]
+both = pytest.mark.parametrize("kind", KINDS)
 
 
-def ours(model: nn.Module, batch: Batch, transform: PublicTransform | None = None) -> ClippedSum:
-    gradients = PerSampleGradients(copy.deepcopy(model), loss_function, 0.4)
+def ours(
+    model: nn.Module,
+    batch: Any,
+    transform: PublicTransform | None = None,
+    loss: Any = sample_losses,
+    max_grad_norm: float = 0.4,
+) -> ClippedSum:
+    gradients = PerSampleGradients(copy.deepcopy(model), loss, max_grad_norm)
     gradients.transform = transform
     gradients.backward(batch)
     return gradients.take()
@@ -45,41 +63,43 @@ def agree(a: ClippedSum, b: ClippedSum) -> None:
         torch.testing.assert_close(s, t, rtol=1e-6, atol=1e-6)
 
 
-def losses(module: nn.Module, batch: Batch, reduction: str = "none") -> torch.Tensor:
-    inputs, labels = batch
-    return F.cross_entropy(module(inputs), labels, reduction=reduction)
+def weighted(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, labels, weights = batch
+    return sample_losses(model, (inputs, labels)) * weights
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "tied"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", [None, "mean", "sum"])
 @pytest.mark.parametrize("force_functorch", [False, True])
 @pytest.mark.parametrize("transformed", [False, True])
 def test_hooks_give_what_ours_gives(
-    name: str, reduction: str, force_functorch: bool, transformed: bool
+    name: str, reduction: str | None, force_functorch: bool, transformed: bool
 ) -> None:
     model, batch = make(name), draw(9)
-    module = GradSampleModule(
-        copy.deepcopy(model), loss_reduction=reduction, force_functorch=force_functorch
-    )
+    expected = ours(model, batch)
     transform = None
     if transformed:
         shapes = [p.shape for p in model.parameters()]
         transform = PublicTransform(
             [torch.rand(s) for s in shapes], [torch.rand(s) / 9 for s in shapes]
         )
-    gradients = OpacusGradients(module, 0.4)
+        expected = ours(model, batch, transform)
+    module = model
+    if reduction is not None:
+        module = GradSampleModule(model, loss_reduction=reduction, force_functorch=force_functorch)
+    gradients = OpacusGradients(module, sample_losses, 0.4)
     gradients.transform = transform
-    losses(module, batch, reduction).backward()
-    gradients.accumulate()
-    assert all(p.grad is None and p.grad_sample is None for p in module.parameters())
-    agree(gradients.take(), ours(model, batch, transform))
+    for _ in range(2):
+        gradients.backward(batch)
+        assert all(p.grad is None and p.grad_sample is None for p in model.parameters())
+        agree(gradients.take(), expected)
     assert norm(gradients.take().tensors) == 0
 
 
 def test_what_opacus_itself_sums_is_the_same() -> None:
     model, batch = make("cnn"), draw(9)
     module = GradSampleModule(copy.deepcopy(model))
-    losses(module, batch, "mean").backward()
+    sample_losses(module, batch).mean().backward()
     samples = [p.grad_sample for p in module.parameters()]
     norms = torch.stack([s.flatten(1).norm(dim=1) for s in samples]).norm(dim=0)
     # We leave a margin for rounding.
@@ -88,168 +108,277 @@ def test_what_opacus_itself_sums_is_the_same() -> None:
     agree(ClippedSum(expected, 9), ours(model, batch))
 
 
-def test_several_backward_passes() -> None:
-    model, (inputs, labels) = make("tied"), draw(9)
-    module = GradSampleModule(copy.deepcopy(model))
-    gradients = OpacusGradients(module, 0.4)
+@both
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 4])
+def test_batches_and_parts_of_them(kind: Kind, micro_batch_size: int | None) -> None:
+    model, (inputs, labels) = make("cnn"), draw(9)
+    expected = ours(model, (inputs, labels))
+    gradients = kind(model, sample_losses, 0.4, micro_batch_size=micro_batch_size)
     for part in (slice(0, 4), slice(4, 4), slice(4, 9)):
-        losses(module, (inputs[part], labels[part]), "mean").backward()
-        assert gradients.accumulate() == len(labels[part])
-    agree(gradients.take(), ours(model, (inputs, labels)))
+        batch = inputs[part], labels[part]
+        loss = gradients.backward(batch)
+        if len(batch[0]):
+            torch.testing.assert_close(loss, sample_losses(model, batch).detach().mean())
+        else:
+            assert loss.isnan()
+    agree(gradients.take(), expected)
     assert gradients.take().samples == 0
-
-
-def test_backward_passes_that_may_be_of_the_same_samples_are_refused() -> None:
-    model, batch = make("tied"), draw(9)
-    module = GradSampleModule(copy.deepcopy(model))
-    gradients = OpacusGradients(module, 0.4)
-    for _ in range(2):
-        losses(module, batch, "mean").backward()
-    with pytest.raises(PrivacyError, match=r"loss\.backward\(\) was called 2 times"):
-        gradients.take()
-    losses(module, batch, "mean").backward()
-    agree(gradients.take(), ours(model, batch))
 
 
 def test_hooks_on_a_model_that_is_not_wrapped() -> None:
     model, batch = make("mlp"), draw(5)
     expected = ours(model, batch)
-    gradients = OpacusGradients(GradSampleHooks(model), 0.4)
-    losses(model, batch, "mean").backward()
+    gradients = OpacusGradients(GradSampleHooks(model), sample_losses, 0.4)
+    gradients.backward(batch)
+    agree(gradients.take(), expected)
+
+
+@both
+def test_ghost_and_hooks_follow_the_reduction_of_a_module(kind: Kind) -> None:
+    model, batch = make("mlp"), draw(9)
+    expected = ours(model, batch)
+    wrap = GradSampleModule if kind is OpacusGradients else GradSampleModuleFastGradientClipping
+    gradients = kind(wrap(model, loss_reduction="mean"), sample_losses, 0.4)
+    gradients.backward(batch)
+    agree(gradients.take(), expected)
+
+
+def test_a_model_may_be_trained_in_another_mode_afterwards() -> None:
+    model, batch = make("mlp"), draw(5)
+    expected = ours(model, batch)
+    for kind in (*KINDS, *KINDS[::-1], OpacusGradients):
+        gradients = kind(model, sample_losses, 0.4)
+        gradients.backward(batch)
+        agree(gradients.take(), expected)
+    gradients = OpacusGradients(nn.Sequential(model), sample_losses, 0.4)
+    gradients.backward(batch)
     agree(gradients.take(), expected)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
-def test_hooks_leave_out_samples_that_are_not_finite(poison: float) -> None:
+@pytest.mark.parametrize("first", [False, True])
+def test_hooks_leave_out_samples_that_are_not_finite(poison: float, first: bool) -> None:
     model, (inputs, labels) = make("mlp"), draw(6)
-    weights = torch.ones(6)
-    weights[2] = poison
-    module = GradSampleModule(copy.deepcopy(model))
-    gradients = OpacusGradients(module, 0.4)
-    (losses(module, (inputs, labels)) * weights).mean().backward()
     expected = ours(model, (inputs[[0, 1, 3, 4, 5]], labels[[0, 1, 3, 4, 5]]))
+    weights = torch.ones(6)
+    gradients = OpacusGradients(model, weighted, 0.4)
+    if not first:
+        gradients.backward((inputs, labels, weights))
+        gradients.take()
+    weights[2] = poison
+    gradients.backward((inputs, labels, weights))
     agree(gradients.take(), ClippedSum(expected.tensors, 5, 1))
 
 
-def test_accumulating_nothing_or_too_late() -> None:
-    module = GradSampleModule(make("mlp"))
-    gradients = OpacusGradients(module, 0.4)
-    with pytest.raises(ValueError, match=r"after loss.backward\(\), before zero_grad"):
-        gradients.accumulate()
-    losses(module, draw(3), "mean").backward()
-    module.zero_grad()
-    with pytest.raises(ValueError, match=r"after loss.backward\(\), before zero_grad"):
-        gradients.accumulate()
-    assert gradients.take().samples == 0
-
-
-@pytest.mark.parametrize("ghost", [False, True])
-def test_unused_parameters_are_named(ghost: bool) -> None:
+@both
+def test_unused_parameters_are_named(kind: Kind) -> None:
     model = nn.ModuleDict({"used": nn.Linear(12, 10), "spare": nn.Linear(12, 10)})
-    kind = GradSampleModuleFastGradientClipping if ghost else GradSampleModule
-    module: Any = kind(model)
-    used, spare = model["used"], model["spare"]
-    if ghost:
-        gradients: Any = OpacusGhostGradients(module, 0.4)
-        # What the spare layer leaves behind in one pass must not count in the next.
-        gradients.backward(losses(lambda x: used(x) + spare(x), draw(3)))
-        gradients.take()
-        with pytest.raises(ValueError, match=r"nothing but noise.*: spare\.weight, spare\.bias$"):
-            gradients.backward(losses(used, draw(3)))
-    else:
-        gradients = OpacusGradients(module, 0.4)
-        losses(used, draw(3), "mean").backward()
-        with pytest.raises(ValueError, match=r"nothing but noise.*: spare\.weight, spare\.bias$"):
-            gradients.take()
+    uses_both = True
+
+    def loss(model: Any, batch: Batch) -> torch.Tensor:
+        outputs = model["used"](batch[0])
+        outputs = outputs + model["spare"](batch[0]) if uses_both else outputs
+        return F.cross_entropy(outputs, batch[1], reduction="none")
+
+    gradients = kind(model, loss, 0.4)
+    # What the spare layer leaves behind in one pass must not count in the next.
+    gradients.backward(draw(3))
+    gradients.take()
+    uses_both = False
+    with pytest.raises(ValueError, match=r"nothing but noise.*: spare\.weight, spare\.bias$"):
+        gradients.backward(draw(3))
 
 
-def test_layers_that_disagree_on_what_a_sample_is() -> None:
-    class Flattens(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(12, 12), nn.Linear(4, 10)
+class Flattens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(4, 10)
 
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        parts = self.second(self.first(inputs).reshape(-1, 4))
+        return parts.reshape(len(inputs), 3, 10).mean(1)
+
+
+@both
+def test_layers_that_disagree_on_what_a_sample_is(kind: Kind) -> None:
+    gradients = kind(Flattens(), sample_losses, 0.4)
+    with pytest.raises(ValueError, match=r"than the batch has samples, 3.*first.weight: 3.*: 9"):
+        gradients.backward(draw(3))
+
+
+def twice(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """A siamese net: the same weights for both halves of what a sample has."""
+    inputs, labels = batch
+    one, other = (model(x) for x in (inputs, inputs.flip(1) + 1))
+    return (one - other).square().sum(1) * (1 + labels)
+
+
+def test_a_model_may_be_called_twice_on_the_same_samples() -> None:
+    for name in ("mlp", "cnn", "tied"):
+        model, batch = make(name), draw(9)
+        expected = ours(model, batch, loss=twice)
+        gradients = OpacusGradients(model, twice, 0.4)
+        gradients.backward(batch)
+        agree(gradients.take(), expected)
+    with pytest.raises(NotImplementedError, match="not supported with Ghost Clipping"):
+        OpacusGhostGradients(make("mlp"), twice, 0.4).backward(draw(9))
+
+
+def in_another_order(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Every loss is of its own sample, but the rows of two calls are not the same samples."""
+    inputs, _ = batch
+    one = model(inputs)
+    other = model(inputs.flip(0) + 1).flip(0)
+    return (one - other).square().sum(1)
+
+
+def sorted_by_length(model: nn.Module, batch: Batch) -> torch.Tensor:
+    inputs, labels = batch
+    order = inputs.norm(dim=1).argsort()
+    losses = F.cross_entropy(model(inputs[order]), labels[order], reduction="none")
+    return losses[order.argsort()]
+
+
+def stacked(model: nn.Module, batch: Batch) -> torch.Tensor:
+    inputs, _ = batch
+    return model(torch.cat([inputs, inputs + 1])).square().sum(1).view(2, -1).sum(0)
+
+
+def unused_call(model: nn.Module, batch: Batch) -> torch.Tensor:
+    losses = sample_losses(model, batch)
+    model(batch[0] + 1)
+    return losses
+
+
+def test_calls_whose_rows_are_not_the_samples_are_refused() -> None:
+    """Each row would be clipped, and a sample be in two of them."""
+    for loss in (in_another_order, sorted_by_length):
+        with pytest.raises(PrivacyError, match="so that it would be clipped wrongly"):
+            OpacusGradients(make("mlp"), loss, 0.4).backward(draw(9))
+    with pytest.raises(PrivacyError, match="so that it would be clipped wrongly"):
+        OpacusGhostGradients(make("mlp"), sorted_by_length, 0.4).backward(draw(9))
+    for kind in KINDS:
+        with pytest.raises(ValueError, match=r"than the batch has samples, 9.*: 18"):
+            kind(make("mlp"), stacked, 0.4).backward(draw(9))
+    with pytest.raises(ValueError, match=r"was called with gradients that the loss does not use"):
+        OpacusGradients(make("mlp"), unused_call, 0.4).backward(draw(9))
+    with pytest.raises(NotImplementedError, match="not supported with Ghost Clipping"):
+        OpacusGhostGradients(make("mlp"), unused_call, 0.4).backward(draw(9))
+
+
+@both
+def test_calls_without_gradients_and_passes_elsewhere_do_no_harm(kind: Kind) -> None:
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            model(batch[0] + 1)
+        return sample_losses(model, batch)
+
+    model, batch = make("mlp"), draw(5)
+    expected = ours(model, batch)
+    gradients = kind(model, loss, 0.4)
+    for rows in (3, 5, 7):
+        model(torch.randn(rows, 12))
+        with torch.no_grad():
+            gradients.backward(batch)
+        agree(gradients.take(), expected)
+        sample_losses(model, draw(rows)).sum().backward()
+        assert all(p.grad_sample is None for p in model.parameters())
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_and_autocast(kind: Kind, dtype: torch.dtype) -> None:
+    def under_autocast(model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.autocast("cpu", dtype):
+            return sample_losses(model, batch)
+
+    for seed in range(10):
+        model, batch = make("mlp", seed), draw(9, seed)
+        expected = ours(model, batch)
+        losses = [(model, under_autocast), (make("mlp", seed, dtype), sample_losses)]
+        for trained, loss in losses[dtype is torch.float64 :]:
+            inputs = batch[0].to(dtype if trained is not model else torch.float32)
+            gradients = kind(trained, loss, 0.4)
+            gradients.backward((inputs, batch[1]))
+            found = gradients.take()
+            assert distance(found, expected) < 0.05 * norm(found.tensors)
+
+
+@both
+def test_it_can_go_on_after_a_batch_that_failed(kind: Kind) -> None:
+    fails = False
+
+    class Fails(nn.Linear):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            parts = self.second(self.first(inputs).reshape(-1, 4))
-            return parts.reshape(len(inputs), 3, 10).mean(1)
+            if fails:
+                raise MemoryError
+            return super().forward(inputs)
 
-    module = GradSampleModule(Flattens())
-    gradients = OpacusGradients(module, 0.4)
-    losses(module, draw(3), "mean").backward()
-    with pytest.raises(
-        ValueError, match=r"different numbers of samples.*first.weight: \[3\].*\[9\]"
-    ):
-        gradients.accumulate()
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(12, 12), Fails(12, 10)), draw(5)
+    expected = ours(model, batch)
+    gradients = kind(model, sample_losses, 0.4)
+    for fails in (False, True, False):
+        if fails:
+            with pytest.raises(MemoryError):
+                gradients.backward(batch)
+        else:
+            gradients.backward(batch)
+            agree(gradients.take(), expected)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_ghost_clipping_gives_what_ours_gives(name: str, reduction: str) -> None:
-    model, (inputs, labels) = make(name), draw(9)
-    module = GradSampleModuleFastGradientClipping(
-        copy.deepcopy(model), loss_reduction=reduction, max_grad_norm=77.0
-    )
-    gradients = OpacusGhostGradients(module, 0.4)
-    for part in (slice(0, 4), slice(4, 4), slice(4, 9)):
-        batch = inputs[part], labels[part]
-        loss = gradients.backward(losses(module, batch))
-        if len(batch[0]):
-            torch.testing.assert_close(loss, loss_function(model, batch).detach())
-        else:
-            assert loss.isnan()
-    assert all(p.grad is None for p in module.parameters())
-    agree(gradients.take(), ours(model, (inputs, labels)))
-
-
-def test_ghost_clipping_takes_the_loss_of_opacus() -> None:
-    model, (inputs, labels) = make("mlp"), draw(5)
-    module = GradSampleModuleFastGradientClipping(copy.deepcopy(model))
-    optimizer = DPOptimizerFastGradientClipping(
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        expected_batch_size=5,
-    )
-    criterion = DPLossFastGradientClipping(module, optimizer, nn.CrossEntropyLoss())
-    gradients = OpacusGhostGradients(module, 0.4)
-    gradients.backward(criterion(module(inputs), labels))
-    agree(gradients.take(), ours(model, (inputs, labels)))
+def test_ghost_clipping_gives_what_ours_gives(name: str) -> None:
+    model, batch = make(name), draw(9)
+    expected = ours(model, batch)
+    gradients = OpacusGhostGradients(model, sample_losses, 0.4)
+    gradients.backward(batch)
+    assert all(p.grad is None for p in model.parameters())
+    agree(gradients.take(), expected)
 
 
 def test_ghost_clipping_leaves_out_a_sample_of_too_large_a_norm() -> None:
     model, (inputs, labels) = make("mlp"), draw(6)
+    expected = ours(model, (inputs[[0, 1, 3, 4, 5]], labels[[0, 1, 3, 4, 5]]))
     weights = torch.ones(6)
     weights[2] = 1e30
-    module = GradSampleModuleFastGradientClipping(copy.deepcopy(model))
-    gradients = OpacusGhostGradients(module, 0.4)
-    gradients.backward(losses(module, (inputs, labels)) * weights)
-    expected = ours(model, (inputs[[0, 1, 3, 4, 5]], labels[[0, 1, 3, 4, 5]]))
+    gradients = OpacusGhostGradients(model, weighted, 0.4)
+    gradients.backward((inputs, labels, weights))
     agree(gradients.take(), ClippedSum(expected.tensors, 5, 1))
 
 
 def test_ghost_clipping_stops_where_it_cannot_leave_out_a_sample() -> None:
     model, (inputs, labels) = make("mlp"), draw(6)
-    module = GradSampleModuleFastGradientClipping(copy.deepcopy(model))
-    gradients = OpacusGhostGradients(module, 0.4)
+    expected = ours(model, (inputs, labels))
+    gradients = OpacusGhostGradients(model, sample_losses, 0.4)
     bad = inputs.clone()
     bad[2] = float("inf")
     with pytest.raises(RuntimeError, match="ghost clipping cannot leave it out"):
-        gradients.backward(losses(module, (bad, labels)))
+        gradients.backward((bad, labels))
     # It can go on afterwards.
-    gradients.backward(losses(module, (inputs, labels)))
-    agree(gradients.take(), ours(model, (inputs, labels)))
+    gradients.backward((inputs, labels))
+    agree(gradients.take(), expected)
 
 
-def test_ghost_clipping_refuses_what_it_cannot_do() -> None:
-    module = GradSampleModuleFastGradientClipping(make("mlp"))
-    gradients = OpacusGhostGradients(module, 0.4)
-    with pytest.raises(ValueError, match=r"one number per sample, shape \(B,\), got \(\)"):
-        gradients.backward(losses(module, draw(3), "mean"))
-    module = GradSampleModuleFastGradientClipping(make("mlp"))
-    gradients = OpacusGhostGradients(module, 0.4)
-    gradients.transform = PublicTransform([torch.ones(p.shape) for p in module.parameters()])
+@both
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_scalar_is_refused(kind: Kind, reduction: str, rows: int) -> None:
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction=reduction)
+
+    with pytest.raises(ValueError, match=rf'shape \({rows},\), got \(\): use reduction="none"'):
+        kind(make("mlp"), loss, 0.4).backward(draw(rows))
+    with pytest.raises(ValueError, match=r"got \(3, 10\)"):
+        kind(make("mlp"), lambda model, batch: model(batch[0]), 0.4).backward(draw(3))
+
+
+def test_ghost_clipping_refuses_a_transform() -> None:
+    model = make("mlp")
+    gradients = OpacusGhostGradients(model, sample_losses, 0.4)
+    gradients.transform = PublicTransform([torch.ones(p.shape) for p in model.parameters()])
     with pytest.raises(ValueError, match="cannot be transformed before it is clipped"):
-        gradients.backward(losses(module, draw(3)))
+        gradients.backward(draw(3))
 
 
 @pytest.mark.parametrize("difference", [0.0, 1e-5, 1e-4, 1e-3])
@@ -261,14 +390,11 @@ def test_sequences_whose_gradients_nearly_cancel_are_clipped(difference: float) 
     inputs = torch.cat([first, first * (1 + difference)], 1)
 
     def loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        return (model(inputs).sum(-1) * torch.tensor([300.0, -300.0])).sum(-1).mean()
+        return (model(inputs).sum(-1) * torch.tensor([300.0, -300.0])).sum(-1)
 
-    module = GradSampleModule(copy.deepcopy(model))
-    by_hooks = OpacusGradients(module, 0.01)
-    loss(module, inputs).backward()
-    by_vmap = PerSampleGradients(model, loss, 0.01)
-    by_vmap.backward(inputs)
-    for gradients in (by_hooks, by_vmap):
+    for kind in (PerSampleGradients, OpacusGradients):
+        gradients = kind(copy.deepcopy(model), loss, 0.01)
+        gradients.backward(inputs)
         assert norm(gradients.take().tensors) <= 0.01
 
 
@@ -282,64 +408,167 @@ def test_sequences_whose_gradients_nearly_cancel_are_clipped(difference: float) 
     ids=["linear", "embedding", "inside"],
 )
 def test_ghost_clipping_refuses_sequences(model: nn.Module, inputs: torch.Tensor) -> None:
-    module = GradSampleModuleFastGradientClipping(model)
-    OpacusGhostGradients(module, 0.01)
-    with torch.no_grad():
-        module(inputs)  # an evaluation releases nothing
+    def loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        return model(inputs).flatten(1).square().sum(1)
+
+    gradients = OpacusGhostGradients(model, loss, 0.01)
     with pytest.raises(PrivacyError, match=r'ghost clipping of sequences.*"hooks" or "functorch"'):
-        module(inputs)
+        gradients.backward(inputs)
+    model(inputs)  # an evaluation releases nothing
+    gradients = OpacusGradients(model, loss, 0.01)
+    gradients.backward(inputs)
+    assert gradients.take().samples == 3
 
 
-class Normalizes(nn.Module):
-    """A batch normalization that nobody knows by its class."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return (inputs - inputs.mean(0)) / (inputs.var(0, correction=0) + 1.0)
-
-
-def contrastive(outputs: torch.Tensor) -> torch.Tensor:
-    return -torch.log_softmax(outputs @ outputs.T, dim=1).diagonal()
-
-
-def squared(outputs: torch.Tensor) -> torch.Tensor:
-    return outputs.square().sum(1)
-
-
+@both
 @pytest.mark.parametrize(
-    ("layer", "loss"), [(Normalizes(), squared), (nn.ReLU(), contrastive)], ids=["model", "loss"]
+    "name",
+    ["batch norm", "batch norm in training", "contrastive", "divided by the batch size", "ranking"],
 )
-def test_ghost_clipping_refuses_samples_that_depend_on_each_other(
-    layer: nn.Module, loss: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    model = nn.Sequential(nn.Linear(16, 8), layer, nn.Linear(8, 4))
-    module = GradSampleModuleFastGradientClipping(model)
-    gradients = OpacusGhostGradients(module, 0.4)
-    gradients.backward(squared(module(torch.randn(1, 16))))  # of one sample nobody can tell
+def test_samples_that_depend_on_each_other_are_refused(kind: Kind, name: str) -> None:
+    torch.manual_seed(0)
+    make_model, loss = DEPENDENT[name]
+    inputs, labels = draw(9)
+    labels = labels % 5
+    gradients = kind(make_model(), loss, 0.4)
+    for rows in range(2):  # of one sample nobody can tell
+        gradients.backward((inputs[:rows], labels[:rows]))
     gradients.take()
     with pytest.raises(PrivacyError, match="the loss of a sample depends on other samples"):
-        gradients.backward(loss(module(torch.randn(5, 16))))
+        gradients.backward((inputs, labels))
     assert gradients.take().samples == 0
+
+
+@both
+def test_a_mean_over_the_tokens_of_a_batch_is_refused(kind: Kind) -> None:
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 5))
+    tokens = torch.randint(20, (6, 7) if kind is OpacusGradients else (6, 1))
+    # Ghost clipping refuses sequences, in the first batch of whatever size.
+    with pytest.raises(PrivacyError, match=r"depends on other samples"):
+        kind(model, token_mean, 0.4).backward(tokens)
+
+
+@both
+@pytest.mark.parametrize("loss", [entropies, contrastive], ids=["model", "loss"])
+def test_what_one_sample_moves_is_at_most_the_bound(kind: Kind, loss: Any) -> None:
+    """What is refused moved the sum by up to 19 C; what is not keeps the bound."""
+    torch.manual_seed(0)
+    model = mlp(Normalizes() if loss is entropies else nn.Identity())
+    with pytest.raises(PrivacyError):
+        kind(model, loss, 0.4).backward((torch.randn(8, 12), torch.randint(5, (8,))))
+    model, (inputs, labels) = mlp(), (torch.randn(8, 12), torch.randint(5, (8,)))
+    gradients = kind(model, entropies, 0.4)
+    sums = []
+    for rows in (8, 7):
+        gradients.backward((inputs[:rows] * 10, labels[:rows]))
+        sums.append(gradients.take())
+    assert 0.39 < distance(*sums) <= 0.4 * (1 + 1e-5)
+
+
+class Keeps(nn.Module):
+    """Keeps what it has seen, each time another way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 10)
+        self.way = way
+        self.register_buffer("mean", torch.zeros(12))
+        self.register_buffer("size", torch.ones(12))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        seen = inputs.detach().mean(0)
+        if self.way == "written":
+            self.mean.mul_(0.9).add_(seen)
+        elif self.way == "replaced":
+            self.mean = 0.9 * self.mean + seen
+        elif self.way == "new":
+            self.register_buffer("last", seen)
+        elif self.way == "data":
+            self.mean.data.add_(seen)
+        elif self.way == "batch norm":
+            F.batch_norm(inputs, self.mean, self.size, training=True)
+        return self.layer(inputs)
+
+
+@both
+@pytest.mark.parametrize("way", ["written", "replaced", "new", "data", "batch norm"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_buffer_that_keeps_what_it_saw_is_refused(kind: Kind, way: str, late: bool) -> None:
+    model = nn.Sequential(nn.Identity(), inner := Keeps("none" if late else way))
+    batch = draw(5)
+    gradients = kind(_unchecked(model, kind), sample_losses, 0.4)
+    if late:
+        gradients.backward(batch)
+        gradients.take()
+        inner.way = way
+    mean = inner.mean
+    with pytest.raises(PrivacyError, match=r"writes to the model.*without noise: Keeps\."):
+        gradients.backward(batch)
+    assert inner.mean is mean
+    assert sorted(inner._buffers) == ["mean", "size"]
+    assert mean.tolist() == [0.0] * 12
+    assert inner.size.tolist() == [1.0] * 12
+    assert gradients.take().samples == 0
+    inner.way = "none"
+    gradients.backward(batch)
+    assert gradients.take().samples == 5
+
+
+def _unchecked(model: nn.Module, kind: Kind) -> nn.Module:
+    """Opacus looks for buffers in trainable layers itself, if it is not told otherwise."""
+    wrap = GradSampleModule if kind is OpacusGradients else GradSampleModuleFastGradientClipping
+    return wrap(model, strict=False)
+
+
+@both
+def test_weights_that_a_forward_pass_rescales_are_refused(kind: Kind) -> None:
+    model = nn.Sequential(nn.Embedding(20, 8, max_norm=0.1), nn.Linear(8, 5))
+    inputs = torch.arange(4)
+
+    def loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        return model(inputs).square().sum(1)
+
+    with pytest.raises(PrivacyError, match=r"writes to the model.*: 0\.weight"):
+        kind(model, loss, 0.4).backward(inputs)
+
+
+def under_ddp(kind: Kind) -> tuple[bool, int, float]:
+    """Return whether p.grad is None, how often DDP asked its hook, and how far off the sum is."""
+    calls: list[int] = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        calls.append(1)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model = make("mlp")
+    batch = draw(4 + dist.get_rank(), dist.get_rank())
+    expected = ours(model, batch)
+    ddp_model = DistributedDataParallel(model)
+    ddp_model.register_comm_hook(None, hook)
+    gradients = kind(ddp_model, sample_losses, 0.4)
+    gradients.backward(batch)
+    is_none = all(p.grad is None for p in model.parameters())
+    return is_none, len(calls), distance(gradients.take(), expected)
+
+
+@both
+def test_ddp_averages_nothing(kind: Kind, ranks_of: Callable[[int], Ranks]) -> None:
+    for is_none, calls, off in ranks_of(2).run(under_ddp, kind):
+        assert is_none
+        assert calls == 0
+        assert off < 1e-6
 
 
 def test_modules_of_the_wrong_kind() -> None:
     with pytest.raises(PrivacyError, match='"ew" adds up the samples of several backward passes'):
-        OpacusGradients(GradSampleModuleExpandedWeights(make("mlp")), 1.0)
-    with pytest.raises(ValueError, match="must be Opacus's GradSampleModule, got Sequential"):
-        OpacusGradients(make("mlp"), 1.0)
-    with pytest.raises(ValueError, match="OpacusGhostGradients is for the other mode"):
-        OpacusGradients(GradSampleModuleFastGradientClipping(make("mlp")), 1.0)
-    with pytest.raises(ValueError, match="OpacusGradients is for the other mode"):
-        OpacusGhostGradients(GradSampleModule(make("mlp")), 1.0)
-
-
-@pytest.mark.parametrize("ghost", [False, True])
-def test_wrapping(ghost: bool) -> None:
-    model, batch = make("mlp"), draw(5)
-    expected = ours(model, batch)
-    module, gradients = wrap(model, 0.4, ghost=ghost)
-    if ghost:
-        gradients.backward(losses(module, batch))  # type: ignore[attr-defined]
-    else:
-        losses(module, batch, "mean").backward()
-    agree(gradients.take(), expected)
-    assert wrap(module, 0.4, ghost=ghost)[0] is module
+        OpacusGradients(GradSampleModuleExpandedWeights(make("mlp")), sample_losses, 1.0)
+    with pytest.raises(ValueError, match="OpacusGhostGradients is for that mode"):
+        OpacusGradients(GradSampleModuleFastGradientClipping(make("mlp")), sample_losses, 1.0)
+    with pytest.raises(ValueError, match="OpacusGradients is for that mode"):
+        OpacusGhostGradients(GradSampleModule(make("mlp")), sample_losses, 1.0)
+    with pytest.raises(ValueError, match="module must be"):
+        OpacusGradients(7, sample_losses, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="micro_batch_size must be an integer of at least 1"):
+        OpacusGradients(make("mlp"), sample_losses, 1.0, micro_batch_size=0)

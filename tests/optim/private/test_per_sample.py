@@ -27,6 +27,7 @@ from tests.optim.private.clipped_sums import (
     make,
     norm,
     sample_gradients,
+    sample_losses,
 )
 from tests.ranks import Ranks
 
@@ -410,11 +411,33 @@ def test_bad_batches(batch: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "got"), [(lambda m, b: m(b[0]).sum(1), "(1,)"), (lambda m, b: 3.0, "float")]
+    ("loss", "got"),
+    [
+        (lambda m, b: m(b[0]), "(1, 10)"),
+        (lambda m, b: m(b[0]).square(), "(1, 10)"),
+        (lambda m, b: 3.0, "float"),
+    ],
 )
-def test_loss_must_be_a_scalar(loss: Any, got: str) -> None:
-    with pytest.raises(ValueError, match=f"mean loss.*got {re.escape(got)}"):
+def test_loss_must_be_one_number_per_sample(loss: Any, got: str) -> None:
+    message = rf"loss of each sample.*\(1,\) or \(\), got {re.escape(got)}"
+    with pytest.raises(ValueError, match=message):
         PerSampleGradients(make("mlp"), loss, 1.0).backward(draw(3))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_losses_of_samples_are_as_good_as_their_mean(
+    compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plain(graph: Any, inputs: Any) -> Any:
+        return graph
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=plain))
+    model, batch = make("tied"), draw(9)
+    gradients = PerSampleGradients(model, sample_losses, 0.5, micro_batch_size=4, compile=compile)
+    torch.testing.assert_close(gradients.backward(batch), loss_function(model, batch).detach())
+    result = gradients.take()
+    assert result.samples == 9
+    assert distance(result, taken(model, batch, 0.5)) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -61,13 +61,14 @@ def test_clips_in_the_scaled_space() -> None:
     optimizer.step()
 
     class Rows(SampleClipper):
-        def add(self, rows: torch.Tensor) -> None:
-            self._add_samples([rows])
+        def backward(self, batch: torch.Tensor) -> torch.Tensor:
+            self._add_samples([batch])
+            return batch.mean()
 
     gradients = Rows([weight], 2.0)
     gradients.transform = optimizer.transform()
     assert gradients.transform is not None
-    gradients.add(torch.tensor([[100.0, 0.01, 0.005]]))
+    gradients.backward(torch.tensor([[100.0, 0.01, 0.005]]))
     (total,) = gradients.take().tensors
     unscaled = total / gradients.transform.scale[0]
     # In the scaled space about (1, 0.9, 0.45), shorter than 2: it arrives whole.

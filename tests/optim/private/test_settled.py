@@ -134,11 +134,7 @@ def test_a_change_is_in_the_ledger(mode: str) -> None:
     model, optimizer, loader = private(engine, grad_sample_mode=mode, sample_rate=1.0)
 
     def step() -> None:
-        batch = next(iter(loader))
-        if mode == "hooks":
-            loss_function(model, batch).backward()
-        else:
-            optimizer.backward(batch)
+        optimizer.backward(next(iter(loader)))
         optimizer.step()
 
     step()
@@ -189,7 +185,7 @@ def test_ranks_change_alike(ranks_of: RanksOf) -> None:
 
 @pytest.mark.parametrize("mode", ["functorch", "hooks"])
 def test_only_the_private_optimizer_steps(mode: str) -> None:
-    """With hooks, p.grad holds the raw gradient until it is clipped."""
+    """After loss.backward(), p.grad holds the raw gradient."""
     if mode == "hooks":
         pytest.importorskip("opacus")
     engine = PrivacyEngine()
@@ -208,7 +204,7 @@ def test_only_the_private_optimizer_steps(mode: str) -> None:
     )
     batches = iter(loader)
     for step in (usual.step, optimizer.inner.step):
-        loss_function(model, next(batches)).backward()
+        loss_function(model, next(batches)).sum().backward()
         before = [p.detach().clone() for p in model.parameters()]
         with pytest.raises(PrivacyError, match="a step of its own would be in no ledger"):
             step()

@@ -1,5 +1,7 @@
 """One drawn batch, one release: whatever else a loop does raises."""
 
+import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +26,7 @@ def dataset() -> TensorDataset:
 
 def loss_function(model: nn.Module, batch: Any) -> torch.Tensor:
     inputs, labels = batch
-    return nn.functional.cross_entropy(model(inputs), labels)
+    return nn.functional.cross_entropy(model(inputs), labels, reduction="none")
 
 
 def private(
@@ -197,7 +199,7 @@ def test_zero_grad_discards_the_batch() -> None:
     total = torch.zeros(21)
     for x, y in zip(*second, strict=True):
         loss = loss_function(reference, (x[None], y[None]))
-        sample = torch.autograd.grad(loss, list(reference.parameters()))
+        sample = torch.autograd.grad(loss.sum(), list(reference.parameters()))
         gradient = torch.cat([g.flatten() for g in sample])
         total += gradient * min(1.0, 0.1 / float(gradient.norm()))
     torch.testing.assert_close(moved, -0.5 * total / 20, rtol=1e-3, atol=1e-6)
@@ -323,119 +325,115 @@ def test_tickets_survive_workers_and_loaders_that_fetch_ahead(workers: int) -> N
     assert steps_of(engine) == 12
 
 
-def in_hooks(**settings: Any) -> tuple[nn.Module, DPOptimizer, DataLoader[Any]]:
-    pytest.importorskip("opacus")
-    return private(grad_sample_mode="hooks", **settings)
+MODES = ["functorch", "hooks", "ghost"]
 
 
-def test_with_hooks_two_backward_passes_raise() -> None:
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    if request.param != "functorch":
+        pytest.importorskip("opacus")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("discarded_by", ["optimizer", "model", "nobody"])
+def test_gradients_of_an_ordinary_backward_pass_are_refused(mode: str, discarded_by: str) -> None:
     engine = PrivacyEngine()
-    model, optimizer, loader = in_hooks(engine=engine)
+    model, optimizer, loader = private(engine, grad_sample_mode=mode)
     batches = forever(loader)
-    for batch in itertools.islice(batches, 3):
-        optimizer.zero_grad()
-        loss_function(model, batch).backward()
-        optimizer.step()
-    batch = next(batches)
-    for _ in range(2):
-        loss_function(model, batch).backward()
-    with pytest.raises(PrivacyError, match=r"loss.backward\(\) was called 2 times"):
-        optimizer.step()
-    loss_function(model, batch).backward()
-    optimizer.step()
-    loss_function(model, batch).backward()
-    with pytest.raises(PrivacyError, match="no drawn batch is left"):
+    for number in range(4):
+        batch = next(batches)
+        loss_function(model, batch).sum().backward()
+        if discarded_by == "nobody":
+            call = optimizer.step if number % 2 else functools.partial(optimizer.backward, batch)
+            with pytest.raises(PrivacyError, match=r"call optimizer\.backward\(batch\) instead"):
+                call()
+            assert all(p.grad is None for p in model.parameters())
+        elif discarded_by == "model":
+            model.zero_grad(set_to_none=number % 2 == 0)
+        else:
+            optimizer.zero_grad()
+        optimizer.backward(batch)
+        if discarded_by == "nobody" and number == 3:
+            loss_function(model, batch).sum().backward()
+            with pytest.raises(PrivacyError, match=r"loss\.backward\(\) was called"):
+                optimizer.step()
         optimizer.step()
     assert steps_of(engine) == 4
 
 
-def test_with_hooks_the_samples_are_those_of_the_batch() -> None:
-    model, optimizer, loader = in_hooks(sample_rate=0.25)
-    batches = forever(loader)
-    next(batches)
-    loss_function(model, dataset()[:]).backward()
-    with pytest.raises(PrivacyError, match="and what was passed has 40 or is another"):
+def test_the_parts_of_a_batch_in_every_mode(mode: str) -> None:
+    moved = []
+    for size, micro_batch_size in ((SAMPLES, None), (16, None), (SAMPLES, 7)):
+        model, optimizer, loader = private(
+            sample_rate=1.0, grad_sample_mode=mode, micro_batch_size=micro_batch_size
+        )
+        batch = next(iter(loader))
+        for part in in_slices(batch, size):
+            optimizer.backward(part, of=batch)
         optimizer.step()
+        moved.append(parameters(model))
+    torch.testing.assert_close(moved[0], moved[1])
+    torch.testing.assert_close(moved[0], moved[2])
+
+
+def test_an_evaluation_with_gradients_does_no_harm(mode: str) -> None:
+    moved = []
+    for evaluates in (False, True):
+        model, optimizer, loader = private(sample_rate=1.0, grad_sample_mode=mode)
+        for _ in range(3):
+            batch = next(iter(loader))
+            if evaluates:
+                loss_function(model, [t[:7] for t in batch])
+            optimizer.backward(batch)
+            if evaluates:
+                loss_function(model, [t[:9] for t in batch])
+                inputs = batch[0].clone().requires_grad_()
+                torch.autograd.grad(model(inputs).sum(), inputs)
+            optimizer.step()
+        moved.append(parameters(model))
+    torch.testing.assert_close(*moved, rtol=0, atol=1e-6)
+
+
+def test_other_batches_are_refused_in_every_mode(mode: str) -> None:
+    engine = PrivacyEngine()
+    _, optimizer, loader = private(engine, sample_rate=0.5, grad_sample_mode=mode)
+    batches = forever(loader)
+    batch = next(batches)
+    optimizer.backward(batch)
+    with pytest.raises(PrivacyError, match="this step has a batch already"):
+        optimizer.backward(batch)
+    optimizer.step()
+    with pytest.raises(PrivacyError, match="was used or discarded before"):
+        optimizer.backward(batch)
     with pytest.raises(PrivacyError, match="no drawn batch is left"):
         optimizer.step()
-    batch = next(batches)
-    loss_function(model, batch).backward()
-    optimizer.accumulate()
-    loss_function(model, batch).backward()
-    with pytest.raises(PrivacyError, match="this step has a batch already"):
-        optimizer.step()
-    loss_function(model, next(batches)).backward()
+    optimizer.backward(next(batches))
     optimizer.zero_grad()
     with pytest.raises(PrivacyError, match="no drawn batch is left"):
         optimizer.step()
-    with pytest.raises(ValueError, match=r"takes gradients from loss\.backward\(\)"):
-        optimizer.backward(next(batches))
+    assert steps_of(engine) == 1
 
 
-def test_with_hooks_parts_are_said_to_be_parts() -> None:
-    model, optimizer, loader = in_hooks(sample_rate=1.0)
-    batch = next(iter(loader))
-    for part in in_slices(batch, 16):
-        loss_function(model, part).backward()
-        optimizer.accumulate(part, of=batch)
-    optimizer.step()
-    batch = next(iter(loader))
-    for part, twice in ((slice(0, 16), False), (slice(0, 16), True)):
-        rows = [t[part] for t in batch]
-        loss_function(model, rows).backward()
-        if twice:
-            with pytest.raises(PrivacyError, match="has samples twice"):
-                optimizer.accumulate(rows, of=batch)
-        else:
-            optimizer.accumulate(rows, of=batch)
-    with pytest.raises(PrivacyError, match="no drawn batch is left"):
-        optimizer.step()
-
-
-def test_with_hooks_an_empty_batch_need_not_pass_through_the_model() -> None:
-    model, optimizer, loader = in_hooks(sample_rate=1e-6)
+def test_an_empty_batch_is_a_step_in_every_mode(mode: str) -> None:
+    engine = PrivacyEngine()
+    _, optimizer, loader = private(engine, sample_rate=1e-6, grad_sample_mode=mode)
     batches = forever(loader)
+    assert optimizer.backward(next(batches)).isnan()
+    optimizer.step()
     next(batches)
     optimizer.step()
-    loss_function(model, next(batches)).backward()
-    optimizer.step()
-    with pytest.raises(PrivacyError, match="no drawn batch is left"):
-        optimizer.step()
+    assert steps_of(engine) == 2
 
 
-def test_ghost_clipping_counts_the_losses() -> None:
-    pytest.importorskip("opacus")
-
-    def losses(model: nn.Module, batch: Any) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-    def refuses(message: str, use: Callable[[nn.Module, DPOptimizer, Any], None]) -> None:
-        model, optimizer, loader = private(grad_sample_mode="ghost", sample_rate=1.0)
-        with pytest.raises(PrivacyError, match=message):
-            use(model, optimizer, next(iter(loader)))
-
-    def too_few(model: nn.Module, optimizer: DPOptimizer, batch: Any) -> None:
-        optimizer.backward(losses(model, [t[:30] for t in batch]))
-
-    def twice(model: nn.Module, optimizer: DPOptimizer, batch: Any) -> None:
-        for _ in range(2):
-            optimizer.backward(losses(model, batch))
-
-    def a_part_twice(model: nn.Module, optimizer: DPOptimizer, batch: Any) -> None:
-        part = in_slices(batch, 20)[0]
-        for _ in range(2):
-            optimizer.backward(losses(model, part), of=batch, part=part)
-
-    refuses("and what was passed has 30", too_few)
-    refuses("this step has a batch already", twice)
-    refuses("has samples twice", a_part_twice)
-    model, optimizer, loader = private(grad_sample_mode="ghost", sample_rate=1.0)
-    for parts in (1, 3):
-        batch = next(iter(loader))
-        for part in in_slices(batch, -(-SAMPLES // parts)):
-            optimizer.backward(losses(model, part), of=batch, part=part)
-        optimizer.step()
-    _, usual, loader = private(sample_rate=1.0)
+def test_a_private_model_can_be_copied_and_saved(mode: str) -> None:
+    model, optimizer, loader = private(sample_rate=1.0, grad_sample_mode=mode)
     batch = next(iter(loader))
-    with pytest.raises(ValueError, match="DPOptimizer: part is for losses"):
-        usual.backward(batch, part=batch)
+    optimizer.backward(batch)
+    optimizer.step()
+    twin = copy.deepcopy(model)
+    assert torch.equal(parameters(twin), parameters(model))
+    assert list(model.state_dict()) == ["weight", "bias"]
+    _, optimizer, loader = private(sample_rate=1.0, grad_sample_mode=mode, model=twin)
+    optimizer.backward(next(iter(loader)))
+    optimizer.step()
+    assert not torch.equal(parameters(twin), parameters(model))

@@ -1,0 +1,176 @@
+"""Samples that depend on each other are refused, others never."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.optim.private.independence import IndependenceProbe
+from tests.optim.private.dependence import (
+    DEPENDENT,
+    INDEPENDENT,
+    WIDTH,
+    Transformer,
+    divided,
+    draw,
+    entropies,
+    mlp,
+)
+
+DEPENDS = "the loss of a sample depends on other samples"
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", DEPENDENT)
+@pytest.mark.parametrize("rows", [4, 33])
+def test_what_depends_on_other_samples_is_refused(name: str, rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    make, loss = DEPENDENT[name]
+    model = make().to(dtype)
+    with pytest.raises(PrivacyError, match=DEPENDS):
+        IndependenceProbe(model, loss).look(draw(model, rows, dtype, rows))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    name=st.sampled_from(sorted(INDEPENDENT)),
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(2, 64),
+    size=st.sampled_from([1e-3, 1.0, 30.0]),
+    seed=st.integers(0, 1000),
+)
+def test_what_does_not_depend_on_them_passes(
+    name: str, dtype: torch.dtype, rows: int, size: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    make, loss = INDEPENDENT[name]
+    model = make().to(dtype)
+    assert IndependenceProbe(model, loss).look(draw(model, rows, dtype, seed, size))
+
+
+def test_under_autocast() -> None:
+    def under_autocast(loss: Any) -> Any:
+        def inside(model: nn.Module, batch: Any) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return loss(model, batch)
+
+        return inside
+
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = mlp()
+        batch = draw(model, 9, torch.float32, seed)
+        assert IndependenceProbe(model, under_autocast(entropies)).look(batch)
+        with pytest.raises(PrivacyError, match=DEPENDS):
+            IndependenceProbe(model, under_autocast(divided)).look(batch)
+
+
+@pytest.mark.parametrize(("one", "other"), [*itertools.permutations(range(8), 2)])
+def test_any_two_samples_are_told_apart(one: int, other: int) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        scores = model(batch[0]).sum(1)
+        found = (batch[1] == other).nonzero()[:1, 0]
+        factor = 2 + scores[found].sum().tanh()
+        return scores.square() * torch.where(batch[1] == one, factor, 1.0)
+
+    model = mlp()
+    inputs, _ = draw(model, 8, torch.float32, 0)
+    with pytest.raises(PrivacyError, match=DEPENDS):
+        IndependenceProbe(model, loss).look((inputs, torch.arange(8)))
+
+
+def test_what_a_whole_batch_does_is_seen() -> None:
+    """The samples that are looked at closely know nothing of a sample far away."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return entropies(model, batch) * (1 + float(len(batch[0]) > 20))
+
+    model = mlp()
+    assert IndependenceProbe(model, loss).look(draw(model, 20, torch.float32, 0))
+    with pytest.raises(PrivacyError, match=DEPENDS):
+        IndependenceProbe(model, loss).look(draw(model, 21, torch.float32, 0))
+
+
+def test_a_margin_that_no_sample_comes_near_is_crossed_by_extreme_ones() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        scores = model(batch[0]).sum(1)
+        return scores.square() + (scores.detach().max() - 50).clamp(min=0)
+
+    model = nn.Sequential(nn.Linear(WIDTH, 5))
+    batch = draw(model, 6, torch.float32, 0)
+    assert float(model(batch[0]).detach().sum(1).max()) < 20
+    with pytest.raises(PrivacyError, match=DEPENDS):
+        IndependenceProbe(model, loss).look(batch)
+
+
+def test_the_first_batch_of_two_finite_samples_is_looked_at() -> None:
+    model = mlp()
+    probe = IndependenceProbe(model, divided)
+    inputs, labels = draw(model, 5, torch.float32, 0)
+    assert not probe.look((inputs[:0], labels[:0]))
+    assert not probe.look((inputs[:1], labels[:1]))
+    spoilt = inputs.clone()
+    spoilt[1:] = float("nan")
+    assert not probe.look((spoilt, labels))
+    spoilt[2] = inputs[2]
+    with pytest.raises(PrivacyError, match=DEPENDS):
+        probe.look((spoilt, labels))
+    usual = IndependenceProbe(model, entropies)
+    assert usual.look((spoilt, labels))
+    usual._loss_function = divided
+    assert usual.look((inputs, labels)), "nothing is looked at twice"
+
+
+@contextmanager
+def unmoved() -> Iterator[None]:
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    yield
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.array_equal(np.random.get_state()[1], before[2])
+
+
+def test_neither_random_numbers_nor_modes_nor_gradients_are_touched() -> None:
+    def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        scale = random.random() + np.random.random()
+        return scale * F.cross_entropy(model(tokens), tokens[:, 0] % 5, reduction="none")
+
+    model = Transformer()
+    model.block.self_attn.eval()
+    modes = [module.training for module in model.modules()]
+    with unmoved():
+        assert IndependenceProbe(model, loss).look(draw(model, 9, torch.float32, 0))
+    assert modes == [module.training for module in model.modules()]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_cannot_be_computed_twice_is_not_called_dependent() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return entropies(model, batch) * torch.rand(len(batch[0]), generator=generator)
+
+    model = mlp()
+    with pytest.raises(PrivacyError, match=r"come out otherwise when they are computed again"):
+        IndependenceProbe(model, loss).look(draw(model, 4, torch.float32, 0))
+
+
+def test_a_loss_that_refuses_extreme_samples_is_looked_at_without() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if float(batch[0].abs().max()) > 100:
+            raise ValueError("out of range")
+        return entropies(model, batch)
+
+    model = mlp()
+    assert IndependenceProbe(model, loss).look(draw(model, 4, torch.float32, 0))
