@@ -301,8 +301,8 @@ def choose(reference: Run, ranks: int) -> tuple[int, int, int | None]:
         return 0, 0, None
 
     def liking(index: int) -> tuple[int, int]:
-        # Drawn rarely, so that what comes back in other steps shows.
-        return times[index], index
+        # Drawn rarely, so that what comes back in other steps shows, and in the middle.
+        return times[index], abs(first[index] - len(drawn) // 2)
 
     early = min((i for i in first if first[i] == min(first.values())), key=liking)
     later = [i for i in first if 0 < first[i] < max(2, len(drawn) - 1)] or list(first)

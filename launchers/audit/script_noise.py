@@ -48,7 +48,7 @@ def find_noise(run: Run) -> list[Noise]:
         rows = []
         for step, release in enumerate(first):
             clean = sum((of_rank[step]["sums"].double() for of_rank in releases), torch.zeros(1))
-            multiplier, bound, batch = release["settings"]
+            _, bound, batch = release["settings"]
             ranks = release["ranks"] if release["place"] == "local" else 1
             claimed = _claimed(release) * bound * math.sqrt(ranks)
             rows.append((release["released"].double() * batch - clean) / claimed)
@@ -159,9 +159,7 @@ def judge_correlation(noises: Sequence[Noise], others: Sequence[Noise]) -> tuple
         if same:
             found = found.triu(1)
         tests = max(1, found.numel()) * len(pairs)
-        limit = math.tanh(
-            NormalDist().inv_cdf(1 - _CHANCE / (2 * tests)) / math.sqrt(elements - 3)
-        )
+        limit = math.tanh(NormalDist().inv_cdf(1 - _CHANCE / (2 * tests)) / math.sqrt(elements - 3))
         largest = max(largest, float(found.abs().max()))
         if largest > limit:
             place = int(found.abs().argmax())
@@ -205,7 +203,8 @@ def judge_draws(run: Run, other: Run) -> tuple[list[str], float | None]:
         )
     both = list(zip(drawn, others, strict=False))
     shared = sum(len(set(a) & set(b)) for a, b in both)
-    if rate < 1 and binomial_tail(shared, count * len(both), rate * rate) < _SAMPLING_CHANCE:
+    chance = max(rate, total / trials) ** 2
+    if chance < 1 and binomial_tail(shared, count * len(both), chance) < _SAMPLING_CHANCE:
         problems.append(
             f"{shared} of {total} samples are drawn in the same steps in a process with another "
             "secret: who is drawn follows from a seed, and sampling protects nobody"

@@ -198,7 +198,7 @@ def _run(
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
             trace = "".join(traceback.format_exception(raised, limit=-12))
             if isinstance(raised, PrivacyError):
-                refused = f"{observer.place_of(raised)}: {raised}"
+                refused = f"{observer.places.of(raised)}: {raised}"
     record = {**observer.record(), "error": error, "trace": trace, "refused": refused}
     unfinished = folder / f"rank{rank}.tmp"
     torch.save(record, unfinished)

@@ -135,7 +135,7 @@ def _steps_before(one: dict[str, Any], other: dict[str, Any]) -> int:
         if _is_other(a, b) or _changed(a.get("before"), b.get("before")):
             return int(a.get("releases", 0))
         if _changed(a.get("after"), b.get("after")):
-            return int(a.get("releases", 0)) + 1
+            return int(a.get("releases", 0)) + (a["kind"] == "private")
     return min(len(one["releases"]), len(other["releases"]))
 
 
@@ -153,7 +153,7 @@ def _first_difference(
         if names := _changed(a.get("before"), b.get("before")):
             where = b["where"]
             return where, f"{where}: {_named(names, a['before'], b['before'])} {shows}: it was " + (
-                f"changed between {last} and {where}, and not by a private step"
+                f"changed after {last}, and not by a step of an optimizer"
             )
         if a["kind"] == "private":
             problem = _other_settings(one, other, a)
@@ -197,7 +197,10 @@ def _named(names: list[str], one: Any, other: Any) -> str:
 def _other_settings(one: dict[str, Any], other: dict[str, Any], event: dict[str, Any]) -> str:
     number = event["releases"]
     if number < min(len(one["releases"]), len(other["releases"])):
-        old, new = (run["releases"][number]["settings"] for run in (one, other))
+        old, new = (run["releases"][number] for run in (one, other))
+        if old["drawn"] != new["drawn"]:
+            return f"which batch is taken for step {number + 1}"
+        old, new = old["settings"], new["settings"]
         names = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
         for name, a, b in zip(names, old, new, strict=True):
             if a != b:
