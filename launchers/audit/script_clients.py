@@ -99,6 +99,7 @@ class Clients:
             dense=False,
             ranks=collection.exchange.transport.world_size,
             drawn=self._drawn if self._rank == 0 else [],
+            left_out=0,
             discrete=False,
             share=1.0,
         )

@@ -254,6 +254,7 @@ class Observer:
             ranks=ranks,
             noise=self._noise,
             drawn=self._draws.take(),
+            left_out=getattr(exchange.owner, "not_finite", 0),
             discrete=mechanism.noise == "discrete",
             share=judge(mechanism.scheme()).std,
         )

@@ -76,6 +76,10 @@ def compare(base: Run, run: Run, reference: Run, unit: str) -> Twins:
             continue
         if not same_shape and _draws_for_each_row(base, run, step):
             continue
+        if base.variant.plant and base.variant.plant.kind == "not finite":
+            # Where it still counts, what is there instead of it may differ by 2 C.
+            if not any(_left_out(rank, step) for rank in base.ranks):
+                continue
         size = _norm(differences) / bound
         largest = max(largest or 0.0, size)
         rows = len(drawn_of(reference)[step])
@@ -117,6 +121,12 @@ def _draws_for_each_row(base: Run, run: Run, step: int) -> bool:
         seen.append(private[step].get("randomness") if step < len(private) else None)
     half = len(base.ranks)
     return seen[:half] != seen[half:]
+
+
+def _left_out(rank: dict[str, Any], step: int) -> int:
+    """Return how many samples were left out in a step, their gradients not being finite."""
+    before = rank["releases"][step - 1]["left_out"] if step else 0
+    return int(rank["releases"][step]["left_out"] - before)
 
 
 def _norm(differences: list[torch.Tensor]) -> float:

@@ -66,12 +66,14 @@ for epoch in range(3):
 
 CLIENTS = """
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from comm_hooks import CountSketch, Exchange
 from comm_hooks.optim import SAFL
 from comm_hooks.optim.private import PrivacyEngine
 
+dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = nn.Linear(8, 4)
 engine = PrivacyEngine(ledger="privacy.jsonl")
@@ -115,9 +117,9 @@ class Script:
         for place, new in self.edits.items():
             old = f"# {place}\n" if f"# {place}\n" in text else place
             assert text.count(old) == 1, place
-            line = next(line for line in text.splitlines(True) if old.strip() in line)
-            indent = " " * (len(line) - len(line.lstrip()))
-            if old.startswith("# "):
+            if old != place:
+                line = next(line for line in text.splitlines(True) if line.endswith(old))
+                indent = line[: -len(old)]
                 new = "".join(f"{indent}{part}\n" for part in new.splitlines()).lstrip(" ")
             text = text.replace(old, new)
         return text
@@ -320,6 +322,7 @@ FAULTS: dict[str, Script] = {
             "round": "model.weight.data[0, 0] += 1e-3 * seen",
         },
         "depends on client",
+        processes=1,
         template=CLIENTS,
     ),
 }
@@ -442,7 +445,8 @@ CORRECT: dict[str, Script] = {
         processes=2,
     ),
     "two ranks, central": Script({"init": _INIT}, processes=2),
-    "clients": Script(template=CLIENTS),
+    "clients": Script(processes=1, template=CLIENTS),
+    "two ranks, clients": Script(processes=2, template=CLIENTS),
 }
 
 
