@@ -235,8 +235,15 @@ def _check_noise(audit: ScriptAudit, reference: Run, other: Run) -> None:
     small, large, ratio = judge_size(noises)
     audit.add("size of the noise", f"{count} numbers", f"{ratio:.4f} of the claim", small, large)
     problems, largest = judge_correlation(noises, others)
-    pairs = sum(len(noise.values) * (len(noise.values) - 1) // 2 for noise in noises)
-    audit.add("noise of two steps or runs", f"{pairs} pairs", f"{largest:.3f} at most", problems)
+    found = "too few numbers" if largest is None else f"correlated by {largest:.3f} at most"
+    steps = sum(len(noise.values) for noise in noises)
+    audit.add(
+        "noise of two steps or runs",
+        f"pairs of {steps} steps",
+        found,
+        problems,
+        compared=largest is not None,
+    )
 
 
 def _check_twins(audit: ScriptAudit, job: Job, runner: _Runner, reference: Run) -> None:
@@ -245,7 +252,7 @@ def _check_twins(audit: ScriptAudit, job: Job, runner: _Runner, reference: Run) 
     kinds = _KINDS if unit == "sample" else _KINDS[:1]
     early, late, never = choose(reference, len(reference.ranks))
     wanted = [Plant(late, kind) for kind in kinds]
-    wanted += [Plant(early, kind) for kind in kinds if early != late and kind != "swapped"]
+    wanted += [Plant(early, kind) for kind in kinds if early != late]
     if never is not None:
         wanted.append(Plant(never, "absent"))
     variants = [Variant(f"{unit} {p.index} {p.kind}", plant=p) for p in wanted]

@@ -143,14 +143,17 @@ def judge_size(noises: Sequence[Noise]) -> tuple[list[str], list[str], float]:
     return small, large, math.sqrt(squares / count) if count else 0.0
 
 
-def judge_correlation(noises: Sequence[Noise], others: Sequence[Noise]) -> tuple[list[str], float]:
+def judge_correlation(
+    noises: Sequence[Noise], others: Sequence[Noise]
+) -> tuple[list[str], float | None]:
     """Correlate the noise of every two steps of a run, and with a run of other secrets.
 
     Returns:
-        What is correlated by more than chance, in words, and the largest correlation there is.
+        What is correlated by more than chance, in words, and the largest correlation there is;
+        None where there are too few numbers to tell.
     """
     problems: list[str] = []
-    largest = 0.0
+    largest: float | None = None
     pairs = [(noise, noise) for noise in noises] + list(zip(noises, others, strict=False))
     for first, second in pairs:
         elements = first.values.shape[1]
@@ -163,8 +166,9 @@ def judge_correlation(noises: Sequence[Noise], others: Sequence[Noise]) -> tuple
             found = found.triu(1)
         tests = max(1, found.numel()) * len(pairs)
         limit = math.tanh(NormalDist().inv_cdf(1 - _CHANCE / (2 * tests)) / math.sqrt(elements - 3))
-        largest = max(largest, float(found.abs().max()))
-        if largest > limit:
+        highest = float(found.abs().max())
+        largest = max(largest or 0.0, highest)
+        if highest > limit:
             place = int(found.abs().argmax())
             i, j = divmod(place, found.shape[1])
             value = float(found[i, j])

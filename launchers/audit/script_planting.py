@@ -12,7 +12,6 @@ from torch.utils.data import Subset
 Kind = Literal["absent", "huge", "swapped", "not finite"]
 # Gradients of such samples are far above any bound, and their squares are still finite.
 _HUGE = 1e6
-_SWAPPED = -30.0
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,8 @@ class Plant:
     Attributes:
         index: of the sample in the data set (or of the client).
         kind: ``"absent"``: it is never in a batch, and another stands in its place in the data set;
-            ``"huge"``: its values are multiplied by a million, and it has the labels of another
-            one; ``"swapped"``: it has those, and values of the other sign; ``"not finite"``: its
+            ``"huge"``: its values are multiplied by a million; ``"swapped"``: it has the labels of
+            another one, too, so that it is wrong where the other is right; ``"not finite"``: its
             values are NaN.
     """
 
@@ -89,8 +88,8 @@ def _edited_leaf(leaf: Any, other: Any, kind: Kind) -> Any:
     if kind == "not finite":
         return leaf * float("nan") if is_real else leaf
     if not is_real:
-        return other
-    return leaf * (_HUGE if kind == "huge" else _SWAPPED)
+        return other if kind == "swapped" else leaf
+    return leaf * _HUGE
 
 
 def _plant_in_storage(dataset: Any, index: int, other: Any, kind: Kind) -> bool:
