@@ -407,7 +407,10 @@ CORRECT: dict[str, Script] = {
             "step": ("other.zero_grad()\nteacher(public).square().sum().backward()\nother.step()"),
         }
     ),
-    "workers that load, and augment from the operating system": Script(
+    "workers that load ahead": Script(
+        {"DataLoader(dataset)": "DataLoader(dataset, num_workers=1)"}
+    ),
+    "augmentation from the operating system": Script(
         {"batch": "batch = [batch[0] + os.urandom(1)[0] / 256, batch[1]]"}
     ),
     "two ranks, central, top-k": Script(
