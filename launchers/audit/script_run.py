@@ -181,6 +181,8 @@ def _run(
     if job.processes is not None:
         _be_rank(rank, job.processes, port)
     torch.set_num_threads(1)
+    # Workers of data loaders are started as in a process that was not forked from another one.
+    multiprocessing.set_start_method(None, force=True)
     observer = Observer(script, variant, job.steps, folder, rank, released)
     os.chdir(folder / "work")
     sys.argv = [str(job.script), *job.arguments]
