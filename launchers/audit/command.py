@@ -9,7 +9,15 @@ import typer
 
 from comm_hooks.launchers.audit.audit import Claim, audit_configuration, why_not_played
 from comm_hooks.launchers.audit.configuration import read_configuration, read_ledger
-from comm_hooks.launchers.audit.report import as_json, print_audit, print_claim
+from comm_hooks.launchers.audit.report import (
+    as_json,
+    print_audit,
+    print_claim,
+    print_script_audit,
+    script_as_json,
+)
+from comm_hooks.launchers.audit.script import audit_script
+from comm_hooks.launchers.audit.script_run import Job, ScriptFailed
 from comm_hooks.optim.private.accounting import RDPAccountant
 from comm_hooks.optim.private.accounting.accountant import require_delta
 from comm_hooks.optim.private.errors import PrivacyError
@@ -20,6 +28,9 @@ _SUSPICIOUS = 3
 
 
 def audit(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="With --script: what it is given, after --.")
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="The private training, as JSON: see docs/audit.md.")
     ] = None,
@@ -33,18 +44,38 @@ def audit(
     attack: Annotated[
         bool, typer.Option(help="Play the configuration and attack it; else only look it up.")
     ] = True,
+    script: Annotated[
+        Path | None, typer.Option(help="Run your own training as it is, and watch it.")
+    ] = None,
+    nproc_per_node: Annotated[
+        int | None, typer.Option(help="With --script: ranks, as torchrun has them. [default: one]")
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(help="With --script: stop it after so many private steps.")
+    ] = 20,
+    timeout: Annotated[float, typer.Option(help="With --script: seconds for one run.")] = 120.0,
     confidence: Annotated[float, typer.Option(help="Of the bounds that attacks prove.")] = 0.95,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a private training: is it valid, what does it claim, and do attacks disprove that?
 
     Attacks put canaries into a training of the same clipping, sampling, noise, compressor and
-    number of ranks, simulated in this process, and prove a lower bound of epsilon. Exit codes:
+    number of ranks, simulated in this process, and prove a lower bound of epsilon. A script is run
+    in processes of its own, with and without one sample, and what differs is compared. Exit codes:
     0, 1 for what is not private, 2 for bad input, 3 for what is suspicious: run it again.
     """
     try:
+        if script is not None:
+            if config is not None or ledger is not None:
+                raise ValueError("--script is audited by itself: leave out --config and --ledger")
+            _audit_script(
+                Job(script, tuple(arguments or ()), nproc_per_node, steps, timeout), json_
+            )
+            return
+        if arguments:
+            raise ValueError(f"unexpected {' '.join(arguments)}: arguments are for --script")
         if config is None and ledger is None:
-            raise ValueError("nothing to audit: give --config, --ledger or both")
+            raise ValueError("nothing to audit: give --config, --ledger or --script")
         if delta is not None:
             require_delta(delta, "--delta")
         if not 0 < confidence < 1:
@@ -88,6 +119,39 @@ def audit(
     if found and found.violated:
         raise typer.Exit(_VIOLATED)
     if found and found.suspicious:
+        raise typer.Exit(_SUSPICIOUS)
+
+
+def _audit_script(job: Job, json_: bool) -> None:
+    """Audit a script, print what was found and exit.
+
+    Raises:
+        ValueError: for settings out of range.
+    """
+    for option, value in (
+        ("--nproc-per-node", 1 if job.processes is None else job.processes),
+        ("--steps", job.steps),
+        ("--timeout", job.timeout),
+    ):
+        if not value > 0:
+            raise ValueError(f"{option} must be positive, got {value:g}")
+    try:
+        found = audit_script(job)
+    except ScriptFailed as failed:
+        if json_:
+            violated = failed.refused is not None
+            typer.echo(json.dumps({"error": failed.refused or str(failed), "violated": violated}))
+        elif failed.trace and not failed.refused:
+            typer.echo(failed.trace.rstrip(), err=True)
+        _say(f"INVALID: {failed.refused}" if failed.refused else str(failed))
+        raise typer.Exit(_VIOLATED if failed.refused else _BAD_INPUT) from None
+    if json_:
+        typer.echo(json.dumps(script_as_json(found), indent=2))
+    else:
+        print_script_audit(found)
+    if found.violated:
+        raise typer.Exit(_VIOLATED)
+    if found.suspicious:
         raise typer.Exit(_SUSPICIOUS)
 
 

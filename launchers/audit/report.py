@@ -8,6 +8,7 @@ from rich.text import Text
 
 from comm_hooks.launchers.audit.audit import Attack, Audit, Claim
 from comm_hooks.launchers.audit.configuration import Configuration
+from comm_hooks.launchers.audit.script import ScriptAudit
 from comm_hooks.launchers.output import make_console
 from comm_hooks.optim.private.placement import Verdict
 
@@ -72,6 +73,29 @@ def print_audit(audit: Audit, confidence: float) -> None:
         say(_conclusion(attack, confidence))
     for problem in audit.problems:
         say(f"VIOLATION: {problem}")
+
+
+def script_as_json(audit: ScriptAudit) -> dict[str, Any]:
+    """Return the audit of a script as plain values."""
+    return {**asdict(audit), "violated": audit.violated, "suspicious": audit.suspicious}
+
+
+def print_script_audit(audit: ScriptAudit) -> None:
+    """Print what was looked at in a script, and what is wrong."""
+    table = Table("looked at", "extent", "found", "outcome")
+    for check in audit.checks:
+        table.add_row(*map(Text, (check.name, check.extent, check.found, check.outcome)))
+    make_console().print(table)
+    say = _printer()
+    for label, lines in (
+        ("VIOLATION", audit.problems),
+        ("suspicious", audit.doubts),
+        ("note", audit.notes),
+    ):
+        for line in lines:
+            say(f"{label}: {line}")
+    if not audit.violated and not audit.suspicious:
+        say("no violation found")
 
 
 def _conclusion(attack: Attack, confidence: float) -> str:

@@ -138,7 +138,7 @@ def test_a_ledger_of_a_run_that_is_going_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "nothing to audit: give --config, --ledger or both"),
+        ([], "nothing to audit: give --config, --ledger or --script"),
         (["--ledger", "missing.jsonl", "--delta", "1e-5"], "there is no such file"),
         (["--ledger", "x"], "--ledger without --config needs --delta"),
         (["--config", "missing.json"], "missing.json: cannot be read"),

@@ -1,0 +1,358 @@
+"""The audit of a script as it is: run several times, with and without one sample."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from comm_hooks.launchers.audit.script_noise import (
+    drawn_of,
+    find_noise,
+    judge_correlation,
+    judge_draws,
+    judge_size,
+)
+from comm_hooks.launchers.audit.script_planting import Kind, Plant
+from comm_hooks.launchers.audit.script_run import Job, Run, ScriptFailed, Variant, run_script
+from comm_hooks.launchers.audit.script_twins import Twins, are_alike, compare
+
+_KINDS: tuple[Kind, ...] = ("absent", "huge", "swapped", "not finite")
+_MOST_SOURCES = 3
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table.
+
+    Attributes:
+        name: what was looked at.
+        extent: how much of it.
+        found: the number that came out.
+        outcome: ``"ok"``, ``"violation"``, ``"suspicious"`` or ``"not compared"``.
+    """
+
+    name: str
+    extent: str
+    found: str
+    outcome: str
+
+
+@dataclass(frozen=True)
+class ScriptAudit:
+    """What came out.
+
+    Attributes:
+        checks: all that was looked at.
+        problems: what a sample shows by, and what is not as the ledger has it, in words.
+        doubts: what may be a problem, in words.
+        notes: what was not compared, and why.
+    """
+
+    checks: list[Check] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def violated(self) -> bool:
+        """Whether the guarantee does not hold."""
+        return bool(self.problems)
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether somebody should have a look."""
+        return bool(self.doubts)
+
+    def add(
+        self,
+        name: str,
+        extent: str,
+        found: str = "",
+        problems: Sequence[str] = (),
+        doubts: Sequence[str] = (),
+        *,
+        compared: bool = True,
+    ) -> None:
+        """Add a line, with what is wrong."""
+        fine = "ok" if compared else "not compared"
+        outcome = "violation" if problems else "suspicious" if doubts else fine
+        self.checks.append(Check(name, extent, found, outcome))
+        self.problems.extend(p for p in problems if p not in self.problems)
+        self.doubts.extend(d for d in doubts if d not in self.doubts)
+
+
+def audit_script(job: Job) -> ScriptAudit:
+    """Run a script of private training several times, and compare what it releases and keeps.
+
+    1. as it is, twice: what differs between two equal runs cannot be compared
+    2. with the same draws and other noise: is the noise as large as the ledger has it, anew in
+       every step, and not from a seed?  With other draws: does the sampling follow from a seed?
+    3. with one sample as it is, absent, huge, with other labels and not finite, everything else
+       and all noise being the same.  Each run goes on with what the first one has released, so
+       that nothing but clipped sums may depend on the sample, those only in steps in which it was
+       drawn, and by at most C
+    4. with one row changed of what the data set is made of: do other samples depend on it?
+
+    A violation is declared only by what is certain (3, 4), or where chance would bring it about in
+    one audit of 2,000.
+
+    Args:
+        job: the script, and how it is run.
+
+    Raises:
+        ScriptFailed: if it does not get through a run, is not there, or trains nothing privately.
+
+    Example::
+
+        >>> from pathlib import Path
+        >>> from comm_hooks.launchers.audit import Job, audit_script
+        >>> audit_script(Job(Path("no such script.py")))
+        Traceback (most recent call last):
+        comm_hooks.launchers.audit.script_run.ScriptFailed: no such script.py: there is no ...
+    """
+    if not job.script.is_file():
+        raise ScriptFailed(f"{job.script}: there is no such file")
+    folder = Path(tempfile.mkdtemp(prefix="comm-hooks-audit-"))
+    try:
+        return _audit(job, _Runner(job, folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Runner:
+    """Runs variants, as many at a time as there are cores."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self._job, self._folder = job, folder
+        self._number = 0
+        self._at_once = max(1, len(os.sched_getaffinity(0)) // (job.processes or 1))
+
+    def first(self, variant: Variant) -> Run:
+        """Run what the others follow."""
+        return run_script(self._job, variant, self._next())
+
+    def follow(self, variants: Sequence[Variant]) -> list[Run | ScriptFailed]:
+        """Run some that go on with what the first one has released."""
+        first = self._folder / "1"
+
+        def run(variant: Variant, folder: Path) -> Run | ScriptFailed:
+            try:
+                return run_script(self._job, variant, folder, first)
+            except ScriptFailed as failed:
+                return failed
+
+        with ThreadPoolExecutor(self._at_once) as threads:
+            folders = [self._next() for _ in variants]
+            return list(threads.map(run, variants, folders))
+
+    def _next(self) -> Path:
+        self._number += 1
+        folder = self._folder / str(self._number)
+        folder.mkdir()
+        return folder
+
+
+def _audit(job: Job, runner: _Runner) -> ScriptAudit:
+    audit = ScriptAudit()
+    reference = runner.first(Variant("as it is"))
+    if not reference.ranks[0]["engines"]:
+        raise ScriptFailed(
+            f"{job.script} never calls make_private() or private_participation(): there is no "
+            "private training to audit"
+        )
+    if not reference.ranks[0]["releases"] and not reference.ranks[0]["steps"]:
+        raise ScriptFailed(f"{job.script} takes no private step: there is nothing to audit")
+    again, other_noise, other_draws = (
+        _whole(run)
+        for run in runner.follow(
+            [
+                Variant("as it is, again"),
+                Variant("other noise", noise=1),
+                Variant("other draws", noise=2, draws=2),
+            ]
+        )
+    )
+    _check_ledger(audit, reference)
+    # Clients are drawn by the secret that their noise comes from.
+    is_of_clients = any(r["place"] == "clients" for r in reference.ranks[0]["releases"])
+    _check_noise(audit, reference, other_draws if is_of_clients else other_noise)
+    problems, rate = judge_draws(reference, other_draws)
+    if rate is not None:
+        steps = len(drawn_of(reference))
+        audit.add("who is drawn", f"{steps} steps", f"rate {rate:.3g}", problems)
+    difference = are_alike(reference, again)
+    if difference:
+        audit.notes.append(
+            f"twins are not comparable: two runs with the same seeds and secrets differ "
+            f"({difference}). Only noise, sampling and the ledger were looked at"
+        )
+        audit.add("twins", "two equal runs", "differ", compared=False)
+        return audit
+    _check_twins(audit, job, runner, reference)
+    _check_sources(audit, runner, reference)
+    return audit
+
+
+def _whole(run: Run | ScriptFailed) -> Run:
+    if isinstance(run, ScriptFailed):
+        raise run
+    return run
+
+
+def _check_ledger(audit: ScriptAudit, reference: Run) -> None:
+    """Compare releases with entries, in their order; the first rank has the ledger."""
+    record = reference.ranks[0]
+    releases, entries = record["releases"], record["entries"]
+    problems = []
+    for number, release in enumerate(releases, start=1):
+        if release["entries"] < number:
+            problems.append(
+                f"{release['where']}: release {number} has no entry in the ledger, which has "
+                f"{release['entries']}: epsilon is larger than it says"
+            )
+            break
+    steps = [event for event in record["events"] if event["kind"] == "private"]
+    for number, step in enumerate(steps, start=1):
+        if len(releases) < number:
+            problems.append(
+                f"{step['where']}: step {number} went past the mechanism, which has released "
+                f"{len(releases)} sums: its noise is not known"
+            )
+            break
+    if record["in ledger"] < entries:
+        problems.append(
+            f"the ledger has {record['in ledger']} steps in the end, of {entries} that were entered"
+        )
+    audit.add("ledger", f"{len(releases)} releases", f"{entries} entries", problems)
+
+
+def _check_noise(audit: ScriptAudit, reference: Run, other: Run) -> None:
+    noises, others = find_noise(reference), find_noise(other)
+    count = sum(noise.values.numel() for noise in noises)
+    small, large, ratio = judge_size(noises)
+    audit.add("size of the noise", f"{count} numbers", f"{ratio:.4f} of the claim", small, large)
+    problems, largest = judge_correlation(noises, others)
+    found = "too few numbers" if largest is None else f"correlated by {largest:.3f} at most"
+    steps = sum(len(noise.values) for noise in noises)
+    audit.add(
+        "noise of two steps or runs",
+        f"pairs of {steps} steps",
+        found,
+        problems,
+        compared=largest is not None,
+    )
+
+
+def _check_twins(audit: ScriptAudit, job: Job, runner: _Runner, reference: Run) -> None:
+    clients = reference.ranks[0]["releases"][:1]
+    unit = "client" if clients and clients[0]["place"] == "clients" else "sample"
+    kinds = _KINDS if unit == "sample" else _KINDS[:1]
+    early, late, never = choose(reference, len(reference.ranks))
+    wanted = [Plant(late, kind) for kind in kinds]
+    wanted += [Plant(early, kind) for kind in kinds if early != late]
+    if never is not None:
+        wanted.append(Plant(never, "absent"))
+    variants = [Variant(f"{unit} {p.index} {p.kind}", plant=p) for p in wanted]
+    done = runner.follow(variants)
+    runs: dict[Plant, Run] = {}
+    for plant, run in zip(wanted, done, strict=True):
+        if isinstance(run, ScriptFailed):
+            if plant.kind == "absent":
+                raise run
+            audit.doubts.append(
+                f"{run}. Whoever sees that it has stopped knows of {unit} {plant.index}"
+            )
+        else:
+            runs[plant] = run
+    if not any(drawn_of(reference)):
+        audit.notes.append("nobody was drawn in these steps: give more --steps")
+    for plant, run in runs.items():
+        absent = runs[Plant(plant.index, "absent")]
+        present = reference if plant.kind == "absent" else run
+        twins = [compare(absent, present, reference, unit)]
+        # With as many rows in each batch, also where more rows draw more random numbers.
+        blank = runs.get(Plant(plant.index, "not finite"))
+        if blank is not None and blank is not present:
+            twins.append(compare(blank, present, reference, unit))
+        _add_twins(audit, f"{unit} {twins[0].planted}", twins)
+
+
+def _add_twins(audit: ScriptAudit, name: str, twins: Sequence[Twins]) -> None:
+    changes = [t.largest for t in twins if t.largest is not None]
+    problems = [p for t in twins for p in t.problems]
+    found = f"sums change by {max(changes):.4f} C" if changes else "nothing changes"
+    if twins[0].drawn and not changes and not problems:
+        found = "all but clipped sums"
+        if len(twins) > 1 or not name.endswith("not finite"):
+            audit.notes.append(
+                f"{name}: what it does to clipped sums was not compared: a batch of another length "
+                "draws other random numbers, and samples cannot be made NaN"
+            )
+    audit.add(name, f"drawn in {twins[0].drawn} steps", found, problems)
+
+
+def choose(reference: Run, ranks: int) -> tuple[int, int, int | None]:
+    """Return an index that is drawn in the first step, one on another rank that is drawn later, and
+    one that never is, if there are such.
+    """
+    drawn = drawn_of(reference)
+    units = reference.ranks[0]["units"]
+    count = units[0][0] if units else 1
+    first: dict[int, int] = {}
+    times: dict[int, int] = {}
+    for step, indices in enumerate(drawn):
+        for index in indices:
+            first.setdefault(index, step)
+            times[index] = times.get(index, 0) + 1
+    if not first:
+        return 0, 0, None
+
+    def liking(index: int) -> tuple[int, int]:
+        # Drawn rarely, so that what comes back in other steps shows, and in the middle.
+        return times[index], abs(first[index] - len(drawn) // 2)
+
+    early = min((i for i in first if first[i] == min(first.values())), key=liking)
+    later = [i for i in first if 0 < first[i] < max(2, len(drawn) - 1)] or list(first)
+    elsewhere = [i for i in later if i % ranks != early % ranks] or later
+    late = min(elsewhere, key=liking)
+    never = next((i for i in range(count) if i not in first), None)
+    return early, late, never
+
+
+def _check_sources(audit: ScriptAudit, runner: _Runner, reference: Run) -> None:
+    """Change a row of each thing that the data set may be made of, and count other samples."""
+    sources = reference.ranks[0]["sources"]
+    rows = sources["rows"]
+    if not rows:
+        return
+    places = [
+        (number, *made)
+        for number, made in enumerate(sources["made"])
+        if made[2][0] >= len(rows) and made[2][0] >= 2
+    ][:_MOST_SOURCES]
+    if not places:
+        audit.notes.append(
+            "what was computed of the data before the data set was made was not seen (it comes "
+            "from none of torch.load, numpy.load, torch.from_numpy, torch.tensor, torch.randn)"
+        )
+    variants = [Variant(f"row of source {p[0]}", varied_source=p[0]) for p in places]
+    for (_, where, name, shape, is_loaded), run in zip(
+        places, runner.follow(variants), strict=True
+    ):
+        found = _whole(run).ranks[0]["sources"]["rows"] or rows
+        changed = sum(a != b for a, b in zip(rows, found, strict=False))
+        message = (
+            f"{where}: one row of what {name}() has returned there changes {changed} of "
+            f"{len(rows)} samples: they depend on each other before training begins"
+        )
+        is_wrong = changed > max(1, len(rows) // 2)
+        audit.add(
+            f"one row of {name} at {where}",
+            f"{'x'.join(map(str, shape))} numbers",
+            f"{changed} samples change",
+            [message] if is_wrong and is_loaded else [],
+            [message] if is_wrong and not is_loaded else [],
+        )
