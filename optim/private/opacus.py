@@ -104,7 +104,8 @@ class HookedGradients(BatchClipper):
         """Look whether the rows of what Opacus has computed belong to the samples."""
         if len(losses) < 2 or not bool((losses.isfinite() & norms.isfinite()).all()):
             return  # 0 x infinity, of another sample, would spoil the gradient of one
-        tolerance = 4 * math.sqrt(self._probe.epsilon)
+        # Norms are added up in float32, whatever the gradients are.
+        tolerance = 4 * math.sqrt(max(self._probe.epsilon, torch.finfo(torch.float32).eps))
         for row in range(min(len(losses), _COMPARED)):
             own = torch.autograd.grad(
                 losses[row], self.parameters, retain_graph=True, materialize_grads=True
