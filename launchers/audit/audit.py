@@ -11,12 +11,13 @@ from comm_hooks.launchers.audit.memory import check_memory
 from comm_hooks.launchers.audit.noise import check_noise
 from comm_hooks.launchers.audit.releases import ReleaseAudit, audit_releases
 from comm_hooks.launchers.audit.sampling import check_sampling
-from comm_hooks.launchers.audit.training import TrainingAudit, audit_training
 from comm_hooks.launchers.audit.stages import Stages
+from comm_hooks.launchers.audit.training import TrainingAudit, audit_training
 from comm_hooks.optim.private.accounting import Accountant, GaussianEvent
 from comm_hooks.optim.private.accounting.events import seen_by
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.placement import PLACES
+
 
 @dataclass(frozen=True)
 class Claim:

@@ -73,13 +73,13 @@ def audit_clipping(stages: Stages) -> ClippingAudit:
     problems = []
     if worst[0] > 1 + _SLACK:
         problems.append(
-            f"one sample changes a clipped sum by {_times(worst[0])}, where the noise is for C: clip "
-            f"every sample's gradient by itself, by its norm over all parameters ({worst[1]})"
+            f"one sample changes a clipped sum by {_times(worst[0])}, where the noise is for C: "
+            f"clip every sample's gradient by itself, by its norm over all parameters ({worst[1]})"
         )
     if remembered[0] > _SLACK:
         problems.append(
-            f"a sample of earlier steps changes a clipped sum by {_times(remembered[0])}: what clips "
-            f"must keep nothing from step to step (step {remembered[1].rsplit(', step ', 1)[1]})"
+            f"a sample of earlier steps changes a clipped sum by {_times(remembered[0])}: what "
+            f"clips must keep nothing from step to step (step {remembered[1].rsplit(', step ', 1)[1]})"
         )
     return ClippingAudit(worst[0], problems)
 

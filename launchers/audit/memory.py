@@ -73,7 +73,9 @@ class _Script:
             for rank in range(ranks):
                 length = 1e4 if step == 1 else float(rng.choice([0.0, 0.0, 0.5, 3.0, 20.0]))
                 sums[step, rank] = _of_length(rng, numel) * length
-            if step != 1 and rng.random() < 0.25:
+            # What is saved last is what a restart brings back.
+            is_last, is_first = step == _PROCESSES[0] - 1, step == _PROCESSES[0]
+            if is_last or (step != 1 and not is_first and rng.random() < 0.25):
                 part = int(rng.integers(len(numels)))
                 begin, end = starts[part], starts[part + 1]
                 change = changes[step, int(rng.integers(ranks))]

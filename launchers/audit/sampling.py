@@ -160,7 +160,7 @@ def _rates(masks: Masks, rate: float) -> list[str]:
 
 def _sizes(masks: Masks, rate: float, *, exact: bool) -> list[str]:
     """Look at how many are drawn: batches of one size, or together, or never none."""
-    processes, ranks, steps, samples = masks.shape
+    _processes, _ranks, _steps, samples = masks.shape
     sizes = masks.sum(3).astype(np.float64).reshape(-1)
     q = float(masks.mean()) if not exact else rate
     problems = []
@@ -229,7 +229,7 @@ def _turns(masks: Masks) -> list[str]:
 
 
 def _alike(masks: Masks) -> list[str]:
-    """Compare all pairs of batches, and all pairs at one distance: too many or too few in common."""
+    """Compare all pairs of batches, and all at one distance: too many or too few in common."""
     processes, ranks, steps, samples = masks.shape
     rows = masks.reshape(-1, samples).astype(np.float32)
     common = rows @ rows.T
@@ -306,13 +306,13 @@ def _together(masks: Masks) -> list[str]:
     common = np.triu(some.T @ some, 1)
     pairs = some.shape[1] * (some.shape[1] - 1) // 2
     most = float(common.max())
-    if most > len(rows) * rate * rate and float(
-        log_tail(most, len(rows), rate * rate)
-    ) < math.log(chance("sampling: samples", 4 * pairs)):
+    if most > len(rows) * rate * rate and float(log_tail(most, len(rows), rate * rate)) < math.log(
+        chance("sampling: samples", 4 * pairs)
+    ):
         i, j = np.unravel_index(int(common.argmax()), common.shape)
         return [
-            f"samples {i} and {j} are drawn together {most:.0f} times in {len(rows)} batches, where "
-            f"{len(rows) * rate * rate:.0f} would be chance: each is to be drawn for itself"
+            f"samples {i} and {j} are drawn together {most:.0f} times in {len(rows)} batches, "
+            f"where {len(rows) * rate * rate:.0f} would be chance: each is to be drawn for itself"
         ]
     return []
 
@@ -323,6 +323,6 @@ def _few_seeds(firsts: list[bytes], known: list[str]) -> list[str]:
     if not same or any("draw the same" in problem for problem in known):
         return []
     return [
-        f"of {len(firsts)} processes {same} drew the batch of another one: its seed has so few bits "
-        "that all can be tried"
+        f"of {len(firsts)} processes {same} drew the batch of another one: its seed has so few "
+        "bits that all can be tried"
     ]

@@ -89,7 +89,9 @@ class World:
 
     def release(self) -> torch.Tensor:
         """Take a step with the sums that were filled in; return what is released, times B: (d,)."""
-        rounds = [m.round(self._by_name(s)) for m, s in zip(self._mechanisms, self._sums, strict=True)]
+        rounds = [
+            m.round(self._by_name(s)) for m, s in zip(self._mechanisms, self._sums, strict=True)
+        ]
         self._simulated.sent = []
         # Whatever draws from global generators draws what the user's seed makes of it.
         with _kept_generators(), warnings.catch_warnings():

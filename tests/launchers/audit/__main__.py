@@ -61,9 +61,13 @@ def main() -> None:
         correct += 1
         false_alarms += violated
         times.append(seconds)
-        print(f"{'ALARM ' if violated else 'quiet '} {seconds:5.1f} s  {settings}: {why}", flush=True)
+        print(
+            f"{'ALARM ' if violated else 'quiet '} {seconds:5.1f} s  {settings}: {why}", flush=True
+        )
     print(f"{found} of {planted} faults found, {false_alarms} false alarms in {correct} audits")
-    print(f"{sum(times) / max(1, len(times)):.1f} s on average, {max(times, default=0):.1f} s at most")
+    print(
+        f"{sum(times) / max(1, len(times)):.1f} s on average, {max(times, default=0):.1f} s at most"
+    )
 
 
 if __name__ == "__main__":
