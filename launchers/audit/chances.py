@@ -15,7 +15,7 @@ Array = npt.NDArray[np.float64]
 MOST_FALSE_ALARMS = 1e-3
 SHARES = {
     "releases: bound": 1e-4,
-    "training: bound": 2e-4,
+    "training: bound": 1.5e-4,
     "noise: energy": 1e-4,
     "noise: correlation": 5e-5,
     "noise: dimension": 2e-5,

@@ -24,7 +24,7 @@ _LARGE: Shapes = {"embedding.weight": (300, 240), "norm.weight": (5,), "head.wei
 _DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float64, torch.float16)
 _SIZES = (0.0, 0.5, 0.999, 1.01, 1.5, 3.0, 12.0, 70.0, 150.0, 1.2e3, 2e4, 1e6, 1e12, 1e30)
 _NOT_FINITE = (math.inf, math.nan)
-_OTHERS = (0, 1, 2, 3, 4, 7, 15, 31)
+_OTHERS = (0, 1, 2, 3, 4, 7, 15, 31, 70, 200)
 _STEPS = 90
 _STEPS_LARGE = 16
 _WORLDS = 4
@@ -49,7 +49,7 @@ def audit_clipping(stages: Stages) -> ClippingAudit:
     """Add samples to batches and compare clipped sums, which may change by C at most.
 
     Samples point along all coordinates, one parameter or one element, and are from half of C to
-    1e30 C long, or not finite; the others, of 0 to 31, go with them or against them.  Batches are
+    1e30 C long, or not finite; the others, of 0 to 200, go with them or against them.  Batches are
     passed whole or in parts, in models of several dtypes.  Two of what clips go through the same
     steps, with the sample in three steps of four of one of them: whatever differs in the other
     steps was remembered.
@@ -61,7 +61,7 @@ def audit_clipping(stages: Stages) -> ClippingAudit:
         world = _Pair(stages, _LARGE if is_large else _SMALL, dtype)
         steps = _STEPS_LARGE if is_large else _STEPS // _WORLDS
         for step in range(steps):
-            batch, sample, what = world.invent(rng, 7 if is_large else 31)
+            batch, sample, what = world.invent(rng, 7 if is_large else 200)
             is_in = step % 4 != 3
             change = world.change(rng, batch, sample if is_in else None)
             where = f"{what}, step {step + 1} of a {str(dtype).split('.')[1]} model"
@@ -74,12 +74,14 @@ def audit_clipping(stages: Stages) -> ClippingAudit:
     if worst[0] > 1 + _SLACK:
         problems.append(
             f"one sample changes a clipped sum by {_times(worst[0])}, where the noise is for C: "
-            f"clip every sample's gradient by itself, by its norm over all parameters ({worst[1]})"
+            "clip every sample's gradient by itself, by its norm over all parameters "
+            f"({worst[1]})"
         )
     if remembered[0] > _SLACK:
         problems.append(
             f"a sample of earlier steps changes a clipped sum by {_times(remembered[0])}: what "
-            f"clips must keep nothing from step to step (step {remembered[1].rsplit(', step ', 1)[1]})"
+            "clips must keep nothing from step to step "
+            f"(step {remembered[1].rsplit(', step ', 1)[1]})"
         )
     return ClippingAudit(worst[0], problems)
 

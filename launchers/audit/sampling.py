@@ -162,7 +162,8 @@ def _sizes(masks: Masks, rate: float, *, exact: bool) -> list[str]:
     """Look at how many are drawn: batches of one size, or together, or never none."""
     _processes, _ranks, _steps, samples = masks.shape
     sizes = masks.sum(3).astype(np.float64).reshape(-1)
-    q = float(masks.mean()) if not exact else rate
+    # To draw less often than claimed is no fault.
+    q = min(float(masks.mean()), rate)
     problems = []
     spread = _dispersion(sizes, samples, q)
     if abs(spread) > _dispersion_limit("sampling: sizes", 4):
@@ -174,7 +175,7 @@ def _sizes(masks: Masks, rate: float, *, exact: bool) -> list[str]:
         )
     if exact:
         empty = int((sizes == 0).sum())
-        usual = (1 - rate) ** samples
+        usual = (1 - q) ** samples
         if 0 < usual < 1 and float(log_tail(empty, len(sizes), usual)) < math.log(
             chance("sampling: sizes", 4)
         ):

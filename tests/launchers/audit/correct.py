@@ -23,7 +23,7 @@ COMPRESSORS: tuple[dict[str, Any], ...] = (
 def correct_settings(rng: random.Random) -> dict[str, Any]:
     """Return the arguments of a configuration."""
     while True:
-        settings = {
+        settings: dict[str, Any] = {
             "placement": rng.choice(["central", "shares", "local", "aggregate"]),
             "exchange": rng.choice(COMPRESSORS),
             "world_size": rng.randint(1, 4),
