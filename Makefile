@@ -9,6 +9,7 @@
 # make soak   look for what grows in 5,000 steps of five methods (20 minutes)
 # make predictions  check the advice against links of network namespaces (20 minutes; needs root)
 # make faults  inject faults into runs of every method, and write docs/faults.md (a quarter of an hour)
+# make audit-faults  audit planted faults and correct configurations, and count (half an hour)
 # Each makes its own virtual environment in .venv first.
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench bench-gpu links docs studies fuzz soak predictions faults clean
+.PHONY: demo test lint bench bench-gpu links docs studies fuzz soak predictions faults audit-faults clean
 
 demo: $(READY)
 	$(BIN)/comm-hooks compare
@@ -69,6 +70,9 @@ predictions: $(READY)
 
 faults: $(READY)
 	$(BIN)/python -m tests.faults
+
+audit-faults: $(READY)
+	$(BIN)/python -m tests.launchers.audit
 
 $(READY): setup.cfg pyproject.toml .ci/install_torch.py
 	$(PYTHON) -m venv $(VENV)

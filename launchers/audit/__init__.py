@@ -1,13 +1,18 @@
 """``comm-hooks audit``: does a private configuration keep what it claims?
 
 ``configuration`` reads one and asks the rules; ``stages`` are the parts of a private step that can
-be replaced, ``world`` plays them on simulated ranks; ``releases`` and ``sampling`` attack them with
-canaries, ``repeats`` looks for randomness that is used twice; ``bounds`` and ``one_run`` turn
-guesses into epsilon; ``audit``, ``report`` and ``command`` put it together.
+be replaced, and ``world`` plays them on simulated ranks.
 
-``script`` audits a user's own training: ``script_run`` runs it with and without a sample,
-``script_observer``, ``script_planting`` and ``script_sources`` are in its processes, and
-``script_twins`` and ``script_noise`` compare what they have seen.
+Checks look for one property each, and say in a line what is wrong: ``clipping`` (one sample, one
+C), ``noise`` (normal, large enough everywhere, never used twice, also in what single ranks send),
+``memory`` (what was changed in one step shows in that step alone, and nothing is released without
+noise) and ``sampling`` (each sample and step for itself).  ``chances`` has the budget of their
+false alarms.
+
+Attacks guess: ``releases``, knowing who was drawn, and ``training``, not knowing it.  ``bounds``
+and ``one_run`` turn guesses into epsilon.  ``audit``, ``report`` and ``command`` put it together.
+
+``script`` audits a user's own training, unchanged, with and without a sample.
 """
 
 from comm_hooks.launchers.audit.audit import Attack, Audit, audit_configuration

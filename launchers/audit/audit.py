@@ -5,18 +5,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from comm_hooks.launchers.audit.bounds import gaussian_epsilon
+from comm_hooks.launchers.audit.clipping import audit_clipping
 from comm_hooks.launchers.audit.configuration import Configuration
+from comm_hooks.launchers.audit.memory import check_memory
+from comm_hooks.launchers.audit.noise import check_noise
 from comm_hooks.launchers.audit.releases import ReleaseAudit, audit_releases
-from comm_hooks.launchers.audit.repeats import find_repeated_masks, find_repeated_noise
-from comm_hooks.launchers.audit.sampling import TrainingAudit, audit_training
+from comm_hooks.launchers.audit.sampling import check_sampling
 from comm_hooks.launchers.audit.stages import Stages
+from comm_hooks.launchers.audit.training import TrainingAudit, audit_training
 from comm_hooks.optim.private.accounting import Accountant, GaussianEvent
 from comm_hooks.optim.private.accounting.events import seen_by
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.placement import PLACES
-
-# By how much a clipped gradient may exceed C: float32's roundings.
-_SENSITIVITY_SLACK = 1e-4
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def audit_configuration(
 ) -> Audit:
     """Attack a private training: its clipping, sampling, noise, compressor and restarts.
 
-    A violation is declared only where chance would bring it about in one audit of 10,000 (of
-    1,000, for the attack on a whole training), so a correct training can be audited every day.
+    A violation is declared only where chance would bring it about in one audit of 1,000 or less,
+    of all checks together, so a correct training can be audited every day.
 
     Args:
         configuration: what to play, on simulated ranks.
@@ -144,15 +144,15 @@ def audit_configuration(
     if reason is not None:
         raise ValueError(reason)
     stages = stages or Stages(configuration)
-    releases = audit_releases(stages, confidence=confidence)
+    clipping = audit_clipping(stages)
+    problems = [
+        *clipping.problems,
+        *check_noise(stages),
+        *check_memory(stages),
+        *check_sampling(stages),
+    ]
+    releases = audit_releases(stages, clipping.sensitivity, confidence=confidence)
     training = audit_training(stages, confidence=confidence)
-    problems = find_repeated_noise(stages) + find_repeated_masks(stages)
-    if releases.sensitivity > 1 + _SENSITIVITY_SLACK:
-        problems.insert(
-            0,
-            f"one sample changes a clipped sum by {releases.sensitivity:.3g} C, where the noise is "
-            "for C: clip every sample's gradient by itself",
-        )
     delta = configuration.delta
     return Audit([_of_releases(releases, delta), _of_training(training)], problems)
 

@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from comm_hooks.launchers.audit.bounds import gaussian_lower_bound
+from comm_hooks.launchers.audit.chances import SHARES
 from comm_hooks.launchers.audit.configuration import Configuration
 from comm_hooks.launchers.audit.one_run import fair_coins
 from comm_hooks.launchers.audit.stages import Stages
-from comm_hooks.launchers.audit.world import World
+from comm_hooks.launchers.audit.world import World, alike
 
 _MOST_CANARIES = 1024
 _SIDE = 16
@@ -21,11 +21,13 @@ _STEPS = 24
 _FEW_STEPS = 8
 _FEWEST_STEPS = 4
 # Where one vector is made of all parameters, canaries are not apart: one world for each.
-_CANARIES_ONE_BY_ONE = 128
+_CANARIES_ONE_BY_ONE = 96
 # A larger claim could not be exceeded by what a few hundred canaries prove, a smaller one would not
 # be exceeded by a small fault.
 _MOST_MU = 1.4
 _NO_NOISE = 1e-6
+# Of C: canaries are this large at least, and at most, whatever clipping lets pass.
+_LEAST_CHANGE, _MOST_CHANGE = 1e-3, 10.0
 _THRESHOLDS = 64
 
 
@@ -51,12 +53,15 @@ class ReleaseAudit:
 
 
 def audit_releases(
-    stages: Stages, *, confidence: float = 0.95, alarm_confidence: float = 1 - 1e-4
+    stages: Stages,
+    sensitivity: float = 1.0,
+    *,
+    confidence: float = 0.95,
+    alarm_confidence: float = 1 - SHARES["releases: bound"],
 ) -> ReleaseAudit:
     r"""Attack the clipping, the noise, the compressor and the feedback, without the sampling.
 
-    1. the largest change that one sample makes to a clipped sum is found by trying: batches with
-       and without it, of samples that agree with it and that oppose it;
+    1. the largest change that one sample makes to a clipped sum has been found by trying;
     2. canaries get a coordinate each, in a parameter of their own, on all ranks in turn; by fair
        coins half of them are in, and then in every batch with that change;
     3. T steps are taken on all ranks; half way all processes are started again, and from there
@@ -79,10 +84,11 @@ def audit_releases(
 
     Args:
         stages: what makes the parts.
+        sensitivity: that change, over C.
         confidence, alarm_confidence: of the two bounds.
     """
     configuration = stages.configuration
-    sensitivity = find_sensitivity(stages)
+    sensitivity = min(max(sensitivity, _LEAST_CHANGE), _MOST_CHANGE)
     plan = _Plan.of(configuration)
     change = sensitivity * configuration.max_grad_norm
     sizes, scores, included = [], [], []
@@ -113,41 +119,6 @@ def audit_releases(
     return ReleaseAudit(bounds[0], bounds[1], claimed, sensitivity, plan.steps, len(coins))
 
 
-def find_sensitivity(stages: Stages) -> float:
-    """Return the largest change of a clipped sum by one sample that was found, over C."""
-    max_grad_norm = stages.configuration.max_grad_norm
-    canary = torch.zeros(1, 8)
-    canary[0, 0] = 1000 * max_grad_norm
-    # Of the others some are clipped and some are not.
-    backgrounds = [
-        sign * norm * max_grad_norm * torch.eye(8)[[coordinate] * others]
-        for sign in (-1.0, 1.0)
-        for coordinate in (0, 1)
-        for norm in (0.5, 1.0, 10.0)
-        for others in (0, 3, 4)
-    ]
-    changes = []
-    for background in backgrounds:
-        without, with_it = (
-            _clipped_sum(stages, batch) for batch in (background, torch.cat([canary, background]))
-        )
-        changes.append(float(torch.linalg.vector_norm(with_it - without)))
-    return max(changes) / max_grad_norm
-
-
-def _clipped_sum(stages: Stages, gradients: torch.Tensor) -> torch.Tensor:
-    """Return the clipped sum for samples of these gradients, (B, d)."""
-    model = nn.Linear(gradients.shape[1], 1, bias=False)
-
-    def loss_function(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = model(batch)
-        return outputs.mean()
-
-    clipped = stages.gradients(model, loss_function)
-    clipped.backward(gradients)
-    return clipped.take().tensors[0].flatten()
-
-
 @dataclass(frozen=True)
 class _Plan:
     """How many worlds, canaries in each and steps, and with which noise."""
@@ -175,17 +146,17 @@ def _play(
     stages: Stages, plan: _Plan, places: torch.Tensor, values: torch.Tensor, noise: float
 ) -> torch.Tensor:
     """Return what is released at every canary's place, (steps, canaries), signs undone."""
-    world = World(stages, (plan.canaries, _SIDE, _SIDE), noise)
+    world = World(stages, alike(plan.canaries, (_SIDE, _SIDE)), noise)
     canaries = torch.arange(plan.canaries)
     ranks = canaries % stages.configuration.world_size
-    rows, columns = places // _SIDE, places % _SIDE
+    elements = canaries * _SIDE**2 + places
     seen = torch.zeros(plan.steps, plan.canaries)
     for step in range(plan.steps):
         if step == plan.steps // 2:
             world.start()
         sign = 1.0 if step < plan.steps // 2 else -1.0
-        world.sums()[ranks, canaries, rows, columns] = sign * values
-        seen[step] = sign * world.release()[canaries, rows, columns]
+        world.sums()[ranks, elements] = sign * values
+        seen[step] = sign * world.release()[elements]
     return seen
 
 

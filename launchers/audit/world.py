@@ -1,11 +1,19 @@
 """A world of simulated ranks that take private steps and are started again in between."""
 
+import copy
+import hashlib
+import os
+import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 
+from comm_hooks.collectives.requests import AllReduce, Request
 from comm_hooks.collectives.simulated import Simulated
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange import Exchange
@@ -14,64 +22,96 @@ from comm_hooks.launchers.audit.stages import Mechanism, Stages
 # What a user would set at the start of every process: nothing private may follow from it.
 _USER_SEED = 42
 
+Shapes = Mapping[str, tuple[int, ...]]
+
 
 class World:
     """All ranks of a private training, in one process.
 
     Args:
         stages: what makes the parts.
-        shape: of all parameters together, (P, ...): P parameters of equal shape.
+        shapes: of the parameters, by name.
         noise_multiplier: sigma; a tiny one shows what is released of the data itself.
         dense: whether to do without the configuration's compressor.
+
+    Attributes:
+        exchanges: those of the ranks, since the last start.
+        sent: what each rank has put into the last step's sum over ranks, of those that were made.
+        reported_variance: of the last release, times B^2.
+        alike: whether all ranks have got the same in all steps so far.
     """
 
     def __init__(
         self,
         stages: Stages,
-        shape: tuple[int, ...],
+        shapes: Shapes,
         noise_multiplier: float,
         *,
         dense: bool = False,
     ) -> None:
-        self._stages = stages
+        # What parts leave in it is not for the next world.
+        self._stages = copy.copy(stages)
+        self._shapes = shapes
         self._noise_multiplier = noise_multiplier
         self._dense = dense
-        self._simulated = Simulated(stages.configuration.world_size)
-        self._exchanges: list[Exchange] = []
+        self._simulated = _Listening(stages.configuration.world_size)
         self._mechanisms: list[Mechanism] = []
-        self._sums = torch.zeros(self._simulated.world_size, *shape)
-        names = [f"parameter {i}" for i in range(shape[0])]
-        self._by_name = [dict(zip(names, sums, strict=True)) for sums in self._sums]
+        self._numels = [int(np.prod(shape)) for shape in shapes.values()]
+        self.numel = sum(self._numels)
+        self.exchanges: list[Exchange] = []
+        self.reported_variance: float | None = None
+        self.alike = True
+        self.sums()
         self.start()
+
+    @property
+    def sent(self) -> list[torch.Tensor]:
+        return self._simulated.sent
 
     def start(self) -> None:
         """Start all processes (again): state is loaded, and the seed is that of last time."""
-        states = [exchange.state_dict() for exchange in self._exchanges]
+        states = [exchange.state_dict() for exchange in self.exchanges]
         with user_seed():
-            self._generator_state = torch.get_rng_state()
-            self._exchanges = [self._make_exchange(rank) for rank in range(len(self._sums))]
+            self.exchanges = [self._make_exchange(rank) for rank in range(len(self._sums))]
             self._mechanisms = [
                 self._stages.mechanism(exchange, self._noise_multiplier)
-                for exchange in self._exchanges
+                for exchange in self.exchanges
             ]
-        for exchange, state in zip(self._exchanges, states, strict=False):
+            self._generators = _generators()
+        for exchange, state in zip(self.exchanges, states, strict=False):
             exchange.load_state_dict(state)
 
     def sums(self) -> torch.Tensor:
-        """Return all ranks' clipped sums, zeros (N, P, ...), to be filled in before a release."""
-        return self._sums.zero_()
+        """Return all ranks' clipped sums, zeros (N, d), to be filled in before a release."""
+        # New ones in each step, as in training: who keeps the last ones keeps what was in them.
+        self._sums = torch.zeros(self._simulated.world_size, self.numel)
+        return self._sums
 
     def release(self) -> torch.Tensor:
-        """Take a step with the sums that were filled in; return what is released, times B."""
-        rounds = [m.round(s) for m, s in zip(self._mechanisms, self._by_name, strict=True)]
-        # Whatever draws from PyTorch's own generator draws what the user's seed makes of it.
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        """Take a step with the sums that were filled in; return what is released, times B: (d,)."""
+        rounds = [
+            m.round(self._by_name(s)) for m, s in zip(self._mechanisms, self._sums, strict=True)
+        ]
+        self._simulated.sent = []
+        # Whatever draws from global generators draws what the user's seed makes of it.
+        with _kept_generators(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="world size is 1")
-            torch.set_rng_state(self._generator_state)
-            released = self._simulated.run(rounds)[0].tensors
-            self._generator_state = torch.get_rng_state()
+            _set_generators(self._generators)
+            all_released = self._simulated.run(rounds)
+            self._generators = _generators()
         batch = self._stages.configuration.expected_batch_size
-        return torch.stack(list(released.values())) * batch
+        flat = [torch.cat([t.flatten() for t in r.tensors.values()]) for r in all_released]
+        self.alike &= all(torch.equal(flat[0], other) for other in flat[1:])
+        variance = all_released[0].noise_variance
+        self.reported_variance = None if variance is None else variance * batch**2
+        return flat[0] * batch
+
+    def _by_name(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = flat.split(self._numels)
+        return {
+            name: part.view(shape)
+            for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
+        }
 
     def _make_exchange(self, rank: int) -> Exchange:
         if not self._dense:
@@ -79,12 +119,89 @@ class World:
             # Canaries' parameters are small, and are to be compressed all the same.
             exchange.min_numel = 1
             return exchange
-        return Exchange(Identity(), transport=self._simulated[rank])
+        return Exchange(Identity(), min_numel=1, min_ndim=1, transport=self._simulated[rank])
+
+
+def alike(count: int, shape: tuple[int, ...]) -> Shapes:
+    """Return so many parameters of one shape."""
+    return {f"parameter {i}": shape for i in range(count)}
+
+
+class _Listening(Simulated):
+    """Ranks whose contributions to sums are noted."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self.sent: list[torch.Tensor] = []
+
+    def _perform(self, requests: Sequence[Request]) -> Sequence[Any]:
+        if isinstance(requests[0], AllReduce):
+            self.sent.append(torch.stack([request.payload for request in requests]))
+        return super()._perform(requests)
 
 
 @contextmanager
 def user_seed() -> Iterator[None]:
     """Do something under the seed that a user sets in every process, and undo it afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_USER_SEED)
+    with _kept_generators():
+        torch.default_generator.manual_seed(_USER_SEED)
+        np.random.seed(_USER_SEED)
+        random.seed(_USER_SEED)
         yield
+
+
+@contextmanager
+def fixed_secrets(key: int) -> Iterator[None]:
+    """Let the operating system's randomness be the same each time that this is entered with a key.
+
+    Two plays in which the data differ then have the same noise and the same draws, and what differs
+    in what they release comes from the data alone.
+    """
+    drawn = 0
+
+    def urandom(size: int) -> bytes:
+        nonlocal drawn
+        drawn += 1
+        label = f"{key} {drawn}".encode()
+        return hashlib.shake_256(label).digest(size)
+
+    with mock.patch.object(os, "urandom", urandom), mock.patch.object(random, "_urandom", urandom):
+        yield
+
+
+def twins(play: Callable[[bool], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return what ``play`` gives without and with a change, by the same secrets.
+
+    Returns:
+        None if it is not the same a second time without: it draws from what cannot be fixed.
+    """
+    key = int.from_bytes(os.urandom(8), "little")
+    results = []
+    for changed in (False, False, True):
+        with fixed_secrets(key), user_seed():
+            results.append(play(changed))
+    if not torch.equal(results[0], results[1]):
+        return None
+    return results[0], results[2]
+
+
+_Generators = tuple[torch.Tensor, Any, Any]
+
+
+def _generators() -> _Generators:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _set_generators(states: _Generators) -> None:
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
+@contextmanager
+def _kept_generators() -> Iterator[None]:
+    states = _generators()
+    try:
+        yield
+    finally:
+        _set_generators(states)

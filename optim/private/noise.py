@@ -54,10 +54,15 @@ def on_pieces_(
     """
     on_cpu = [tensor.cpu().contiguous() for tensor in tensors]
     pieces = [piece.numpy() for t in on_cpu for piece in t.view(-1).split(_PIECE)]
-    # NumPy and its generators release the interpreter's lock.
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        generators = (stream.generator() for _ in pieces)
-        list(threads.map(change, pieces, generators))
+    generators = (stream.generator() for _ in pieces)
+    workers = min(torch.get_num_threads(), len(pieces))
+    if workers > 1:
+        # NumPy and its generators release the interpreter's lock.
+        with ThreadPoolExecutor(workers) as threads:
+            list(threads.map(change, pieces, generators))
+    else:
+        for piece, generator in zip(pieces, generators, strict=False):
+            change(piece, generator)
     for tensor, changed in zip(tensors, on_cpu, strict=True):
         if changed is not tensor:
             tensor.copy_(changed)
