@@ -19,8 +19,13 @@ from comm_hooks.launchers.audit.audit import Attack, Audit, audit_configuration
 from comm_hooks.launchers.audit.bounds import epsilon_lower_bound, gaussian_lower_bound
 from comm_hooks.launchers.audit.configuration import Configuration
 from comm_hooks.launchers.audit.one_run import OneRunAudit, audit_one_run
-from comm_hooks.launchers.audit.script import Check, ScriptAudit, audit_script
-from comm_hooks.launchers.audit.script_run import Job, ScriptFailed
+from comm_hooks.launchers.audit.script import (
+    Check,
+    Job,
+    ScriptAudit,
+    ScriptFailed,
+    audit_script,
+)
 from comm_hooks.launchers.audit.stages import Stages
 
 __all__ = [

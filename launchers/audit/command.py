@@ -16,8 +16,8 @@ from comm_hooks.launchers.audit.report import (
     print_script_audit,
     script_as_json,
 )
-from comm_hooks.launchers.audit.script import audit_script
-from comm_hooks.launchers.audit.script_run import Job, ScriptFailed
+from comm_hooks.launchers.audit.script.audit import audit_script
+from comm_hooks.launchers.audit.script.run import Job, ScriptFailed
 from comm_hooks.optim.private.accounting import RDPAccountant
 from comm_hooks.optim.private.accounting.accountant import require_delta
 from comm_hooks.optim.private.errors import PrivacyError

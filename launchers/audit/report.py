@@ -8,7 +8,7 @@ from rich.text import Text
 
 from comm_hooks.launchers.audit.audit import Attack, Audit, Claim
 from comm_hooks.launchers.audit.configuration import Configuration
-from comm_hooks.launchers.audit.script import ScriptAudit
+from comm_hooks.launchers.audit.script.audit import ScriptAudit
 from comm_hooks.launchers.output import make_console
 from comm_hooks.optim.private.placement import Verdict
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from comm_hooks.launchers.audit.script_observer import Observer, Stopped
-from comm_hooks.launchers.audit.script_planting import Plant
+from comm_hooks.launchers.audit.script.observer import Observer, Stopped
+from comm_hooks.launchers.audit.script.planting import Plant
 from comm_hooks.optim.private.errors import PrivacyError
 
 # One process imports torch, and those that run the script are forked from it.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "comm_hooks.launchers.audit.script_run"])
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "comm_hooks.launchers.audit.script.run"])
 # Of the folder in which the script is called: larger parts of it are linked, not copied.
 _MOST_COPIED = 64 << 20
 _GRACE_SECONDS = 2.0
@@ -86,7 +86,7 @@ class Run:
     Attributes:
         variant: which one.
         ranks: the records of all ranks; see
-            :class:`~comm_hooks.launchers.audit.script_observer.Observer`.
+            :class:`~comm_hooks.launchers.audit.script.observer.Observer`.
     """
 
     variant: Variant

@@ -8,16 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from comm_hooks.launchers.audit.script_noise import (
+from comm_hooks.launchers.audit.script.noise import (
     drawn_of,
     find_noise,
     judge_correlation,
     judge_draws,
     judge_size,
 )
-from comm_hooks.launchers.audit.script_planting import Kind, Plant
-from comm_hooks.launchers.audit.script_run import Job, Run, ScriptFailed, Variant, run_script
-from comm_hooks.launchers.audit.script_twins import Twins, are_alike, compare
+from comm_hooks.launchers.audit.script.planting import Kind, Plant
+from comm_hooks.launchers.audit.script.run import Job, Run, ScriptFailed, Variant, run_script
+from comm_hooks.launchers.audit.script.twins import Twins, are_alike, compare
 
 _KINDS: tuple[Kind, ...] = ("absent", "huge", "swapped", "not finite")
 _MOST_SOURCES = 3
@@ -111,7 +111,7 @@ def audit_script(job: Job) -> ScriptAudit:
         >>> from comm_hooks.launchers.audit import Job, audit_script
         >>> audit_script(Job(Path("no such script.py")))
         Traceback (most recent call last):
-        comm_hooks.launchers.audit.script_run.ScriptFailed: no such script.py: there is no ...
+        comm_hooks.launchers.audit.script.run.ScriptFailed: no such script.py: there is no ...
     """
     if not job.script.is_file():
         raise ScriptFailed(f"{job.script}: there is no such file")

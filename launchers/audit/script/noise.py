@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from comm_hooks.launchers.audit.bounds import binomial_tail
-from comm_hooks.launchers.audit.script_run import Run
+from comm_hooks.launchers.audit.script.run import Run
 
 # Of a false alarm, for all tests of variances together, and for all of correlations.
 _CHANCE = 1e-4

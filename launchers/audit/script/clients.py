@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from comm_hooks.launchers.audit.script_patching import around, flat
-from comm_hooks.launchers.audit.script_planting import Plant
+from comm_hooks.launchers.audit.script.patching import around, flat
+from comm_hooks.launchers.audit.script.planting import Plant
 from comm_hooks.optim.private import client_level
 from comm_hooks.optim.private.client_level import PrivateParticipation
 from comm_hooks.optim.rounds.local_rounds import LocalRounds

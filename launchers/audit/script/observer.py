@@ -19,12 +19,12 @@ from torch.optim.optimizer import (
 )
 
 from comm_hooks.compressors.identity import Identity
-from comm_hooks.launchers.audit.script_clients import Clients
-from comm_hooks.launchers.audit.script_draws import Draws
-from comm_hooks.launchers.audit.script_patching import around, flat
-from comm_hooks.launchers.audit.script_places import Places
-from comm_hooks.launchers.audit.script_sources import Sources
-from comm_hooks.launchers.audit.script_watched import Watched, digest_of
+from comm_hooks.launchers.audit.script.clients import Clients
+from comm_hooks.launchers.audit.script.draws import Draws
+from comm_hooks.launchers.audit.script.patching import around, flat
+from comm_hooks.launchers.audit.script.places import Places
+from comm_hooks.launchers.audit.script.sources import Sources
+from comm_hooks.launchers.audit.script.watched import Watched, digest_of
 from comm_hooks.optim.private import dp_optimizer
 from comm_hooks.optim.private.dp_optimizer import DPOptimizer
 from comm_hooks.optim.private.engine import PrivacyEngine
@@ -34,7 +34,7 @@ from comm_hooks.optim.private.placement import judge
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 
 if TYPE_CHECKING:
-    from comm_hooks.launchers.audit.script_run import Variant
+    from comm_hooks.launchers.audit.script.run import Variant
 
 _SEED = 20_240_229
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from comm_hooks.launchers.audit.script_noise import drawn_of
-from comm_hooks.launchers.audit.script_run import Run
+from comm_hooks.launchers.audit.script.noise import drawn_of
+from comm_hooks.launchers.audit.script.run import Run
 
 # By how much a clipped gradient may exceed C: float32's roundings, and those of a sum per sample.
 _SLACK = 1e-4

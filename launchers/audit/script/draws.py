@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from comm_hooks.launchers.audit.script_patching import around
-from comm_hooks.launchers.audit.script_planting import Plant, plant
+from comm_hooks.launchers.audit.script.patching import around
+from comm_hooks.launchers.audit.script.planting import Plant, plant
 from comm_hooks.optim.private.poisson import PoissonLoader, PoissonSampler
 from comm_hooks.optim.private.tickets import Claim, Tickets
 

@@ -1,0 +1,13 @@
+"""``comm-hooks audit --script``: the audit of a training as it is.
+
+``audit`` says what is run and what must hold.  ``run`` starts the processes of one run.  In them,
+``observer`` watches what the script does to its model (``watched``), at which of its lines
+(``places``), through functions put around the library's (``patching``); ``planting`` changes a
+sample, of a step's batch (``draws``), of what the data set is made of (``sources``), or a client's
+(``clients``).  ``twins`` compares runs that must be alike, ``noise`` judges those that must not.
+"""
+
+from comm_hooks.launchers.audit.script.audit import Check, ScriptAudit, audit_script
+from comm_hooks.launchers.audit.script.run import Job, ScriptFailed
+
+__all__ = ["Check", "Job", "ScriptAudit", "ScriptFailed", "audit_script"]
