@@ -765,7 +765,8 @@ class _Float64Sums(PerSampleGradients):
         rows = [gradient.detach().double() for gradient in gradients]
         norms = torch.stack([g.flatten(1).norm(dim=1) for g in rows]).norm(dim=0)
         finite = norms.isfinite()
-        factors = (self.max_grad_norm / norms[finite]).clamp(max=1.0)
+        # Rounding to float32 at the end must not lead beyond C.
+        factors = ((1 - 1e-6) * self.max_grad_norm / norms[finite]).clamp(max=1.0)
         for total, gradient in zip(self._exact, rows, strict=True):
             total += torch.einsum("b,b...->...", factors, gradient[finite])
         self._count(int(finite.sum()), int((~finite).sum()))
