@@ -15,11 +15,12 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.launchers.audit import Stages
 from comm_hooks.launchers.audit.configuration import Configuration
 from comm_hooks.launchers.audit.stages import Mechanism
+from comm_hooks.optim.private.batches import LossFunction
 from comm_hooks.optim.private.clipped_sum import ClippedGradients, ClippedSum
 from comm_hooks.optim.private.clipping import clip_factors, sample_norms
 from comm_hooks.optim.private.mechanism import GaussianMechanism, Released
 from comm_hooks.optim.private.noise import Values, add_noise_, on_pieces_
-from comm_hooks.optim.private.per_sample import LossFunction, PerSampleGradients
+from comm_hooks.optim.private.per_sample import PerSampleGradients
 from comm_hooks.optim.private.poisson import PoissonSampler
 from comm_hooks.optim.private.secret import Secret, Stream
 
