@@ -249,7 +249,8 @@ def _check_noise(audit: ScriptAudit, reference: Run, other: Run) -> None:
 def _check_twins(audit: ScriptAudit, job: Job, runner: _Runner, reference: Run) -> None:
     clients = reference.ranks[0]["releases"][:1]
     unit = "client" if clients and clients[0]["place"] == "clients" else "sample"
-    kinds = _KINDS if unit == "sample" else _KINDS[:1]
+    # Clients have no labels.
+    kinds = [kind for kind in _KINDS if unit == "sample" or kind != "swapped"]
     early, late, never = choose(reference, len(reference.ranks))
     wanted = [Plant(late, kind) for kind in kinds]
     wanted += [Plant(early, kind) for kind in kinds if early != late]

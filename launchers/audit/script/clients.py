@@ -6,15 +6,16 @@ from typing import Any
 import torch
 
 from comm_hooks.launchers.audit.script.patching import around, flat
-from comm_hooks.launchers.audit.script.planting import Plant
+from comm_hooks.launchers.audit.script.planting import EXTREMES, Plant
 from comm_hooks.optim.private import client_level
 from comm_hooks.optim.private.client_level import PrivateParticipation
+from comm_hooks.optim.rounds.collecting import Contribution
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import deal
 
 
 class Clients:
-    """Follows rounds, and takes a client out of them.
+    """Follows rounds, and takes a client out of them, or makes what it sends extreme.
 
     Args:
         planted: the client; None: nobody.
@@ -44,6 +45,7 @@ class Clients:
         """Return what is to be patched."""
         return [
             around(PrivateParticipation, "turns", self._turns),
+            around(client_level._PrivateCollection, "add", self._add),
             around(client_level._ClientGuard, "clip_", self._clip),
             around(client_level._ClientGuard, "add_noise_", self._add_noise),
             around(client_level._PrivateCollection, "finish", self._finish),
@@ -67,6 +69,20 @@ class Clients:
         if planted is not None and planted.kind == "absent":
             drawn = [client for client in drawn if client != planted.index]
         return deal(drawn, transport.world_size)
+
+    def _add(
+        self,
+        original: Callable[..., None],
+        collection: Any,
+        turn: Any,
+        contribution: Contribution | None,
+        memory: Any,
+    ) -> None:
+        planted = self._planted
+        if planted is not None and contribution is not None:
+            if contribution.client == planted.index and planted.kind in EXTREMES:
+                torch._foreach_mul_(contribution.delta, EXTREMES[planted.kind])
+        original(collection, turn, contribution, memory)
 
     def _clip(self, original: Callable[..., None], guard: Any, message: Any) -> None:
         original(guard, message)

@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Subset
 
 Kind = Literal["absent", "huge", "swapped", "not finite"]
-# Gradients of such samples are far above any bound, and their squares are still finite.
-_HUGE = 1e6
+# What values are multiplied by: gradients are then far above any bound, and their squares finite.
+EXTREMES: dict[str, float] = {"huge": 1e6, "swapped": 1e6, "not finite": float("nan")}
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Plant:
     Attributes:
         index: of the sample in the data set (or of the client).
         kind: ``"absent"``: it is never in a batch, and another stands in its place in the data set;
-            ``"huge"``: its values are multiplied by a million; ``"swapped"``: it has the labels of
-            another one, too, so that it is wrong where the other is right; ``"not finite"``: its
-            values are NaN.
+            ``"huge"``: its values (of a client: what it sends) are multiplied by a million;
+            ``"swapped"``: it has the labels of another one, too, so that it is wrong where the
+            other is right; ``"not finite"``: its values are NaN.
     """
 
     index: int
@@ -85,11 +85,9 @@ def _edited_leaf(leaf: Any, other: Any, kind: Kind) -> Any:
         is_real = leaf.dtype.kind == "f"
     else:
         is_real = isinstance(leaf, float)
-    if kind == "not finite":
-        return leaf * float("nan") if is_real else leaf
     if not is_real:
         return other if kind == "swapped" else leaf
-    return leaf * _HUGE
+    return leaf * EXTREMES[kind]
 
 
 def _plant_in_storage(dataset: Any, index: int, other: Any, kind: Kind) -> bool:
