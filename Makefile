@@ -73,6 +73,7 @@ faults: $(READY)
 
 audit-faults: $(READY)
 	$(BIN)/python -m tests.launchers.audit
+	$(BIN)/python -m tests.launchers.audit.script_faults
 
 $(READY): setup.cfg pyproject.toml .ci/install_torch.py
 	$(PYTHON) -m venv $(VENV)

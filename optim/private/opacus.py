@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from comm_hooks.compressors.base import require_kind
 from comm_hooks.optim.private.batches import BatchClipper, LossFunction
@@ -238,8 +239,11 @@ class OpacusGhostGradients(HookedGradients):
             model.
         NotImplementedError: by Opacus, for layers that it cannot take, share parameters, or are
             called more than once.
-        RuntimeError: in :meth:`backward`, if the loss or a derivative of a sample is not finite,
-            which spoils the sum and cannot be taken out of it.
+        RuntimeError: in :meth:`backward`, if the norms of all samples are finite and a derivative
+            is not.
+
+    Samples whose loss or norm is not finite are left out, and the others passed to the loss
+    function again.
 
     Not supported: :attr:`transform`.  Sequences, that is, an ``nn.Linear`` or ``nn.Embedding`` that
     a sample passes more than once: their norm is a sum of terms of both signs, in the model's
@@ -277,20 +281,32 @@ class OpacusGhostGradients(HookedGradients):
         norms = torch.stack([norm.to(losses.device) for norm in found])
         return torch.linalg.vector_norm(norms, dim=0, dtype=torch.float64)
 
+    def _add_batch(self, batch: Any, size: int) -> torch.Tensor:
+        try:
+            return super()._add_batch(batch, size)
+        except _NotFinite as found:
+            # Their derivatives would spoil the sum, whatever factor they had: 0 x NaN is NaN.
+            kept = found.finite.nonzero().flatten()
+            self._count(0, size - len(kept))
+            if len(kept):
+                rest = pytree.tree_map(lambda leaf: leaf[kept.to(leaf.device)], batch)
+                self._add_batch(rest, len(kept))
+            return found.losses
+
     def _add_losses(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
         finite = norms.isfinite() & losses.detach().isfinite()
-        factors = torch.where(finite, clip_factors(norms, self.max_grad_norm), 0.0)
-        clipped = (factors.to(losses) * torch.where(finite, losses, 0.0)).sum()
-        gradients = torch.autograd.grad(clipped, self.parameters)
+        if not bool(finite.all()):
+            raise _NotFinite(finite, losses.detach())
+        factors = clip_factors(norms, self.max_grad_norm)
+        gradients = torch.autograd.grad((factors.to(losses) * losses).sum(), self.parameters)
         if not all(bool(gradient.isfinite().all()) for gradient in gradients):
             raise RuntimeError(
-                "the derivatives of a sample are not finite, and ghost clipping cannot leave it "
-                "out: use PerSampleGradients or OpacusGradients, which can"
+                "the derivatives of a sample are not finite, though its norm is, and ghost "
+                "clipping cannot leave it out: use PerSampleGradients or OpacusGradients, which can"
             )
         for total, gradient in zip(self._sums, gradients, strict=True):
             total.add_(gradient)
-        samples = int(finite.sum())
-        self._count(samples, len(losses) - samples)
+        self._count(len(losses), 0)
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
@@ -305,6 +321,14 @@ class OpacusGhostGradients(HookedGradients):
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class _NotFinite(Exception):
+    """Some samples' losses or norms are not finite."""
+
+    def __init__(self, finite: torch.Tensor, losses: torch.Tensor) -> None:
+        super().__init__()
+        self.finite, self.losses = finite, losses
 
 
 def _refuse_sequences(layer: nn.Module, inputs: tuple[Any, ...]) -> None:

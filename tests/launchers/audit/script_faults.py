@@ -127,6 +127,7 @@ class Script:
 
 _ADAM = "optimizer=DPAdam(model.parameters(), lr=5e-3),"
 _INIT = 'dist.init_process_group("gloo")'
+_LOSS = "nn.functional.cross_entropy(model(inputs), labels)"
 _LAST = "    max_grad_norm=1.0,\n"
 
 FAULTS: dict[str, Script] = {
@@ -316,6 +317,16 @@ FAULTS: dict[str, Script] = {
         "changed by SGD.step()",
         processes=2,
     ),
+    "a loss that compares samples": Script(
+        {
+            _LOSS: (
+                "nn.functional.cross_entropy(model(inputs) - model(inputs).mean(0), labels, "
+                "reduction='none')"
+            ),
+            _LAST: "    max_grad_norm=1.0,\n    grad_sample_mode='hooks',\n",
+        },
+        "PrivacyError",
+    ),
     "clients that leave something in the model": Script(
         {
             "client": "seen += float(loss)",
@@ -328,6 +339,15 @@ FAULTS: dict[str, Script] = {
 }
 
 CORRECT: dict[str, Script] = {
+    **{
+        f"Opacus's {mode}": Script(
+            {
+                _LOSS: "nn.functional.cross_entropy(model(inputs), labels, reduction='none')",
+                _LAST: f"    max_grad_norm=1.0,\n    grad_sample_mode={mode!r},\n",
+            }
+        )
+        for mode in ("hooks", "ghost")
+    },
     "an MLP, evaluated on public data, with a plan for the learning rate": Script(
         {
             "private": "plan = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)",

@@ -1,6 +1,7 @@
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -155,19 +156,31 @@ def test_a_model_may_be_trained_in_another_mode_afterwards() -> None:
     agree(gradients.take(), expected)
 
 
+@both
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("first", [False, True])
-def test_hooks_leave_out_samples_that_are_not_finite(poison: float, first: bool) -> None:
+def test_samples_that_are_not_finite_are_left_out(kind: Kind, poison: float, first: bool) -> None:
     model, (inputs, labels) = make("mlp"), draw(6)
     expected = ours(model, (inputs[[0, 1, 3, 4, 5]], labels[[0, 1, 3, 4, 5]]))
     weights = torch.ones(6)
-    gradients = OpacusGradients(model, weighted, 0.4)
+    gradients = kind(model, weighted, 0.4)
     if not first:
         gradients.backward((inputs, labels, weights))
         gradients.take()
     weights[2] = poison
     gradients.backward((inputs, labels, weights))
     agree(gradients.take(), ClippedSum(expected.tensors, 5, 1))
+
+
+@both
+def test_a_batch_of_nothing_finite(kind: Kind) -> None:
+    """That a training stops would tell who was in its batch."""
+    gradients = kind(make("mlp"), sample_losses, 0.4)
+    inputs, labels = draw(3)
+    gradients.backward((inputs * float("nan"), labels))
+    taken = gradients.take()
+    assert (taken.samples, taken.not_finite) == (0, 3)
+    assert not any(tensor.any() for tensor in taken.tensors)
 
 
 @both
@@ -337,26 +350,17 @@ def test_ghost_clipping_gives_what_ours_gives(name: str) -> None:
     agree(gradients.take(), expected)
 
 
-def test_ghost_clipping_leaves_out_a_sample_of_too_large_a_norm() -> None:
-    model, (inputs, labels) = make("mlp"), draw(6)
-    expected = ours(model, (inputs[[0, 1, 3, 4, 5]], labels[[0, 1, 3, 4, 5]]))
-    weights = torch.ones(6)
-    weights[2] = 1e30
-    gradients = OpacusGhostGradients(model, weighted, 0.4)
-    gradients.backward((inputs, labels, weights))
-    agree(gradients.take(), ClippedSum(expected.tensors, 5, 1))
-
-
-def test_ghost_clipping_stops_where_it_cannot_leave_out_a_sample() -> None:
-    model, (inputs, labels) = make("mlp"), draw(6)
-    expected = ours(model, (inputs, labels))
+def test_ghost_clipping_stops_where_a_derivative_is_not_finite_and_its_norm_is() -> None:
+    model, batch = make("mlp"), draw(6)
+    expected = ours(model, batch)
     gradients = OpacusGhostGradients(model, sample_losses, 0.4)
-    bad = inputs.clone()
-    bad[2] = float("inf")
-    with pytest.raises(RuntimeError, match="ghost clipping cannot leave it out"):
-        gradients.backward((bad, labels))
+    overflow = mock.patch(
+        "comm_hooks.optim.private.opacus.clip_factors", lambda norms, _: norms * float("inf")
+    )
+    with overflow, pytest.raises(RuntimeError, match="ghost clipping cannot leave it out"):
+        gradients.backward(batch)
     # It can go on afterwards.
-    gradients.backward((inputs, labels))
+    gradients.backward(batch)
     agree(gradients.take(), expected)
 
 
