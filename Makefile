@@ -9,7 +9,7 @@
 # make soak   look for what grows in 5,000 steps of five methods (20 minutes)
 # make predictions  check the advice against links of network namespaces (20 minutes; needs root)
 # make faults  inject faults into runs of every method, and write docs/faults.md (a quarter of an hour)
-# make audit-faults  audit planted faults and correct configurations, and count (half an hour)
+# make audit-faults  audit planted faults and correct configurations, and count (an hour)
 # Each makes its own virtual environment in .venv first.
 
 PYTHON ?= python3
@@ -73,6 +73,7 @@ faults: $(READY)
 
 audit-faults: $(READY)
 	$(BIN)/python -m tests.launchers.audit
+	$(BIN)/python -m tests.launchers.audit --faults tests.launchers.audit.planted
 	$(BIN)/python -m tests.launchers.audit.script_faults
 
 $(READY): setup.cfg pyproject.toml .ci/install_torch.py

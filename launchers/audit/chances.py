@@ -32,6 +32,7 @@ SHARES = {
     "sampling: pairs": 5e-5,
     "sampling: lags": 5e-5,
     "sampling: samples": 5e-5,
+    "sampling: shifts": 2e-5,
     "sampling: seeds": 1e-5,
 }
 

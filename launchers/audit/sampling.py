@@ -113,6 +113,7 @@ def examine(masks: Masks, rate: float) -> list[str]:
         problems += _turns(masks)
         problems += _alike(masks)
         problems += _together(masks)
+        problems += _shifted(masks)
     return problems
 
 
@@ -315,6 +316,32 @@ def _together(masks: Masks) -> list[str]:
             f"samples {i} and {j} are drawn together {most:.0f} times in {len(rows)} batches, "
             f"where {len(rows) * rate * rate:.0f} would be chance: each is to be drawn for itself"
         ]
+    return []
+
+
+def _shifted(masks: Masks) -> list[str]:
+    """Look for two ranks of which one draws what the other does, so many samples further on."""
+    _, ranks, _, samples = masks.shape
+    pairs = list(itertools.combinations(range(ranks), 2))
+    by_rank = masks.swapaxes(0, 1).reshape(ranks, -1, samples)
+    rate = float(masks.mean())
+    size = 1 << (2 * samples - 1).bit_length()
+    shifts = np.arange(-(samples - samples // 20) + 1, samples - samples // 20)
+    terms = by_rank.shape[1] * (samples - np.abs(shifts))
+    usual = terms * rate * rate >= 50
+    limit = 1.15 * normal_limit(chance("sampling: shifts", len(pairs) * len(shifts)))
+    spectra = np.fft.rfft((by_rank - rate) / math.sqrt(rate * (1 - rate)), n=size)
+    for one, other in pairs:
+        products = np.fft.irfft((spectra[one].conj() * spectra[other]).sum(0), n=size)[shifts]
+        deviations = np.where(usual, products / np.sqrt(terms), 0.0)
+        worst = int(np.abs(deviations).argmax())
+        if abs(deviations[worst]) > limit:
+            kind = "more" if deviations[worst] > 0 else "less"
+            return [
+                f"sample i of rank {one} and sample i{shifts[worst]:+d} of rank {other} are drawn "
+                f"together {kind} often than chance has it ({abs(deviations[worst]):.0f} standard "
+                "deviations): every rank is to draw for itself"
+            ]
     return []
 
 

@@ -1,7 +1,8 @@
 """Audit every planted fault, and correct configurations, and print what was found.
 
 ``python -m tests.launchers.audit [--faults MODULE] [--correct N] [--only WORD]``, where the module
-has ``FAULTS``, by name the settings and the stages, and perhaps ``CORRECT``, settings.
+has ``FAULTS``, by name the settings and the stages, and perhaps ``CORRECT``, settings, and
+``CORRECT_STAGES``, which look odd.
 """
 
 import argparse
@@ -56,14 +57,17 @@ def main() -> None:
         else correct_settings(rng)
         for i in range(options.correct)
     ]
-    for settings in cases:
-        violated, seconds, why = _audited(Stages(Configuration(**settings)))
+    quiet = [Stages(Configuration(**settings)) for settings in cases]
+    if options.correct:
+        odd = getattr(module, "CORRECT_STAGES", {})
+        quiet += [stages(configuration(**settings)) for settings, stages in odd.values()]
+    for stages in quiet:
+        violated, seconds, why = _audited(stages)
         correct += 1
         false_alarms += violated
         times.append(seconds)
-        print(
-            f"{'ALARM ' if violated else 'quiet '} {seconds:5.1f} s  {settings}: {why}", flush=True
-        )
+        what = f"{type(stages).__name__} {stages.configuration}"
+        print(f"{'ALARM ' if violated else 'quiet '} {seconds:5.1f} s  {what}: {why}", flush=True)
     print(f"{found} of {planted} faults found, {false_alarms} false alarms in {correct} audits")
     print(
         f"{sum(times) / max(1, len(times)):.1f} s on average, {max(times, default=0):.1f} s at most"

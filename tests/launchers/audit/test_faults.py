@@ -27,6 +27,7 @@ from comm_hooks.launchers.audit.noise import check_noise
 from comm_hooks.launchers.audit.releases import ReleaseAudit, audit_releases
 from comm_hooks.launchers.audit.sampling import check_sampling, examine
 from comm_hooks.launchers.audit.training import audit_training
+from tests.launchers.audit import planted
 from tests.launchers.audit.correct import correct_settings
 from tests.launchers.audit.faults import BY_CHECK, FAULTS, configuration, stages_of
 from tests.launchers.audit.faults_of_memory import MASK as REMEMBERING_MASK
@@ -68,6 +69,12 @@ def test_the_check_that_looks_for_a_fault_finds_it(name: str) -> None:
     problem = next(iter(CHECKS[name.split(":")[0]](stages_of(FAULTS[name]))), "")
     assert problem
     assert "\n" not in problem
+
+
+def test_ranks_that_turn_one_draw_are_found() -> None:
+    """Of 24 faults that others had planted, the one that was missed at first."""
+    (problem,) = check_sampling(stages_of(planted.FAULTS["ranks_turn_one_draw"]))[-1:]
+    assert "sample i of rank 0 and sample i+1 of rank 1 are drawn together more often" in problem
 
 
 def exceeds(found: ReleaseAudit) -> bool:
