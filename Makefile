@@ -1,5 +1,6 @@
 # make demo   train a small GPT once per method and compare them (10 minutes)
 # make test   lint, type-check and test
+# make test-slow  the tests that `make test` leaves out: whole studies, audits, several nodes (5 minutes)
 # make bench  print the tables of operators, wire format, per-sample gradients, noise, streams and checks
 # make bench-gpu  compare the GPU kernels with a copy (needs a GPU)
 # make links  train over capped links and compare (forty minutes; needs root)
@@ -18,14 +19,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench bench-gpu links docs studies fuzz soak predictions faults audit-faults clean
+.PHONY: demo test test-slow lint bench bench-gpu links docs studies fuzz soak predictions faults audit-faults clean
 
 demo: $(READY)
 	$(BIN)/comm-hooks compare
 
 # One process per core, with files in their order: slow ones are not among the last.
 test: lint
-	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder -m "not slow"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -n logical --no-loadscope-reorder -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check .

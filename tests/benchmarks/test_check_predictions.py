@@ -30,6 +30,7 @@ def test_what_is_refused(arguments: list[str], said: str) -> None:
     assert said in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
 def test_a_row_for_each_method_and_an_exit_code_by_the_limit() -> None:
     command = [sys.executable, "-m", "benchmarks.netns.check_predictions"]

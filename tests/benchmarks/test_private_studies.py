@@ -62,6 +62,7 @@ def test_bad_input_gets_one_line(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 def test_optimizers_from_end_to_end(tmp_path: Path) -> None:
     arguments = ["--quick", "--steps", "4", "--batch", "48", "--sigmas", "1,2", "--points", "2"]
     result = invoke("private_optimizers", *arguments, "--seeds", "2", "--out", str(tmp_path))
@@ -105,6 +106,7 @@ def test_optimizers_on_cifar_10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [method["name"] for method in record["methods"]] == [NOT_PRIVATE, "DP-AdamBC", "AdaDPS"]
 
 
+@pytest.mark.slow
 def test_compressed_from_end_to_end(tmp_path: Path) -> None:
     arguments = ["--quick", "--steps", "2", "--batch", "16", "--ranks", "2,3", "--points", "1"]
     optimizers = ["--optimizers", "DP-SGD,DP-Adam"]
@@ -140,6 +142,7 @@ def test_compressed_from_end_to_end(tmp_path: Path) -> None:
     assert float(peers["local:topk"]) < float(peers["shares:srht"])
 
 
+@pytest.mark.slow
 def test_moments_from_end_to_end(tmp_path: Path) -> None:
     arguments = ["--at", "3,20", "--coordinates", "500", "--beta2", "0.9", "--strengths", "0,2"]
     result = invoke("private_moments", *arguments, "--out", str(tmp_path))

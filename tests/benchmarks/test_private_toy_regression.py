@@ -81,12 +81,14 @@ SETTINGS: dict[str, tuple[dict[str, float], float, float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_paper_s_order_on_a_seed_that_was_not_tuned_on(name: str) -> None:
     settings, least, most = SETTINGS[name]
     assert least < method(name).train(settings, 1, nothing)[-1].loss < most
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_says(tmp_path: Path) -> None:
     options = ["--steps", "6", "--seeds", "2", "--rates", "0.01,0.1", "--points", "3"]
     result = CliRunner().invoke(app, [*options, "--out", str(tmp_path)])

@@ -47,6 +47,7 @@ def curves() -> dict[str, list[Point]]:
     return {f"{m.name} K={m.labels['K']}": m.train({"lr": 0.01}, 0, nothing) for m in methods}
 
 
+@pytest.mark.slow
 def test_everything_is_compared(curves: dict[str, list[Point]]) -> None:
     assert list(curves) == [
         *("fed_opt K=1", "fed_opt K=2"),
@@ -57,6 +58,7 @@ def test_everything_is_compared(curves: dict[str, list[Point]]) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_bytes_of_a_sketch_are_its_size(family: str, curves: dict[str, list[Point]]) -> None:
     """8/5 of the sketch of all parameters, one float per client, and a header."""
@@ -67,12 +69,14 @@ def test_the_bytes_of_a_sketch_are_its_size(family: str, curves: dict[str, list[
     assert curves[f"safl {family} K=1"][-1].bytes_sent == pytest.approx(4 * expected, abs=4 * 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fetch_sgd", "cocktail_sgd", "cd_adam"])
 def test_peers_get_the_bytes_of_safl(name: str, curves: dict[str, list[Point]]) -> None:
     budget = safl_bytes(make_sketch("count_sketch", RATIO), NUMEL, 5)
     assert curves[f"{name} K=1"][-1].bytes_sent / 4 == pytest.approx(budget, rel=0.02)
 
 
+@pytest.mark.slow
 def test_marina_goes_beyond_its_budget_by_its_exact_rounds(
     curves: dict[str, list[Point]],
 ) -> None:
@@ -83,6 +87,7 @@ def test_marina_goes_beyond_its_budget_by_its_exact_rounds(
     assert min(rounds) <= budget
 
 
+@pytest.mark.slow
 def test_peers_of_signs_send_a_bit_per_element(curves: dict[str, list[Point]]) -> None:
     assert curves["cd_adam_signs K=1"][-1].bytes_sent / 4 == pytest.approx(
         8 / 5 * NUMEL / 8 + 8 * HEADER_NBYTES, rel=0.05

@@ -143,6 +143,7 @@ def small(study: str, out: Path, text: Path) -> list[str]:
     return [*SMALL[study], *data, "--out", str(out)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("study", STUDIES)
 def test_a_study_from_end_to_end(study: str, tmp_path: Path, text: Path) -> None:
     result = invoke(study, *small(study, tmp_path, text))
@@ -171,6 +172,7 @@ def test_a_study_from_end_to_end(study: str, tmp_path: Path, text: Path) -> None
         assert method["losses"][0] != method["losses"][1]
 
 
+@pytest.mark.slow
 def test_a_study_repeated_gives_the_same_figures(tmp_path: Path, text: Path) -> None:
     records = []
     for name in ("first", "second"):

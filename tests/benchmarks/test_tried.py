@@ -57,6 +57,7 @@ def test_the_page_is_what_the_records_make() -> None:
     assert (RESULTS / "tried.md").read_text() == page, "run python benchmarks/tried.py --jobs 0"
 
 
+@pytest.mark.slow
 def test_runs_are_kept_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = tmp_path / "corpus"
     corpus.write_text("".join(f"{i} bottles on the wall, " for i in range(200)))
@@ -162,6 +163,7 @@ def test_a_row_that_diverged_says_so() -> None:
     assert tried.verdict(without["sign"], list(without.values())) == "no control with this seed"
 
 
+@pytest.mark.slow
 def test_the_command_makes_a_page_of_records(tmp_path: Path) -> None:
     def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(

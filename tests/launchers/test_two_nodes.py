@@ -23,6 +23,7 @@ COMMAND = [sys.executable, "-m", "comm_hooks.launchers.main"]
 SECONDS = 240.0
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
     pytest.mark.timeout(600),
 ]

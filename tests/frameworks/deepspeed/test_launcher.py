@@ -57,6 +57,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_two_nodes_started_by_hand(tmp_path: Path) -> None:
     # The page's own command, for one node, runs with all examples.
     assert FILES["run"].split() == ["deepspeed", "--num_gpus", "2", *ARGUMENTS]

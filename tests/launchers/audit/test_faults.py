@@ -93,6 +93,7 @@ def test_noise_on_one_rank_before_a_compressor_of_each() -> None:
     assert found.mu > 2 * found.claimed_mu
 
 
+@pytest.mark.slow
 def test_noise_after_error_feedback_gives_samples_away() -> None:
     assert exceeds(audit_releases(NoiseAfterFeedback(configuration(exchange=MASK))))
 
@@ -101,6 +102,7 @@ def test_less_noise_than_is_claimed_gives_samples_away() -> None:
     assert exceeds(audit_releases(TooLittleNoise(configuration())))
 
 
+@pytest.mark.slow
 def test_the_same_masks_on_all_ranks_give_samples_away() -> None:
     settings = {"world_size": 8, "noise_multiplier": 1.0, "sample_rate": 0.02, "steps": 400}
     found = audit_training(SameMasksOnAllRanks(configuration(**settings)))
@@ -108,9 +110,9 @@ def test_the_same_masks_on_all_ranks_give_samples_away() -> None:
 
 
 VALID = [
-    ("central", {"compressor": "identity"}),
-    ("central", TOPK),
-    ("local", {**TOPK, "granularity": "bucket"}),
+    pytest.param("central", {"compressor": "identity"}, marks=pytest.mark.slow),
+    pytest.param("central", TOPK, marks=pytest.mark.slow),
+    pytest.param("local", {**TOPK, "granularity": "bucket"}, marks=pytest.mark.slow),
     ("shares", MASK),
     ("aggregate", MASK),
 ]
@@ -123,6 +125,7 @@ def test_no_alarm_where_nothing_is_wrong(placement: str, exchange: dict[str, Any
     assert check_memory(stages) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_whole_audit_of_what_is_correct(seed: int) -> None:
     settings = correct_settings(random.Random(seed))
@@ -168,6 +171,7 @@ def test_bounds_are_not_far_below_what_is_true() -> None:
     assert training.found.epsilon > 0.2 * training.claimed_epsilon
 
 
+@pytest.mark.slow
 def test_audits_of_what_is_correct_exceed_the_claim_as_rarely_as_they_say() -> None:
     """Of 15 audits at 80 % confidence three may; that 12 do has a probability of 1e-6."""
     stages = Stages(configuration(world_size=1))

@@ -19,6 +19,7 @@ from comm_hooks.launchers.main import app
 from comm_hooks.launchers.netns import why_not
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(bool(why_not()), reason=why_not() or ""),
     pytest.mark.timeout(600),
 ]
