@@ -25,8 +25,9 @@ def check_model(model: nn.Module) -> None:
 
     Raises:
         PrivacyError: for modules that mix the samples of a batch or keep statistics of them (batch
-            normalization, and instance normalization with running statistics), and for a
-            communication hook, except :func:`~comm_hooks.skip_hook`, which sends nothing.
+            normalization, and instance normalization with running statistics), for embeddings
+            whose rows the forward pass writes (``max_norm``), and for a communication hook, except
+            :func:`~comm_hooks.skip_hook`, which sends nothing.
         ValueError: if no parameter is trainable, or one is complex or sharded; for an engine of
             DeepSpeed.
 
@@ -55,6 +56,7 @@ def check_model(model: nn.Module) -> None:
         if names:
             raise ValueError(f"{what} parameters are not supported: {', '.join(names)}")
     _refuse_normalization(model)
+    _refuse_renormalization(model)
     _refuse_hooks(model)
 
 
@@ -209,6 +211,19 @@ def _refuse_normalization(model: nn.Module) -> None:
         raise PrivacyError(
             "running statistics of the samples are part of the model but have no noise: "
             f"{', '.join(keeping)}. Use track_running_stats=False"
+        )
+
+
+def _refuse_renormalization(model: nn.Module) -> None:
+    names = [
+        name or "the model"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    ]
+    if names:
+        raise PrivacyError(
+            "max_norm shortens the rows of those who are in a batch, in the forward pass, without "
+            f"noise: {', '.join(names)}. Leave max_norm out"
         )
 
 

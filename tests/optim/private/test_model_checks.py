@@ -36,9 +36,11 @@ class Convolutional(nn.Module):
         (nn.SyncBatchNorm(4), "replace_batch_norm"),
         (nn.LazyBatchNorm2d(), "replace_batch_norm"),
         (nn.InstanceNorm2d(4, track_running_stats=True), "track_running_stats=False"),
+        (nn.Embedding(9, 4, max_norm=1.0), "Leave max_norm out"),
+        (nn.EmbeddingBag(9, 4, max_norm=1.0), "Leave max_norm out"),
     ],
 )
-def test_modules_that_mix_samples_are_named(norm: nn.Module, advice: str) -> None:
+def test_modules_that_mix_or_keep_samples_are_named(norm: nn.Module, advice: str) -> None:
     with pytest.raises(PrivacyError, match=rf"stem\.1.*{advice}"):
         check_model(Convolutional(norm))
 
