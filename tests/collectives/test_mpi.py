@@ -113,6 +113,7 @@ def test_a_communicator_has_ranks_of_its_own(over_mpi: list[dict[str, Any]]) -> 
         assert over_mpi[rank]["subgroup"] == (ranks - 1 - rank, ranks - 1, mean)
 
 
+@pytest.mark.slow
 @needs_mpiexec
 def test_an_error_on_one_rank_ends_all() -> None:
     done = launch(3, "raise_on_one_rank")  # a hang runs into launch's timeout

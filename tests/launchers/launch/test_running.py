@@ -71,6 +71,7 @@ def test_one_node(tmp_path: Path) -> None:
     check_pair(tmp_path, ["0", "1"], ARGUMENTS)
 
 
+@pytest.mark.slow
 def test_two_tasks_of_srun_check_and_train_together(tmp_path: Path) -> None:
     # What srun would start on two nodes, here on one machine.
     common = {"SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "localhost", "NOTE": "a b"}
@@ -100,6 +101,7 @@ def test_ranks_come_back_after_one_has_died(tmp_path: Path) -> None:
         assert (tmp_path / f"{rank}.txt").read_text() == "attempt 1 of 2 ranks"
 
 
+@pytest.mark.slow
 def test_ranks_come_back_on_two_nodes(tmp_path: Path) -> None:
     port = free_port()
     head = ["--nnodes", "2", "--head", f"127.0.0.1:{port}"]
