@@ -91,6 +91,8 @@ class HookedGradients(BatchClipper):
             with torch.enable_grad():
                 with self._hooked():
                     losses = sample_losses(self._model, self._loss_function, batch, size)
+                    if not losses.requires_grad:
+                        require_used(self._names, [None] * len(self._names))
                     # Opacus multiplies by the number of rows where it expects a mean.
                     is_mean = self._hooks.loss_reduction == "mean"
                     norms = self._differentiate(losses, losses.mean() if is_mean else losses.sum())

@@ -202,6 +202,15 @@ def test_unused_parameters_are_named(kind: Kind) -> None:
         gradients.backward(draw(3))
 
 
+@both
+def test_a_loss_without_derivatives_names_all_parameters(kind: Kind) -> None:
+    def detached(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return sample_losses(model, batch).detach()
+
+    with pytest.raises(ValueError, match=r"nothing but noise.*: weight, bias$"):
+        kind(nn.Linear(12, 10), detached, 0.4).backward(draw(3))
+
+
 class Flattens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
