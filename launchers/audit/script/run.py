@@ -117,13 +117,23 @@ def run_script(job: Job, variant: Variant, folder: Path, released: Path | None =
     try:
         in_time = _wait_for(processes, job.timeout)
     finally:
+        codes = [process.exitcode for process in processes]
         for process in processes:
             process.kill()
             process.join()
     records = [_read(folder / f"rank{rank}.pt") for rank in range(count)]
-    for rank, record in enumerate(records):
+    named = [f" on rank {rank}" if count > 1 else "" for rank in range(count)]
+    # First those who left without a word: that is why others have failed.
+    for rank, (record, code, of) in enumerate(zip(records, codes, named, strict=True)):
+        if record is None and code is not None:
+            output = (folder / f"rank{rank}.log").read_text(errors="replace")
+            raise ScriptFailed(
+                f"{job.script} ended in the run {variant.name!r}{of} with exit code {code}, and "
+                "did not come back",
+                output[-2000:],
+            )
+    for record, of in zip(records, named, strict=True):
         if record is not None and record["error"]:
-            of = f" on rank {rank}" if count > 1 else ""
             raise ScriptFailed(
                 f"{job.script} failed in the run {variant.name!r}{of}: {record['error']}",
                 record["trace"],
@@ -134,14 +144,6 @@ def run_script(job: Job, variant: Variant, folder: Path, released: Path | None =
             f"{job.script} took longer than {job.timeout:g} seconds in the run {variant.name!r}: "
             "give a larger --timeout or fewer --steps"
         )
-    for rank, (record, process) in enumerate(zip(records, processes, strict=True)):
-        if record is None:
-            output = (folder / f"rank{rank}.log").read_text(errors="replace")
-            raise ScriptFailed(
-                f"{job.script} ended in the run {variant.name!r} with exit code "
-                f"{process.exitcode}, and did not come back",
-                output[-2000:],
-            )
     shutil.rmtree(workplace, ignore_errors=True)
     return Run(variant, [record for record in records if record is not None])
 

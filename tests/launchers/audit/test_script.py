@@ -74,6 +74,20 @@ def test_two_ranks_with_noise_of_their_own_are_not_accused() -> None:
 # What is said of scripts that cannot be audited
 
 
+def test_a_rank_that_dies_is_named_and_not_who_waited_for_it(tmp_path: Path) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text(
+        "import os, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 1:\n"
+        "    os._exit(9)\n"
+        "dist.barrier()\n"
+    )
+    result = run(script, "--nproc-per-node", "2")
+    assert result.exit_code == 2
+    assert "on rank 1 with exit code 9" in result.output
+
+
 @pytest.mark.parametrize(
     ("text", "exit_code", "message"),
     [
