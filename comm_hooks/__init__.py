@@ -15,7 +15,7 @@ from comm_hooks.compressors import (
     TopK,
 )
 from comm_hooks.errors import ConfigMismatchError, PayloadError, PeerError
-from comm_hooks.exchange import Exchange
+from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.hook import CompressionState, compression_hook, register, skip_hook
 from comm_hooks.memory import Differences, ErrorFeedback, Memory, MomentumCorrection
 
@@ -32,6 +32,7 @@ __all__ = [
     "Differences",
     "ErrorFeedback",
     "Exchange",
+    "ExchangeSettings",
     "GaussianSketch",
     "Identity",
     "Memory",

@@ -6,9 +6,6 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch.distributed as dist
-
-from comm_hooks.collectives.base import Transport
 from comm_hooks.compressors import (
     SRHT,
     Cocktail,
@@ -24,7 +21,6 @@ from comm_hooks.compressors import (
     TopK,
 )
 from comm_hooks.compressors.base import in_one_line
-from comm_hooks.exchange import Exchange
 from comm_hooks.memory import Differences, ErrorFeedback, Memory, MomentumCorrection
 from comm_hooks.memory.error_feedback import fitting_memory
 
@@ -65,26 +61,18 @@ def build_compressor(name: str, **options: Any) -> Compressor:
         >>> build_compressor("topk", density=0.01)
         TopK(density=0.01, block_size=4096, value_bits=16, index_code='elias_fano')
     """
-    if not isinstance(name, str) or name not in COMPRESSORS:
-        raise ValueError(unknown("compressor", name, COMPRESSORS))
-    kind = COMPRESSORS[name]
-    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    known = option_names(name)
     for option in options:
         if option not in known:
             raise ValueError(unknown(f"option of {name}", option, known))
-    return kind(**options)
+    return COMPRESSORS[name](**options)
 
 
-_EXCHANGE_OPTIONS = (
-    "collective",
-    "seed",
-    "min_numel",
-    "min_ndim",
-    "exempt_bits",
-    "granularity",
-    "ranks_per_node",
-    "verify_every",
-)
+def option_names(name: str) -> list[str]:
+    """Return the names of the arguments of a compressor, given its own name."""
+    if not isinstance(name, str) or name not in COMPRESSORS:
+        raise ValueError(unknown("compressor", name, COMPRESSORS))
+    return [field.name for field in dataclasses.fields(COMPRESSORS[name])]  # type: ignore[arg-type]
 
 
 def build_memory(
@@ -108,7 +96,7 @@ def build_memory(
             raise ValueError(
                 f"memory as a mapping needs its name under 'type', one of {', '.join(MEMORIES)}; "
                 f"got only {', '.join(map(repr, memory)) or 'an empty one'}"
-                f"{_instead_of('type', memory)}"
+                f"{instead_of('type', memory)}"
             )
         options = {**{k: v for k, v in memory.items() if k != "type"}, **options}
         memory = memory["type"]
@@ -132,72 +120,7 @@ def build_memory(
     return MEMORIES[memory](**options)
 
 
-def build_exchange(
-    settings: Mapping[str, Any],
-    *,
-    path: str = "comm_hooks",
-    transport: Transport | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> Exchange:
-    """Return the exchange that a block of a JSON configuration describes.
-
-    Args:
-        settings: ``compressor``, a key of :data:`COMPRESSORS`, and the compressor's own options
-            beside it; ``memory`` (default ``"auto"``; see :func:`build_memory`); and
-            ``collective``, ``seed``, ``min_numel``, ``min_ndim``, ``exempt_bits``, ``granularity``,
-            ``ranks_per_node`` and ``verify_every`` (see :class:`~comm_hooks.exchange.Exchange`).
-        path: where the block stands in the configuration, for messages.
-        transport, process_group: see :class:`~comm_hooks.exchange.Exchange`.
-
-    Raises:
-        ValueError: for anything unknown, with its path and the nearest that is known, and for
-            values and combinations that cannot work.
-
-    Example::
-
-        >>> build_exchange({"compressor": "topk", "density": 0.01, "memory": "none"}).compressor
-        TopK(density=0.01, block_size=4096, value_bits=16, index_code='elias_fano')
-    """
-    if not isinstance(settings, Mapping):
-        raise ValueError(f"{path}: must be an object with a 'compressor', got {settings!r}")
-    if "compressor" not in settings:
-        raise ValueError(
-            f"{path}.compressor: missing; choose from {', '.join(COMPRESSORS)}"
-            f"{_instead_of('compressor', settings)}"
-        )
-    name = settings["compressor"]
-    if not isinstance(name, str) or name not in COMPRESSORS:
-        raise ValueError(f"{path}.compressor: {unknown('compressor', name, COMPRESSORS)}")
-    fields = dataclasses.fields(COMPRESSORS[name])  # type: ignore[arg-type]
-    of_compressor = [field.name for field in fields]
-    known = ["compressor", *of_compressor, "memory", *_EXCHANGE_OPTIONS]
-    for key in settings:
-        if key not in known:
-            where = f"{path}.{key}" if str(key).isprintable() else path
-            raise ValueError(f"{where}: {unknown(f'setting with {name}', key, known)}")
-    try:
-        compressor = build_compressor(
-            name, **{k: settings[k] for k in of_compressor if k in settings}
-        )
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    try:
-        memory = build_memory(settings.get("memory", "auto"), compressor)
-    except ValueError as error:
-        raise ValueError(f"{path}.memory: {error}") from None
-    try:
-        return Exchange(
-            compressor,
-            memory,
-            **{key: settings[key] for key in _EXCHANGE_OPTIONS if key in settings},
-            transport=transport,
-            process_group=process_group,
-        )
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _instead_of(missing: str, keys: Iterable[object]) -> str:
+def instead_of(missing: str, keys: Iterable[object]) -> str:
     """Return the end of a message about a missing key: what stands there and may have meant it."""
     similar = difflib.get_close_matches(missing, map(str, keys), n=1, cutoff=0.6)
     return f". There is {similar[0]!r}: did you mean {missing!r}?" if similar else ""

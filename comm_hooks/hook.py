@@ -7,24 +7,29 @@ and refuses strings.
 import copy
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
 from comm_hooks.backward import Underway
-from comm_hooks.checks import Collective, require_dense_floats
+from comm_hooks.checks import require_dense_floats
 from comm_hooks.collectives.base import after_all, completed
 from comm_hooks.collectives.requests import Round
 from comm_hooks.compressors.base import Compressor, in_one_line, require_callable
-from comm_hooks.config import build_compressor, build_memory
 from comm_hooks.ddp import AccumulationWatch, DataParallelModel, gradients_in, require_bucket
-from comm_hooks.exchange import Exchange
-from comm_hooks.layout import Granularity, Layout, Segment
+from comm_hooks.exchange import Collective, Exchange, ExchangeSettings
+from comm_hooks.exchange.settings import require_gradients
+from comm_hooks.layout import Layout, Segment
 from comm_hooks.memory.base import Memory
 from comm_hooks.resuming import seal_own
 from comm_hooks.sparse_gradients import average_sparse
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from comm_hooks.exchange.settings import ExchangeOptions
 
 logger = logging.getLogger(__name__)
 
@@ -35,19 +40,11 @@ class CompressionState:
     Everything that lasts is tied to parameter names, so DDP may rebuild its buckets at will.
 
     Args:
-        compressor: for instance ``TopK(density=1 / 64)``.
-        memory: for instance ``ErrorFeedback()``; None for nothing; ``"auto"``: error feedback where
-            the compressor is biased.
-        collective: ``"auto"``, ``"all_reduce"``, ``"all_gather"``, ``"sharded"`` or
-            ``"hierarchical"``; see :class:`~comm_hooks.exchange.Exchange`, also for ``seed`` to
-            ``ranks_per_node``.
-        seed: equal on all ranks.
-        min_numel: parameters with fewer elements are not compressed.
-        min_ndim: nor are those with fewer dimensions.
-        exempt_bits: 32 or 16.
-        granularity: ``"parameter"`` or ``"bucket"``.
-        ranks_per_node: of ``"hierarchical"``; by default what torchrun says.
-        verify_every: how often ranks compare a fingerprint of the parameters; 0: never.
+        compressor: for instance ``TopK(density=1 / 64)``; or all of
+            :class:`~comm_hooks.ExchangeSettings`; or an :class:`~comm_hooks.Exchange` over the
+            group that DDP was given.
+        memory, collective, seed, options: see :class:`~comm_hooks.ExchangeSettings`; only with a
+            compressor.
         process_group: the group that DDP was given; the default group if None.
         named_parameters: ``model.named_parameters()``, which ties saved state to names.  Without
             it parameters are numbered in the order in which DDP first reduces them, which is the
@@ -77,39 +74,23 @@ class CompressionState:
 
     def __init__(
         self,
-        compressor: Compressor,
+        compressor: Compressor | ExchangeSettings | Exchange,
         memory: Memory | Literal["auto"] | None = "auto",
         collective: Collective = "auto",
         seed: int = 0,
         *,
-        min_numel: int = 1024,
-        min_ndim: int = 2,
-        exempt_bits: int = 32,
-        granularity: Granularity = "parameter",
-        ranks_per_node: int | None = None,
-        verify_every: int = 32,
         process_group: dist.ProcessGroup | None = None,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
         loss_scale: Callable[[], float] | None = None,
+        **options: "Unpack[ExchangeOptions]",
     ) -> None:
-        if isinstance(memory, Memory) and memory.sends_changes:
-            raise ValueError(
-                f"CompressionState: {memory} sends changes, which an optimizer behind a hook would "
-                "take for gradients: use ErrorFeedback(), or optim.EF21 or CDAdam with skip_hook"
+        if isinstance(compressor, Exchange):
+            self.exchange = compressor
+        else:
+            self.exchange = Exchange(
+                compressor, memory, collective, seed, process_group=process_group, **options
             )
-        self.exchange = Exchange(
-            compressor,
-            memory,
-            collective,
-            seed,
-            min_numel=min_numel,
-            min_ndim=min_ndim,
-            exempt_bits=exempt_bits,
-            granularity=granularity,
-            ranks_per_node=ranks_per_node,
-            verify_every=verify_every,
-            process_group=process_group,
-        )
+        require_gradients(self.exchange.settings, "CompressionState")
         if loss_scale is not None:
             require_callable(self, "loss_scale", loss_scale)
         self.loss_scale = loss_scale
@@ -182,7 +163,7 @@ class CompressionState:
 
     def _buckets(self) -> list[list[str]]:
         """Return which parameters are compressed together, where that matters."""
-        if self.exchange.granularity != "bucket":
+        if self.exchange.settings.granularity != "bucket":
             return []
         return [[s.name for s in layout.segments] for layout in self._layouts.values()]
 
@@ -207,7 +188,7 @@ class CompressionState:
         layout = self._layouts.get(key)
         if layout is None:
             segments = [
-                Segment(self._name(p), tuple(p.shape), self.exchange.exempts(p.shape))
+                Segment(self._name(p), tuple(p.shape), self.exchange.settings.exempts(p.shape))
                 for p in parameters
             ]
             layout = self.exchange.layout(segments, parameters[0].device)
@@ -303,7 +284,7 @@ def compression_hook(
         future = after_all(futures, buffer.device)
         state._underway.add(future)
     if bucket.is_last():
-        exchange.step += 1
+        exchange.end_step()
     return future
 
 
@@ -329,17 +310,8 @@ def register(
     model: torch.nn.Module,
     compressor: Compressor | str,
     *,
-    memory: Memory | str | Mapping[str, Any] | None = "auto",
-    collective: Collective = "auto",
-    seed: int = 0,
-    min_numel: int = 1024,
-    min_ndim: int = 2,
-    exempt_bits: int = 32,
-    granularity: Granularity = "parameter",
-    ranks_per_node: int | None = None,
-    verify_every: int = 32,
     loss_scale: Callable[[], float] | None = None,
-    **options: Any,
+    **settings: Any,
 ) -> CompressionState:
     """Register :func:`compression_hook` with a DDP model and return its state.
 
@@ -350,14 +322,13 @@ def register(
             Fabric's ``setup`` and Accelerate's ``prepare`` return, a ``LightningModule`` in
             training, a module of your own.  Or what the composable ``replicate`` was applied to.
         compressor: an object, or a name from ``comm_hooks.config.COMPRESSORS``.
-        memory: an object, None, ``"none"``, ``"error_feedback"``, ``{"type": "error_feedback",
-            "bits": 4}``, or ``"auto"``: error feedback where the compressor is biased.
         loss_scale: see :class:`CompressionState`; by default that of Fabric or Lightning where
             they scale the loss.
-        options: arguments of the compressor, when it is given by name.
-        collective, seed, min_numel, min_ndim, exempt_bits, granularity: see
-            :class:`CompressionState`.
-        ranks_per_node, verify_every: see there, too.
+        settings: ``memory``, ``collective``, ``seed``, ``min_numel``, ``min_ndim``,
+            ``exempt_bits``, ``granularity``, ``ranks_per_node``, ``verify_every`` (see
+            :class:`~comm_hooks.ExchangeSettings`), and the compressor's own arguments, if it is
+            given by name.  ``memory`` may be given by name, too: ``"none"``, ``"error_feedback"``,
+            ``{"type": "error_feedback", "bits": 4}``.
 
     Raises:
         ValueError: for bad settings; if there is not exactly one DDP model in ``model``; if it has
@@ -380,29 +351,13 @@ def register(
         1
     """
     replicas = DataParallelModel(model)
-    if isinstance(compressor, str):
-        compressor = build_compressor(compressor, **options)
-    elif options:
-        raise ValueError(
-            f"options {', '.join(options)} go with a compressor's name, but {compressor!r} is one "
-            f"already: set them there"
-        )
     state = CompressionState(
-        compressor,
-        build_memory(memory, compressor),
-        collective,
-        seed,
-        min_numel=min_numel,
-        min_ndim=min_ndim,
-        exempt_bits=exempt_bits,
-        granularity=granularity,
-        ranks_per_node=ranks_per_node,
-        verify_every=verify_every,
+        ExchangeSettings.of(compressor, **settings),
         process_group=replicas.process_group,
         named_parameters=replicas.named_parameters(),
         loss_scale=loss_scale or replicas.loss_scale,
     )
     state.exchange.agree_now()
     replicas.register_comm_hook(state, compression_hook)
-    logger.info("registered %s with %s", compressor, state.exchange.memory)
+    logger.info("registered %s", state)
     return state

@@ -112,7 +112,7 @@ class CompressedAdam(ExchangingOptimizer):
             exchange,
             {"freeze_step": freeze_step, "scaled": scaled},
         )
-        if not exchange.exempts((len(self._parameters()),)):
+        if not exchange.settings.exempts((len(self._parameters()),)):
             raise ValueError(
                 "CompressedAdam sends a number per parameter in one dimension, which its exchange "
                 "must not compress: leave min_ndim at 2"

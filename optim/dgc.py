@@ -138,7 +138,7 @@ class DGC(ExchangingOptimizer):
         self, aggregates: list[torch.Tensor], states: list[dict[str, torch.Tensor]]
     ) -> list[torch.Tensor]:
         """Return the updates: momentum of exempt parameters; the others' is in the aggregates."""
-        exempt = [i for i, a in enumerate(aggregates) if self.exchange.exempts(a.shape)]
+        exempt = [i for i, a in enumerate(aggregates) if self.exchange.settings.exempts(a.shape)]
         if not exempt:
             return aggregates
         new = [aggregates[i] for i in exempt]

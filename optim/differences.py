@@ -43,7 +43,7 @@ class DifferencesOptimizer(ExchangingOptimizer):
         """Bring ``aggregate`` up to date in every state; return whether all ranks were finite."""
         if not self._average(self._named(gradients)):
             return False
-        exempt = [self.exchange.exempts(gradient.shape) for gradient in gradients]
+        exempt = [self.exchange.settings.exempts(gradient.shape) for gradient in gradients]
         work = list(zip(exempt, states, gradients, strict=True))
         changed = [(s["aggregate"], g) for is_exempt, s, g in work if not is_exempt]
         replaced = [(s["aggregate"], g) for is_exempt, s, g in work if is_exempt]

@@ -62,7 +62,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         require_kind(self, "exchange", exchange, Exchange)
         super().__init__(params, defaults)
         self.exchange = exchange
-        exchange.owner_settings = {"optimizer": name, **settings}
+        exchange.agree_on({"optimizer": name, **settings})
         exchange.owner = self
 
     @abstractmethod

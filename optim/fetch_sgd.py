@@ -121,12 +121,14 @@ class FetchSGD(ExchangingOptimizer):
         self.rows = rows
         self.masking = masking
         # One key for all steps: sketches of different steps are added up.
-        self._keys = fork_all([derive_key(exchange.seed, 0, SKETCH)], range(rows))[:, 0].tolist()
+        self._keys = fork_all([derive_key(exchange.settings.seed, 0, SKETCH)], range(rows))[
+            :, 0
+        ].tolist()
 
     def _step(self, gradients: list[torch.Tensor]) -> None:
         lr, momentum = self._shared("lr"), self._shared("momentum")
         named = self._named(gradients)
-        exempt = {n: g for n, g in named.items() if self.exchange.exempts(g.shape)}
+        exempt = {n: g for n, g in named.items() if self.exchange.settings.exempts(g.shape)}
         sketched = [g.flatten() for n, g in named.items() if n not in exempt]
         message = exempt
         if sketched:
@@ -171,7 +173,7 @@ class FetchSGD(ExchangingOptimizer):
             e.sub_(sent)
 
     def _sketched(self) -> list[torch.Tensor]:
-        return [p for p in self._parameters() if not self.exchange.exempts(p.shape)]
+        return [p for p in self._parameters() if not self.exchange.settings.exempts(p.shape)]
 
     def _sketch_state(self, sketch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return S_u and S_e, made at first with zeros."""
@@ -187,7 +189,7 @@ class FetchSGD(ExchangingOptimizer):
         return state["sketch_momentum"], state["sketch_error"]
 
     def _update_exempt(self, gradients: list[torch.Tensor], lr: float, momentum: float) -> None:
-        parameters = [p for p in self._parameters() if self.exchange.exempts(p.shape)]
+        parameters = [p for p in self._parameters() if self.exchange.settings.exempts(p.shape)]
         states = [self.state[p] for p in parameters]
         for state, gradient in zip(states, gradients, strict=True):
             if not state:

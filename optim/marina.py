@@ -176,7 +176,7 @@ class Marina(ExchangingOptimizer):
         torch._foreach_add_([s["step"] for s in states], 1)
 
     def _coin(self) -> bool:
-        key = derive_key(self.exchange.seed, self.exchange.step, COIN)
+        key = derive_key(self.exchange.settings.seed, self.exchange.step, COIN)
         return bool(random_unit([key], 1)[0, 0] < self.p)
 
     def _move(self, estimate: list[torch.Tensor]) -> None:

@@ -118,19 +118,22 @@ class MicroAdam(ExchangingOptimizer):
             exchange,
             {"window": window, "bias_correction": bias_correction},
         )
-        if not isinstance(exchange.compressor, TopK) or exchange.granularity != "parameter":
+        if (
+            not isinstance(exchange.compressor, TopK)
+            or exchange.settings.granularity != "parameter"
+        ):
             raise ValueError(
                 "MicroAdam: its window holds the blocks of TopK, parameter by parameter; got "
-                f"{exchange.compressor} with granularity {exchange.granularity!r}"
+                f"{exchange.compressor} with granularity {exchange.settings.granularity!r}"
             )
         if exchange.memory is not None and not isinstance(exchange.memory, ErrorFeedback):
             raise ValueError(
                 f"MicroAdam: memory must be ErrorFeedback (or None), got {exchange.memory}"
             )
-        if exchange.collective not in ("all_gather", "sharded"):
+        if exchange.settings.collective not in ("all_gather", "sharded"):
             raise ValueError(
                 "MicroAdam: collective must be 'all_gather' or 'sharded', on which the size of the "
-                f"window depends, got {exchange.collective!r}"
+                f"window depends, got {exchange.settings.collective!r}"
             )
         self.window = window
         self.bias_correction = bias_correction
@@ -143,7 +146,7 @@ class MicroAdam(ExchangingOptimizer):
             exempt: list[tuple[torch.Tensor, torch.Tensor]] = []
             by_length: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
             for parameter, aggregate in zip(group["params"], gradients[own], strict=True):
-                is_exempt = self.exchange.exempts(parameter.shape)
+                is_exempt = self.exchange.settings.exempts(parameter.shape)
                 members = exempt if is_exempt else by_length.setdefault(parameter.numel(), [])
                 members.append((parameter, aggregate))
             torch._foreach_mul_(group["params"], 1 - group["lr"] * group["weight_decay"])
@@ -204,7 +207,7 @@ class MicroAdam(ExchangingOptimizer):
             exchange.compressor,
             numel,
             exchange.transport.world_size,
-            sharded=exchange.collective == "sharded",
+            sharded=exchange.settings.collective == "sharded",
         )
 
     def _prepare_states(self) -> None:
@@ -212,7 +215,7 @@ class MicroAdam(ExchangingOptimizer):
         nbytes: dict[int, int] = {}
         for parameter in self._parameters():
             state = self.state[parameter]
-            if self.exchange.exempts(parameter.shape):
+            if self.exchange.settings.exempts(parameter.shape):
                 if not state:
                     state["step"] = torch.tensor(0.0)
                     for key in ("exp_avg", "exp_avg_sq"):

@@ -17,8 +17,8 @@ from comm_hooks import (
     Sign,
     TopK,
 )
-from comm_hooks.checks import Collective, supported_collectives
 from comm_hooks.collectives import Simulated, Transport, run_ranks
+from comm_hooks.exchange import Collective
 from comm_hooks.optim import SAFL, LocalRounds, Participation
 
 EVERYTHING = {"min_ndim": 1, "min_numel": 1}
@@ -32,7 +32,7 @@ EVERYTHING = {"min_ndim": 1, "min_numel": 1}
 def test_it_is_averaged_exactly(compressor: Compressor, exempt_bits: int, granularity: str) -> None:
     probe = Exchange(compressor, exempt_bits=exempt_bits)
     collectives: list[Collective] = ["hierarchical"]
-    collectives += supported_collectives(compressor, probe.exempt)  # type: ignore[arg-type]
+    collectives += probe.settings.carriers()  # type: ignore[arg-type]
     for collective, ranks in itertools.product(collectives, (2, 4)):
         world = Simulated(ranks)
         nodes = {"ranks_per_node": ranks // 2} if collective == "hierarchical" else {}

@@ -3,7 +3,8 @@
 import pytest
 
 from comm_hooks import SRHT, ErrorFeedback, TopK
-from comm_hooks.config import COMPRESSORS, build_compressor, build_exchange, build_memory
+from comm_hooks.config import COMPRESSORS, build_compressor, build_memory
+from comm_hooks.exchange import ExchangeSettings
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -76,7 +77,7 @@ def test_a_memory_may_be_a_mapping() -> None:
 
 
 def test_an_exchange_from_one_flat_block() -> None:
-    exchange = build_exchange(
+    settings = ExchangeSettings.from_dict(
         {
             "compressor": "quantize",
             "bits": 8,
@@ -88,13 +89,15 @@ def test_an_exchange_from_one_flat_block() -> None:
             "granularity": "bucket",
         }
     )
-    config = exchange.config()
+    config = settings.as_dict()
     assert config["compressor"] == "Quantize"
     assert config["bits"] == 8
     assert config["memory"] == "ErrorFeedback(bits=16)"
     assert [config[k] for k in ("collective", "seed", "min_numel")] == ["all_gather", 3, 5]
     assert [config[k] for k in ("exempt_bits", "granularity")] == [16, "bucket"]
-    assert repr(build_exchange({"compressor": "topk"}).memory) == "ErrorFeedback(bits=32)"
+    assert (
+        repr(ExchangeSettings.from_dict({"compressor": "topk"}).memory) == "ErrorFeedback(bits=32)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,5 +145,5 @@ def test_an_exchange_from_one_flat_block() -> None:
 )
 def test_bad_blocks_name_the_place(block: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        build_exchange(block, path="ds.json")
+        ExchangeSettings.from_dict(block, path="ds.json")
     assert "\n" not in str(caught.value)

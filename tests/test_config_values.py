@@ -17,9 +17,9 @@ from comm_hooks.config import (
     COMPRESSORS,
     MEMORIES,
     build_compressor,
-    build_exchange,
     build_memory,
 )
+from comm_hooks.exchange import ExchangeSettings
 
 _OPTIONS = [
     (name, field.name)
@@ -60,7 +60,7 @@ def refusal(block: Any) -> str | None:
     """Return how an exchange is refused; None for one that then takes part in a round."""
     world = Simulated(1)
     try:
-        exchange = build_exchange(block, path="ds.json", transport=world[0])
+        exchange = Exchange(ExchangeSettings.from_dict(block, path="ds.json"), transport=world[0])
     except ValueError as error:
         return str(error)
     try:

@@ -24,8 +24,8 @@ from comm_hooks import (
     Sign,
     TopK,
 )
-from comm_hooks.checks import supported_collectives
 from comm_hooks.collectives import Simulated
+from comm_hooks.exchange import ExchangeSettings
 
 WITH_FEEDBACK = [
     TopK(density=0.1),
@@ -41,7 +41,7 @@ WITHOUT_FEEDBACK = [CountSketch(0.1), SRHT(0.1), GaussianSketch(0.2), RandomK(0.
 ROUTES = [
     (compressor, collective)
     for compressor in [*WITH_FEEDBACK, *WITHOUT_FEEDBACK]
-    for collective in supported_collectives(compressor, Identity())
+    for collective in ExchangeSettings(compressor, None).carriers()
 ]
 every_route = pytest.mark.parametrize(("compressor", "collective"), ROUTES, ids=str)
 
@@ -294,7 +294,7 @@ def test_auto_takes_the_route_of_fewest_bytes() -> None:
     for compressor in (TopK(0.1), Sign(), CountSketch(0.1), PermK()):
         for size, granularity in itertools.product((2, 3, 8), ("parameter", "bucket")):
             sent = {}
-            for collective in ("auto", *supported_collectives(compressor, Identity())):
+            for collective in ("auto", *ExchangeSettings(compressor, None).carriers()):
                 world = World(size, compressor, collective=collective, granularity=granularity)
                 world.average(world.gradients("abcdef"))
                 sent[collective] = world.exchanges[0].stats()["bytes_sent"]
@@ -393,6 +393,20 @@ def test_another_ranks_state_is_refused() -> None:
         World(2, CountSketch(0.1)).exchanges[0].load_state_dict(states[0])
 
 
+def test_a_memory_belongs_to_one_exchange_and_settings_to_any_number() -> None:
+    memory = ErrorFeedback()
+    one = Exchange(TopK(0.1), memory)
+    with pytest.raises(ValueError, match="this ErrorFeedback remembers for another exchange"):
+        Exchange(TopK(0.1), memory)
+    several = [Exchange(one.settings), Exchange(one.settings)]
+    assert len({id(e.memory) for e in (one, *several)}) == 3
+    assert {repr(e) for e in several} == {repr(one)}
+    with pytest.raises(ValueError, match="change them with dataclasses.replace"):
+        Exchange(one.settings, seed=3)
+    del one
+    Exchange(TopK(0.1), memory)  # whose first exchange is gone
+
+
 @pytest.mark.parametrize(
     ("other", "expected"),
     [
@@ -408,7 +422,7 @@ def test_ranks_that_are_configured_differently_all_say_so(
     other: dict[str, object], expected: str
 ) -> None:
     simulated = Simulated(3)
-    common = {"compressor": TopK(density=0.1), "memory": ErrorFeedback()}
+    common = {"compressor": TopK(density=0.1)}
     exchanges = [
         Exchange(transport=t, **(common | other if rank == 2 else common))  # type: ignore[arg-type]
         for rank, t in enumerate(simulated)

@@ -524,7 +524,7 @@ def test_bad_registrations_are_refused_with_one_line(ranks_of: RanksOf) -> None:
     expected = [
         "needs a DistributedDataParallel model, got Net",
         "unknown compressor 'top_k': did you mean 'topk'?",
-        "unknown option of topk 'densty': did you mean 'density'?",
+        "unknown setting with topk 'densty': did you mean 'density'?",
         "TopK: density is the fraction that is kept and must lie in (0, 1], got 0",
         "unknown memory 'error-feedback': did you mean 'error_feedback'?",
         "options density go with a compressor's name",

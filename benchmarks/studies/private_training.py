@@ -22,7 +22,7 @@ from benchmarks.studies.runs import Advance, Point
 from benchmarks.studies.tasks import Batch, Shard, Task
 from benchmarks.studies.training import judge, known_warnings_ignored
 from comm_hooks.collectives import Transport
-from comm_hooks.config import build_exchange
+from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.optim.private import PrivacyEngine, PrivacyError
 
 Placement = Literal["central", "shares", "local", "aggregate"]
@@ -121,7 +121,7 @@ def train_privately(
     """
     samples = task.clients[0]
     block = {"compressor": "identity"} if compression is None else compression
-    exchange = build_exchange(block, transport=transport)
+    exchange = Exchange(ExchangeSettings.from_dict(block), transport=transport)
     engine = PrivacyEngine()
     curve: list[Point] = []
     _, private, loader = engine.make_private(

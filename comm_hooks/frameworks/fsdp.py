@@ -16,11 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from comm_hooks.agreement import check_agreement
-from comm_hooks.checks import Collective
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.exchange import Exchange
+from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.frameworks.fsdp_reduce_scatter import (
     CompressedReduceScatter,
     compress_reduce_scatter,
@@ -34,8 +33,6 @@ from comm_hooks.frameworks.fsdp_units import (
     find_units,
     warn_of_unsharded,
 )
-from comm_hooks.layout import Granularity
-from comm_hooks.memory.base import Memory
 
 __all__ = [
     "CompressedAllReduce",
@@ -52,16 +49,8 @@ def compress_all_reduce(
     compressor: Compressor | str,
     *,
     mesh: DeviceMesh | dist.ProcessGroup,
-    memory: Memory | str | Mapping[str, Any] | None = "auto",
-    collective: Collective = "auto",
-    seed: int = 0,
-    min_numel: int = 1024,
-    min_ndim: int = 2,
-    exempt_bits: int = 32,
-    granularity: Granularity = "parameter",
-    verify_every: int = 32,
     loss_scale: Callable[[], float] | None = None,
-    **options: Any,
+    **settings: Any,
 ) -> "CompressedAllReduce":
     """Average the gradients of an FSDP2 model between nodes through a compressor.
 
@@ -89,13 +78,11 @@ def compress_all_reduce(
         compressor: an object, or a name from ``comm_hooks.config.COMPRESSORS``.
         mesh: the dimension between nodes, ``mesh["replicate"]``, or its process group: the ranks
             that hold the same shard.
-        memory: see :func:`~comm_hooks.register`.  Each rank remembers its shard only: 4 bytes
-            (``bits=4``: 0.53) times the model's parameters over the number of shards.
-        collective, seed, min_numel, min_ndim, exempt_bits, granularity, verify_every: see
-            :class:`~comm_hooks.exchange.Exchange`.  Whether a parameter is exempt depends on its
-            whole shape, not on its shard's.  A bucket is an FSDP module.
         loss_scale: see :class:`~comm_hooks.CompressionState`.
-        options: arguments of the compressor, when it is given by name.
+        settings: see :func:`~comm_hooks.register`.  A memory is about this rank's shard: 4 bytes
+            (``bits=4``: 0.53) times the model's parameters over the number of shards.  Whether a
+            parameter is exempt depends on its whole shape, not on its shard's.  A bucket is an FSDP
+            module.
 
     Returns:
         A :class:`CompressedAllReduce`, for ``stats()`` and what to save.
@@ -142,19 +129,7 @@ def compress_all_reduce(
             )
     group = _replicas(mesh, units[0].shard_group)
     exchange = build_inner_exchange(
-        caller,
-        units,
-        compressor,
-        memory,
-        options,
-        collective=collective,
-        seed=seed,
-        min_numel=min_numel,
-        min_ndim=min_ndim,
-        exempt_bits=exempt_bits,
-        granularity=granularity,
-        verify_every=verify_every,
-        process_group=group,
+        caller, units, ExchangeSettings.of(compressor, **settings), group
     )
     state = CompressedAllReduce(exchange, units, group, loss_scale)
     state.agree()
@@ -263,7 +238,9 @@ class CompressedAllReduce:
             flat.add_(self._waiting.pop(unit.name))
         exchange = self.exchange
         self._replicas.compare(exchange)
-        segments, tensors = unit.views(unit.pieces(), flat, self._shards.rank, exchange.exempts)
+        segments, tensors = unit.views(
+            unit.pieces(), flat, self._shards.rank, exchange.settings.exempts
+        )
         if segments:
             layout = exchange.layout(segments, flat.device)
             scale = float(self._loss_scale()) if self._loss_scale else 1.0

@@ -12,7 +12,7 @@ from comm_hooks.collectives.requests import AllToAll, Round
 from comm_hooks.collectives.routes import row_norms, spoil_
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.exchange import Exchange, largest_in
+from comm_hooks.exchange import Exchange, ExchangeSettings, largest_in
 from comm_hooks.frameworks.fsdp_units import (
     Replicas,
     Unit,
@@ -22,8 +22,7 @@ from comm_hooks.frameworks.fsdp_units import (
     find_units,
     warn_of_unsharded,
 )
-from comm_hooks.layout import Granularity, Layout
-from comm_hooks.memory.base import Memory
+from comm_hooks.layout import Layout
 from comm_hooks.wire.payload import PayloadFormat
 
 logger = logging.getLogger(__name__)
@@ -33,15 +32,8 @@ def compress_reduce_scatter(
     model: nn.Module,
     compressor: Compressor | str,
     *,
-    memory: Memory | str | Mapping[str, Any] | None = "auto",
-    seed: int = 0,
-    min_numel: int = 1024,
-    min_ndim: int = 2,
-    exempt_bits: int = 32,
-    granularity: Granularity = "parameter",
-    verify_every: int = 32,
     loss_scale: Callable[[], float] | None = None,
-    **options: Any,
+    **settings: Any,
 ) -> "CompressedReduceScatter":
     """Compress the reduce-scatter of an FSDP2 model.
 
@@ -72,12 +64,9 @@ def compress_reduce_scatter(
     Args:
         model: an FSDP2 model, or what ``torch.compile`` made of one; a 2-D mesh is welcome.
         compressor: an object, or a name from ``comm_hooks.config.COMPRESSORS``.
-        memory: see :func:`~comm_hooks.register`.
-        seed, min_numel, min_ndim, exempt_bits, granularity, verify_every: see
-            :class:`~comm_hooks.exchange.Exchange`.
-            Whether a parameter is exempt depends on its whole shape, not on its shard's.
         loss_scale: see :class:`~comm_hooks.CompressionState`.
-        options: arguments of the compressor, when it is given by name.
+        settings: see :func:`~comm_hooks.register`; but for ``collective``.  Whether a parameter is
+            exempt depends on its whole shape, not on its shard's.
 
     Returns:
         A :class:`CompressedReduceScatter`, for ``stats()`` and what to save.
@@ -116,22 +105,9 @@ def compress_reduce_scatter(
             raise ValueError(
                 f"{caller}: {unit.title} has a custom reduce-scatter already: register one only"
             )
-    exchange = build_inner_exchange(
-        caller,
-        units,
-        compressor,
-        memory,
-        options,
-        seed=seed,
-        min_numel=min_numel,
-        min_ndim=min_ndim,
-        exempt_bits=exempt_bits,
-        granularity=granularity,
-        verify_every=verify_every,
-        # The payloads never travel so, but whatever can be gathered can be exchanged.
-        collective="all_gather",
-        process_group=units[0].shard_group,
-    )
+    # The payloads never travel so, but whatever can be gathered can be exchanged.
+    own = ExchangeSettings.of(compressor, **settings, collective="all_gather")
+    exchange = build_inner_exchange(caller, units, own, units[0].shard_group)
     exchange.agree_now()
     state = CompressedReduceScatter(exchange, units, loss_scale)
     warn_of_unsharded(model, units)
@@ -215,7 +191,7 @@ class CompressedReduceScatter:
         verify = exchange.verifies()
         layouts, formats, feedbacks = [], [], []
         for shard, part in enumerate(flat.view(ranks, -1)):
-            segments, tensors = unit.views(pieces, part, shard, exchange.exempts)
+            segments, tensors = unit.views(pieces, part, shard, exchange.settings.exempts)
             layout = exchange.layout(segments, flat.device)
             layout.load(tensors)
             layouts.append(layout)
@@ -262,11 +238,11 @@ class CompressedReduceScatter:
         # The padding of the shard is reduced again where FSDP has replicas.
         output.zero_()
         layouts[own].work.mul_(factor)
-        layouts[own].store(unit.views(pieces, output, own, exchange.exempts)[1])
+        layouts[own].store(unit.views(pieces, output, own, exchange.settings.exempts)[1])
 
     def _format(self, layout: Layout) -> PayloadFormat:
         transport, parts = self.exchange.transport, layout.parts()
-        compressors = layout.compressors(self.exchange.compressor, self.exchange.exempt)
+        compressors = layout.compressors(self.exchange.compressor, self.exchange.settings.exempt)
         return PayloadFormat(
             [(c, *part.matrix.shape) for c, part in zip(compressors, parts, strict=True)],
             transport.ranks,

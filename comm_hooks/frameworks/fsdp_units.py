@@ -19,11 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
-from comm_hooks.compressors.base import Compressor
-from comm_hooks.config import build_compressor, build_memory
-from comm_hooks.exchange import Exchange
+from comm_hooks.exchange import Exchange, ExchangeSettings
+from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.layout import Segment
-from comm_hooks.memory.base import Memory
 from comm_hooks.wire.checksum import fingerprint
 
 # torch.compile and activation checkpointing put these into names; a resumed run may do without.
@@ -231,31 +229,19 @@ def warn_of_unsharded(model: nn.Module, units: Sequence[Unit]) -> None:
 def build_inner_exchange(
     caller: str,
     units: list[Unit],
-    compressor: Compressor | str,
-    memory: Memory | str | Mapping[str, Any] | None,
-    options: Mapping[str, Any],
-    **settings: Any,
+    settings: ExchangeSettings,
+    group: dist.ProcessGroup,
 ) -> Exchange:
     """Return the exchange for a model's gradients, whose ranks must agree about the model."""
-    if isinstance(compressor, str):
-        compressor = build_compressor(compressor, **options)
-    elif options:
-        raise ValueError(
-            f"{caller}: options {', '.join(options)} go with a compressor's name, but "
-            f"{compressor!r} is one already: set them there"
-        )
-    memory = build_memory(memory, compressor)
-    if memory is not None and memory.sends_changes:
-        raise ValueError(
-            f"{caller}: {memory} sends changes, which an optimizer behind a hook would take for "
-            "gradients: use ErrorFeedback()"
-        )
-    exchange = Exchange(compressor, memory, **settings)
+    require_gradients(settings, caller)
+    exchange = Exchange(settings, process_group=group)
     shapes = [(unit.name, p.name, p.shape) for unit in units for p in unit.pieces()]
-    exchange.owner_settings = {
-        "model": hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
-        "shards": units[0].group.mesh_info.shard_mesh_size,
-    }
+    exchange.agree_on(
+        {
+            "model": hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
+            "shards": units[0].group.mesh_info.shard_mesh_size,
+        }
+    )
     return exchange
 
 
@@ -284,7 +270,7 @@ def count_step(exchange: Exchange) -> None:
     def end() -> None:
         # Every module's reduction asks for this; the first one to be called does it.
         if exchange.step == step:
-            exchange.step += 1
+            exchange.end_step()
 
     torch.autograd.Variable._execution_engine.queue_callback(end)
 

@@ -239,7 +239,7 @@ class Rehearsals:
             for (members, ready), of_bucket in zip(buckets, takes, strict=True):
                 segments, tensors = [], []
                 for (name, parameter), gradient in backwards[members.start : members.stop]:
-                    exempt = exchange.exempts(parameter.shape)
+                    exempt = exchange.settings.exempts(parameter.shape)
                     segments.append(Segment(name, (parameter.numel(),), exempt))
                     tensors.append(gradient.flatten().clone())
                 layout = exchange.layout(segments, self._stage.device)
@@ -247,7 +247,7 @@ class Rehearsals:
                 transport.run(exchange.bucket_round(layout, tensors))
                 if take:  # the first makes workspaces
                     of_bucket.append(replace(transport.noted(), ready=ready))
-            exchange.step += 1
+            exchange.end_step()
         rounds = [_median(of_bucket) for of_bucket in takes]
         if self._scale > 1:
             rounds = self._spread(rounds, method)
@@ -321,16 +321,7 @@ class Rehearsals:
 
     def _make_exchange(self, method: Method) -> Exchange:
         built = build_exchange(method.crossing, method.crossing_options, seed=0)
-        return Exchange(
-            built.compressor,
-            built.memory,
-            built.collective,
-            min_numel=built.min_numel,
-            min_ndim=built.min_ndim,
-            exempt_bits=built.exempt_bits,
-            granularity=built.granularity,
-            transport=self._make_transport(),
-        )
+        return Exchange(built.settings, transport=self._make_transport())
 
     def _make_transport(self) -> Alone:
         return Alone(self.ranks, self._stage.device, self.ranks_per_node)

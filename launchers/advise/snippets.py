@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from comm_hooks import Exchange
+from comm_hooks import ExchangeSettings, Identity
 from comm_hooks.config import COMPRESSORS, MEMORIES
 from comm_hooks.launchers.compare.crossings import build_exchange
 from comm_hooks.launchers.compare.methods import Method
@@ -18,9 +18,7 @@ from comm_hooks.optim import LocalRounds, Marina
 
 # Rounds end between an engine's steps, and Marina needs two gradients of one minibatch.
 _NOT_IN_JSON = (LocalRounds, Marina)
-_EXCHANGE_DEFAULTS = {
-    name: parameter.default for name, parameter in inspect.signature(Exchange).parameters.items()
-}
+_DEFAULTS = ExchangeSettings(Identity())
 
 
 def python_line(method: Method) -> str:
@@ -106,8 +104,8 @@ def _optimizer_line(method: Method) -> str:
     exchange = build_exchange(method.crossing, method.crossing_options, seed=0)
     arguments = [repr(exchange.compressor), *([repr(exchange.memory)] if exchange.memory else [])]
     for name in ("collective", "min_numel", "min_ndim", "exempt_bits", "granularity"):
-        value = getattr(exchange, name)
-        if value != _EXCHANGE_DEFAULTS[name]:
+        value = getattr(exchange.settings, name)
+        if value != getattr(_DEFAULTS, name):
             arguments.append(f"{name}={value!r}")
     made = f"Exchange({', '.join(arguments)})"
     optimizer = _built(method)

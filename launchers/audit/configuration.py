@@ -10,8 +10,8 @@ from typing import Any, get_args, get_type_hints
 
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.simulated import Simulated
-from comm_hooks.config import build_exchange, unknown
-from comm_hooks.exchange import Exchange
+from comm_hooks.config import unknown
+from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.optim import private
 from comm_hooks.optim.private.accounting import (
     ACCOUNTANTS,
@@ -50,7 +50,7 @@ class Configuration:
         delta: of the guarantee.
         expected_batch_size: B.
         world_size: N.
-        exchange: the block of :func:`comm_hooks.config.build_exchange`.
+        exchange: as :meth:`comm_hooks.ExchangeSettings.from_dict` takes it.
         optimizer: a class of ``comm_hooks.optim.private``, by name.
         accountant: a key of ``ACCOUNTANTS``.
         unit, placement, feedback, clipping, divisor, weights, scaling: see
@@ -100,7 +100,8 @@ class Configuration:
 
     def build_exchange(self, transport: Transport) -> Exchange:
         """Return one rank's exchange."""
-        return build_exchange(self.exchange, path="exchange", transport=transport)
+        settings = ExchangeSettings.from_dict(self.exchange, path="exchange")
+        return Exchange(settings, transport=transport)
 
     def event(self) -> GaussianEvent:
         """Return what the whole training releases, as accountants see it."""

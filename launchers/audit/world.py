@@ -7,6 +7,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -117,7 +118,7 @@ class World:
         if not self._dense:
             exchange = self._stages.exchange(self._simulated[rank])
             # Canaries' parameters are small, and are to be compressed all the same.
-            exchange.min_numel = 1
+            exchange.settings = replace(exchange.settings, min_numel=1)
             return exchange
         return Exchange(Identity(), min_numel=1, min_ndim=1, transport=self._simulated[rank])
 

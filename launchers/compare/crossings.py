@@ -134,18 +134,7 @@ def build_exchange(name: str, options: Options, seed: int) -> Exchange:
 def _compressor_crossing(name: str) -> Crossing:
     def connect(ddp: DistributedDataParallel, options: Options, seed: int) -> Traffic:
         exchange = build_exchange(name, options, seed)
-        state = CompressionState(
-            exchange.compressor,
-            exchange.memory,
-            exchange.collective,
-            seed,
-            min_numel=exchange.min_numel,
-            min_ndim=exchange.min_ndim,
-            exempt_bits=exchange.exempt_bits,
-            granularity=exchange.granularity,
-            ranks_per_node=options.get("ranks_per_node"),
-            named_parameters=ddp.module.named_parameters(),
-        )
+        state = CompressionState(exchange, named_parameters=ddp.module.named_parameters())
         ddp.register_comm_hook(state, compression_hook)
         return stats_traffic(state.stats)
 

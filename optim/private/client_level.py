@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 
-from comm_hooks.checks import supported_collectives
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.compressors.base import require_callable, require_positive, require_within
@@ -156,8 +155,8 @@ class _PrivateCollection(Collection):
         super().__init__(exchange, delta, statistics)
         self._participation = participation
         self._stream = stream
-        possible = supported_collectives(exchange.compressor, exchange.exempt)
-        sums = "all_reduce" in possible and exchange.collective in ("auto", "all_reduce")
+        possible = exchange.settings.carriers()
+        sums = "all_reduce" in possible and exchange.settings.collective in ("auto", "all_reduce")
         self._guard = _PayloadGuard if sums else _MessageGuard
         # Guards clip messages, whatever clients do: raises only where the rules change.
         judge(Scheme.of(exchange, "aggregate", "client"))
@@ -178,7 +177,7 @@ class _PrivateCollection(Collection):
     def finish(self) -> Aggregate:
         participation = self._participation
         self._send(noise_std=participation.noise_multiplier * participation.max_norm)
-        self.exchange.step += 1
+        self.exchange.end_step()
         expected = participation.sample_rate * participation.clients
         torch._foreach_div_(list(self.total.values()), expected)
         # Who was drawn, and whose delta was not finite, stays private.

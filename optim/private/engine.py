@@ -179,10 +179,12 @@ class PrivacyEngine:
         loader = private_loader(
             data_loader, sample_rate, rank=transport.rank, world_size=transport.world_size
         )
-        exchange.owner_settings |= {
-            "sample_rate": sample_rate,
-            "optimizer": type(optimizer).__name__,
-        }
+        exchange.agree_on(
+            {
+                "sample_rate": sample_rate,
+                "optimizer": type(optimizer).__name__,
+            }
+        )
         refuse_later_hooks(module)
         self._share_history(transport)
         self._know_units(len(data_loader.dataset))  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from comm_hooks.checks import supported_collectives
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.compressors.base import is_number, require_choice, require_kind, require_within
 from comm_hooks.exchange import Exchange
@@ -151,13 +150,15 @@ class GaussianMechanism(Settled, Unrepeatable):
         self._shared_secret: Secret | None = None
         self._step = 0
         self._parts = _parts_of(exchange)
-        exchange.owner_settings = {
-            "placement": place,
-            "noise_multiplier": noise_multiplier,
-            "max_grad_norm": max_grad_norm,
-            "expected_batch_size": expected_batch_size,
-            "noise": noise,
-        }
+        exchange.agree_on(
+            {
+                "placement": place,
+                "noise_multiplier": noise_multiplier,
+                "max_grad_norm": max_grad_norm,
+                "expected_batch_size": expected_batch_size,
+                "noise": noise,
+            }
+        )
 
     @property
     def place(self) -> Place:
@@ -188,7 +189,7 @@ class GaussianMechanism(Settled, Unrepeatable):
         """Release by other settings from now on; who calls enters them into the ledger."""
         changed: Any = settings
         resettle(self, "settings", replace(self.settings, **changed))
-        self.exchange.owner_settings |= settings
+        self.exchange.agree_on(settings)
 
     def require_unchanged(self) -> None:
         """Raise ``PrivacyError`` if the exchange is not what it was when it was judged."""
@@ -247,7 +248,7 @@ class GaussianMechanism(Settled, Unrepeatable):
         else:
             self._add_noise_(tensors, sensitivity, elements, self._stream("noise"))
         yield from exchange.bucket_round(layout, tensors, safeguard=safeguard)
-        exchange.step += 1
+        exchange.end_step()
         torch._foreach_mul_(tensors, ranks / self.expected_batch_size)
         unit = (std / verdict.std / self.expected_batch_size) ** 2
         variance = verdict.variance_of_sum
@@ -283,12 +284,12 @@ def _parts_of(exchange: Exchange) -> dict[str, Any]:
         "memory": exchange.memory,
         "the memory's settings": repr(exchange.memory),
         "transport": exchange.transport,
-        "collective": exchange.collective,
-        "seed": exchange.seed,
-        "exempt_bits": exchange.exempt_bits,
-        "min_numel": exchange.min_numel,
-        "min_ndim": exchange.min_ndim,
-        "granularity": exchange.granularity,
+        "collective": exchange.settings.collective,
+        "seed": exchange.settings.seed,
+        "exempt_bits": exchange.settings.exempt_bits,
+        "min_numel": exchange.settings.min_numel,
+        "min_ndim": exchange.settings.min_ndim,
+        "granularity": exchange.settings.granularity,
     }
 
 
@@ -335,12 +336,12 @@ class _PayloadNoise(Safeguard):
 
 def require_owners(exchange: Exchange) -> None:
     """Raise ``ValueError`` for an exchange whose vectors cannot have owners of shards."""
-    possible = supported_collectives(exchange.compressor, exchange.exempt)
-    if "sharded" not in possible or exchange.collective not in ("auto", "sharded"):
+    possible = exchange.settings.carriers()
+    if "sharded" not in possible or exchange.settings.collective not in ("auto", "sharded"):
         raise ValueError(
             f"placement 'central' needs owners of shards, which {exchange.compressor} with "
-            f"collective={exchange.collective!r} cannot have: leave that at 'auto', and choose a "
-            "compressor that is the same on all ranks"
+            f"collective={exchange.settings.collective!r} cannot have: leave that at 'auto', and "
+            "choose a compressor that is the same on all ranks"
         )
 
 

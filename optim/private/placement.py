@@ -91,7 +91,7 @@ class Scheme:
         remembers = "before_noise" if unit == "client" or place == "aggregate" else "after_noise"
         usual = {
             "compressor": exchange.compressor,
-            "exempt": exchange.exempt,
+            "exempt": exchange.settings.exempt,
             "feedback": remembers if exchange.memory else "none",
             "feedback_linear": exchange.memory is None or exchange.memory.linear,
             "world_size": exchange.transport.world_size,

@@ -154,15 +154,17 @@ class LocalRounds(WrappingOptimizer):
         self._progress = Progress(exchanged_at=[0] * fragments)
         self._model = ServerModel(self._parameters, self.server)
         self._clients = ClientStates(inner, exchange.memory, keep_inner=client_state == "keep")
-        exchange.owner_settings = {
-            "rounds": type(self).__name__,
-            "inner": type(inner).__name__,
-            "server": type(self.server).__name__,
-            "local_steps": local_steps,
-            "fragments": fragments,
-            "participation": repr(participation),
-            "client_state": client_state,
-        }
+        exchange.agree_on(
+            {
+                "rounds": type(self).__name__,
+                "inner": type(inner).__name__,
+                "server": type(self.server).__name__,
+                "local_steps": local_steps,
+                "fragments": fragments,
+                "participation": repr(participation),
+                "client_state": client_state,
+            }
+        )
         exchange.owner = self
 
     @property

@@ -281,7 +281,7 @@ def test_a_state_of_other_nodes_is_refused() -> None:
 
 
 def test_auto_never_means_it() -> None:
-    assert World(2, 2).exchanges[0].nodes.exchange.collective == "auto"
+    assert World(2, 2).exchanges[0].nodes.exchange.settings.collective == "auto"
     exchange = Exchange(Sign(), transport=Simulated(4)[0])
     layout = exchange.layout([Segment("w", (64, 64), False)], torch.device("cpu"))
     assert "hierarchical" not in type(exchange._route(layout, True, None)).__name__.lower()

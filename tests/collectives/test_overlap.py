@@ -84,7 +84,7 @@ def overlapped(name: str) -> tuple[list[list[torch.Tensor]], list[list[int]], bo
         deadline = time.monotonic() + 10
         while len(order) < BUCKETS and time.monotonic() < deadline:
             time.sleep(0.001)
-        exchange.step += 1
+        exchange.end_step()
         results.append(buckets)
         orders.append(order)
     return results, orders, own_met
@@ -110,7 +110,7 @@ def test_overlapped_rounds_give_what_a_simulated_world_gives(
         for _ in range(BUCKETS):
             world.run([next(of_rank) for of_rank in per_rank])
         for exchange in exchanges:
-            exchange.step += 1
+            exchange.end_step()
         expected.append(buckets[0])
     for results, orders, own_met in ranks_of(ranks).run(overlapped, name):
         for actual, wanted in zip(results, expected, strict=True):

@@ -73,7 +73,7 @@ class Training(ABC):
 
     def leave_out(self) -> None:
         """Do what a step does in which all ranks have found that a gradient is not finite."""
-        self.exchange.step += 1
+        self.exchange.end_step()
 
     def finish(self) -> None:  # noqa: B027  # most have nothing left to do
         """End the run with the same parameters on all ranks."""
@@ -135,7 +135,7 @@ class HookTraining(Training):
         if self.scaler:
             state.loss_scale = self.scaler.get_scale
         self.exchange = state.exchange
-        self.exchange.verify_every = VERIFY_EVERY
+        self.exchange.settings = replace(self.exchange.settings, verify_every=VERIFY_EVERY)
         self.optimizer = torch.optim.Adam(self.parameters, **{"lr": 0.01, **settings.options})
 
     def step(self, index: int) -> None:

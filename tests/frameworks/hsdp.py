@@ -191,14 +191,14 @@ def beyond_float16(mean: bool, steps: int) -> dict[str, Any]:
         output = torch.empty(padded, dtype=torch.float16)
         round_ = state._round(unit, output, gradient, 1.0, mean=mean)
         state.exchange.transport.run(round_)
-        state.exchange.step += 1
+        state.exchange.end_step()
         finite &= bool(output.isfinite().all())
         largest = max(largest, float(output.max()))
         arrived += output.double() / (1 if mean else ranks)
         sent += gradient.double().view(ranks, padded)
 
     def compressed(shard: int, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-        segments, tensors = unit.views(pieces, vector, shard, state.exchange.exempts)
+        segments, tensors = unit.views(pieces, vector, shard, state.exchange.settings.exempts)
         pairs = zip(segments, tensors, strict=True)
         return {s.name: t.flatten() for s, t in pairs if not s.exempt}
 

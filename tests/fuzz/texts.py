@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from comm_hooks.collectives import Simulated
-from comm_hooks.config import build_compressor, build_exchange, build_memory
+from comm_hooks.config import build_compressor, build_memory
+from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.launchers.audit.configuration import read_configuration
 from comm_hooks.launchers.report.reading import read_runs
 from comm_hooks.optim.private.ledger import Ledger
@@ -92,7 +93,7 @@ def exchanges(data: bytes) -> None:
     """A block of JSON becomes an exchange, which then does a round."""
     draw = Draw(data)
     settings = mutated(draw, draw.choice(_examples("exchanges")), PLAIN)
-    exchange = build_exchange(settings, transport=_WORLD[0])
+    exchange = Exchange(ExchangeSettings.from_dict(settings), transport=_WORLD[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _WORLD.run([exchange.round({"weight": torch.ones(4, 8), "bias": torch.ones(3)})])

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from comm_hooks.checks import Collective
 from comm_hooks.collectives.base import Transport
 from comm_hooks.compressors import Compressor, CountSketch, Identity, Sign, TopK
 from comm_hooks.exchange import Exchange
+from comm_hooks.exchange.settings import Collective
 from comm_hooks.memory import ErrorFeedback
 
 

@@ -32,13 +32,13 @@ def _wrap_constructor() -> None:
         settings = parsed._param_dict
         block = find_block(settings)
         optimizer = given.get("optimizer")
-        given["optimizer"] = prepare(settings, block, given)
+        given["optimizer"], exchanged = prepare(settings, block, given)
         if given["optimizer"] is not optimizer:
             # As initializing.without_optimizer, in a configuration that is parsed already.
             parsed.optimizer_name = parsed.optimizer_params = None
             parsed.zero_allow_untested_optimizer = True
         construct(*call.args, **call.kwargs)
-        attach(given["self"], block)
+        attach(given["self"], exchanged)
 
     DeepSpeedEngine.__init__ = __init__
 

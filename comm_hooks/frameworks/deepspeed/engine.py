@@ -2,14 +2,13 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from comm_hooks.agreement import check_agreement
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
-from comm_hooks.config import build_exchange
-from comm_hooks.exchange import Exchange
+from comm_hooks.exchange import Exchange, ExchangeSettings
+from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.frameworks.deepspeed import checkpoint, optimizers, reductions
 from comm_hooks.frameworks.deepspeed.configuration import BLOCK
 from comm_hooks.frameworks.deepspeed.unsupported import check_averaging, check_parallelism
@@ -37,14 +36,14 @@ class EngineCompression:
         return self.exchange.stats()
 
 
-def attach(engine: Any, block: Mapping[str, Any] | None) -> EngineCompression | None:
+def attach(engine: Any, settings: ExchangeSettings | None) -> EngineCompression | None:
     """Put an exchange in the place of an engine's all-reduce; again, it changes nothing.
 
     All ranks must call it.
 
     Args:
         engine: a ``DeepSpeedEngine``.
-        block: the ``comm_hooks`` block of its configuration, if it has one.
+        settings: how its gradients travel; None if it has no block, or one that is the optimizer's.
 
     Returns:
         ``engine.comm_hooks``; None if there is nothing to exchange.
@@ -56,29 +55,25 @@ def attach(engine: Any, block: Mapping[str, Any] | None) -> EngineCompression | 
     attached: EngineCompression | None = engine.__dict__.get("comm_hooks")
     if attached is not None:
         return attached
-    if block is not None and engine.basic_optimizer is None:
+    if settings is not None and engine.basic_optimizer is None:
         warnings.warn(
             f"{BLOCK}: this engine has no optimizer, so no gradients are exchanged", stacklevel=2
         )
         return None
     owned = optimizers.attach(engine)
     # An engine that lacks what the others have would leave them waiting at the first exchange.
-    presence = {BLOCK: "absent" if owned is None and block is None else "present"}
+    presence = {BLOCK: "absent" if owned is None and settings is None else "present"}
     presences = TorchDistributed().perform(AllGatherObject(presence))
     check_agreement(presences)
     if owned is not None:
         exchange = owned
         check_parallelism(engine)
-    elif block is not None:
+    elif settings is not None:
         check_parallelism(engine)
         check_averaging(engine)
-        exchange = build_exchange(block, path=BLOCK, process_group=engine.seq_data_parallel_group)
-        if exchange.memory is not None and exchange.memory.sends_changes:
-            raise ValueError(
-                f"{BLOCK}.memory: {exchange.memory} sends changes, which the optimizer would take "
-                "for gradients: use error_feedback, or the optimizers EF21 or CDAdam"
-            )
-        exchange.owner_settings = {"zero_stage": engine.zero_optimization_stage()}
+        require_gradients(settings, f"{BLOCK}.memory")
+        exchange = Exchange(settings, process_group=engine.seq_data_parallel_group)
+        exchange.agree_on({"zero_stage": engine.zero_optimization_stage()})
         reductions.replace(engine, exchange)
     else:
         return None

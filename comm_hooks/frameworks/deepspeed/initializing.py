@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from comm_hooks.config import build_exchange
+from comm_hooks.exchange import ExchangeSettings
 from comm_hooks.frameworks.deepspeed import optimizers
 from comm_hooks.frameworks.deepspeed.configuration import BLOCK, find_block, load
 from comm_hooks.frameworks.deepspeed.engine import attach
@@ -70,7 +70,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     settings = load(config)
     block = find_block(settings)
     optimizer = given.get("optimizer")
-    prepared = prepare(settings, block, given)
+    prepared, exchanged = prepare(settings, block, given)
     if block is None and prepared is optimizer:
         warnings.warn(
             f"the DeepSpeed configuration has no {BLOCK!r} block: gradients are exchanged "
@@ -85,14 +85,16 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
             result = deepspeed.initialize(**given)
     else:
         result = deepspeed.initialize(**given)
-    attach(result[0], block)
+    attach(result[0], exchanged)
     return result
 
 
 def prepare(
     settings: Mapping[str, Any], block: Mapping[str, Any] | None, given: Mapping[str, Any]
-) -> Any:
-    """Check settings and return the optimizer to construct an engine with.
+) -> tuple[Any, ExchangeSettings | None]:
+    """Return the optimizer to construct an engine with, and how the engine's gradients travel.
+
+    The latter is None without a block, or where the block is the optimizer's.
 
     Args:
         settings: the DeepSpeed configuration.
@@ -110,9 +112,9 @@ def prepare(
         optimizer=optimizer,
         model_parameters=given.get("model_parameters"),
     )
-    if block is not None and not optimizers.owns_exchange(settings, optimizer):
-        build_exchange(block, path=BLOCK)
-    return prepared
+    if block is None or optimizers.owns_exchange(settings, optimizer):
+        return prepared, None
+    return prepared, ExchangeSettings.from_dict(block, path=BLOCK)
 
 
 def without_optimizer(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def _replace_whole(engine: Any, exchange: Exchange) -> None:
         for parameters, tensors in _buckets(_whole(engine, exchange, grads), elements_per_buffer):
             layout = layouts.of(parameters, tensors)
             exchange.transport.run(exchange.bucket_round(layout, tensors, scale=scale))
-        exchange.step += 1
+        exchange.end_step()
 
     engine._reduce_non_expert_gradients = reduce
 
@@ -78,7 +78,7 @@ class _Layouts:
         layout = self._layouts.get(key)
         if layout is None:
             names = [self._engine.param_names[p] for p in parameters]
-            exempt = [self._exchange.exempts(p.shape) for p in parameters]
+            exempt = [self._exchange.settings.exempts(p.shape) for p in parameters]
             shapes = [tuple(tensor.shape) for tensor in tensors]
             segments = [Segment(*each) for each in zip(names, shapes, exempt, strict=True)]
             layout = self._exchange.layout(segments, tensors[0].device)

@@ -238,7 +238,8 @@ class Observer:
         released = yield from original(mechanism, sums)
         ranks = exchange.transport.world_size
         dense = not exchange.memory and all(
-            isinstance(c, Identity) and c.bits >= 32 for c in (exchange.compressor, exchange.exempt)
+            isinstance(c, Identity) and c.bits >= 32
+            for c in (exchange.compressor, exchange.settings.exempt)
         )
         self._release(
             clean,

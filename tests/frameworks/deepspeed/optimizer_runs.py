@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import skip_hook
-from comm_hooks.config import build_exchange
+from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.frameworks.deepspeed import initialize
 from comm_hooks.frameworks.deepspeed.optimizers import TYPES
 
@@ -130,7 +130,9 @@ def train_alone(
     ddp.register_comm_hook(None, skip_hook)
     kind = TYPES[name]
     optimizer: Any = kind.optimizer(
-        model.named_parameters(), exchange=build_exchange(block or kind.exchange or {}), **params
+        model.named_parameters(),
+        exchange=Exchange(ExchangeSettings.from_dict(block or kind.exchange or {})),
+        **params,
     )
     for index, step in enumerate(minibatches()):
         for inputs, targets in step:

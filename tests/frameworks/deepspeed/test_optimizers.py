@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 pytest.importorskip("deepspeed")
 
 from comm_hooks import CountSketch, ErrorFeedback, Exchange, Sign
-from comm_hooks.config import build_exchange
+from comm_hooks.exchange import ExchangeSettings
 from comm_hooks.frameworks.deepspeed.optimizers import TYPES
 from comm_hooks.optim import SAFL, OneBitAdam
 from tests.frameworks.deepspeed.optimizer_runs import (
@@ -181,7 +181,7 @@ def sixteen_bits(dtype: torch.dtype, limit: float) -> Any:
 
     model = new_model().to(dtype)
     copies = {n: nn.Parameter(p.detach().float()) for n, p in model.named_parameters()}
-    exchange = build_exchange(TYPES[name].exchange or {})
+    exchange = Exchange(ExchangeSettings.from_dict(TYPES[name].exchange or {}))
     optimizer = OneBitAdam(copies.items(), exchange, **params)
     scale = float(engine.optimizer.loss_scale)
     for index, step in enumerate(minibatches()):
@@ -293,7 +293,7 @@ def grouped() -> Any:
             {"params": [(n, p) for n, p in trained.items() if n.endswith(end)], "weight_decay": w}
             for end, w in (("weight", 0.5), ("bias", 0.0))
         ],
-        build_exchange(TYPES["OneBitAdam"].exchange or {}),
+        Exchange(ExchangeSettings.from_dict(TYPES["OneBitAdam"].exchange or {})),
         **params,
     )
     for step in minibatches():

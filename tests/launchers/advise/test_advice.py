@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import comm_hooks
 from comm_hooks import optim
-from comm_hooks.config import build_exchange
+from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.launchers.advise.advice import METHODS, Advice, Case, advise_on, choose, step_at
 from comm_hooks.launchers.advise.cost_model import Exchanged, Link, Network, Plan, Prediction
 from comm_hooks.launchers.advise.losses import LossCost, loss_cost, measured
@@ -208,7 +208,7 @@ def test_the_line_of_python_makes_the_method(spec: str) -> None:
             made.append(hook)
 
     def register(model: object, name: str, **options: Any) -> None:
-        made.append(build_exchange({"compressor": name, **options}))
+        made.append(Exchange(ExchangeSettings.of(name, **options)))
 
     names = {
         **vars(optim),
@@ -254,7 +254,10 @@ def test_the_line_of_json_makes_the_method(spec: str) -> None:
         return
     assert line
     block = json.loads(line)
-    assert build_exchange(block["comm_hooks"]).config() == own_exchange(spec).config()
+    assert (
+        Exchange(ExchangeSettings.from_dict(block["comm_hooks"])).config()
+        == own_exchange(spec).config()
+    )
     assert ("optimizer" in block) == bool(OPTIMIZERS[method.optimizer].crossing)
     if "optimizer" in block:
         assert hasattr(optim, block["optimizer"]["type"])

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from comm_hooks.config import build_exchange, unknown
-from comm_hooks.exchange import Exchange
+from comm_hooks.config import unknown
+from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.frameworks.deepspeed.optimizers.in_engine import in_engine
 from comm_hooks.frameworks.deepspeed.optimizers.types import REFUSED, ROUNDS, TYPES, OptimizerType
 from comm_hooks.optim.exchanging import ExchangingOptimizer
@@ -98,7 +98,11 @@ def prepare(
 
     _check_engine(config, chosen)
     # With the published exchange first, so that what is wrong can be told apart.
-    _try(make, "optimizer.params", {"exchange": build_exchange(kind.exchange), **params})
+    _try(
+        make,
+        "optimizer.params",
+        {"exchange": Exchange(ExchangeSettings.from_dict(kind.exchange)), **params},
+    )
     exchange = _exchange(kind, config.get(BLOCK))
     _try(make, BLOCK, {"exchange": exchange, **params})
     return lambda members: make(named_groups(members, model), exchange=exchange, **params)
@@ -233,7 +237,7 @@ def _exchange(kind: OptimizerType, block: Any) -> Exchange:
     block = {} if block is None else block
     if isinstance(block, Mapping):
         block = {**(kind.needs if "compressor" in block else kind.exchange), **block}
-    return build_exchange(block, path=BLOCK)
+    return Exchange(ExchangeSettings.from_dict(block, path=BLOCK))
 
 
 def _check_engine(config: Mapping[str, Any], name: str) -> None:
@@ -261,7 +265,7 @@ def _check_engine(config: Mapping[str, Any], name: str) -> None:
 
 def _check_sketch(block: Any) -> None:
     """Raise unless gradients cross through a sketch."""
-    compressor = build_exchange(block, path=BLOCK).compressor
+    compressor = ExchangeSettings.from_dict(block, path=BLOCK).compressor
     if not (compressor.linear and compressor.unbiased):
         raise ValueError(
             f"{BLOCK}.compressor: SAFL needs a sketch (count_sketch, srht, gaussian_sketch), got "

@@ -1,40 +1,29 @@
 """One round on flat vectors, no framework in sight."""
 
+from __future__ import annotations
+
 import copy
 import warnings
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, Literal, get_args
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from comm_hooks.agreement import Owner, compare_settings, compare_tensors
-from comm_hooks.checks import (
-    Collective,
-    check_combination,
-    check_nodes,
-    require_dense_floats,
-    supported_collectives,
-)
+from comm_hooks.checks import check_nodes, require_dense_floats
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Round
 from comm_hooks.collectives.routes import Route, cheapest_route, row_norms
 from comm_hooks.collectives.torch_distributed import TorchDistributed
-from comm_hooks.compressors.base import (
-    Compressor,
-    in_one_line,
-    require_choice,
-    require_integer,
-    require_kind,
-    require_positive,
-)
+from comm_hooks.compressors.base import Compressor, require_kind
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.errors import PeerError
-from comm_hooks.layout import Granularity, Layout, Segment
+from comm_hooks.exchange.settings import Collective, ExchangeSettings
+from comm_hooks.layout import Layout, Segment
 from comm_hooks.memory.base import Memory
-from comm_hooks.memory.error_feedback import fitting_memory
 from comm_hooks.memory.feedback import Feedback
 from comm_hooks.nodes import Nodes
 from comm_hooks.randomness import Keys, derive_key, derive_keys
@@ -50,6 +39,14 @@ from comm_hooks.resuming import (
 from comm_hooks.safeguard import COLLECTIVE_OF, Place, Safeguard
 from comm_hooks.wire.checksum import fingerprint
 from comm_hooks.wire.stamp import WIRE_VERSION, Stamp, digest
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from comm_hooks.exchange.settings import ExchangeOptions
+
+# Which exchange each memory remembers for.
+_exchange_of: weakref.WeakKeyDictionary[Memory, weakref.ref[Exchange]] = weakref.WeakKeyDictionary()
 
 
 class Exchange:
@@ -69,37 +66,19 @@ class Exchange:
     skip the step alike, and the memory stays as it was.
 
     Args:
-        compressor: what turns a parameter into a payload.
-        memory: what is remembered between rounds; None for nothing; ``"auto"``: error feedback
-            where the compressor is biased.
-        collective: how payloads travel: ``"all_reduce"`` (linear compressors only),
-            ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one of these that moves the fewest
-            bytes (never shards of what can be summed).  ``"hierarchical"``: averages vectors in
-            full precision inside each node, and compresses only what nodes send to each other, by
-            the cheapest of the others.
-        seed: where random draws come from; equal on all ranks.
-        min_numel: parameters with fewer elements are not compressed.
-        min_ndim: nor are those with fewer dimensions: norms and biases, which suffer most.  1
-            compresses them as well, for links so thin that they are most of what is sent.
-        exempt_bits: how those travel: 32 (float32) or 16 (bfloat16; what rounding drops is not
-            remembered).
-        granularity: ``"parameter"`` compresses each parameter on its own; ``"bucket"`` the whole
-            bucket as one vector (whose random draws then depend on what is in the bucket), or where
-            the exchange divides it into shards, each of those.
-        ranks_per_node: of ``"hierarchical"``: how many ranks, each following the other, share a
-            node; by default what torchrun says (``LOCAL_WORLD_SIZE``).
-        verify_every: how often ranks compare, beside what they send, a fingerprint of what must be
-            the same on all of them (the parameters, for hooks and optimizers): at the first
-            exchange, and whenever so many steps are over.  0: never, for machines that differ in
-            their arithmetic.
+        compressor: what turns a parameter into a payload; or all of :class:`ExchangeSettings`.
+        memory, collective, seed: see :class:`ExchangeSettings`.  What a memory has seen belongs to
+            one exchange; to make several, give each a memory of its own, or all the same settings.
         transport: how ranks reach each other; by default ``torch.distributed`` over
             ``process_group``.
         process_group: the group to average over; the default group if None.
+        options: more of :class:`ExchangeSettings`, by name.
 
     Memory: a float32 workspace of 4 bytes per element, beside what ``memory`` keeps.
 
     Raises:
-        ValueError: for a combination that cannot work; before anything is sent.
+        ValueError: for a combination that cannot work, before anything is sent; if the memory
+            belongs to another exchange.
         ConfigMismatchError: in the first round, if ranks are configured differently.
 
     Not supported: tensors that are complex, integer or sparse.
@@ -120,65 +99,35 @@ class Exchange:
 
     def __init__(
         self,
-        compressor: Compressor,
+        compressor: Compressor | ExchangeSettings,
         memory: Memory | Literal["auto"] | None = "auto",
         collective: Collective = "auto",
         seed: int = 0,
         *,
-        min_numel: int = 1024,
-        min_ndim: int = 2,
-        exempt_bits: int = 32,
-        granularity: Granularity = "parameter",
-        ranks_per_node: int | None = None,
-        verify_every: int = 32,
         transport: Transport | None = None,
         process_group: dist.ProcessGroup | None = None,
+        **options: Unpack[ExchangeOptions],
     ) -> None:
-        if not isinstance(compressor, Compressor):
-            raise ValueError(
-                f"Exchange: compressor must be a Compressor such as TopK(density=1/64), "
-                f"got {in_one_line(compressor)}"
-            )
-        if isinstance(memory, str) and memory == "auto":
-            memory = fitting_memory(compressor)
-        if memory is not None and not isinstance(memory, Memory):
-            raise ValueError(
-                "Exchange: memory must be None, 'auto' or a Memory such as ErrorFeedback(), got "
-                f"{in_one_line(memory)}"
-            )
-        require_choice(self, "collective", collective, get_args(Collective))
-        require_choice(self, "granularity", granularity, ("parameter", "bucket"))
-        require_positive(self, "min_numel", min_numel)
-        require_positive(self, "min_ndim", min_ndim)
-        require_choice(self, "exempt_bits", exempt_bits, (16, 32))
-        if ranks_per_node is not None:
-            require_positive(self, "ranks_per_node", ranks_per_node)
-            if collective != "hierarchical":
+        if isinstance(compressor, ExchangeSettings):
+            if (memory, collective, seed, options) != ("auto", "auto", 0, {}):
                 raise ValueError(
-                    f"Exchange: ranks_per_node goes with collective='hierarchical', not "
-                    f"{collective!r}"
+                    "Exchange: settings say everything: change them with dataclasses.replace()"
                 )
-        require_integer(self, "seed", seed)
-        require_integer(self, "verify_every", verify_every)
-        if verify_every != 0:
-            require_positive(self, "verify_every", verify_every)
+            settings = compressor
+            own_memory = settings.memory.fresh() if settings.memory else None
+        else:
+            settings = ExchangeSettings(compressor, memory, collective, seed, **options)  # type: ignore[arg-type]
+            own_memory = settings.memory
         if transport is not None:
             require_kind(self, "transport", transport, Transport)
-        self._exempt = Identity(exempt_bits)
-        self.compressor = compressor
-        self.memory = memory
-        self.collective = collective
-        self.seed = seed
-        self.min_numel = min_numel
-        self.min_ndim = min_ndim
-        self.granularity = granularity
-        self.verify_every = verify_every
-        self._check(compressor)
+        if own_memory:
+            _take(own_memory, self)
+        self.settings = settings
+        self.memory = own_memory
         self.step = 0
-        # What else must be equal on all ranks, added by whoever uses this exchange.
-        self.owner_settings: dict[str, Any] = {}
+        self._agreed_on: dict[str, Any] = {}
         self._owner: weakref.ref[Owner] | None = None
-        self._server_memory = memory.for_server() if memory else None
+        self._server_memory = own_memory.for_server() if own_memory else None
         self._transport = transport
         self._process_group = process_group
         self._agreed = False
@@ -190,24 +139,21 @@ class Exchange:
         self._numels: dict[str, int] = {}  # of all parameters that the memory may know
         self._bytes = 0
         self._bytes_uncompressed = 0
-        self._ranks_per_node = ranks_per_node
         self._nodes: Nodes | None = None
 
     def __repr__(self) -> str:
-        names = ["memory", "collective", "seed", "min_numel", "min_ndim", "exempt_bits"]
-        names += ["granularity", "verify_every"]
-        settings = {name: getattr(self, name) for name in names}
-        if self._ranks_per_node is not None:
-            settings["ranks_per_node"] = self._ranks_per_node
-        keywords = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        own = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)[1:]}
+        if self.settings.collective != "hierarchical":
+            del own["ranks_per_node"]
+        keywords = ", ".join(f"{name}={value!r}" for name, value in own.items())
         return f"Exchange({self.compressor!r}, {keywords})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Exchange":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         """Return an exchange between the same ranks, with a copy of what is remembered."""
         duplicate = memo[id(self)] = copy.copy(self)
         memories = self.memory, self._server_memory
         duplicate.memory, duplicate._server_memory = copy.deepcopy(memories, memo)
-        duplicate.owner_settings = dict(self.owner_settings)
+        duplicate._agreed_on = dict(self._agreed_on)
         duplicate.owner = None
         duplicate._compared = set()
         duplicate._numels = dict(self._numels)
@@ -231,13 +177,8 @@ class Exchange:
         self._owner = weakref.ref(owner) if owner else None
 
     @property
-    def exempt(self) -> Compressor:
-        """What compresses the parameters that ``compressor`` does not see."""
-        return self._exempt
-
-    @property
-    def exempt_bits(self) -> int:
-        return self._exempt.bits
+    def compressor(self) -> Compressor:
+        return self.settings.compressor
 
     @property
     def transport(self) -> Transport:
@@ -248,9 +189,9 @@ class Exchange:
     @property
     def ranks_per_node(self) -> int | None:
         """How many ranks share a node; None if that is not known or does not matter."""
-        if self.collective != "hierarchical":
+        if self.settings.collective != "hierarchical":
             return None
-        return self._ranks_per_node or self.transport.ranks_per_node
+        return self.settings.ranks_per_node or self.transport.ranks_per_node
 
     @property
     def nodes(self) -> Nodes | None:
@@ -261,40 +202,41 @@ class Exchange:
         Raises:
             ValueError: if ranks cannot be divided into nodes.
         """
-        if self.collective == "hierarchical" and self._nodes is None:
+        if self.settings.collective == "hierarchical" and self._nodes is None:
             count = check_nodes(self.ranks_per_node, self.transport.world_size)
             self._nodes = Nodes(self.transport, count, self._exchange_at)
         return self._nodes
 
-    def _exchange_at(self, place: int, transport: Transport) -> "Exchange":
+    def _exchange_at(self, place: int, transport: Transport) -> Exchange:
         exchange = Exchange(
             self.compressor,
-            self.memory,
-            seed=derive_key(self.seed, 0, f"place {place} of a node"),
-            exempt_bits=self.exempt_bits,
-            granularity=self.granularity,
+            self.memory.fresh() if self.memory else None,
+            seed=derive_key(self.settings.seed, 0, f"place {place} of a node"),
+            exempt_bits=self.settings.exempt_bits,
+            granularity=self.settings.granularity,
             transport=transport,
         )
-        exchange._server_memory = self._server_memory
+        exchange.memory, exchange._server_memory = self.memory, self._server_memory
         return exchange
 
+    def agree_on(self, settings: Mapping[str, Any]) -> None:
+        """Let ranks make sure that they have more in common than this exchange's own settings.
+
+        For whoever exchanges through it, before the first round; what was said before stays.
+
+        Args:
+            settings: plain values by name.
+        """
+        self._agreed_on |= settings
+
     def config(self) -> dict[str, Any]:
-        """Return the settings that must be equal on all ranks, as plain values."""
+        """Return all that must be equal on all ranks, as plain values."""
         return {
-            "compressor": type(self.compressor).__name__,
-            **asdict(self.compressor),  # type: ignore[call-overload]  # compressors are dataclasses
-            "memory": repr(self.memory),
-            "collective": self.collective,
-            "seed": self.seed,
-            "min_numel": self.min_numel,
-            "min_ndim": self.min_ndim,
-            "exempt_bits": self.exempt_bits,
-            "granularity": self.granularity,
+            **self.settings.as_dict(),
             "ranks_per_node": self.ranks_per_node,
-            "verify_every": self.verify_every,
             "step": self.step,
             "wire_version": WIRE_VERSION,
-            **self.owner_settings,
+            **self._agreed_on,
         }
 
     def agree(self) -> Round[None]:
@@ -340,6 +282,13 @@ class Exchange:
             memory=memory,
             safeguard=safeguard,
         )
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Count a step: whatever comes next belongs to other gradients of the same parameters.
+
+        For whoever exchanges bucket by bucket; :meth:`round` and :meth:`average_` do it themselves.
+        """
         self.step += 1
 
     def average_(
@@ -373,10 +322,6 @@ class Exchange:
             )
         )
 
-    def exempts(self, shape: Sequence[int]) -> bool:
-        """Return whether a parameter of this shape travels uncompressed."""
-        return len(shape) < self.min_ndim or torch.Size(shape).numel() < self.min_numel
-
     def layout_of(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -394,7 +339,10 @@ class Exchange:
         exact = (Segment(n, tuple(t.shape), True, True) for n, t in (beside or {}).items())
         return self.layout(
             [
-                *(Segment(n, tuple(t.shape), self.exempts(t.shape)) for n, t in tensors.items()),
+                *(
+                    Segment(n, tuple(t.shape), self.settings.exempts(t.shape))
+                    for n, t in tensors.items()
+                ),
                 *exact,
             ],
             next(iter(tensors.values())).device,
@@ -431,7 +379,7 @@ class Exchange:
             for rows in layout.compressed
         ]
         if layout.exempt:
-            bounds.append(self._exempt.norm_bound(layout.exempt.matrix.shape[1]))
+            bounds.append(self.settings.exempt.norm_bound(layout.exempt.matrix.shape[1]))
         if layout.exact:
             bounds.append(1.0)
         # Parts are apart in the vector and in the payload, so their bounds do not add up.
@@ -450,7 +398,7 @@ class Exchange:
                 self._routes = {k: r for k, r in self._routes.items() if k[0] is not layout}
                 self._digests.pop(layout, None)
                 self._compared.discard(layout)
-            self._layouts[key] = Layout(*key, self.granularity)
+            self._layouts[key] = Layout(*key, self.settings.granularity)
             self._numels.update({s.name: s.numel for s in segments if not s.exempt})
         return self._layouts[key]
 
@@ -477,7 +425,7 @@ class Exchange:
                 they compare a fingerprint; by default what the exchange's owner says.
         """
         if isinstance(compress, Compressor):
-            self._check(compress)
+            self.settings.check(compress)
         round_number = self.transport.begin_round()
         yield from self.agree()
         is_new = layout not in self._compared
@@ -511,7 +459,9 @@ class Exchange:
         """
         # What has just been loaded is looked at, too.
         is_due = is_new or self.step == self._loaded_at
-        return self.verify_every > 0 and (is_due or self.step % self.verify_every == 0)
+        return self.settings.verify_every > 0 and (
+            is_due or self.step % self.settings.verify_every == 0
+        )
 
     def reported(self, round_: Round[None], round_number: int) -> Round[None]:
         """Return a round of this step of whose failure here the other ranks are told.
@@ -595,12 +545,12 @@ class Exchange:
     ) -> Feedback:
         """Return this rank's memory's share in a round; see ``comm_hooks.memory.feedback``."""
         # Of now: by the time the memory draws, the owner may have gone on to the next step.
-        own_key = derive_key(self.seed, self.step, f"memory of rank {self.transport.rank}")
+        own_key = derive_key(self.settings.seed, self.step, f"memory of rank {self.transport.rank}")
         return Feedback(memory, layout, norms, scale, own_key, verify=verify)
 
     def keys(self, layout: Layout) -> list[Keys]:
         """Return the random keys of each part of a layout in the present step."""
-        return [derive_keys(self.seed, self.step, part.names) for part in layout.parts()]
+        return [derive_keys(self.settings.seed, self.step, part.names) for part in layout.parts()]
 
     def stamp(self, layout: Layout) -> Stamp:
         """Return what the payloads of a bucket in the present step have in common."""
@@ -659,9 +609,9 @@ class Exchange:
             "step": self.step,
             "rank": self.transport.rank,
             "world_size": self.transport.world_size,
-            "collective": self.collective,
+            "collective": self.settings.collective,
         }
-        if self.collective == "hierarchical":
+        if self.settings.collective == "hierarchical":
             state["ranks_per_node"] = self.ranks_per_node
         if self.memory and self._server_memory:
             state["memory_type"] = type(self.memory).__name__
@@ -684,8 +634,8 @@ class Exchange:
         if not self._passes_on(state):
             raise ValueError(
                 "the state has what owners of shards had not passed on, and was saved with "
-                f"collective={state['collective']!r}: with {self.collective!r} there may be no "
-                "such owners, so load the states of all ranks with load_state_dicts()"
+                f"collective={state['collective']!r}: with {self.settings.collective!r} there may "
+                "be no such owners, so load the states of all ranks with load_state_dicts()"
             )
         if self.memory and self._server_memory:
             self.memory.load_state_dict(state["memory"])
@@ -739,31 +689,32 @@ class Exchange:
         Whether ``"auto"`` and ``"hierarchical"`` divide into shards depends on more than settings,
         but where they did they will.
         """
-        if not state.get("server_memory") or self.collective == "sharded":
+        if not state.get("server_memory") or self.settings.collective == "sharded":
             return True
-        possible = supported_collectives(self.compressor, self._exempt)
-        return self.collective == state["collective"] and "sharded" in possible
-
-    def _check(self, compressor: Compressor) -> None:
-        check_combination(compressor, self.memory, self.collective, self._exempt)
+        possible = self.settings.carriers()
+        return self.settings.collective == state["collective"] and "sharded" in possible
 
     def _route(self, layout: Layout, compress: bool | Compressor, place: Place | None) -> Route:
         compressor: Compressor = Identity()
         if compress:
             compressor = self.compressor if compress is True else compress
-        exempt = self._exempt if compress else Identity()
+        exempt = self.settings.exempt if compress else Identity()
         key = (layout, exempt, compressor, place)
         if key not in self._routes:
             collectives = ["all_reduce"]
             if compress or place:
-                collectives = supported_collectives(compressor, exempt)
-                wanted = (self.collective, COLLECTIVE_OF[place]) if place else (self.collective,)
+                collectives = self.settings.carriers(compressor)
+                wanted = (
+                    (self.settings.collective, COLLECTIVE_OF[place])
+                    if place
+                    else (self.settings.collective,)
+                )
                 collectives = [c for c in collectives if all(w in ("auto", c) for w in wanted)]
             if not collectives:
                 assert place
                 raise ValueError(
                     f"a safeguard at the {place} needs collective={COLLECTIVE_OF[place]!r}, which "
-                    f"{compressor} with collective={self.collective!r} cannot have"
+                    f"{compressor} with collective={self.settings.collective!r} cannot have"
                 )
             self._routes[key] = cheapest_route(
                 layout,
@@ -775,6 +726,21 @@ class Exchange:
                 exact_uplink=place == "owner",
             )
         return self._routes[key]
+
+
+def _take(memory: Memory, exchange: Exchange) -> None:
+    """Let a memory belong to an exchange.
+
+    Raises:
+        ValueError: if it belongs to another one, whose residuals would be mixed with this one's.
+    """
+    user = _exchange_of.get(memory)
+    if user is not None and user() not in (None, exchange):
+        raise ValueError(
+            f"Exchange: this {type(memory).__name__} remembers for another exchange: give each its "
+            "own, or ExchangeSettings"
+        )
+    _exchange_of[memory] = weakref.ref(exchange)
 
 
 def largest_in(dtype: torch.dtype) -> float | None:

@@ -1,0 +1,282 @@
+"""The settings of an exchange: what users write, and what ranks must have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from comm_hooks.compressors.base import (
+    Compressor,
+    in_one_line,
+    require_choice,
+    require_integer,
+    require_positive,
+)
+from comm_hooks.compressors.identity import Identity
+from comm_hooks.config import (
+    COMPRESSORS,
+    build_compressor,
+    build_memory,
+    instead_of,
+    option_names,
+    unknown,
+)
+from comm_hooks.layout import Granularity
+from comm_hooks.memory.base import Memory
+from comm_hooks.memory.error_feedback import fitting_memory
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict
+
+    class ExchangeOptions(TypedDict, total=False):
+        """The settings that have no place of their own in the signatures of entrances."""
+
+        min_numel: int
+        min_ndim: int
+        exempt_bits: int
+        granularity: Granularity
+        ranks_per_node: int | None
+        verify_every: int
+
+
+Collective = Literal["auto", "all_reduce", "all_gather", "sharded", "hierarchical"]
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangeSettings:
+    """What all ranks must have in common to exchange: frozen, and valid once it is there.
+
+    Args:
+        compressor: what turns a parameter into a payload.
+        memory: what is remembered between rounds; None for nothing; ``"auto"``: error feedback
+            where the compressor is biased.  Of its settings only: every exchange that is made from
+            these remembers for itself.
+        collective: how payloads travel: ``"all_reduce"`` (linear compressors only),
+            ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one of these that moves the fewest
+            bytes (never shards of what can be summed).  ``"hierarchical"``: averages vectors in
+            full precision inside each node, and compresses only what nodes send to each other, by
+            the cheapest of the others.
+        seed: where random draws come from.
+        min_numel: parameters with fewer elements are not compressed.
+        min_ndim: nor are those with fewer dimensions: norms and biases, which suffer most.  1
+            compresses them as well, for links so thin that they are most of what is sent.
+        exempt_bits: how those travel: 32 (float32) or 16 (bfloat16; what rounding drops is not
+            remembered).
+        granularity: ``"parameter"`` compresses each parameter on its own; ``"bucket"`` the whole
+            bucket as one vector (whose random draws then depend on what is in the bucket), or where
+            the exchange divides it into shards, each of those.
+        ranks_per_node: of ``"hierarchical"``: how many ranks, each following the other, share a
+            node; by default what torchrun says (``LOCAL_WORLD_SIZE``).
+        verify_every: how often ranks compare, beside what they send, a fingerprint of what must be
+            the same on all of them (the parameters, for hooks and optimizers): at the first
+            exchange, and whenever so many steps are over.  0: never, for machines that differ in
+            their arithmetic.
+
+    Raises:
+        ValueError: for values and combinations that cannot work.
+
+    Example::
+
+        >>> from comm_hooks import Exchange, ExchangeSettings, TopK
+        >>> settings = ExchangeSettings(TopK(density=1 / 64), collective="all_gather")
+        >>> settings.memory
+        ErrorFeedback(bits=32)
+        >>> exchange = Exchange(settings)
+    """
+
+    compressor: Compressor
+    memory: Memory | None = "auto"  # type: ignore[assignment]  # what it stands for, at once
+    collective: Collective = "auto"
+    seed: int = 0
+    _: KW_ONLY
+    min_numel: int = 1024
+    min_ndim: int = 2
+    exempt_bits: int = 32
+    granularity: Granularity = "parameter"
+    ranks_per_node: int | None = None
+    verify_every: int = 32
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.compressor, Compressor):
+            raise ValueError(
+                f"Exchange: compressor must be a Compressor such as TopK(density=1/64), "
+                f"got {in_one_line(self.compressor)}"
+            )
+        memory: Any = self.memory
+        if isinstance(memory, str) and memory == "auto":
+            object.__setattr__(self, "memory", memory := fitting_memory(self.compressor))
+        if memory is not None and not isinstance(memory, Memory):
+            raise ValueError(
+                "Exchange: memory must be None, 'auto' or a Memory such as ErrorFeedback(), got "
+                f"{in_one_line(memory)}"
+            )
+        require_choice("Exchange", "collective", self.collective, get_args(Collective))
+        require_choice("Exchange", "granularity", self.granularity, get_args(Granularity))
+        require_positive("Exchange", "min_numel", self.min_numel)
+        require_positive("Exchange", "min_ndim", self.min_ndim)
+        require_choice("Exchange", "exempt_bits", self.exempt_bits, (16, 32))
+        if self.ranks_per_node is not None:
+            require_positive("Exchange", "ranks_per_node", self.ranks_per_node)
+            if self.collective != "hierarchical":
+                raise ValueError(
+                    f"Exchange: ranks_per_node goes with collective='hierarchical', not "
+                    f"{self.collective!r}"
+                )
+        require_integer("Exchange", "seed", self.seed)
+        require_integer("Exchange", "verify_every", self.verify_every)
+        if self.verify_every != 0:
+            require_positive("Exchange", "verify_every", self.verify_every)
+        self.check(self.compressor)
+
+    @classmethod
+    def of(cls, compressor: Compressor | str, /, **options: Any) -> ExchangeSettings:
+        """Return settings from names as well as objects.
+
+        Args:
+            compressor: an object, or a key of :data:`~comm_hooks.config.COMPRESSORS`.
+            options: the settings above; the compressor's own, if it is given by name; ``memory``
+                also by name or as a mapping (see :func:`~comm_hooks.config.build_memory`).
+
+        Raises:
+            ValueError: for anything unknown, with the nearest that is known, and for values and
+                combinations that cannot work.
+
+        Example::
+
+            >>> ExchangeSettings.of("topk", density=0.01, memory="none").compressor
+            TopK(density=0.01, block_size=4096, value_bits=16, index_code='elias_fano')
+        """
+        settings = [field.name for field in fields(cls)[1:]]
+        own = option_names(compressor) if isinstance(compressor, str) else []
+        strangers = [key for key in options if key not in settings and key not in own]
+        if strangers and not isinstance(compressor, str):
+            raise ValueError(
+                f"options {', '.join(strangers)} go with a compressor's name, but {compressor!r} "
+                "is one already: set them there"
+            )
+        if strangers:
+            kind = f"setting with {compressor}"
+            raise _SettingError(unknown(kind, strangers[0], [*own, *settings]), strangers[0])
+        if isinstance(compressor, str):
+            compressor = build_compressor(compressor, **_only(own, options))
+        try:
+            memory = build_memory(options.get("memory", "auto"), compressor)
+        except ValueError as error:
+            raise _SettingError(str(error), "memory") from None
+        return cls(compressor, **{**_only(settings, options), "memory": memory})
+
+    @classmethod
+    def from_dict(cls, block: Mapping[str, Any], *, path: str = "comm_hooks") -> ExchangeSettings:
+        """Return the settings that a block of a JSON configuration describes.
+
+        Args:
+            block: ``compressor``, a key of :data:`~comm_hooks.config.COMPRESSORS`, and beside it
+                whatever :meth:`of` takes.
+            path: where the block stands in the configuration, for messages.
+
+        Raises:
+            ValueError: as :meth:`of`, with the path.
+
+        Example::
+
+            >>> ExchangeSettings.from_dict({"compressor": "sign", "min_ndim": 1}).min_ndim
+            1
+        """
+        if not isinstance(block, Mapping):
+            raise ValueError(f"{path}: must be an object with a 'compressor', got {block!r}")
+        if "compressor" not in block:
+            raise ValueError(
+                f"{path}.compressor: missing; choose from {', '.join(COMPRESSORS)}"
+                f"{instead_of('compressor', block)}"
+            )
+        name = block["compressor"]
+        if not isinstance(name, str) or name not in COMPRESSORS:
+            raise ValueError(f"{path}.compressor: {unknown('compressor', name, COMPRESSORS)}")
+        try:
+            return cls.of(name, **{str(k): v for k, v in block.items() if k != "compressor"})
+        except _SettingError as error:
+            where = f"{path}.{error.setting}" if error.setting.isprintable() else path
+            raise ValueError(f"{where}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @property
+    def exempt(self) -> Identity:
+        """What compresses the parameters that ``compressor`` does not see."""
+        return Identity(self.exempt_bits)
+
+    def exempts(self, shape: Sequence[int]) -> bool:
+        """Return whether a parameter of this shape travels uncompressed."""
+        return len(shape) < self.min_ndim or math.prod(shape) < self.min_numel
+
+    def carriers(self, compressor: Compressor | None = None) -> list[str]:
+        """Return the collectives that can carry payloads, the simplest first.
+
+        Without ``"hierarchical"``, which uses one of these between nodes.
+
+        Args:
+            compressor: another one than that of the settings.
+        """
+        compressor = compressor or self.compressor
+        collectives = ["all_reduce"] if compressor.linear and self.exempt.linear else []
+        collectives.append("all_gather")
+        if not compressor.per_rank:
+            collectives.append("sharded")
+        return collectives
+
+    def check(self, compressor: Compressor) -> None:
+        """Raise ``ValueError`` for a compressor that the other settings cannot go with."""
+        name = type(compressor).__name__
+        supported = [*self.carriers(compressor), "hierarchical"]
+        if self.collective not in ("auto", *supported):
+            reasons = {
+                "all_reduce": (
+                    "exempt parameters in bfloat16 cannot be summed"
+                    if compressor.linear
+                    else f"the payloads of {name} cannot be summed"
+                ),
+                "sharded": f"{name} gives each rank its own elements",
+            }
+            raise ValueError(
+                f"collective {self.collective!r} cannot be used: {reasons[self.collective]}; "
+                f"choose from auto, {', '.join(supported)}"
+            )
+        if self.memory and not compressor.bounds_residuals:
+            raise ValueError(
+                f"{compressor} cannot be used with error feedback: it is not contractive, so the "
+                f"residual would grow without bound. Use memory=None; its noise averages out over "
+                f"steps" + (" (or RandomK(unbiased=False))" if name == "RandomK" else "")
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what ranks must have in common, as plain values."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)[2:]}
+        return {
+            "compressor": type(self.compressor).__name__,
+            **asdict(self.compressor),  # type: ignore[call-overload]  # compressors are dataclasses
+            "memory": repr(self.memory),
+            **values,
+        }
+
+
+def require_gradients(settings: ExchangeSettings, who: str) -> None:
+    """Raise ``ValueError`` unless rounds return means of what they are given."""
+    if settings.memory is not None and settings.memory.sends_changes:
+        raise ValueError(
+            f"{who}: {settings.memory} sends changes, which an optimizer behind a hook would take "
+            "for gradients: use ErrorFeedback(), or optim.EF21 or CDAdam with skip_hook"
+        )
+
+
+class _SettingError(ValueError):
+    """A ``ValueError`` about one setting."""
+
+    def __init__(self, message: str, setting: str) -> None:
+        super().__init__(message)
+        self.setting = setting
+
+
+def _only(names: Collection[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key in names}
