@@ -22,14 +22,7 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Round
 from comm_hooks.collectives.routes import Route, cheapest_route, row_norms
 from comm_hooks.collectives.torch_distributed import TorchDistributed
-from comm_hooks.compressors.base import (
-    Compressor,
-    in_one_line,
-    require_choice,
-    require_integer,
-    require_kind,
-    require_positive,
-)
+from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.errors import PeerError
 from comm_hooks.layout import Granularity, Layout, Segment
@@ -38,6 +31,13 @@ from comm_hooks.memory.error_feedback import fitting_memory
 from comm_hooks.memory.feedback import Feedback
 from comm_hooks.nodes import Nodes
 from comm_hooks.randomness import Keys, derive_key, derive_keys
+from comm_hooks.requirements import (
+    in_one_line,
+    require_choice,
+    require_integer,
+    require_kind,
+    require_positive,
+)
 from comm_hooks.resuming import (
     check_complete,
     check_memory,

@@ -5,13 +5,14 @@ from dataclasses import asdict
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import Compressor, require_choice
+from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.dct import DCTTopK
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.randomness import Keys
+from comm_hooks.requirements import require_choice
 
 
 class DeMo(ExchangingOptimizer):

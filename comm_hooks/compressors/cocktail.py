@@ -5,9 +5,10 @@ from functools import cached_property
 
 import torch
 
-from comm_hooks.compressors.base import Compressor, require_fraction
+from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.sparse import TopK, require_selection
 from comm_hooks.randomness import Keys, stratified_indices
+from comm_hooks.requirements import require_fraction
 
 
 @dataclass(frozen=True)

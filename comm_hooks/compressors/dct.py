@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from comm_hooks.compressors.base import Compressor, require_positive, write
+from comm_hooks.compressors.base import Compressor, write
 from comm_hooks.compressors.sparse import MAX_BLOCK_SIZE, TopK, require_selection
 from comm_hooks.randomness import Keys
+from comm_hooks.requirements import require_positive
 
 MAX_CHUNK = math.isqrt(MAX_BLOCK_SIZE)
 

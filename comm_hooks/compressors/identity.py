@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from comm_hooks.compressors.base import Compressor, require_choice, word_aligned, write
+from comm_hooks.compressors.base import Compressor, word_aligned, write
 from comm_hooks.randomness import Keys
+from comm_hooks.requirements import require_choice
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,7 @@ from typing import Literal
 
 import torch
 
-from comm_hooks.compressors.base import (
-    Compressor,
-    require_choice,
-    require_flag,
-    require_positive,
-    word_aligned,
-)
+from comm_hooks.compressors.base import Compressor, word_aligned
 from comm_hooks.kernels.min_max import decode_min_max, encode_min_max
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.signs import (
@@ -21,6 +15,7 @@ from comm_hooks.kernels.signs import (
     mean_magnitudes,
 )
 from comm_hooks.randomness import Keys, fork
+from comm_hooks.requirements import require_choice, require_flag, require_positive
 from comm_hooks.wire.bits import packed_nbytes
 
 # Where all of a vector shares a scale, kernels still work in blocks, of this size.

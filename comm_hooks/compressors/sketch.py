@@ -12,16 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from comm_hooks.compressors.base import (
-    Blocks,
-    Compressor,
-    require_fraction,
-    require_positive,
-    write,
-)
+from comm_hooks.compressors.base import Blocks, Compressor, write
 from comm_hooks.kernels import count_sketch
 from comm_hooks.kernels.hadamard import hadamard
 from comm_hooks.randomness import Keys, fork, multiply_signs_, stratified_indices
+from comm_hooks.requirements import require_fraction, require_positive
 
 
 class _Sketch(Compressor):

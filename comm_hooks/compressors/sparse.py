@@ -7,20 +7,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from comm_hooks.compressors.base import (
-    Blocks,
-    Compressor,
-    require_choice,
-    require_flag,
-    require_fraction,
-    require_positive,
-    word_aligned,
-    write,
-)
+from comm_hooks.compressors.base import Blocks, Compressor, word_aligned, write
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.scatter import scatter_sum
 from comm_hooks.kernels.top_k import block_top_k
 from comm_hooks.randomness import Keys, as_array, fork, random_below, stratified_indices
+from comm_hooks.requirements import require_choice, require_flag, require_fraction, require_positive
 from comm_hooks.wire.index_codes import INDEX_CODES, IndexCode, places_code
 from comm_hooks.wire.places import PlacesCode
 from comm_hooks.wire.values import VALUE_BITS, ValueCode

@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from comm_hooks.compressors.base import Compressor, require_choice, require_flag, require_within
+from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.layout import Rows
 from comm_hooks.memory.base import Remainder, add_rows, mean_rows
 from comm_hooks.memory.named_rows import NamedRows, check_rows, replace_
 from comm_hooks.randomness import Keys, derive_keys
+from comm_hooks.requirements import require_choice, require_flag, require_within
 
 
 def fitting_memory(compressor: Compressor) -> "ErrorFeedback | None":

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_choice, require_positive
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.compressors.sparse import TopK, require_selection
 from comm_hooks.optim.batched import state_dtype, widened
@@ -13,6 +12,7 @@ from comm_hooks.optim.micro_adam import BATCH
 from comm_hooks.optim.private.dp_adam import MomentsOptimizer
 from comm_hooks.optim.sparse_window import SparseWindow
 from comm_hooks.randomness import derive_keys
+from comm_hooks.requirements import require_choice, require_positive
 
 _RESIDUAL = Quantize(bits=4, stochastic=True)
 
