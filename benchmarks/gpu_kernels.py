@@ -38,6 +38,7 @@ class Case:
 def cases(numel: int, device: str) -> list[Case]:
     """Return what is measured: ``numel`` elements, a multiple of 4096."""
     from comm_hooks.kernels.count_sketch import draw
+    from comm_hooks.kernels.random_signs import SIGN_WINDOW, sign_offsets
     from comm_hooks.kernels.residual import Residual
     from comm_hooks.kernels.triton import (
         count_sketch,
@@ -48,7 +49,6 @@ def cases(numel: int, device: str) -> list[Case]:
         signs,
         top_k,
     )
-    from comm_hooks.randomness import SIGN_WINDOW, sign_offsets
 
     size, kept = 4096, 64
     rows, out, rest = (torch.randn(1, numel, device=device) for _ in range(3))

@@ -36,6 +36,7 @@ from comm_hooks import (
 )
 from comm_hooks.launchers.machine import processor
 from comm_hooks.layout import Rows
+from comm_hooks.randomness import Draw
 
 D, B, DRAWS = 1024, 128, 2000
 SPEED_NUMEL = 8 << 20
@@ -106,10 +107,10 @@ class Rounds:
     def __call__(self) -> None:
         matrix = self._rows.matrix
         residual = self._memory.compensate(self._rows, self._active, 1.0)
-        payload = self._compressor._extract_sum(matrix, residual, (1,), 0, 1)
+        payload = self._compressor.extract(matrix, Draw((1,)), residual)
         self._memory.retain(self._rows, self._active, 1.0, key=0)
         octets = payload.view(torch.uint8)
-        self._compressor._decode(self._out, octets, (1,), 0, 1, 1.0, add=False)
+        self._compressor.decode(self._out, octets, Draw((1,)))
 
 
 def milliseconds(actions: Mapping[str, Callable[[], object]]) -> dict[str, float]:

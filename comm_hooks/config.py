@@ -20,9 +20,9 @@ from comm_hooks.compressors import (
     Sign,
     TopK,
 )
-from comm_hooks.compressors.base import in_one_line
 from comm_hooks.memory import Differences, ErrorFeedback, Memory, MomentumCorrection
 from comm_hooks.memory.error_feedback import fitting_memory
+from comm_hooks.requirements import in_one_line
 
 COMPRESSORS: dict[str, type[Compressor]] = {
     "count_sketch": CountSketch,

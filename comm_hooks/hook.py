@@ -17,12 +17,13 @@ from comm_hooks.backward import Underway
 from comm_hooks.checks import require_dense_floats
 from comm_hooks.collectives.base import after_all, completed
 from comm_hooks.collectives.requests import Round
-from comm_hooks.compressors.base import Compressor, in_one_line, require_callable
+from comm_hooks.compressors.base import Compressor
 from comm_hooks.ddp import AccumulationWatch, DataParallelModel, gradients_in, require_bucket
 from comm_hooks.exchange import Collective, Exchange, ExchangeSettings
 from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.layout import Layout, Segment
 from comm_hooks.memory.base import Memory
+from comm_hooks.requirements import in_one_line, require_callable
 from comm_hooks.resuming import seal_own
 from comm_hooks.sparse_gradients import average_sparse
 

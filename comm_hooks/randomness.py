@@ -9,12 +9,10 @@ library version, which ``numpy.random`` and ``torch.Generator`` do not promise.
 import functools
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
-
-from comm_hooks.kernels.triton import available
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -25,10 +23,19 @@ _PIECE = 1 << 14
 Keys = Sequence[int] | npt.NDArray[np.uint64]
 """One key per row; those of many parameters or ranks are an array, (n,)."""
 
-SIGN_TABLE_SIZE = 1 << 21
-# Two windows coincide with probability 1 / SIGN_TABLE_SIZE and then add up coherently, which raises
-# the variance of a sketched constant vector by WINDOW / SIGN_TABLE_SIZE: 1.6 %.
-SIGN_WINDOW = 1 << 15
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """What a compressor may draw from: equal arguments give equal numbers.
+
+    Args:
+        keys: one for each row, the same on all ranks.
+        rank, world_size: whose payload it is, where that matters.
+    """
+
+    keys: Keys
+    rank: int = 0
+    world_size: int = 1
 
 
 def mix64(value: int) -> int:
@@ -150,35 +157,3 @@ def stratified_indices(
     edges = np.arange(count + 1, dtype=np.int64) * numel // count
     sizes = np.diff(edges)
     return edges[:-1] + random_below(keys, count, sizes), sizes
-
-
-@functools.lru_cache(maxsize=8)
-def sign_table(device: torch.device) -> torch.Tensor:
-    """Return the fixed table of random signs, float32, long enough to read a window anywhere.
-
-    The table holds exactly as many +1 as -1, so the product of two signs read at independent
-    uniform offsets has mean exactly zero: sketches built on it are unbiased over their keys, not
-    only over the choice of the table.
-    """
-    order = np.argsort(random_bits([_GOLDEN], SIGN_TABLE_SIZE)[0], kind="stable")
-    signs = np.where(order < SIGN_TABLE_SIZE // 2, np.float32(1), np.float32(-1))
-    return torch.from_numpy(np.concatenate([signs, signs[:SIGN_WINDOW]])).to(device)
-
-
-def sign_offsets(keys: Keys, count: int) -> npt.NDArray[np.int64]:
-    """Return for each key the places of the table where its ``count`` windows of signs begin."""
-    return random_below(keys, count, SIGN_TABLE_SIZE)
-
-
-def multiply_signs_(rows: torch.Tensor, keys: Keys) -> torch.Tensor:
-    """Multiply each row of ``rows`` (n, numel), in place, by the random signs of its key."""
-    offsets = sign_offsets(keys, -(-rows.shape[1] // SIGN_WINDOW))
-    if available(rows) and rows.is_contiguous():
-        from comm_hooks.kernels.triton import random_signs
-
-        return random_signs.multiply_signs_(rows, offsets)
-    table = sign_table(rows.device)
-    for row, row_offsets in zip(rows, offsets.tolist(), strict=True):
-        for piece, offset in zip(row.split(SIGN_WINDOW), row_offsets, strict=True):
-            piece.mul_(table[offset : offset + piece.numel()])
-    return rows

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_flag
 from comm_hooks.optim.batched import BatchedOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.requirements import require_flag
 
 
 class _Adam(BatchedOptimizer):

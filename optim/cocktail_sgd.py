@@ -3,10 +3,10 @@
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_flag
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.requirements import require_flag
 
 
 class CocktailSGD(ExchangingOptimizer):

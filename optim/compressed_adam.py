@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_flag
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_freeze_step, check_hyperparameters
+from comm_hooks.requirements import require_flag
 
 # Travels with the gradients, under a name that no parameter has.
 POWERS = "<mean squares of gradients>"

@@ -1,17 +1,18 @@
 """Signs of a momentum of which each rank sends the fast-moving part."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import Compressor, require_choice
+from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.dct import DCTTopK
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.randomness import Keys
+from comm_hooks.randomness import Draw
+from comm_hooks.requirements import require_choice
 
 
 class DeMo(ExchangingOptimizer):
@@ -101,16 +102,11 @@ class _MeanOfSenders(DCTTopK):
     compressor it would weigh some coefficients more than others.
     """
 
-    def _decode_sum(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        world_size: int,
-        alpha: float,
+    def decode_sum(
+        self, out: torch.Tensor, payloads: torch.Tensor, draw: Draw, *, alpha: float = 1.0
     ) -> None:
         first, *others = (
-            self._coefficients(octets, out.shape[1], keys, rank, world_size)
+            self.coefficients(octets, out.shape[1], replace(draw, rank=rank))
             for rank, octets in enumerate(payloads)
         )
         total, senders = first.clone(), (first != 0).float()
@@ -118,4 +114,4 @@ class _MeanOfSenders(DCTTopK):
             total += coefficients
             senders += coefficients != 0
         total.div_(senders.clamp_(min=1))
-        self._write_elements(out, total, alpha * len(payloads), add=False)
+        self.write_vectors(out, total, alpha * len(payloads), add=False)

@@ -7,12 +7,13 @@ from typing import Literal
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import Compressor, require_integer, require_within
+from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.sparse import RandomK, TopK
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.momentum_correction import MomentumCorrection
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.requirements import require_integer, require_within
 
 # The warm-up goes from this density to the compressor's in as many steps as the paper's.
 FIRST_DENSITY = 0.25

@@ -8,10 +8,11 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.agreement import hyperparameters_of
-from comm_hooks.compressors.base import Compressor, require_kind
+from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.double_averaging import check_double_averaging
 from comm_hooks.optim.exact_state import ExactStateOptimizer
+from comm_hooks.requirements import require_kind
 
 
 class ExchangingOptimizer(ExactStateOptimizer):

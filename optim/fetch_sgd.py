@@ -5,12 +5,6 @@ import math
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import (
-    require_flag,
-    require_fraction,
-    require_positive,
-    require_within,
-)
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.compressors.sketch import CountSketch
 from comm_hooks.compressors.sparse import RandomK
@@ -18,6 +12,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.randomness import derive_key, fork_all
+from comm_hooks.requirements import require_flag, require_fraction, require_positive, require_within
 
 # Far more than a median needs; each takes as much memory as a sketch of one.
 _MOST_ROWS = 1000

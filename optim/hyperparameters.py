@@ -5,12 +5,7 @@ from typing import Any
 
 import torch
 
-from comm_hooks.compressors.base import (
-    in_one_line,
-    is_number,
-    require_positive,
-    require_within,
-)
+from comm_hooks.requirements import in_one_line, is_number, require_positive, require_within
 
 
 def check_hyperparameters(owner: object, *, beta_count: int = 2, **values: Any) -> None:

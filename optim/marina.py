@@ -7,11 +7,11 @@ from typing import overload
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_within
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.randomness import derive_key, random_unit
+from comm_hooks.requirements import require_within
 
 COIN = "<coin>"
 

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_choice, require_positive
 from comm_hooks.compressors.sparse import TopK
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.sparse_window import SparseWindow
+from comm_hooks.requirements import require_choice, require_positive
 
 # Elements that are rebuilt at a time: 12 bytes of temporary memory each.
 BATCH = 1 << 24

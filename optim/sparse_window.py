@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from comm_hooks.compressors.base import Blocks, word_aligned
+from comm_hooks.compressors.base import Blocks
 from comm_hooks.compressors.sparse import TopK
 from comm_hooks.kernels.top_k import block_top_k
 from comm_hooks.wire.index_codes import places_code
 from comm_hooks.wire.places import PlacesCode
+from comm_hooks.wire.sections import join, word_aligned
 from comm_hooks.wire.values import ValueCode
 
 
@@ -80,13 +81,9 @@ class SparseWindow:
         places, kept = (
             found.view(shape) for found in block_top_k(shards, self._blocks.size, self.capacity)
         )
-        octets = torch.zeros(len(vectors), self.nbytes, dtype=torch.uint8, device=vectors.device)
         values, _ = self._values.encode(kept)
-        octets[:, : values.shape[1]] = values
-        first = np.zeros(len(vectors), dtype=np.int64)
-        codes, _ = self._places.encode(places, first)
-        octets[:, self._values_nbytes :][:, : codes.shape[1]] = codes
-        return octets
+        codes, _ = self._places.encode(places, np.zeros(len(vectors), dtype=np.int64))
+        return join(values, codes)
 
     def decode(self, octets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places, int64, and the values, float32, of bytes (n, nbytes): (n, k) each.

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_positive
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.one_bit_adam import directions, momenta, update_variance_
+from comm_hooks.requirements import require_positive
 
 
 class ZeroOneAdam(ExchangingOptimizer):

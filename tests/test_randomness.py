@@ -5,17 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from comm_hooks.kernels.random_signs import SIGN_TABLE_SIZE, multiply_signs_, sign_table
 from comm_hooks.randomness import (
-    SIGN_TABLE_SIZE,
     derive_key,
     derive_keys,
     fork,
     fork_all,
     mix64,
-    multiply_signs_,
     random_below,
     random_bits,
-    sign_table,
     stratified_indices,
 )
 

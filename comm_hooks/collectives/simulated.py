@@ -21,7 +21,7 @@ from comm_hooks.collectives.requests import (
     decoded,
     encoded,
 )
-from comm_hooks.compressors.base import require_flag, require_positive
+from comm_hooks.requirements import require_flag, require_positive
 
 
 class Simulated:

@@ -1,16 +1,16 @@
 """The contract between a vector and what crosses the wire."""
 
 import math
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from comm_hooks.errors import PayloadError
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.randomness import Keys
+from comm_hooks.randomness import Draw
 
 
 class Compressor(ABC):
@@ -18,7 +18,8 @@ class Compressor(ABC):
 
     A compressor works on ``rows``: a float32 matrix (n, numel) of n equally long vectors, one key
     each, because layers repeat and one batched operation beats n small ones.  A subclass provides
-    :meth:`payload_nbytes`, ``_compress`` and ``_decode``; the one-vector methods are derived.
+    :meth:`payload_nbytes`, :meth:`encode`, :meth:`decode` and the properties ``unbiased`` and
+    ``contractive``; everything else is derived from them.
 
     Class attributes say what a caller may rely on:
 
@@ -52,68 +53,66 @@ class Compressor(ABC):
         """Return the payload's size in bytes: a multiple of 4 that depends on nothing else."""
 
     @abstractmethod
-    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
-        """Return the payloads, one row each: float32 if ``linear``, else float32 or uint8."""
+    def encode(self, rows: Tensor, draw: Draw) -> Tensor:
+        """Return the payloads of ``rows`` (n, numel), float32, which stay as they are.
+
+        Returns:
+            (n, payload_nbytes / 4) float32 if ``linear``; else that, or (n, payload_nbytes) uint8.
+        """
 
     @abstractmethod
-    def _decode(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        rank: int,
-        world_size: int,
-        alpha: float,
-        add: bool,
+    def decode(
+        self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
-        """Write ``alpha`` times the decompressed ``payloads`` (n, nbytes), uint8, to ``out``.
+        """Write ``alpha`` times what payloads stand for to ``out``; :func:`write` does.
 
-        With ``add`` they are added to what ``out`` (n, numel), float32, holds.
+        Args:
+            out: (n, numel), float32.
+            payloads: (n, payload_nbytes), uint8, each beginning at a whole word; not to be changed.
+            draw: with which they were encoded.
+            alpha: the factor.
+            add: add it to what ``out`` holds.
         """
 
-    def _extract(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
-        """Return the payloads, and subtract from ``rows``, in place, what they say.
+    def extract(self, rows: Tensor, draw: Draw, residual: Residual | None = None) -> Tensor:
+        """Add the residual to ``rows``, and move from there to the payloads what these can say.
 
-        What a memory keeps is then in ``rows``.  To be overridden where that takes less than
-        compressing and decompressing.
+        What error feedback keeps is then in ``rows``.  To be overridden where that takes fewer
+        passes over memory than adding, encoding and decoding.
+
+        Args:
+            rows: (n, numel), float32, changed in place.
+            residual: what is added first, if anything.
+
+        Returns:
+            The payloads, as :meth:`encode` does.
         """
-        payloads = self._compress(rows, keys, rank, world_size)
-        octets = payloads.contiguous().view(torch.uint8).view(len(rows), -1)
-        self._decode(rows, octets, keys, rank, world_size, -1.0, add=True)
+        if residual:
+            residual.add_to(rows)
+        payloads = self.encode(rows, draw)
+        self.decode(rows, payloads.contiguous().view(torch.uint8), draw, alpha=-1.0, add=True)
         return payloads
 
-    def _extract_sum(
-        self, rows: torch.Tensor, residual: Residual, keys: Keys, rank: int, world_size: int
-    ) -> torch.Tensor:
-        """Add the residual to ``rows``, in place, and do as :meth:`_extract`.
+    def decode_sum(self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0) -> None:
+        """Write ``alpha`` times the sum, in rank order, of all ranks' payloads to ``out``.
 
-        To be overridden where one pass over memory does both.
+        To be overridden where that takes less than decoding one after the other.
+
+        Args:
+            out: (n, numel), float32.
+            payloads: (N, n, payload_nbytes), uint8, of N ranks.
+            draw: that of any rank.
         """
-        residual.add_to(rows)
-        return self._extract(rows, keys, rank, world_size)
+        for rank, octets in enumerate(payloads):
+            self.decode(out, octets, replace(draw, rank=rank), alpha=alpha, add=rank > 0)
 
-    def _for_shards(self, rows: torch.Tensor, owners: int) -> "Compressor":
+    def for_shards(self, rows: Tensor, owners: int) -> "Compressor":
         """Return who compresses the shards of ``rows`` (n, numel), stacked as (owners * n, width).
 
         To be overridden where something in a payload belongs to a row as a whole.  What is returned
         writes payloads that this compressor reads.
         """
         return self
-
-    def _decode_sum(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        world_size: int,
-        alpha: float,
-    ) -> None:
-        """Write ``alpha`` times the sum, in rank order, of payloads (N, n, nbytes) to ``out``.
-
-        To be overridden where that takes less than decompressing one after the other.
-        """
-        for rank, octets in enumerate(payloads):
-            self._decode(out, octets, keys, rank, world_size, alpha, add=rank > 0)
 
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
         """Return the largest possible ``|compress(v)| / |v|``; infinite where there is none.
@@ -123,9 +122,7 @@ class Compressor(ABC):
         """
         return math.inf
 
-    def compress(
-        self, vector: torch.Tensor, *, key: int, rank: int = 0, world_size: int = 1
-    ) -> torch.Tensor:
+    def compress(self, vector: Tensor, *, key: int, rank: int = 0, world_size: int = 1) -> Tensor:
         """Return the payload of ``vector``: 1-D, ``payload_nbytes(vector.numel())`` bytes.
 
         Args:
@@ -142,18 +139,18 @@ class Compressor(ABC):
                 f"compress() needs a non-empty 1-D floating-point tensor, got {vector.dtype} of "
                 f"shape {tuple(vector.shape)}: flatten the tensor or convert it"
             )
-        return self._compress(vector.float()[None], (key,), rank, world_size)[0]
+        return self.encode(vector.float()[None], Draw((key,), rank, world_size))[0]
 
     def decompress(
         self,
-        payload: torch.Tensor,
+        payload: Tensor,
         numel: int,
         *,
         key: int,
         rank: int = 0,
         world_size: int = 1,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return the float32 vector of ``numel`` elements that ``payload`` stands for.
 
         Args:
@@ -167,7 +164,7 @@ class Compressor(ABC):
         """
         if isinstance(numel, bool) or not isinstance(numel, int) or numel < 1:
             raise ValueError(f"decompress() needs a positive number of elements, got {numel!r}")
-        if not isinstance(payload, torch.Tensor) or payload.dim() != 1:
+        if not isinstance(payload, Tensor) or payload.dim() != 1:
             what = getattr(payload, "shape", None)
             raise ValueError(
                 "decompress() needs a payload as compress() returned it, a 1-D tensor, got "
@@ -188,101 +185,8 @@ class Compressor(ABC):
         payloads = payload.contiguous().view(torch.uint8)[None]
         if payloads.storage_offset() % 4:
             payloads = payloads.clone()  # cut out of something larger, where no float32 can begin
-        self._decode(out[None], payloads, (key,), rank, world_size, 1.0, add=False)
+        self.decode(out[None], payloads, Draw((key,), rank, world_size))
         return out
-
-
-def is_number(value: object) -> bool:
-    """Return whether ``value`` is a float, or an int that a float can hold, and no boolean."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isinstance(value, float) or abs(value) <= sys.float_info.max
-
-
-def in_one_line(value: object) -> str:
-    """Return the ``repr`` of what somebody passed, in one line, as messages are."""
-    try:
-        return " ".join(repr(value).split())
-    except ValueError:  # Python writes down no integer of more than 4,300 digits
-        return f"what is too long to be shown, of the class {type(value).__name__}"
-
-
-def _name_of(owner: object) -> str:
-    """Return who is speaking: a name as it is, else that of the class."""
-    return owner if isinstance(owner, str) else type(owner).__name__
-
-
-def require_within(owner: object, name: str, value: float, interval: str) -> None:
-    """Raise ``ValueError`` unless ``value`` is a number in an interval such as ``"[0, 1)"``."""
-    low, high = map(float, interval[1:-1].split(","))
-    at_ends = (low,) * (interval[0] == "[") + (high,) * (interval[-1] == "]")
-    if not is_number(value) or not (low < value < high or value in at_ends):
-        raise ValueError(
-            f"{_name_of(owner)}: {name} must lie in {interval}, got {in_one_line(value)}"
-        )
-
-
-def require_kind(owner: object, name: str, value: object, *kinds: type) -> None:
-    """Raise ``ValueError`` unless ``value`` is of one of the classes."""
-    if not isinstance(value, kinds):
-        names = [kind.__name__ for kind in kinds]
-        listed = " or ".join(f"an {n}" if n[0] in "AEIOU" else f"a {n}" for n in names)
-        raise ValueError(f"{_name_of(owner)}: {name} must be {listed}, got {in_one_line(value)}")
-
-
-def require_callable(owner: object, name: str, value: object, why: str = "") -> None:
-    """Raise ``ValueError`` unless ``value`` can be called."""
-    if not callable(value):
-        raise ValueError(
-            f"{_name_of(owner)}: {name} must be callable, got {in_one_line(value)}{why}"
-        )
-
-
-def require_fraction(owner: object, name: str, value: float) -> None:
-    """Raise ``ValueError`` unless ``value`` is a number in (0, 1]."""
-    if not is_number(value) or not 0 < value <= 1:
-        raise ValueError(
-            f"{_name_of(owner)}: {name} is the fraction that is kept and must lie in (0, 1], "
-            f"got {in_one_line(value)}"
-        )
-
-
-def require_choice(owner: object, name: str, value: object, choices: Sequence[object]) -> None:
-    """Raise ``ValueError`` unless ``value`` is one of ``choices``, and of its type.
-
-    True and 1.0 equal 1, but where an integer is asked for they are no number of bits.
-    """
-    fits = any(isinstance(value, type(choice)) and value == choice for choice in choices)
-    if isinstance(value, bool) or not fits:
-        listed = ", ".join(map(str, choices))
-        raise ValueError(
-            f"{_name_of(owner)}: {name} must be one of {listed}, got {in_one_line(value)}"
-        )
-
-
-def require_positive(owner: object, name: str, value: int) -> None:
-    """Raise ``ValueError`` unless ``value`` is an integer of at least 1 that 64 bits can hold."""
-    require_integer(owner, name, value, "an integer of at least 1")
-    if not 1 <= value < 1 << 63:
-        below = " and below 2^63" if value > 1 else ""
-        raise ValueError(
-            f"{_name_of(owner)}: {name} must be an integer of at least 1{below}, "
-            f"got {in_one_line(value)}"
-        )
-
-
-def require_integer(owner: object, name: str, value: int, what: str = "an integer") -> None:
-    """Raise ``ValueError`` unless ``value`` is an integer, or more than that, as ``what`` says."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{_name_of(owner)}: {name} must be {what}, got {in_one_line(value)}")
-
-
-def require_flag(owner: object, name: str, value: bool) -> None:
-    """Raise ``ValueError`` unless ``value`` is a boolean."""
-    if not isinstance(value, bool):
-        raise ValueError(
-            f"{_name_of(owner)}: {name} must be true or false, got {in_one_line(value)}"
-        )
 
 
 class Blocks:
@@ -298,25 +202,20 @@ class Blocks:
         self.size = -(-numel // self.count)
         self.padded = self.count * self.size
 
-    def split(self, rows: torch.Tensor) -> torch.Tensor:
+    def split(self, rows: Tensor) -> Tensor:
         """View (or, where padding is needed, copy) rows (n, numel) as (n, count, size)."""
         if self.padded != self.numel:
             rows = torch.nn.functional.pad(rows, (0, self.padded - self.numel))
         return rows.reshape(rows.shape[0], self.count, self.size)
 
-    def join(self, blocks: torch.Tensor) -> torch.Tensor:
+    def join(self, blocks: Tensor) -> Tensor:
         """View blocks (n, count, size) as rows (n, numel) without the padding."""
         return blocks.reshape(blocks.shape[0], self.padded)[:, : self.numel]
 
 
-def write(out: torch.Tensor, values: torch.Tensor, alpha: float, add: bool) -> None:
+def write(out: Tensor, values: Tensor, alpha: float, add: bool) -> None:
     """Write ``alpha * values`` to ``out``, or add it."""
     if add:
         out.add_(values, alpha=alpha)
     else:
         torch.mul(values, alpha, out=out)
-
-
-def word_aligned(nbytes: int) -> int:
-    """Round up to a multiple of 4, so that float32 sections of a payload can be viewed in place."""
-    return -(-nbytes // 4) * 4

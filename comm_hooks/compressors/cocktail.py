@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
-from comm_hooks.compressors.base import Compressor, require_fraction
+from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.sparse import TopK, require_selection
-from comm_hooks.randomness import Keys, stratified_indices
+from comm_hooks.randomness import Draw, stratified_indices
+from comm_hooks.requirements import require_fraction
 
 
 @dataclass(frozen=True)
@@ -68,30 +70,23 @@ class Cocktail(Compressor):
     def _drawn(self, numel: int) -> int:
         return max(1, round(self.mask * numel))
 
-    def _indices(self, numel: int, keys: Keys, device: torch.device) -> torch.Tensor:
-        indices, _ = stratified_indices(keys, numel, self._drawn(numel))
+    def _indices(self, numel: int, draw: Draw, device: torch.device) -> Tensor:
+        indices, _ = stratified_indices(draw.keys, numel, self._drawn(numel))
         return torch.from_numpy(indices).to(device)
 
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
         return self._top_k.payload_nbytes(self._drawn(numel))
 
-    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
-        drawn = rows.gather(1, self._indices(rows.shape[1], keys, rows.device))
-        return self._top_k._compress(drawn, keys, rank, world_size)
+    def encode(self, rows: Tensor, draw: Draw) -> Tensor:
+        drawn = rows.gather(1, self._indices(rows.shape[1], draw, rows.device))
+        return self._top_k.encode(drawn, draw)
 
-    def _decode(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        rank: int,
-        world_size: int,
-        alpha: float,
-        add: bool,
+    def decode(
+        self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
-        indices = self._indices(out.shape[1], keys, out.device)
+        indices = self._indices(out.shape[1], draw, out.device)
         drawn = torch.empty(indices.shape, device=out.device)
-        self._top_k._decode(drawn, payloads, keys, rank, world_size, alpha, add=False)
+        self._top_k.decode(drawn, payloads, draw, alpha=alpha)
         if not add:
             out.zero_()
         out.scatter_add_(1, indices, drawn)

@@ -5,10 +5,12 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from comm_hooks.compressors.base import Compressor, require_positive, write
+from comm_hooks.compressors.base import Compressor, write
 from comm_hooks.compressors.sparse import MAX_BLOCK_SIZE, TopK, require_selection
-from comm_hooks.randomness import Keys
+from comm_hooks.randomness import Draw
+from comm_hooks.requirements import require_positive
 
 MAX_CHUNK = math.isqrt(MAX_BLOCK_SIZE)
 
@@ -78,40 +80,28 @@ class DCTTopK(Compressor):
         _, padded, top_k = self._plan(numel)
         return top_k.payload_nbytes(padded)
 
-    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
+    def encode(self, rows: Tensor, draw: Draw) -> Tensor:
         numel = rows.shape[1]
         side, padded, top_k = self._plan(numel)
         if padded != numel:
             rows = torch.nn.functional.pad(rows, (0, padded - numel))
         matrix = dct_matrix(side, rows.device)
         coefficients = matrix @ rows.reshape(-1, side, side) @ matrix.T
-        return top_k._compress(coefficients.view(-1, padded), keys, rank, world_size)
+        return top_k.encode(coefficients.view(-1, padded), draw)
 
-    def _decode(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        rank: int,
-        world_size: int,
-        alpha: float,
-        add: bool,
+    def decode(
+        self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
-        coefficients = self._coefficients(payloads, out.shape[1], keys, rank, world_size)
-        self._write_elements(out, coefficients, alpha, add)
+        self.write_vectors(out, self.coefficients(payloads, out.shape[1], draw), alpha, add)
 
-    def _coefficients(
-        self, payloads: torch.Tensor, numel: int, keys: Keys, rank: int, world_size: int
-    ) -> torch.Tensor:
+    def coefficients(self, payloads: Tensor, numel: int, draw: Draw) -> Tensor:
         """Return the coefficients (n, padded) that payloads (n, nbytes) say; others are zero."""
         _, padded, top_k = self._plan(numel)
-        coefficients = torch.empty(len(keys), padded, device=payloads.device)
-        top_k._decode(coefficients, payloads, keys, rank, world_size, 1.0, add=False)
+        coefficients = torch.empty(len(payloads), padded, device=payloads.device)
+        top_k.decode(coefficients, payloads, draw)
         return coefficients
 
-    def _write_elements(
-        self, out: torch.Tensor, coefficients: torch.Tensor, alpha: float, add: bool
-    ) -> None:
+    def write_vectors(self, out: Tensor, coefficients: Tensor, alpha: float, add: bool) -> None:
         """Write ``alpha`` times the vectors of these coefficients to ``out``, or add them."""
         numel = out.shape[1]
         side, padded, _ = self._plan(numel)
@@ -121,7 +111,7 @@ class DCTTopK(Compressor):
 
 
 @functools.lru_cache(maxsize=32)
-def dct_matrix(order: int, device: torch.device) -> torch.Tensor:
+def dct_matrix(order: int, device: torch.device) -> Tensor:
     """Return the orthonormal DCT-II, float32: ``dct_matrix(n, device) @ x`` transforms x (n, m)."""
     index = torch.arange(order, dtype=torch.float64)
     matrix = torch.cos(math.pi / order * torch.outer(index, index + 0.5)) * math.sqrt(2 / order)

@@ -4,9 +4,13 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from comm_hooks.compressors.base import Compressor, require_choice, word_aligned, write
-from comm_hooks.randomness import Keys
+from comm_hooks.compressors.base import Compressor, write
+from comm_hooks.kernels.residual import Residual
+from comm_hooks.randomness import Draw
+from comm_hooks.requirements import require_choice
+from comm_hooks.wire.sections import join, word_aligned
 
 
 @dataclass(frozen=True)
@@ -48,31 +52,22 @@ class Identity(Compressor):
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
         return 1.0 if self.linear else math.inf
 
-    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
+    def encode(self, rows: Tensor, draw: Draw) -> Tensor:
         if self.linear:
             return rows
-        payload = torch.zeros(
-            len(keys), self.payload_nbytes(rows.shape[1]), dtype=torch.uint8, device=rows.device
-        )
-        payload[:, : 2 * rows.shape[1]] = rows.bfloat16().view(torch.uint8)
-        return payload
+        return join(rows.bfloat16())
 
-    def _extract(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
+    def extract(self, rows: Tensor, draw: Draw, residual: Residual | None = None) -> Tensor:
         if not self.linear:
-            return super()._extract(rows, keys, rank, world_size)
+            return super().extract(rows, draw, residual)
+        if residual:
+            residual.add_to(rows)
         payloads = rows.clone()
         rows.zero_()
         return payloads
 
-    def _decode(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        rank: int,
-        world_size: int,
-        alpha: float,
-        add: bool,
+    def decode(
+        self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
         dtype = torch.float32 if self.linear else torch.bfloat16
         write(out, payloads.view(dtype)[:, : out.shape[1]].float(), alpha, add)

@@ -4,14 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from comm_hooks.compressors.base import (
-    Compressor,
-    require_choice,
-    require_flag,
-    require_positive,
-    word_aligned,
-)
+from comm_hooks.compressors.base import Compressor
 from comm_hooks.kernels.min_max import decode_min_max, encode_min_max
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.signs import (
@@ -20,8 +15,10 @@ from comm_hooks.kernels.signs import (
     encode_signs,
     mean_magnitudes,
 )
-from comm_hooks.randomness import Keys, fork
+from comm_hooks.randomness import Draw, fork
+from comm_hooks.requirements import require_choice, require_flag, require_positive
 from comm_hooks.wire.bits import packed_nbytes
+from comm_hooks.wire.sections import join, word_aligned
 
 # Where all of a vector shares a scale, kernels still work in blocks, of this size.
 _PIECE = 4096
@@ -75,83 +72,64 @@ class Sign(Compressor):
     def _blocks(self, numel: int) -> int:
         return -(-numel // self.block_size) if self.block_size else 1
 
-    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
+    def encode(self, rows: Tensor, draw: Draw) -> Tensor:
         return self._encode(rows)
 
-    def _extract(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
-        return self._encode(rows, subtract=True)
+    def extract(self, rows: Tensor, draw: Draw, residual: Residual | None = None) -> Tensor:
+        return self._encode(rows, residual, subtract=True)
 
-    def _extract_sum(
-        self, rows: torch.Tensor, residual: Residual, keys: Keys, rank: int, world_size: int
-    ) -> torch.Tensor:
-        return self._encode(rows, residual=residual, subtract=True)
-
-    def _for_shards(self, rows: torch.Tensor, owners: int) -> Compressor:
+    def for_shards(self, rows: Tensor, owners: int) -> Compressor:
         if self.block_size:
             return self
         scales = self._scales(rows).repeat(owners, 1)
         return _SignOfShards(self.block_size, self.scale, scales=scales)
 
     def _encode(
-        self, rows: torch.Tensor, *, residual: Residual | None = None, subtract: bool = False
-    ) -> torch.Tensor:
+        self, rows: Tensor, residual: Residual | None = None, *, subtract: bool = False
+    ) -> Tensor:
         if self.block_size and self.scale == "mean":
-            return _join(*encode_signs(rows, self.block_size, residual=residual, subtract=subtract))
+            return join(*encode_signs(rows, self.block_size, residual=residual, subtract=subtract))
         if residual:
             residual.add_to(rows)
         scales = self._scales(rows)
         per_piece, size = self._per_piece(scales, rows.shape[1])
         _, octets = encode_signs(rows, size, subtract=subtract, scales=per_piece)
-        return _join(scales, octets)
+        return join(scales, octets)
 
-    def _scales(self, rows: torch.Tensor) -> torch.Tensor:
+    def _scales(self, rows: Tensor) -> Tensor:
         """Return the scale of every block, (n, blocks)."""
         size = self.block_size or rows.shape[1]
         return mean_magnitudes(rows, size, power=1 if self.scale == "mean" else 2)
 
-    def _per_piece(self, scales: torch.Tensor, numel: int) -> tuple[torch.Tensor, int]:
+    def _per_piece(self, scales: Tensor, numel: int) -> tuple[Tensor, int]:
         """Return scales (..., blocks) for pieces that fit into a cache, and their size."""
         if self.block_size:
             return scales, self.block_size
         pieces = -(-numel // _PIECE)
         return scales.expand(*scales.shape[:-1], pieces).contiguous(), _PIECE
 
-    def _decode(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        rank: int,
-        world_size: int,
-        alpha: float,
-        add: bool,
-    ) -> None:
-        split = 4 * self._blocks(out.shape[1])
-        sent, octets = payloads[:, :split].view(torch.float32), payloads[:, split:]
-        scales, size = self._per_piece(sent, out.shape[1])
-        decode_signs(out, scales, octets, size, alpha=alpha, add=add)
+    def _read(self, payloads: Tensor, numel: int) -> tuple[Tensor, Tensor, int]:
+        """Return the scales and the signs in payloads (..., nbytes), and the size of a piece."""
+        split = 4 * self._blocks(numel)
+        scales, size = self._per_piece(payloads[..., :split].view(torch.float32), numel)
+        return scales, payloads[..., split:], size
 
-    def _decode_sum(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        world_size: int,
-        alpha: float,
+    def decode(
+        self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
-        split = 4 * self._blocks(out.shape[1])
-        sent, octets = payloads[..., :split].view(torch.float32), payloads[..., split:]
-        scales, size = self._per_piece(sent, out.shape[1])
-        decode_sum_of_signs(out, scales, octets, size, alpha=alpha)
+        decode_signs(out, *self._read(payloads, out.shape[1]), alpha=alpha, add=add)
+
+    def decode_sum(self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0) -> None:
+        decode_sum_of_signs(out, *self._read(payloads, out.shape[1]), alpha=alpha)
 
 
 @dataclass(frozen=True, eq=False)
 class _SignOfShards(Sign):
     """The same for shards of vectors whose scales are known: (owners * n, 1)."""
 
-    scales: torch.Tensor = field(kw_only=True)
+    scales: Tensor = field(kw_only=True)
 
-    def _scales(self, rows: torch.Tensor) -> torch.Tensor:
+    def _scales(self, rows: Tensor) -> Tensor:
         return self.scales
 
 
@@ -206,28 +184,14 @@ class Quantize(Compressor):
         codes = word_aligned(packed_nbytes(numel, self.bits))
         return 8 * -(-numel // self.block_size) + codes
 
-    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
-        seeds = fork(keys, rank) if self.stochastic else None
-        return _join(*encode_min_max(rows, self.block_size, self.bits, seeds))
+    def encode(self, rows: Tensor, draw: Draw) -> Tensor:
+        seeds = fork(draw.keys, draw.rank) if self.stochastic else None
+        return join(*encode_min_max(rows, self.block_size, self.bits, seeds))
 
-    def _decode(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        rank: int,
-        world_size: int,
-        alpha: float,
-        add: bool,
+    def decode(
+        self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
         count = -(-out.shape[1] // self.block_size)
         low, unit = payloads[:, : 8 * count].view(torch.float32).split(count, dim=1)
         octets = payloads[:, 8 * count :]
         decode_min_max(out, low, unit, octets, self.block_size, self.bits, alpha=alpha, add=add)
-
-
-def _join(*parts: torch.Tensor) -> torch.Tensor:
-    """Return payloads of these parts, one after the other, (n, nbytes), word-aligned."""
-    octets = [part.view(torch.uint8) for part in parts]
-    padding = -sum(part.shape[1] for part in octets) % 4
-    return torch.nn.functional.pad(torch.cat(octets, dim=1), (0, padding))

@@ -11,26 +11,27 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from comm_hooks.compressors.base import (
-    Blocks,
-    Compressor,
-    require_fraction,
-    require_positive,
-    write,
-)
+from comm_hooks.compressors.base import Blocks, Compressor, write
 from comm_hooks.kernels import count_sketch
 from comm_hooks.kernels.hadamard import hadamard
-from comm_hooks.randomness import Keys, fork, multiply_signs_, stratified_indices
+from comm_hooks.kernels.random_signs import multiply_signs_
+from comm_hooks.randomness import Draw, Keys, fork, stratified_indices
+from comm_hooks.requirements import require_fraction, require_positive
 
 
+@dataclass(frozen=True)
 class _Sketch(Compressor):
     """What the three sketches share: a ratio, float32 payloads, linearity, no bias."""
 
-    ratio: float
+    ratio: float = 0.02
     linear = True
     unbiased = True
     contractive = False
+
+    def __post_init__(self) -> None:
+        require_fraction(self, "ratio", self.ratio)
 
     def width(self, numel: int) -> int:
         """Return b, the number of float32 values that stand for ``numel`` elements."""
@@ -38,6 +39,9 @@ class _Sketch(Compressor):
 
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
         return 4 * self.width(numel)
+
+    def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
+        return math.sqrt(-(-numel // self.width(numel)))
 
 
 @dataclass(frozen=True)
@@ -71,30 +75,15 @@ class CountSketch(_Sketch):
         (torch.Size([128]), torch.Size([1024]))
     """
 
-    ratio: float = 0.02
-
-    def __post_init__(self) -> None:
-        require_fraction(self, "ratio", self.ratio)
-
-    def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
-        return math.sqrt(-(-numel // self.width(numel)))
-
-    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
+    def encode(self, rows: Tensor, draw: Draw) -> Tensor:
         width = self.width(rows.shape[1])
-        return count_sketch.sketch(rows, width, *count_sketch.draw(keys, rows.shape[1], width))
+        return count_sketch.sketch(rows, width, *count_sketch.draw(draw.keys, rows.shape[1], width))
 
-    def _decode(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        rank: int,
-        world_size: int,
-        alpha: float,
-        add: bool,
+    def decode(
+        self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
         sketches = payloads.view(torch.float32)
-        draws = count_sketch.draw(keys, out.shape[1], sketches.shape[1])
+        draws = count_sketch.draw(draw.keys, out.shape[1], sketches.shape[1])
         count_sketch.unsketch(out, sketches, *draws, alpha=alpha, add=add)
 
 
@@ -127,50 +116,33 @@ class SRHT(_Sketch):
         True
     """
 
-    ratio: float = 0.02
-
-    def __post_init__(self) -> None:
-        require_fraction(self, "ratio", self.ratio)
-
-    def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
-        return math.sqrt(-(-numel // self.width(numel)))
-
-    def _samples(
-        self, numel: int, keys: Keys, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _samples(self, numel: int, keys: Keys, device: torch.device) -> tuple[Tensor, Tensor]:
         indices, sizes = stratified_indices(fork(keys, 0), numel, self.width(numel))
         scales = torch.from_numpy(np.sqrt(sizes).astype(np.float32))
         return torch.from_numpy(indices).to(device), scales.to(device)
 
-    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
+    def encode(self, rows: Tensor, draw: Draw) -> Tensor:
         numel = rows.shape[1]
-        coefficients = multiply_signs_(rows.clone(), fork(keys, 1))
+        coefficients = multiply_signs_(rows.clone(), fork(draw.keys, 1))
         head = 1 << (numel.bit_length() - 1)
         coefficients[:, :head] = hadamard(coefficients[:, :head])
         if head < numel:
             coefficients[:, -head:] = hadamard(coefficients[:, -head:])
-        indices, scales = self._samples(numel, keys, rows.device)
+        indices, scales = self._samples(numel, draw.keys, rows.device)
         return coefficients.gather(1, indices).mul_(scales)
 
-    def _decode(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        rank: int,
-        world_size: int,
-        alpha: float,
-        add: bool,
+    def decode(
+        self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
         numel = out.shape[1]
-        indices, scales = self._samples(numel, keys, out.device)
+        indices, scales = self._samples(numel, draw.keys, out.device)
         coefficients = torch.zeros_like(out)
         coefficients.scatter_(1, indices, payloads.view(torch.float32) * scales)
         head = 1 << (numel.bit_length() - 1)
         if head < numel:
             coefficients[:, -head:] = hadamard(coefficients[:, -head:])
         coefficients[:, :head] = hadamard(coefficients[:, :head])
-        write(out, multiply_signs_(coefficients, fork(keys, 1)), alpha, add)
+        write(out, multiply_signs_(coefficients, fork(draw.keys, 1)), alpha, add)
 
 
 @dataclass(frozen=True)
@@ -199,49 +171,44 @@ class GaussianSketch(_Sketch):
         torch.Size([16])
     """
 
-    ratio: float = 0.02
     block_size: int = 4096
 
     def __post_init__(self) -> None:
-        require_fraction(self, "ratio", self.ratio)
+        super().__post_init__()
         require_positive(self, "block_size", self.block_size)
 
     def width(self, numel: int) -> int:
         blocks = Blocks(numel, self.block_size)
         return blocks.count * super().width(blocks.size)
 
-    def _matrix(self, size: int, key: int, device: torch.device) -> torch.Tensor:
+    def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
+        return math.inf
+
+    def _matrix(self, size: int, key: int, device: torch.device) -> Tensor:
         width = _Sketch.width(self, size)
         generator = torch.Generator(device).manual_seed(key)
         return torch.randn(size, width, device=device, generator=generator).div_(math.sqrt(width))
 
-    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
+    def encode(self, rows: Tensor, draw: Draw) -> Tensor:
         blocks = Blocks(rows.shape[1], self.block_size)
-        signed = blocks.split(multiply_signs_(rows.clone(), fork(keys, 1)))
+        signed = blocks.split(multiply_signs_(rows.clone(), fork(draw.keys, 1)))
         return torch.stack(
             [
                 (vectors @ self._matrix(blocks.size, key, rows.device)).flatten()
-                for vectors, key in zip(signed, map(int, keys), strict=True)
+                for vectors, key in zip(signed, map(int, draw.keys), strict=True)
             ]
         )
 
-    def _decode(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        rank: int,
-        world_size: int,
-        alpha: float,
-        add: bool,
+    def decode(
+        self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
         blocks = Blocks(out.shape[1], self.block_size)
-        sketches = payloads.view(torch.float32).reshape(len(keys), blocks.count, -1)
+        sketches = payloads.view(torch.float32).reshape(len(out), blocks.count, -1)
         vectors = torch.stack(
             [
                 sketch @ self._matrix(blocks.size, key, out.device).T
-                for sketch, key in zip(sketches, map(int, keys), strict=True)
+                for sketch, key in zip(sketches, map(int, draw.keys), strict=True)
             ]
         )
         signed = blocks.join(vectors).contiguous()
-        write(out, multiply_signs_(signed, fork(keys, 1)), alpha, add)
+        write(out, multiply_signs_(signed, fork(draw.keys, 1)), alpha, add)

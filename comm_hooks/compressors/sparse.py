@@ -6,23 +6,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from comm_hooks.compressors.base import (
-    Blocks,
-    Compressor,
-    require_choice,
-    require_flag,
-    require_fraction,
-    require_positive,
-    word_aligned,
-    write,
-)
+from comm_hooks.compressors.base import Blocks, Compressor, write
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.scatter import scatter_sum
 from comm_hooks.kernels.top_k import block_top_k
-from comm_hooks.randomness import Keys, as_array, fork, random_below, stratified_indices
+from comm_hooks.randomness import Draw, Keys, as_array, fork, random_below, stratified_indices
+from comm_hooks.requirements import require_choice, require_flag, require_fraction, require_positive
 from comm_hooks.wire.index_codes import INDEX_CODES, IndexCode, places_code
 from comm_hooks.wire.places import PlacesCode
+from comm_hooks.wire.sections import join, word_aligned
 from comm_hooks.wire.values import VALUE_BITS, ValueCode
 
 MAX_BLOCK_SIZE = 65536
@@ -97,82 +91,52 @@ class TopK(Compressor):
         blocks, code = self._plan(numel)
         return self._values_nbytes(blocks, code) + word_aligned(code.nbytes(blocks.count))
 
-    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
-        return self._encode(rows, keys)[0]
+    def encode(self, rows: Tensor, draw: Draw) -> Tensor:
+        return self._select(rows, draw)[0]
 
-    def _extract(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
-        return self._take(rows, None, keys)
-
-    def _extract_sum(
-        self, rows: torch.Tensor, residual: Residual, keys: Keys, rank: int, world_size: int
-    ) -> torch.Tensor:
-        return self._take(rows, residual, keys)
-
-    def _take(self, rows: torch.Tensor, residual: Residual | None, keys: Keys) -> torch.Tensor:
-        payloads, places, sent = self._encode(rows, keys, residual)
-        _add(rows, places, sent, -1.0)
+    def extract(self, rows: Tensor, draw: Draw, residual: Residual | None = None) -> Tensor:
+        payloads, places, sent = self._select(rows, draw, residual)
+        rows.scatter_add_(1, places, -sent)
         return payloads
 
-    def _encode(
-        self, rows: torch.Tensor, keys: Keys, residual: Residual | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _select(
+        self, rows: Tensor, draw: Draw, residual: Residual | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the payloads, and the places in the rows, (n, k), and values that they say."""
         blocks, code = self._plan(rows.shape[1])
         places, values = block_top_k(rows, blocks.size, code.count, residual)
-        codes, present = code.encode(places, _first_blocks(blocks, keys))
+        codes, present = code.encode(places, _first_blocks(blocks, draw.keys))
         if present is not None:
             values.masked_fill_(~present, 0.0)
         octets, sent = self._values.encode(values)
-        payload = torch.zeros(
-            len(keys), self.payload_nbytes(rows.shape[1]), dtype=torch.uint8, device=rows.device
-        )
-        split = self._values_nbytes(blocks, code)
-        _fill(payload[:, :split], octets)
-        _fill(payload[:, split:], codes)
-        return payload, *_in_rows(blocks, places, sent, present)
+        return join(octets, codes), *_in_rows(blocks, places, sent, present)
 
-    def _decode(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        rank: int,
-        world_size: int,
-        alpha: float,
-        add: bool,
+    def decode(
+        self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
-        blocks, code = self._plan(out.shape[1])
-        split = self._values_nbytes(blocks, code)
-        values = self._values.decode(payloads[:, :split], blocks.count, code.count)
-        places, present = code.decode(
-            payloads[:, split:], blocks.count, _first_blocks(blocks, keys)
-        )
-        if not add:
-            out.zero_()
-        _add(out, *_in_rows(blocks, places, values, present), alpha)
+        self._decode_ranks(out, payloads[None], draw.keys, alpha, add)
 
-    def _decode_sum(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        world_size: int,
-        alpha: float,
-    ) -> None:
+    def decode_sum(self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0) -> None:
         blocks, code = self._plan(out.shape[1])
-        split = self._values_nbytes(blocks, code)
-        entries = len(keys) * blocks.count * code.count
+        entries = len(out) * blocks.count * code.count
         at_once = max(_RANKS_AT_ONCE, _ENTRIES_AT_ONCE // entries)
         for first in range(0, len(payloads), at_once):
             group = payloads[first : first + at_once]
-            octets, group_keys = group.flatten(0, 1), np.tile(as_array(keys), len(group))
-            coded = self._values.decode(octets[:, :split], blocks.count, code.count)
-            found, present = code.decode(
-                octets[:, split:], blocks.count, _first_blocks(blocks, group_keys)
-            )
-            shape = (len(group), len(keys), blocks.count, code.count)
-            places, values = (t.view(shape) for t in _in_rows(blocks, found, coded, present))
-            scatter_sum(out, places, values, blocks.size, alpha=alpha, add=first > 0)
+            self._decode_ranks(out, group, draw.keys, alpha, add=first > 0)
+
+    def _decode_ranks(
+        self, out: Tensor, payloads: Tensor, keys: Keys, alpha: float, add: bool
+    ) -> None:
+        """Write ``alpha`` times the sum of payloads (N, n, nbytes) to ``out``, or add it."""
+        blocks, code = self._plan(out.shape[1])
+        split = self._values_nbytes(blocks, code)
+        octets, all_keys = payloads.flatten(0, 1), np.tile(as_array(keys), len(payloads))
+        coded = self._values.decode(octets[:, :split], blocks.count, code.count)
+        first = _first_blocks(blocks, all_keys)
+        found, present = code.decode(octets[:, split:], blocks.count, first)
+        shape = (len(payloads), len(out), blocks.count, code.count)
+        places, values = (t.view(shape) for t in _in_rows(blocks, found, coded, present))
+        scatter_sum(out, places, values, blocks.size, alpha=alpha, add=add)
 
 
 def _first_blocks(blocks: Blocks, keys: Keys) -> npt.NDArray[np.int64]:
@@ -181,8 +145,8 @@ def _first_blocks(blocks: Blocks, keys: Keys) -> npt.NDArray[np.int64]:
 
 
 def _in_rows(
-    blocks: Blocks, places: torch.Tensor, values: torch.Tensor, present: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks: Blocks, places: Tensor, values: Tensor, present: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return places in rows instead of blocks, (n, k), with zeros for values that are not sent."""
     starts = torch.arange(0, blocks.padded, blocks.size, device=places.device)[:, None]
     in_rows = (places + starts).flatten(1)
@@ -195,10 +159,6 @@ def _in_rows(
     return in_rows.clamp_(max=blocks.numel - 1), values
 
 
-def _add(rows: torch.Tensor, places: torch.Tensor, values: torch.Tensor, alpha: float) -> None:
-    rows.scatter_add_(1, places, values * alpha)
-
-
 def require_selection(owner: object, density: float, block_size: int, value_bits: int) -> None:
     """Raise ``ValueError`` unless these are arguments of :class:`TopK`."""
     require_fraction(owner, "density", density)
@@ -208,10 +168,6 @@ def require_selection(owner: object, density: float, block_size: int, value_bits
             f"{type(owner).__name__}: block_size must be at most {MAX_BLOCK_SIZE}, got {block_size}"
         )
     require_choice(owner, "value_bits", value_bits, VALUE_BITS)
-
-
-def _fill(section: torch.Tensor, octets: torch.Tensor) -> None:
-    section[:, : octets.shape[1]] = octets
 
 
 @dataclass(frozen=True)
@@ -257,23 +213,16 @@ class RandomK(Compressor):
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
         return float(-(-numel // self._kept(numel))) if self.unbiased else 1.0
 
-    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
-        indices, sizes = stratified_indices(keys, rows.shape[1], self._kept(rows.shape[1]))
+    def encode(self, rows: Tensor, draw: Draw) -> Tensor:
+        indices, sizes = stratified_indices(draw.keys, rows.shape[1], self._kept(rows.shape[1]))
         values = rows.gather(1, torch.from_numpy(indices).to(rows.device))
         return values.mul_(torch.from_numpy(sizes).to(rows.device)) if self.unbiased else values
 
-    def _decode(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        rank: int,
-        world_size: int,
-        alpha: float,
-        add: bool,
+    def decode(
+        self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
         values = payloads.view(torch.float32)
-        indices, _ = stratified_indices(keys, out.shape[1], values.shape[1])
+        indices, _ = stratified_indices(draw.keys, out.shape[1], values.shape[1])
         if not add:
             out.zero_()
         out.scatter_add_(1, torch.from_numpy(indices).to(out.device), values * alpha)
@@ -308,30 +257,23 @@ class PermK(Compressor):
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
         return float(world_size)
 
-    def _own(
-        self, count: int, keys: Keys, rank: int, world_size: int, device: torch.device
-    ) -> torch.Tensor:
-        shifts = random_below(fork(keys, 0), count, world_size)
-        return torch.from_numpy((shifts + rank) % world_size).to(device)[..., None]
+    def _own(self, count: int, draw: Draw, device: torch.device) -> Tensor:
+        """Return this rank's element of each of ``count`` runs, (n, count, 1)."""
+        shifts = random_below(fork(draw.keys, 0), count, draw.world_size)
+        own = (shifts + draw.rank) % draw.world_size
+        return torch.from_numpy(own).to(device)[..., None]
 
-    def _compress(self, rows: torch.Tensor, keys: Keys, rank: int, world_size: int) -> torch.Tensor:
-        hands = torch.nn.functional.pad(rows, (0, -rows.shape[1] % world_size))
-        hands = hands.unflatten(1, (-1, world_size))
-        own = self._own(hands.shape[1], keys, rank, world_size, rows.device)
-        return hands.gather(2, own).squeeze(2).mul_(world_size)
+    def encode(self, rows: Tensor, draw: Draw) -> Tensor:
+        hands = torch.nn.functional.pad(rows, (0, -rows.shape[1] % draw.world_size))
+        hands = hands.unflatten(1, (-1, draw.world_size))
+        own = self._own(hands.shape[1], draw, rows.device)
+        return hands.gather(2, own).squeeze(2).mul_(draw.world_size)
 
-    def _decode(
-        self,
-        out: torch.Tensor,
-        payloads: torch.Tensor,
-        keys: Keys,
-        rank: int,
-        world_size: int,
-        alpha: float,
-        add: bool,
+    def decode(
+        self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
         values = payloads.view(torch.float32)
-        own = self._own(values.shape[1], keys, rank, world_size, out.device)
-        hands = torch.zeros(*values.shape, world_size, device=out.device)
+        own = self._own(values.shape[1], draw, out.device)
+        hands = torch.zeros(*values.shape, draw.world_size, device=out.device)
         hands.scatter_(2, own, values[..., None])
         write(out, hands.flatten(1)[:, : out.shape[1]], alpha, add)

@@ -18,7 +18,7 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Round
 from comm_hooks.collectives.routes import Route, cheapest_route, row_norms
 from comm_hooks.collectives.torch_distributed import TorchDistributed
-from comm_hooks.compressors.base import Compressor, require_kind
+from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.errors import PeerError
 from comm_hooks.exchange.settings import Collective, ExchangeSettings
@@ -27,6 +27,9 @@ from comm_hooks.memory.base import Memory
 from comm_hooks.memory.feedback import Feedback
 from comm_hooks.nodes import Nodes
 from comm_hooks.randomness import Keys, derive_key, derive_keys
+from comm_hooks.requirements import (
+    require_kind,
+)
 from comm_hooks.resuming import (
     check_complete,
     check_memory,

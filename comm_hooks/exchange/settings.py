@@ -7,13 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from comm_hooks.compressors.base import (
-    Compressor,
-    in_one_line,
-    require_choice,
-    require_integer,
-    require_positive,
-)
+from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.config import (
     COMPRESSORS,
@@ -26,6 +20,12 @@ from comm_hooks.config import (
 from comm_hooks.layout import Granularity
 from comm_hooks.memory.base import Memory
 from comm_hooks.memory.error_feedback import fitting_memory
+from comm_hooks.requirements import (
+    in_one_line,
+    require_choice,
+    require_integer,
+    require_positive,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict

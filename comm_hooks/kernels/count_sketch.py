@@ -2,7 +2,7 @@
 
 The vector is cut into lines of ``width`` elements.  Element j of line i is added to the sum
 ``(j + rotations[i]) % width``, with the sign ``table[offsets[i, j // W] + j % W]``, where the table
-is :func:`~comm_hooks.randomness.sign_table` and W = ``SIGN_WINDOW``.
+is :func:`~comm_hooks.kernels.random_signs.sign_table` and W = ``SIGN_WINDOW``.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from comm_hooks.kernels.random_signs import SIGN_WINDOW, sign_offsets, sign_table
 from comm_hooks.kernels.triton import available
-from comm_hooks.randomness import SIGN_WINDOW, Keys, fork, random_below, sign_offsets, sign_table
+from comm_hooks.randomness import Keys, fork, random_below
 
 # Below this width many lines are taken at once, about _BATCH elements: one by one they take longer
 # to ask for than to compute.

@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from comm_hooks.compressors.base import Compressor, require_choice, require_flag, require_within
+from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.layout import Rows
 from comm_hooks.memory.base import Remainder, add_rows, mean_rows
 from comm_hooks.memory.named_rows import NamedRows, check_rows, replace_
-from comm_hooks.randomness import Keys, derive_keys
+from comm_hooks.randomness import Draw, Keys, derive_keys
+from comm_hooks.requirements import require_choice, require_flag, require_within
 
 
 def fitting_memory(compressor: Compressor) -> "ErrorFeedback | None":
@@ -143,11 +144,11 @@ class ErrorFeedback(Remainder):
     def _encode(self, matrix: torch.Tensor, keys: Keys) -> torch.Tensor:
         if self._codec is None:
             return matrix.to(self._dtype)
-        return self._codec._compress(matrix, keys, 0, 1)
+        return self._codec.encode(matrix, Draw(keys))
 
     def _decode(self, stored: torch.Tensor, numel: int) -> torch.Tensor:
         if self._codec is None:
             return stored.float()
         matrix = torch.empty(len(stored), numel, device=stored.device)
-        self._codec._decode(matrix, stored, (0,) * len(stored), 0, 1, 1.0, add=False)
+        self._codec.decode(matrix, stored, Draw((0,) * len(stored)))
         return matrix

@@ -16,7 +16,7 @@ import torch
 
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.randomness import Keys
+from comm_hooks.randomness import Draw, Keys
 from comm_hooks.wire.gathered_header import GatheredHeader
 from comm_hooks.wire.header import Header
 from comm_hooks.wire.stamp import Stamp
@@ -104,7 +104,7 @@ class PayloadFormat:
         compressors = self._compressors
         if wholes is not None:
             pairs = zip(compressors, wholes, strict=True)
-            compressors = [compressor._for_shards(whole, count) for compressor, whole in pairs]
+            compressors = [compressor.for_shards(whole, count) for compressor, whole in pairs]
         for compressor, (start, stop, _), stack, part_keys, residual in zip(
             compressors,
             self._slices,
@@ -113,13 +113,11 @@ class PayloadFormat:
             residuals or [None] * len(stacks),
             strict=True,
         ):
-            rows, how = stack.flatten(0, 1), (part_keys, self._place, self._world_size)
+            rows, draw = stack.flatten(0, 1), self._draw(part_keys, self._place)
             if residuals is None:
-                coded = compressor._compress(rows, *how)
-            elif residual is None:
-                coded = compressor._extract(rows, *how)
+                coded = compressor.encode(rows, draw)
             else:
-                coded = compressor._extract_sum(rows, residual, *how)
+                coded = compressor.extract(rows, draw, residual)
             out[:, start:stop].view(coded.dtype).copy_(coded.view(count, -1))
         out[:, self._end :] = 0
         self._header.write_(out, stamp, health)
@@ -151,7 +149,7 @@ class PayloadFormat:
             self._compressors, self._slices, matrices, keys, strict=True
         ):
             octets = payloads[:, start:stop].unflatten(1, (rows, -1))
-            compressor._decode_sum(matrix, octets, part_keys, self._world_size, alpha)
+            compressor.decode_sum(matrix, octets, self._draw(part_keys), alpha=alpha)
 
     def decode(
         self,
@@ -168,7 +166,7 @@ class PayloadFormat:
             self._compressors, self._slices, matrices, keys, strict=True
         ):
             octets = payload[start:stop].view(rows, -1)
-            compressor._decode(matrix, octets, part_keys, rank, self._world_size, alpha, add)
+            compressor.decode(matrix, octets, self._draw(part_keys, rank), alpha=alpha, add=add)
 
     def decode_all(
         self,
@@ -187,6 +185,7 @@ class PayloadFormat:
             self._compressors, self._slices, stacks, keys, strict=True
         ):
             octets = payloads[:, start:stop].reshape(len(payloads) * rows, -1)
-            compressor._decode(
-                stack.flatten(0, 1), octets, part_keys, 0, self._world_size, 1.0, add=False
-            )
+            compressor.decode(stack.flatten(0, 1), octets, self._draw(part_keys))
+
+    def _draw(self, keys: Keys, rank: int = 0) -> Draw:
+        return Draw(keys, rank, self._world_size)

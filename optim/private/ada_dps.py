@@ -6,9 +6,9 @@ from typing import Any, Literal
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_callable
 from comm_hooks.config import unknown
 from comm_hooks.optim.private.descent import Descent, PublicTensors, TransformedDescent
+from comm_hooks.requirements import require_callable
 
 Preconditioner = Literal["rmsprop", "adam", "adagrad"]
 PRECONDITIONERS = ("rmsprop", "adam", "adagrad")

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from comm_hooks.compressors.base import require_callable, require_kind, require_positive
 from comm_hooks.optim.private.clipping import SampleClipper
+from comm_hooks.requirements import require_callable, require_kind, require_positive
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 

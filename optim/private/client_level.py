@@ -10,7 +10,6 @@ import torch
 
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
-from comm_hooks.compressors.base import require_callable, require_positive, require_within
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.base import Memory
 from comm_hooks.optim.private.clipping import clip_factors, sample_norms
@@ -20,6 +19,7 @@ from comm_hooks.optim.private.placement import Scheme, judge
 from comm_hooks.optim.private.secret import Secret, Stream, Unrepeatable
 from comm_hooks.optim.rounds.collecting import Aggregate, Collection, Contribution
 from comm_hooks.optim.rounds.participation import ClientSampling, deal
+from comm_hooks.requirements import require_callable, require_positive, require_within
 from comm_hooks.safeguard import Safeguard
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from comm_hooks.compressors.base import in_one_line, is_number
 from comm_hooks.optim.private.clipped_sum import ClippedGradients, ClippedSum, PublicTransform
 from comm_hooks.optim.private.settled import Settled
+from comm_hooks.requirements import in_one_line, is_number
 
 # A float32 sum of n squares may be off by n roundings, and on CPU torch.linalg.vector_norm is: the
 # norm of 16 Mi equal elements comes out 0.9 % too small, so that clipping would miss C by as much.

@@ -5,9 +5,9 @@ from typing import Any, Literal
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_positive
 from comm_hooks.config import unknown
 from comm_hooks.optim.private.descent import TransformedDescent, check_positive
+from comm_hooks.requirements import require_positive
 
 _ACCUMULATORS = ("rmsprop", "adagrad")
 

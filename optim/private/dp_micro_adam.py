@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_choice, require_positive
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.compressors.sparse import TopK, require_selection
 from comm_hooks.optim.batched import state_dtype, widened
 from comm_hooks.optim.micro_adam import BATCH
 from comm_hooks.optim.private.dp_adam import MomentsOptimizer
 from comm_hooks.optim.sparse_window import SparseWindow
-from comm_hooks.randomness import derive_keys
+from comm_hooks.randomness import Draw, derive_keys
+from comm_hooks.requirements import require_choice, require_positive
 
 _RESIDUAL = Quantize(bits=4, stochastic=True)
 
@@ -206,14 +206,14 @@ class DPMicroAdam(MomentsOptimizer):
         residuals = [s["residual"] for s in states]
         code = _code(members[0].numel(), group)
         a = torch.stack([p.grad.flatten().float() for p in members if p.grad is not None])
-        _RESIDUAL._decode(a, torch.stack(residuals), (0,) * len(a), 0, 1, 1.0, add=True)
+        _RESIDUAL.decode(a, torch.stack(residuals), Draw((0,) * len(a)), add=True)
 
         rows = code.encode(a)
         places, values = code.decode(rows)
         torch._foreach_copy_([window[steps % len(window)] for window in windows], list(rows))
         a.scatter_add_(1, places, -values)
         keys = derive_keys(0, steps, self._places(members))
-        torch._foreach_copy_(residuals, list(_RESIDUAL._compress(a, keys, 0, 1)))
+        torch._foreach_copy_(residuals, list(_RESIDUAL.encode(a, Draw(keys))))
         del a
 
         steps += 1

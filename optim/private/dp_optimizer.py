@@ -8,7 +8,6 @@ import torch
 from torch.optim import Optimizer
 
 from comm_hooks.agreement import hyperparameters_of
-from comm_hooks.compressors.base import require_callable, require_kind
 from comm_hooks.optim.private.clipped_sum import ClippedGradients, PublicTransform
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.mechanism import GaussianMechanism
@@ -16,6 +15,7 @@ from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
 from comm_hooks.optim.private.settled import Settled, resettle
 from comm_hooks.optim.private.tickets import Claim, Tickets
 from comm_hooks.optim.wrapping import WrappingOptimizer
+from comm_hooks.requirements import require_callable, require_kind
 
 # The optimizer inside the private one that takes a step at this moment.
 _stepping: ContextVar[Optimizer | None] = ContextVar("stepping", default=None)

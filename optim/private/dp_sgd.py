@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_flag
 from comm_hooks.optim.batched import BatchedOptimizer, state_dtype, widened
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
+from comm_hooks.requirements import require_flag
 
 
 class DPSGD(BatchedOptimizer, NoisedOptimizer):

@@ -15,7 +15,6 @@ from comm_hooks.agreement import check_agreement
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.simulated import Simulated
-from comm_hooks.compressors.base import require_choice, require_kind, require_within
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.private.accounting import (
@@ -43,6 +42,7 @@ from comm_hooks.optim.private.per_sample import PerSampleGradients
 from comm_hooks.optim.private.placement import Place, require_known_variance
 from comm_hooks.optim.private.poisson import private_loader
 from comm_hooks.optim.private.same_data import compare_datasets
+from comm_hooks.requirements import require_choice, require_kind, require_within
 
 
 class PrivacyEngine:

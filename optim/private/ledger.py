@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from comm_hooks.compressors.base import require_kind
 from comm_hooks.optim.private.accounting.events import (
     GaussianEvent,
     merged,
     steps_of_each,
 )
 from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.requirements import require_kind
 
 _FORMAT = 2
 _HEADER_START = b'{"ledger": '

@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args
 import torch
 
 from comm_hooks.collectives.requests import AllGatherObject, Round
-from comm_hooks.compressors.base import is_number, require_choice, require_kind, require_within
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.private.discrete import Grid, add_discrete_noise_
 from comm_hooks.optim.private.errors import PrivacyError
@@ -17,6 +16,7 @@ from comm_hooks.optim.private.noise import add_noise_
 from comm_hooks.optim.private.placement import PLACES, Place, Scheme, judge
 from comm_hooks.optim.private.secret import Secret, Stream, Unrepeatable
 from comm_hooks.optim.private.settled import Settled, resettle
+from comm_hooks.requirements import is_number, require_choice, require_kind, require_within
 from comm_hooks.safeguard import Safeguard
 
 NoiseKind = Literal["gaussian", "discrete"]

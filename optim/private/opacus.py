@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from comm_hooks.compressors.base import require_kind
 from comm_hooks.optim.private.batches import BatchClipper, LossFunction
 from comm_hooks.optim.private.clipping import clip_factors, sample_norms
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.independence import IndependenceProbe, sample_losses
 from comm_hooks.optim.private.per_sample import require_used, unwrapped
+from comm_hooks.requirements import require_kind
 
 try:
     from opacus.grad_sample import (

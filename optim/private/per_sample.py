@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from comm_hooks.compressors.base import require_flag, require_kind
 from comm_hooks.ddp import is_replicated
 from comm_hooks.optim.private.batches import BatchClipper, LossFunction
+from comm_hooks.requirements import require_flag, require_kind
 
 
 class PerSampleGradients(BatchClipper):

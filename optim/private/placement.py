@@ -12,18 +12,13 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from comm_hooks.compressors.base import (
-    Compressor,
-    require_choice,
-    require_kind,
-    require_positive,
-    require_within,
-)
+from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.private.accounting.events import GaussianEvent
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
+from comm_hooks.requirements import require_choice, require_kind, require_positive, require_within
 
 Unit = Literal["sample", "client"]
 Place = Literal["central", "shares", "local", "aggregate", "rank_0"]

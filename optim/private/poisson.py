@@ -16,7 +16,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from comm_hooks.compressors.base import (
+from comm_hooks.optim.private.secret import Secret, Unrepeatable
+from comm_hooks.optim.private.settled import Settled
+from comm_hooks.optim.private.tickets import Tickets
+from comm_hooks.requirements import (
     require_callable,
     require_choice,
     require_integer,
@@ -24,9 +27,6 @@ from comm_hooks.compressors.base import (
     require_positive,
     require_within,
 )
-from comm_hooks.optim.private.secret import Secret, Unrepeatable
-from comm_hooks.optim.private.settled import Settled
-from comm_hooks.optim.private.tickets import Tickets
 
 Collate = Callable[[list[Any]], Any]
 

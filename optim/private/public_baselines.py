@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_positive, require_within
 from comm_hooks.optim.private.ada_dps import AdaS, Preconditioned, require_gradients
 from comm_hooks.optim.private.descent import Descent, PublicTensors
+from comm_hooks.requirements import require_positive, require_within
 
 
 class DPRPub(AdaS):

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from comm_hooks.compressors.base import require_callable, require_kind
 from comm_hooks.optim.private.batches import LossFunction
 from comm_hooks.optim.private.per_sample import unwrapped
+from comm_hooks.requirements import require_callable, require_kind
 
 
 class PublicGradients:

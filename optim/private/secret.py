@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from comm_hooks.compressors.base import require_kind
 from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.requirements import require_kind
 
 
 class Unrepeatable:

@@ -5,11 +5,11 @@ from typing import Any
 from torch.optim import SGD, AdamW
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_kind, require_within
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
+from comm_hooks.requirements import require_kind, require_within
 
 
 class DiLoCo(LocalRounds):

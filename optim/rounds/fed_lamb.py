@@ -5,11 +5,11 @@ from collections.abc import Callable
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_callable
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import ClientSampling
 from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad, LocalLAMB, check_clients
+from comm_hooks.requirements import require_callable
 
 
 class FedAMS(LocalRounds):

@@ -11,7 +11,6 @@ from torch.optim import SGD, Optimizer
 
 from comm_hooks.agreement import hyperparameters_of
 from comm_hooks.collectives.requests import AllGatherObject
-from comm_hooks.compressors.base import require_choice
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.double_averaging import (
     averaging,
@@ -32,6 +31,7 @@ from comm_hooks.optim.rounds.progress import Progress
 from comm_hooks.optim.rounds.server_model import ServerModel
 from comm_hooks.optim.rounds.sharing import SharesStatistics
 from comm_hooks.optim.wrapping import WrappingOptimizer
+from comm_hooks.requirements import require_choice
 from comm_hooks.resuming import check_complete, check_whole, seal_own
 from comm_hooks.sealing import SEAL, require_seal, sealed
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from comm_hooks.collectives.base import Transport
-from comm_hooks.compressors.base import require_fraction, require_integer, require_positive
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.rounds.collecting import Collection, PlainCollection
 from comm_hooks.randomness import derive_key, random_bits
+from comm_hooks.requirements import require_fraction, require_integer, require_positive
 
 
 class ClientSampling(ABC):

@@ -5,12 +5,12 @@ from typing import Any
 from torch.optim import SGD
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_flag, require_kind
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.adam import Adam, AMSGrad
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import ClientSampling
+from comm_hooks.requirements import require_flag, require_kind
 
 
 class SAFL(LocalRounds):

@@ -6,9 +6,9 @@ from typing import Any, overload
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_choice, require_flag
 from comm_hooks.optim.exact_state import ExactStateOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.requirements import require_choice, require_flag
 
 
 def check_clients(

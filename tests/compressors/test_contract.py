@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comm_hooks import Compressor, Identity
+from comm_hooks.randomness import Draw
 from tests.compressors.catalog import ALL
 
 every_compressor = pytest.mark.parametrize("compressor", ALL, ids=repr)
@@ -66,7 +67,7 @@ def test_zeros_stay_zeros(compressor: Compressor, numel: int, key: int) -> None:
 def test_rows_are_compressed_as_if_alone(compressor: Compressor) -> None:
     rows = gaussian(3 * 1000).view(3, 1000)
     row_keys = [5, 2**63 + 11, 6]
-    payloads = compressor._compress(rows, row_keys, 1, 3)
+    payloads = compressor.encode(rows, Draw(row_keys, 1, 3))
     alone = [
         compressor.compress(r, key=k, rank=1, world_size=3)
         for r, k in zip(rows, row_keys, strict=True)
@@ -88,9 +89,9 @@ def test_decoding_scales_and_adds(compressor: Compressor, alpha: float) -> None:
     kept = payload.clone()
     octets = payload.view(torch.uint8)[None]
     out = torch.full((1, 1000), 7.0)
-    compressor._decode(out, octets, [3], 0, 1, alpha, add=True)
+    compressor.decode(out, octets, Draw([3]), alpha=alpha, add=True)
     torch.testing.assert_close(out[0], 7 + alpha * decoded)
-    compressor._decode(out, octets, [3], 0, 1, alpha, add=False)
+    compressor.decode(out, octets, Draw([3]), alpha=alpha)
     torch.testing.assert_close(out[0], alpha * decoded)
     assert torch.equal(payload, kept), "a payload is still to be sent, or shared by all ranks"
 

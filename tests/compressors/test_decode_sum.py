@@ -5,6 +5,7 @@ import torch
 
 from comm_hooks import Compressor, Sign
 from comm_hooks.compressors import sparse
+from comm_hooks.randomness import Draw
 from tests.compressors.catalog import ALL
 
 
@@ -22,7 +23,7 @@ def test_sum_over_ranks(
     vectors[0, 0, 7:] = 0
     payloads = torch.stack(
         [
-            compressor._compress(rows, keys, rank, ranks).view(torch.uint8).view(2, -1)
+            compressor.encode(rows, Draw(keys, rank, ranks)).view(torch.uint8)
             for rank, rows in enumerate(vectors)
         ]
     )
@@ -31,7 +32,8 @@ def test_sum_over_ranks(
     payloads = message[:, 16:-8].unflatten(1, (2, -1))
     expected = torch.empty(2, numel)
     for rank, octets in enumerate(payloads):
-        compressor._decode(expected, octets, keys, rank, ranks, 1 / ranks, add=rank > 0)
+        draw = Draw(keys, rank, ranks)
+        compressor.decode(expected, octets, draw, alpha=1 / ranks, add=rank > 0)
     out = torch.full((2, numel), torch.nan)
-    compressor._decode_sum(out, payloads, keys, ranks, 1 / ranks)
+    compressor.decode_sum(out, payloads, Draw(keys, 0, ranks), alpha=1 / ranks)
     assert torch.equal(out, expected)

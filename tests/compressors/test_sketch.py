@@ -10,6 +10,7 @@ import torch
 
 from comm_hooks import SRHT, CountSketch, GaussianSketch
 from comm_hooks.compressors.base import Compressor
+from comm_hooks.randomness import Draw
 
 D, B, DRAWS = 1024, 128, 2000
 SKETCHES = [
@@ -42,10 +43,10 @@ def decoded() -> Decoded:
 
     @functools.cache
     def decoded(sketch: Compressor, name: str) -> torch.Tensor:
-        keys = range(DRAWS)
-        payloads = sketch._compress(VECTORS[name].repeat(DRAWS, 1), keys, 0, 1)
+        draw = Draw(range(DRAWS))
+        payloads = sketch.encode(VECTORS[name].repeat(DRAWS, 1), draw)
         out = torch.empty(DRAWS, D)
-        sketch._decode(out, payloads.view(torch.uint8), keys, 0, 1, 1.0, add=False)
+        sketch.decode(out, payloads.view(torch.uint8), draw)
         return out
 
     return decoded
@@ -130,12 +131,12 @@ def test_rows_at_once_are_what_they_are_one_by_one(
 ) -> None:
     sketch = CountSketch(ratio=width / numel)
     vectors = torch.randn(3, numel, generator=torch.Generator().manual_seed(3))
-    keys = [4, 5, 6]
+    draw = Draw([4, 5, 6])
 
     def there_and_back() -> tuple[torch.Tensor, torch.Tensor]:
-        payloads = sketch._compress(vectors, keys, 0, 1)
+        payloads = sketch.encode(vectors, draw)
         out = vectors.clone()
-        sketch._decode(out, payloads.view(torch.uint8), keys, 0, 1, 0.5, add=True)
+        sketch.decode(out, payloads.view(torch.uint8), draw, alpha=0.5, add=True)
         return payloads, out
 
     monkeypatch.setattr("comm_hooks.kernels.count_sketch._BATCH", batch)

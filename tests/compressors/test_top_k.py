@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comm_hooks import Cocktail, Compressor, DCTTopK, TopK
+from comm_hooks.randomness import Draw
 from comm_hooks.wire.index_codes import INDEX_CODES, IndexCode
 from comm_hooks.wire.values import VALUE_BITS
 
@@ -79,11 +80,11 @@ def test_what_is_taken_out_is_what_arrives(
 ) -> None:
     top_k = TopK(density=1 / 64, block_size=1000, value_bits=value_bits, index_code=index_code)
     rows = torch.randn(2, numel, generator=torch.Generator().manual_seed(0))
-    rest, keys = rows.clone(), (3, 4)
-    payloads = top_k._extract(rest, keys, 0, 1)
-    assert torch.equal(payloads, top_k._compress(rows, keys, 0, 1))
+    rest, draw = rows.clone(), Draw((3, 4))
+    payloads = top_k.extract(rest, draw)
+    assert torch.equal(payloads, top_k.encode(rows, draw))
     arrived = torch.zeros_like(rows)
-    top_k._decode(arrived, payloads, keys, 0, 1, 1.0, add=False)
+    top_k.decode(arrived, payloads, draw)
     torch.testing.assert_close(rest + arrived, rows)
 
 
@@ -94,9 +95,9 @@ def test_of_what_does_not_fit_nothing_is_lost() -> None:
     vector[:, :63] = 1.0
     vector[:, -1] = -1.0
     rest = vector.reshape(1, -1).clone()
-    payload = top_k._extract(rest, (0,), 0, 1)
+    payload = top_k.extract(rest, Draw((0,)))
     arrived = torch.zeros_like(rest)
-    top_k._decode(arrived, payload, (0,), 0, 1, 1.0, add=False)
+    top_k.decode(arrived, payload, Draw((0,)))
     waiting = int((arrived == 0).sum() - (vector == 0).sum())
     assert 100 < waiting < 1000
     torch.testing.assert_close(rest + arrived, vector.reshape(1, -1))

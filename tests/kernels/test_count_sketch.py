@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from comm_hooks.kernels import count_sketch
 from comm_hooks.kernels.count_sketch import draw, reference_sketch, reference_unsketch, sketch
-from comm_hooks.randomness import SIGN_WINDOW
+from comm_hooks.kernels.random_signs import SIGN_WINDOW
 from tests.kernels.vectors import matrices
 
 ways = pytest.mark.parametrize(

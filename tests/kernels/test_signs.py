@@ -16,6 +16,7 @@ from comm_hooks.kernels.signs import (
     reference_decode_signs,
     reference_encode_signs,
 )
+from comm_hooks.randomness import Draw
 from tests.kernels.vectors import matrices
 
 vectors = matrices(
@@ -173,10 +174,10 @@ def test_the_scale_of_a_shorter_last_block_is_its_own_mean() -> None:
 
 @pytest.mark.parametrize("numel", [7, 64, 5000])
 def test_extracting_leaves_what_is_not_sent(numel: int) -> None:
-    sign = Sign(block_size=64)
+    sign, draw = Sign(block_size=64), Draw([1, 2, 3])
     rows = torch.randn(3, numel, generator=torch.Generator().manual_seed(1))
     left = rows.clone()
-    payloads = sign._extract(left, [1, 2, 3], 0, 1)
-    assert torch.equal(payloads, sign._compress(rows, [1, 2, 3], 0, 1))
-    sign._decode(rows, payloads, [1, 2, 3], 0, 1, -1.0, add=True)
+    payloads = sign.extract(left, draw)
+    assert torch.equal(payloads, sign.encode(rows, draw))
+    sign.decode(rows, payloads, draw, alpha=-1.0, add=True)
     assert torch.equal(left, rows)

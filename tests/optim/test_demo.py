@@ -16,6 +16,7 @@ from comm_hooks.compressors.dct import DCTTopK
 from comm_hooks.memory import MomentumCorrection
 from comm_hooks.optim import demo
 from comm_hooks.optim.demo import DeMo
+from comm_hooks.randomness import Draw
 from tests.optim.replicas import (
     LR_DECAY,
     MIN_NUMEL,
@@ -162,9 +163,9 @@ def test_the_mean_of_senders_is_one() -> None:
     """Also in size, which signs do not see."""
     compressor = demo._MeanOfSenders(CHUNK, 1 / CHUNK**2, 32)
     vectors = [torch.ones(1, CHUNK**2), 3 * torch.ones(1, CHUNK**2), torch.zeros(1, CHUNK**2)]
-    payloads = torch.stack([compressor._compress(v, (0,), 0, 3) for v in vectors])
+    payloads = torch.stack([compressor.encode(v, Draw((0,), 0, 3)) for v in vectors])
     out = torch.full((1, CHUNK**2), 7.0)
-    compressor._decode_sum(out, payloads, (0,), 3, 1 / 3)
+    compressor.decode_sum(out, payloads, Draw((0,), 0, 3), alpha=1 / 3)
     torch.testing.assert_close(out, 2 * torch.ones(1, CHUNK**2))
 
 

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from comm_hooks.kernels.random_signs import SIGN_WINDOW
 from comm_hooks.kernels.triton.launching import COMPILE_OPTIONS, on_device_of
 from comm_hooks.kernels.triton.random_signs import multiply_signs, negative_bits, on_gpu
-from comm_hooks.randomness import SIGN_WINDOW
 
 _TILE = 4096
 _SUMS = 256

@@ -1,4 +1,4 @@
-"""Random signs: the table of :func:`~comm_hooks.randomness.sign_table`, made in registers.
+"""Random signs: the table of a CPU, made in registers.
 
 Here the table is packed into bits, 260 kB, which caches hold, where the float32 table would double
 the traffic.  A sign is made by moving its bit to the place of the sign of the element, so a GPU
@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from comm_hooks.kernels.random_signs import SIGN_WINDOW, sign_table
 from comm_hooks.kernels.triton.launching import COMPILE_OPTIONS, on_device_of
-from comm_hooks.randomness import SIGN_WINDOW, sign_table
 
 _TILE = 2048
 
@@ -65,7 +65,7 @@ def _multiply(
 def multiply_signs_(rows: torch.Tensor, offsets: npt.NDArray[np.int64]) -> torch.Tensor:
     """Multiply each row of ``rows`` (n, numel), in place, by signs of the table.
 
-    As :func:`comm_hooks.randomness.multiply_signs_`, bit for bit.
+    As :func:`comm_hooks.kernels.random_signs.multiply_signs_`, bit for bit.
 
     Args:
         rows: float32, contiguous.

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks import gpu_kernels
-from comm_hooks import kernels, randomness
+from comm_hooks import kernels
 from comm_hooks.kernels.count_sketch import draw, reference_sketch, reference_unsketch
 from comm_hooks.kernels.gaussian import reference_add_gaussian_
 from comm_hooks.kernels.hadamard import reference_hadamard
@@ -170,8 +170,10 @@ def check_unsketch(
 
 def check_multiply_signs(device: str, matrix: Array, keys: list[int]) -> None:
     rows = torch.from_numpy(matrix).to(device)
-    expected = randomness.multiply_signs_(torch.from_numpy(matrix).clone(), keys)
-    offsets = randomness.sign_offsets(keys, -(-rows.shape[1] // randomness.SIGN_WINDOW))
+    expected = kernels.random_signs.multiply_signs_(torch.from_numpy(matrix).clone(), keys)
+    offsets = kernels.random_signs.sign_offsets(
+        keys, -(-rows.shape[1] // kernels.random_signs.SIGN_WINDOW)
+    )
     exactly(random_signs.multiply_signs_(rows, offsets).cpu(), expected)
 
 
@@ -250,10 +252,10 @@ def check_dispatch(device: str) -> None:
             ),
         ),
         (
-            randomness,
+            kernels.random_signs,
             random_signs,
             "multiply_signs_",
-            lambda: randomness.multiply_signs_(rows.clone(), [1]),
+            lambda: kernels.random_signs.multiply_signs_(rows.clone(), [1]),
         ),
         (
             kernels.gaussian,

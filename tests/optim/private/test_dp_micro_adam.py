@@ -16,7 +16,7 @@ from comm_hooks.compressors import Quantize
 from comm_hooks.optim.private import dp_micro_adam
 from comm_hooks.optim.private.dp_micro_adam import DPMicroAdam
 from comm_hooks.optim.sparse_window import SparseWindow
-from comm_hooks.randomness import fork
+from comm_hooks.randomness import Draw, fork
 from tests.optim.private.saving import resumes_exactly
 from tests.optim.replicas import LR_DECAY, SHAPES, draw, fresh, largest_of_blocks, start
 from tests.optim.test_compressed_adam import RanksOf
@@ -125,10 +125,10 @@ class Exact(Quantize):
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
         return 4 * numel
 
-    def _compress(self, rows: torch.Tensor, keys: Any, rank: int, world: int) -> torch.Tensor:
+    def encode(self, rows: torch.Tensor, draw: Draw) -> torch.Tensor:
         return rows.contiguous().view(torch.uint8)
 
-    def _decode(self, out: torch.Tensor, payloads: torch.Tensor, *_: Any, add: bool) -> None:
+    def decode(self, out: torch.Tensor, payloads: torch.Tensor, *_: Any, **__: Any) -> None:
         out.add_(payloads.view(torch.float32))
 
 

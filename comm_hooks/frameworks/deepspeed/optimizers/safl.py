@@ -2,8 +2,8 @@
 
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.compressors.base import require_positive
 from comm_hooks.optim import AMSGrad
+from comm_hooks.requirements import require_positive
 
 
 class SAFL(AMSGrad):

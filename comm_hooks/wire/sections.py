@@ -1,0 +1,23 @@
+"""Sections of a payload: each begins at a whole word, so that float32 can be viewed in place."""
+
+import torch
+
+
+def word_aligned(nbytes: int) -> int:
+    """Round up to a multiple of 4."""
+    return -(-nbytes // 4) * 4
+
+
+def join(*sections: torch.Tensor) -> torch.Tensor:
+    """Return payloads (n, nbytes), uint8, of these sections (n, ...), each padded by zeros.
+
+    Example::
+
+        >>> join(torch.ones(1, 1, dtype=torch.uint8), torch.ones(1, 1))
+        tensor([[  1,   0,   0,   0,   0,   0, 128,  63]], dtype=torch.uint8)
+    """
+    parts = []
+    for section in sections:
+        octets = section.view(torch.uint8)
+        parts += [octets, octets.new_zeros(len(octets), -octets.shape[1] % 4)]
+    return torch.cat(parts, dim=1)
