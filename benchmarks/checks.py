@@ -32,8 +32,9 @@ import torch.distributed as dist
 import typer
 from torch.multiprocessing.spawn import spawn
 
-from comm_hooks import Exchange, agreement, exchange
+from comm_hooks import Exchange, agreement
 from comm_hooks.ddp import AccumulationWatch
+from comm_hooks.exchange import exchange
 from comm_hooks.launchers.compare.methods import parse_method
 from comm_hooks.launchers.compare.model import VOCABULARY, GPTConfig
 from comm_hooks.launchers.compare.runs import Settings

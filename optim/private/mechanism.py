@@ -194,7 +194,7 @@ class GaussianMechanism(Settled, Unrepeatable):
     def require_unchanged(self) -> None:
         """Raise ``PrivacyError`` if the exchange is not what it was when it was judged."""
         now = _parts_of(self.exchange)
-        changed = [name for name, value in self._parts.items() if now[name] != value]
+        changed = [name for name, value in self._parts.items() if now.get(name) != value]
         if changed:
             raise PrivacyError(
                 f"the exchange was changed after it was judged: {', '.join(changed)}. Nothing was "
@@ -280,16 +280,10 @@ class GaussianMechanism(Settled, Unrepeatable):
 def _parts_of(exchange: Exchange) -> dict[str, Any]:
     """Return what a verdict rests on.  Memories and transports equal themselves alone."""
     return {
-        "compressor": exchange.compressor,
+        **exchange.settings.as_dict(),
         "memory": exchange.memory,
         "the memory's settings": repr(exchange.memory),
         "transport": exchange.transport,
-        "collective": exchange.settings.collective,
-        "seed": exchange.settings.seed,
-        "exempt_bits": exchange.settings.exempt_bits,
-        "min_numel": exchange.settings.min_numel,
-        "min_ndim": exchange.settings.min_ndim,
-        "granularity": exchange.settings.granularity,
     }
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from comm_hooks import ErrorFeedback, Exchange, RandomK, TopK
+from comm_hooks import ErrorFeedback, Exchange, ExchangeSettings, RandomK, TopK
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.optim.private import (
@@ -90,10 +90,13 @@ def test_settings_are_settled(
     train(optimizer, loader)
 
 
+CHANGED = {"settings": "compressor", "_transport": "transport"}
+
+
 @pytest.mark.parametrize(
     ("part", "value"),
     [
-        ("compressor", RandomK(density=0.5)),
+        ("settings", ExchangeSettings(RandomK(density=0.5))),
         ("memory", ErrorFeedback()),
         ("memory", None),
         ("collective", "all_gather"),
@@ -106,9 +109,14 @@ def test_an_exchange_that_was_changed_releases_nothing(part: str, value: Any) ->
     exchange = exchange_of(ErrorFeedback())
     model, optimizer, loader = private(engine, exchange=exchange)
     train(optimizer, loader)
-    setattr(exchange, part, value)
+    if hasattr(exchange, part):
+        setattr(exchange, part, value)
+    else:
+        exchange.settings = replace(exchange.settings, **{part: value})
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(PrivacyError, match=f"was changed after it was judged: {part.strip('_')}"):
+    with pytest.raises(
+        PrivacyError, match=f"was changed after it was judged: {CHANGED.get(part, part)}"
+    ):
         train(optimizer, loader)
     with pytest.raises(PrivacyError, match="was changed after it was judged"):
         optimizer.mechanism.release({"weight": torch.zeros(3)})
