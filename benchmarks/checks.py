@@ -33,8 +33,8 @@ import typer
 from torch.multiprocessing.spawn import spawn
 
 from comm_hooks import Exchange, agreement
-from comm_hooks.ddp import AccumulationWatch
 from comm_hooks.exchange import exchange
+from comm_hooks.frameworks.ddp.model import AccumulationWatch
 from comm_hooks.launchers.compare.methods import parse_method
 from comm_hooks.launchers.compare.model import VOCABULARY, GPTConfig
 from comm_hooks.launchers.compare.runs import Settings

@@ -35,7 +35,7 @@ from comm_hooks import (
     TopK,
 )
 from comm_hooks.launchers.machine import processor
-from comm_hooks.layout import Rows
+from comm_hooks.memory.rows import Rows
 from comm_hooks.randomness import Draw
 
 D, B, DRAWS = 1024, 128, 2000

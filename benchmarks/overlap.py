@@ -120,7 +120,7 @@ def worker(steps: int, bucket_mb: float) -> None:
         if dist.get_rank() == 0:
             per_way = zip(*times, strict=True)
             medians = [f"{1e3 * statistics.median(of_one):.0f}" for of_one in per_way]
-            buckets = len(state.exchange._layouts)
+            buckets = len(state.exchange.buckets)
             print(" | ".join([method, str(buckets), *medians]), flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -13,8 +13,8 @@ import typer
 from torch.utils.benchmark import Timer
 
 from comm_hooks import TopK
+from comm_hooks.exchange.payload import PayloadFormat
 from comm_hooks.wire.index_codes import INDEX_CODES
-from comm_hooks.wire.payload import PayloadFormat
 from comm_hooks.wire.stamp import Stamp
 from comm_hooks.wire.values import VALUE_BITS
 

@@ -16,7 +16,7 @@ from comm_hooks.compressors import (
 )
 from comm_hooks.errors import ConfigMismatchError, PayloadError, PeerError
 from comm_hooks.exchange import Exchange, ExchangeSettings
-from comm_hooks.hook import CompressionState, compression_hook, register, skip_hook
+from comm_hooks.frameworks.ddp.hook import CompressionState, compression_hook, register, skip_hook
 from comm_hooks.memory import Differences, ErrorFeedback, Memory, MomentumCorrection
 
 __version__ = "0.1.0"

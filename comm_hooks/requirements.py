@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Sequence
 
+import torch
+
 
 def is_number(value: object) -> bool:
     """Return whether ``value`` is a float, or an int that a float can hold, and no boolean."""
@@ -94,4 +96,23 @@ def require_flag(owner: object, name: str, value: bool) -> None:
     if not isinstance(value, bool):
         raise ValueError(
             f"{_name_of(owner)}: {name} must be true or false, got {in_one_line(value)}"
+        )
+
+
+def require_dense_floats(tensor: torch.Tensor) -> None:
+    """Raise ``ValueError`` for tensors that no compressor takes."""
+    require_whole(tensor)
+    if not tensor.is_floating_point() or tensor.is_sparse:
+        raise ValueError(
+            f"gradients must be dense and of a floating-point dtype to be compressed, got "
+            f"{tensor.dtype} ({tensor.layout})"
+        )
+
+
+def require_whole(tensor: torch.Tensor) -> None:
+    """Raise ``ValueError`` for a DTensor, as FSDP2 and tensor parallelism have them."""
+    if hasattr(tensor, "device_mesh"):
+        raise ValueError(
+            "a DTensor (FSDP2, tensor parallelism) is in parts on several ranks and cannot be "
+            "exchanged: give its to_local(), between ranks that hold the same part"
         )

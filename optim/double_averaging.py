@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
-from comm_hooks.ddp import hooks_of
+from comm_hooks.frameworks.ddp.model import hooks_of
 
 # Ours, and PyTorch's own.
 _HOOKS_THAT_SEND_NOTHING = ("skip_hook", "noop_hook")

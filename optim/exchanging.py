@@ -7,9 +7,9 @@ from typing import Any, ClassVar, overload
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.agreement import hyperparameters_of
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
+from comm_hooks.exchange.agreement import hyperparameters_of
 from comm_hooks.optim.double_averaging import check_double_averaging
 from comm_hooks.optim.exact_state import ExactStateOptimizer
 from comm_hooks.requirements import require_kind
@@ -25,7 +25,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
     ranks belongs into the exchange's memory, which every rank saves for itself.
 
     Ranks that start from different models or hyperparameters, or come to have others later on, get
-    an error that names them (``comm_hooks.agreement.Owner``).
+    an error that names them (``comm_hooks.exchange.agreement.Owner``).
 
     DDP must not average: register :func:`~comm_hooks.skip_hook`, which the first step makes sure
     of.  FSDP always does, and is refused.  If any rank's message is not finite, all ranks skip the

@@ -17,6 +17,7 @@ from comm_hooks import (
     Differences,
     ErrorFeedback,
     Exchange,
+    ExchangeSettings,
     MomentumCorrection,
     RandomK,
     TopK,
@@ -175,8 +176,8 @@ def test_any_argument_is_taken_or_refused(kind: type, name: str) -> None:
         except ValueError as error:
             message = str(error)
             assert "\n" not in message
-            # A state is an exchange and more, to which it passes arguments on.
+            # A state is an exchange and more, and settings are those of one.
             who = "Exchange" if message.startswith("Exchange") else kind.__name__
-            assert who == kind.__name__ or kind is CompressionState, message
+            assert who == kind.__name__ or kind in (CompressionState, ExchangeSettings), message
             assert message.startswith(f"{who}: "), message
             assert name in message, message

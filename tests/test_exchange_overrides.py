@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from comm_hooks import CountSketch, Differences, ErrorFeedback, Exchange, Identity, Sign, TopK
-from comm_hooks.hook import CompressionState
+from comm_hooks.frameworks.ddp.hook import CompressionState
 from comm_hooks.wire.gathered_header import HEADER_NBYTES
 from tests.test_exchange import SHAPES, World, mean
 

@@ -25,7 +25,7 @@ from comm_hooks import (
     skip_hook,
 )
 from comm_hooks.config import build_compressor, build_memory
-from comm_hooks.resuming import seal_own
+from comm_hooks.exchange.resuming import seal_own
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -155,7 +155,7 @@ def train_and_account(mode: str, compressor: Any, collective: str) -> dict[str, 
             copies = [torch.empty_like(gradient) for _ in range(world)]
             dist.all_gather(copies, gradient)
             identical &= all(torch.equal(c, gradient) for c in copies)
-        compositions |= set(state._layouts)
+        compositions |= {bucket.layout.segments for bucket in state.exchange.buckets}
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
@@ -183,7 +183,7 @@ def train_and_account(mode: str, compressor: Any, collective: str) -> dict[str, 
         "rebuilt": ddp._has_rebuilt_buckets,
         "compressed": sorted(workers),
         "stats": state.stats(),
-        "buckets": len(exchange._layouts),
+        "buckets": len(exchange.buckets),
         "compositions": len(compositions),
     }
 

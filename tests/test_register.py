@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from comm_hooks import CompressionState, TopK, compression_hook, register, skip_hook
-from comm_hooks.ddp import DataParallelModel
+from comm_hooks.frameworks.ddp.model import DataParallelModel
 from tests.ranks import Ranks
 from tests.test_hook import SMALL_BUCKETS_MB, Net, backward
 

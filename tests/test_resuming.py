@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from comm_hooks import Differences, ErrorFeedback, Exchange, MomentumCorrection, Sign, TopK
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Compressor
+from comm_hooks.exchange.resuming import seal_own
 from comm_hooks.memory import Memory
 from comm_hooks.optim import LocalVarianceAdam
-from comm_hooks.resuming import seal_own
 
 SHAPES = {"a": (40, 33), "b": (7, 5), "norm": (9,), "c": (40, 33)}
 

@@ -10,8 +10,8 @@ from comm_hooks import CountSketch, ErrorFeedback, Exchange, Quantize, RandomK, 
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
+from comm_hooks.exchange.safeguard import Place, Safeguard
 from comm_hooks.memory.base import Memory
-from comm_hooks.safeguard import Place, Safeguard
 
 RANKS = 3
 

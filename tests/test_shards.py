@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comm_hooks.layout import Granularity, Layout, Segment
-from comm_hooks.shards import Shards
+from comm_hooks.exchange.layout import Granularity, Layout, Segment
+from comm_hooks.exchange.shards import Shards
 
 segments = st.lists(
     st.tuples(st.integers(0, 9), st.booleans()).filter(lambda s: s[0] or s[1]),

@@ -1,36 +1,28 @@
-"""One round on flat vectors, no framework in sight."""
+"""The exchange: one round after the other, and what it remembers, counts and saves."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from comm_hooks.agreement import Owner, compare_settings, compare_tensors
-from comm_hooks.checks import check_nodes, require_dense_floats
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Round
-from comm_hooks.collectives.routes import Route, cheapest_route, row_norms
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.errors import PeerError
-from comm_hooks.exchange.settings import Collective, ExchangeSettings
-from comm_hooks.layout import Layout, Segment
-from comm_hooks.memory.base import Memory
-from comm_hooks.memory.feedback import Feedback
-from comm_hooks.nodes import Nodes
-from comm_hooks.randomness import Keys, derive_key, derive_keys
-from comm_hooks.requirements import (
-    require_kind,
-)
-from comm_hooks.resuming import (
+from comm_hooks.exchange.agreement import Owner, compare_settings, compare_tensors
+from comm_hooks.exchange.bucket import Bucket, Buckets
+from comm_hooks.exchange.layout import Layout, Segment
+from comm_hooks.exchange.message import Terms
+from comm_hooks.exchange.resuming import (
     check_complete,
     check_memory,
     check_own,
@@ -39,7 +31,12 @@ from comm_hooks.resuming import (
     merge_memories,
     seal_own,
 )
-from comm_hooks.safeguard import COLLECTIVE_OF, Place, Safeguard
+from comm_hooks.exchange.routes import Hierarchical, RaggedShards, Route, cheapest_route
+from comm_hooks.exchange.safeguard import COLLECTIVE_OF, Place, Safeguard
+from comm_hooks.exchange.settings import Collective, ExchangeSettings
+from comm_hooks.memory.base import Memory
+from comm_hooks.randomness import derive_key
+from comm_hooks.requirements import require_dense_floats, require_kind
 from comm_hooks.wire.checksum import fingerprint
 from comm_hooks.wire.stamp import WIRE_VERSION, Stamp, digest
 
@@ -134,15 +131,10 @@ class Exchange:
         self._transport = transport
         self._process_group = process_group
         self._agreed = False
-        self._compared: set[Layout] = set()
         self._loaded_at: int | None = None
-        self._layouts: dict[tuple[tuple[Segment, ...], torch.device], Layout] = {}
-        self._routes: dict[tuple[Layout, Identity, Compressor, Place | None], Route] = {}
-        self._digests: dict[Layout, int] = {}
+        self.buckets = Buckets(settings.granularity)
         self._numels: dict[str, int] = {}  # of all parameters that the memory may know
-        self._bytes = 0
-        self._bytes_uncompressed = 0
-        self._nodes: Nodes | None = None
+        self._bytes = self._bytes_between_nodes = self._bytes_uncompressed = 0
 
     def __repr__(self) -> str:
         own = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)[1:]}
@@ -158,11 +150,9 @@ class Exchange:
         duplicate.memory, duplicate._server_memory = copy.deepcopy(memories, memo)
         duplicate._agreed_on = dict(self._agreed_on)
         duplicate.owner = None
-        duplicate._compared = set()
         duplicate._numels = dict(self._numels)
         # Workspaces are made when they are needed.
-        duplicate._layouts, duplicate._routes, duplicate._digests = {}, {}, {}
-        duplicate._nodes = None
+        duplicate.buckets = Buckets(self.settings.granularity)
         return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
@@ -196,32 +186,6 @@ class Exchange:
             return None
         return self.settings.ranks_per_node or self.transport.ranks_per_node
 
-    @property
-    def nodes(self) -> Nodes | None:
-        """With ``collective="hierarchical"``, the nodes and the exchange between them, else None.
-
-        The memories of that exchange are those of this one, about the shards of this rank's place.
-
-        Raises:
-            ValueError: if ranks cannot be divided into nodes.
-        """
-        if self.settings.collective == "hierarchical" and self._nodes is None:
-            count = check_nodes(self.ranks_per_node, self.transport.world_size)
-            self._nodes = Nodes(self.transport, count, self._exchange_at)
-        return self._nodes
-
-    def _exchange_at(self, place: int, transport: Transport) -> Exchange:
-        exchange = Exchange(
-            self.compressor,
-            self.memory.fresh() if self.memory else None,
-            seed=derive_key(self.settings.seed, 0, f"place {place} of a node"),
-            exempt_bits=self.settings.exempt_bits,
-            granularity=self.settings.granularity,
-            transport=transport,
-        )
-        exchange.memory, exchange._server_memory = self.memory, self._server_memory
-        return exchange
-
     def agree_on(self, settings: Mapping[str, Any]) -> None:
         """Let ranks make sure that they have more in common than this exchange's own settings.
 
@@ -247,10 +211,11 @@ class Exchange:
         if self._agreed:
             return
         yield from compare_settings(self.config(), self.owner)
-        if self.nodes:
-            if self.nodes.count == 1:
+        ranks = self.transport.world_size
+        if self.settings.collective == "hierarchical":
+            if self._require_ranks_per_node() == ranks:
                 warnings.warn("all ranks are on one node: nothing is compressed", stacklevel=2)
-        elif self.transport.world_size == 1 and self.compressor != Identity():
+        elif ranks == 1 and self.compressor != Identity():
             warnings.warn(
                 "world size is 1: gradients are compressed and decompressed, but no communication "
                 "is saved",
@@ -279,7 +244,7 @@ class Exchange:
         process group use :meth:`average_`, which takes the same arguments.
         """
         yield from self.bucket_round(
-            self.layout_of(tensors, beside),
+            self.bucket_of(tensors, beside),
             [*tensors.values(), *(beside or {}).values()],
             compress=compress,
             memory=memory,
@@ -325,12 +290,16 @@ class Exchange:
             )
         )
 
-    def layout_of(
+    def bucket(self, segments: Sequence[Segment], device: torch.device) -> Bucket:
+        """Return the bucket of these segments, made at the first call."""
+        return self._find(tuple(segments), device, lambda: segments)
+
+    def bucket_of(
         self,
         tensors: Mapping[str, torch.Tensor],
         beside: Mapping[str, torch.Tensor] | None = None,
-    ) -> Layout:
-        """Return the workspace for these tensors by name; see :meth:`average_`.
+    ) -> Bucket:
+        """Return the bucket of these tensors by name; see :meth:`average_`.
 
         Raises:
             ValueError: if there are none, or one is not dense and floating-point.
@@ -339,17 +308,40 @@ class Exchange:
             raise ValueError("there is nothing to average: no tensors were given")
         for tensor in tensors.values():
             require_dense_floats(tensor)
-        exact = (Segment(n, tuple(t.shape), True, True) for n, t in (beside or {}).items())
-        return self.layout(
-            [
-                *(
-                    Segment(n, tuple(t.shape), self.settings.exempts(t.shape))
-                    for n, t in tensors.items()
-                ),
-                *exact,
-            ],
-            next(iter(tensors.values())).device,
-        )
+        exempts = self.settings.exempts
+        segments = [Segment(n, tuple(t.shape), exempts(t.shape)) for n, t in tensors.items()]
+        segments += [Segment(n, tuple(t.shape), True, True) for n, t in (beside or {}).items()]
+        return self.bucket(segments, next(iter(tensors.values())).device)
+
+    def bucket_of_parameters(
+        self,
+        parameters: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        name_of: Callable[[torch.Tensor], str],
+    ) -> Bucket:
+        """Return the bucket of these parameters' gradients.
+
+        Args:
+            parameters: which decide whether they are exempt; they must outlive the exchange.
+            tensors: the gradients, shaped as at the first call.
+            name_of: returns a parameter's name.
+        """
+
+        def segments() -> list[Segment]:
+            exempts = self.settings.exempts
+            pairs = zip(parameters, tensors, strict=True)
+            return [Segment(name_of(p), tuple(t.shape), exempts(p.shape)) for p, t in pairs]
+
+        return self._find(tuple(map(id, parameters)), tensors[0].device, segments)
+
+    def _find(
+        self, key: Any, device: torch.device, segments: Callable[[], Sequence[Segment]]
+    ) -> Bucket:
+        bucket = self.buckets.find(key, device, segments)
+        if not bucket.compared:
+            whole = (s for s in bucket.layout.segments if not s.exempt)
+            self._numels.update((s.name, s.numel) for s in whole)
+        return bucket
 
     def workspace(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return contiguous float32 tensors of these names and shapes to make a message in.
@@ -358,7 +350,7 @@ class Exchange:
         soon as another round averages tensors of any of these names.
 
         Raises:
-            ValueError: as :meth:`layout_of`.
+            ValueError: as :meth:`bucket_of`.
 
         Example::
 
@@ -369,7 +361,7 @@ class Exchange:
             >>> _ = torch.mul(weight, 2, out=message["weight"])
             >>> exchange.average_(message)
         """
-        return dict(zip(tensors, self.layout_of(tensors).views, strict=True))
+        return dict(zip(tensors, self.bucket_of(tensors).layout.views, strict=True))
 
     def norm_bound(self, layout: Layout) -> float:
         """Return the largest possible norm of a payload over that of what is in it.
@@ -388,26 +380,9 @@ class Exchange:
         # Parts are apart in the vector and in the payload, so their bounds do not add up.
         return max(bounds)
 
-    def layout(self, segments: Sequence[Segment], device: torch.device) -> Layout:
-        """Return the workspace for a bucket of these segments, made at the first call."""
-        key = (tuple(segments), device)
-        if key not in self._layouts:
-            names = {segment.name for segment in segments}
-            if len(names) < len(segments):
-                raise ValueError("parameter names must be distinct within a bucket")
-            # A bucket that shares a parameter with this one is gone: DDP has rebuilt its buckets.
-            for old in [k for k, v in self._layouts.items() if not names.isdisjoint(v.names)]:
-                layout = self._layouts.pop(old)
-                self._routes = {k: r for k, r in self._routes.items() if k[0] is not layout}
-                self._digests.pop(layout, None)
-                self._compared.discard(layout)
-            self._layouts[key] = Layout(*key, self.settings.granularity)
-            self._numels.update({s.name: s.numel for s in segments if not s.exempt})
-        return self._layouts[key]
-
     def bucket_round(
         self,
-        layout: Layout,
+        bucket: Bucket,
         tensors: Sequence[torch.Tensor],
         *,
         compress: bool | Compressor = True,
@@ -419,8 +394,8 @@ class Exchange:
         """Return a round on one bucket of a step that may have several.
 
         Args:
-            layout: from :meth:`layout`.
-            tensors: dense, of one floating-point dtype, shaped like the layout's segments;
+            bucket: from :meth:`bucket` and its relatives.
+            tensors: dense, of one floating-point dtype, shaped like the bucket's segments;
                 overwritten with the mean.
             compress, memory, safeguard: see :meth:`average_`.
             scale: the factor by which the tensors are scaled at present.
@@ -431,28 +406,76 @@ class Exchange:
             self.settings.check(compress)
         round_number = self.transport.begin_round()
         yield from self.agree()
-        is_new = layout not in self._compared
+        is_new = not bucket.compared
         if is_new:
-            yield from compare_tensors(layout.segments)
-            self._compared.add(layout)
-        stamp = self.stamp(layout)
+            yield from compare_tensors(bucket.layout.segments)
+            bucket.compared = True
+        stamp = self.stamp(bucket)
         verify = self.verifies(is_new=is_new)
         if verify:
             tensors_alike = self.owner.replica() if replica is None and self.owner else replica
             if tensors_alike:
                 stamp = replace(stamp, model=fingerprint(tensors_alike))
-        round_ = self.unchecked_round(
-            layout,
-            tensors,
+        remembers = compress and not (safeguard and safeguard.place == "owner")
+        terms = Terms(
             stamp,
-            compress=compress,
-            memory=memory,
+            memory=(memory or self.memory) if remembers else None,
             scale=scale,
-            safeguard=safeguard,
             verify=verify,
             limit=largest_in(tensors[0].dtype),
+            safeguard=safeguard,
         )
-        yield from self.reported(round_, round_number)
+        round_ = self._round(bucket, tensors, compress, terms)
+        yield from self._reported(round_, round_number)
+
+    def _round(
+        self,
+        bucket: Bucket,
+        tensors: Sequence[torch.Tensor],
+        compress: bool | Compressor,
+        terms: Terms,
+    ) -> Round[None]:
+        route = self._route(bucket, compress, terms.safeguard)
+        bucket.layout.load(tensors)
+        self._count(route, tensors)
+        yield from route.travel(terms)
+        bucket.layout.store(tensors)
+
+    def reduce_scatter_round(
+        self,
+        shards: Sequence[Bucket],
+        tensors: Sequence[Sequence[torch.Tensor]],
+        output: Sequence[torch.Tensor],
+        *,
+        scale: float = 1.0,
+        factor: float = 1.0,
+    ) -> Round[None]:
+        """Return a round in which each rank gets the mean of one shard only.
+
+        Args:
+            shards: a bucket for each rank's shard, in rank order.
+            tensors: of each bucket; see :meth:`bucket_round`.
+            output: shaped like the tensors of this rank's shard: ``factor`` times their mean.
+            scale: see :meth:`bucket_round`.
+        """
+        round_number = self.transport.begin_round()
+        own, limit = self.transport.rank, largest_in(output[0].dtype) if output else None
+        verify = self.verifies()
+        terms = [
+            Terms(self.stamp(b), self.memory, scale, verify=verify, limit=limit) for b in shards
+        ]
+
+        def round_() -> Round[None]:
+            layouts = [bucket.layout for bucket in shards]
+            for layout, of_shard in zip(layouts, tensors, strict=True):
+                layout.load(of_shard)
+            compressors = [self._compressors(layout, self.compressor) for layout in layouts]
+            route = RaggedShards(layouts, compressors, self.transport, self.settings.seed)
+            self._bytes += route.traffic
+            yield from route.travel(terms, factor=factor)
+            layouts[own].store(output)
+
+        yield from self._reported(round_(), round_number)
 
     def verifies(self, *, is_new: bool = False) -> bool:
         """Return whether this step is one that makes sure of what ranks have in common.
@@ -462,16 +485,11 @@ class Exchange:
         """
         # What has just been loaded is looked at, too.
         is_due = is_new or self.step == self._loaded_at
-        return self.settings.verify_every > 0 and (
-            is_due or self.step % self.settings.verify_every == 0
-        )
+        every = self.settings.verify_every
+        return every > 0 and (is_due or self.step % every == 0)
 
-    def reported(self, round_: Round[None], round_number: int) -> Round[None]:
-        """Return a round of this step of whose failure here the other ranks are told.
-
-        Args:
-            round_number: see :meth:`~comm_hooks.collectives.base.Transport.begin_round`.
-        """
+    def _reported(self, round_: Round[None], round_number: int) -> Round[None]:
+        """Return a round of this step of whose failure here the other ranks are told."""
         step = self.step
         try:
             yield from round_
@@ -481,99 +499,26 @@ class Exchange:
             self.transport.report(error, round_number)
             raise
 
-    def unchecked_round(
-        self,
-        layout: Layout,
-        tensors: Sequence[torch.Tensor],
-        stamp: Stamp,
-        *,
-        compress: bool | Compressor = True,
-        memory: Memory | None = None,
-        scale: float = 1.0,
-        safeguard: Safeguard | None = None,
-        verify: bool = False,
-        limit: float | None = None,
-    ) -> Round[None]:
-        """Return a :meth:`bucket_round` whose ranks have compared settings and tensors already.
-
-        Args:
-            stamp: what all payloads must have in common; see :meth:`stamp`.
-            verify: make sure that what is remembered is finite.
-            limit: the largest element that whoever gets the mean can hold; what is above it is
-                remembered.
-            layout, tensors, compress, memory, scale, safeguard: see :meth:`bucket_round`.
-        """
-        if self.nodes and compress:
-            if safeguard:
-                raise ValueError(
-                    "a safeguard cannot be used with collective='hierarchical', where nodes "
-                    "average vectors before it sees them"
-                )
-            layout.load(tensors)
-            self._count(self.nodes.traffic(layout), tensors)
-            yield from self.nodes.round(
-                layout,
-                stamp,
-                compress=compress,
-                memory=memory,
-                scale=scale,
-                verify=verify,
-                limit=limit,
-            )
-            layout.store(tensors)
-            return
-        place = safeguard.place if safeguard else None
-        route = self._route(layout, compress, place)
-        layout.load(tensors)
-        memory = (memory or self.memory) if compress and place != "owner" else None
-        norms = [row_norms(rows.matrix) for rows in layout.groups]
-        plain_norms = [row_norms(row.matrix) for row in (layout.exact, layout.exempt) if row]
-        # 0 if all elements are finite, else NaN.  A norm that overflows float32 counts as infinite.
-        health = torch.cat([norm - norm for norm in (*norms, *plain_norms)]).sum()
-        feedback = self.feedback(memory, layout, norms, scale, verify=verify) if memory else None
-        self._count(route.traffic, tensors)
-        yield from route.travel(self.keys(layout), stamp, health, scale, feedback, safeguard)
-        if feedback and limit is not None:
-            feedback.give_back(limit)
-        layout.store(tensors)
-
-    def feedback(
-        self,
-        memory: Memory,
-        layout: Layout,
-        norms: Sequence[torch.Tensor],
-        scale: float,
-        *,
-        verify: bool,
-    ) -> Feedback:
-        """Return this rank's memory's share in a round; see ``comm_hooks.memory.feedback``."""
-        # Of now: by the time the memory draws, the owner may have gone on to the next step.
-        own_key = derive_key(self.settings.seed, self.step, f"memory of rank {self.transport.rank}")
-        return Feedback(memory, layout, norms, scale, own_key, verify=verify)
-
-    def keys(self, layout: Layout) -> list[Keys]:
-        """Return the random keys of each part of a layout in the present step."""
-        return [derive_keys(self.settings.seed, self.step, part.names) for part in layout.parts()]
-
-    def stamp(self, layout: Layout) -> Stamp:
+    def stamp(self, bucket: Bucket) -> Stamp:
         """Return what the payloads of a bucket in the present step have in common."""
-        if layout not in self._digests:
+        if bucket.digest is None:
             settings = {key: value for key, value in self.config().items() if key != "step"}
-            self._digests[layout] = digest(settings, layout.segments)
+            bucket.digest = digest(settings, bucket.layout.segments)
         since = self.step - (self._loaded_at or 0)
         owner = self.owner
         return Stamp(
-            self._digests[layout],
+            bucket.digest,
             self.step,
             # Exchanges since the start or the last load, and which of the two it was.
             loads=2 * since + (self._loaded_at is not None),
             hyperparameters=digest(owner.hyperparameters()) if owner else 0,
         )
 
-    def _count(self, nbytes: int, tensors: Sequence[torch.Tensor]) -> None:
+    def _count(self, route: Route, tensors: Sequence[torch.Tensor]) -> None:
         ranks = self.transport.world_size
         uncompressed = sum(tensor.nbytes for tensor in tensors)
-        self.count_traffic(nbytes, 2 * (ranks - 1) * uncompressed // ranks)
+        self.count_traffic(route.traffic, 2 * (ranks - 1) * uncompressed // ranks)
+        self._bytes_between_nodes += route.traffic_between_nodes
 
     def count_traffic(self, nbytes: int, uncompressed: int) -> None:
         """Add traffic that went past the compressor (sparse gradients)."""
@@ -590,15 +535,15 @@ class Exchange:
         ``bytes_sent_between_nodes``, which is a part of ``bytes_sent``.
         """
         memories = [m for m in (self.memory, self._server_memory) if m]
-        between = {"bytes_sent_between_nodes": self.nodes.exchange._bytes} if self.nodes else {}
-        nbytes = self._bytes + sum(between.values())
+        knows_nodes = self.settings.collective == "hierarchical"
+        between = {"bytes_sent_between_nodes": self._bytes_between_nodes} if knows_nodes else {}
         return {
             "steps": self.step,
-            "bytes_sent": nbytes,
-            "bytes_received": nbytes,
+            "bytes_sent": self._bytes,
+            "bytes_received": self._bytes,
             **between,
             "bytes_uncompressed": self._bytes_uncompressed,
-            "compression_ratio": self._bytes_uncompressed / nbytes if nbytes else 1.0,
+            "compression_ratio": self._bytes_uncompressed / self._bytes if self._bytes else 1.0,
             "residual_norm": sum(m.norm() ** 2 for m in memories) ** 0.5,
         }
 
@@ -674,10 +619,10 @@ class Exchange:
         if self.memory and self._server_memory:
             numels = {name: n for state in states for name, n in state["numels"].items()}
             merged = merge_memories(states, self.memory, self._server_memory)
-            if self.nodes:
-                merged = cut_memory(
-                    merged, self.memory, numels, self.nodes.place, self.nodes.ranks_per_node
-                )
+            if self.settings.collective == "hierarchical":
+                count = self._require_ranks_per_node()
+                place = self.transport.rank % count
+                merged = cut_memory(merged, self.memory, numels, place, count)
             self.memory.load_state_dict(merged)
             self._server_memory.load_state_dict({})
             self._numels = numels
@@ -697,38 +642,89 @@ class Exchange:
         possible = self.settings.carriers()
         return self.settings.collective == state["collective"] and "sharded" in possible
 
-    def _route(self, layout: Layout, compress: bool | Compressor, place: Place | None) -> Route:
-        compressor: Compressor = Identity()
-        if compress:
-            compressor = self.compressor if compress is True else compress
-        exempt = self.settings.exempt if compress else Identity()
-        key = (layout, exempt, compressor, place)
-        if key not in self._routes:
-            collectives = ["all_reduce"]
-            if compress or place:
-                collectives = self.settings.carriers(compressor)
-                wanted = (
-                    (self.settings.collective, COLLECTIVE_OF[place])
-                    if place
-                    else (self.settings.collective,)
-                )
-                collectives = [c for c in collectives if all(w in ("auto", c) for w in wanted)]
-            if not collectives:
-                assert place
+    def _route(
+        self, bucket: Bucket, compress: bool | Compressor, safeguard: Safeguard | None
+    ) -> Route:
+        place = safeguard.place if safeguard else None
+        key = compress, place
+        if key not in bucket.routes:
+            bucket.routes[key] = self._new_route(bucket.layout, compress, place)
+        return bucket.routes[key]
+
+    def _new_route(self, layout: Layout, compress: bool | Compressor, place: Place | None) -> Route:
+        settings = self.settings
+        compressor = self.compressor if compress is True else compress or Identity()
+        if settings.collective == "hierarchical" and compress:
+            if place:
                 raise ValueError(
-                    f"a safeguard at the {place} needs collective={COLLECTIVE_OF[place]!r}, which "
-                    f"{compressor} with collective={self.settings.collective!r} cannot have"
+                    "a safeguard cannot be used with collective='hierarchical', where nodes "
+                    "average vectors before it sees them"
                 )
-            self._routes[key] = cheapest_route(
-                layout,
-                compressor,
-                exempt,
-                collectives,
-                self.transport,
-                self._server_memory,
-                exact_uplink=place == "owner",
+            return self._route_over_nodes(layout, compressor)
+        collectives = ["all_reduce"]
+        if compress or place:
+            collectives = settings.carriers(compressor)
+            wanted = {settings.collective, COLLECTIVE_OF[place] if place else "auto"} - {"auto"}
+            collectives = [c for c in collectives if wanted <= {c}]
+        if not collectives:
+            assert place
+            raise ValueError(
+                f"a safeguard at the {place} needs collective={COLLECTIVE_OF[place]!r}, which "
+                f"{compressor} with collective={settings.collective!r} cannot have"
             )
-        return self._routes[key]
+        exempt = settings.exempt if compress else Identity()
+        return cheapest_route(
+            layout,
+            layout.compressors(compressor, exempt),
+            collectives,
+            self.transport,
+            settings.seed,
+            self._server_memory,
+            exact_uplink=place == "owner",
+        )
+
+    def _route_over_nodes(self, layout: Layout, compressor: Compressor) -> Route:
+        """Return the route of a bucket that is compressed between nodes only."""
+        ranks_per_node = self._require_ranks_per_node()
+        if ranks_per_node == self.transport.world_size:
+            # Exact, and passes on what is still remembered of a run on more nodes.
+            compressor = Identity()
+
+        def between(shards: Layout, across: Transport) -> Route:
+            place = self.transport.rank % ranks_per_node
+            return cheapest_route(
+                shards,
+                self._compressors(shards, compressor),
+                self.settings.carriers(compressor),
+                across,
+                derive_key(self.settings.seed, 0, f"place {place} of a node"),
+                self._server_memory,
+            )
+
+        return Hierarchical(layout, self.transport, ranks_per_node, between)
+
+    def _compressors(self, layout: Layout, compressor: Compressor) -> list[Compressor]:
+        return layout.compressors(compressor, self.settings.exempt)
+
+    def _require_ranks_per_node(self) -> int:
+        """Return how many ranks share a node.
+
+        Raises:
+            ValueError: if that is not known, or ranks cannot be divided like that.
+        """
+        count, ranks = self.ranks_per_node, self.transport.world_size
+        if count is None:
+            raise ValueError(
+                "collective 'hierarchical': how many ranks share a node is not known. "
+                "LOCAL_WORLD_SIZE is not set (torchrun does that), or the process group does not "
+                "have equally many consecutive ranks on each node: pass ranks_per_node"
+            )
+        if ranks % count:
+            raise ValueError(
+                f"collective 'hierarchical': {ranks} ranks cannot be divided into nodes of "
+                f"{count}: ranks_per_node must divide the number of ranks"
+            )
+        return count
 
 
 def _take(memory: Memory, exchange: Exchange) -> None:

@@ -17,7 +17,7 @@ from comm_hooks.config import (
     option_names,
     unknown,
 )
-from comm_hooks.layout import Granularity
+from comm_hooks.exchange.layout import Granularity
 from comm_hooks.memory.base import Memory
 from comm_hooks.memory.error_feedback import fitting_memory
 from comm_hooks.requirements import (

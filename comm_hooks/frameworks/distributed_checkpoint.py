@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
+from comm_hooks.exchange.sealing import require_seal, sealed
 from comm_hooks.frameworks.rank_files import RankState
-from comm_hooks.sealing import require_seal, sealed
 
 
 class RankStates:

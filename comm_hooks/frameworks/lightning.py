@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from comm_hooks.compressors.base import Compressor
+from comm_hooks.frameworks.ddp.hook import CompressionState, register
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
 from comm_hooks.frameworks.watch import StatsLogger
-from comm_hooks.hook import CompressionState, register
 
 try:
     from lightning.pytorch import Callback

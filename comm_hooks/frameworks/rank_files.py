@@ -10,7 +10,7 @@ import torch
 
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
-from comm_hooks.sealing import require_seal, sealed
+from comm_hooks.exchange.sealing import require_seal, sealed
 
 Write = Callable[[dict[str, Any], str], object]
 Read = Callable[[str], dict[str, Any]]

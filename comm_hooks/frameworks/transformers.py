@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from comm_hooks.compressors.base import Compressor
+from comm_hooks.frameworks.ddp.hook import CompressionState
+from comm_hooks.frameworks.ddp.hook import register as register_hook
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
 from comm_hooks.frameworks.watch import StatsLogger
-from comm_hooks.hook import CompressionState
-from comm_hooks.hook import register as register_hook
 
 try:
     from transformers import TrainerCallback

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.layout import Rows
+from comm_hooks.memory.rows import Rows
 
 
 class Memory(ABC):

@@ -8,9 +8,9 @@ import torch
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.layout import Rows
 from comm_hooks.memory.base import Remainder, add_rows, mean_rows
 from comm_hooks.memory.named_rows import NamedRows, check_rows, replace_
+from comm_hooks.memory.rows import Rows
 from comm_hooks.randomness import Draw, Keys, derive_keys
 from comm_hooks.requirements import require_choice, require_flag, require_within
 

@@ -6,10 +6,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from comm_hooks.layout import Rows
 from comm_hooks.memory.base import Memory, add_rows, mean_rows
 from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.memory.named_rows import NamedRows, check_rows, replace_
+from comm_hooks.memory.rows import Rows
 from comm_hooks.requirements import require_within
 
 _VELOCITY, _RESIDUAL = "velocity.", "residual."

@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
-from comm_hooks.layout import Rows
+from comm_hooks.memory.rows import Rows
 
 
 class NamedRows:

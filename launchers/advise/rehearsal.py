@@ -27,6 +27,7 @@ from comm_hooks.collectives.requests import (
     Request,
 )
 from comm_hooks.config import COMPRESSORS
+from comm_hooks.exchange.layout import Segment
 from comm_hooks.launchers.advise.cost_model import (
     Collective,
     Exchanged,
@@ -41,7 +42,6 @@ from comm_hooks.launchers.compare.crossings import CROSSINGS, build_exchange
 from comm_hooks.launchers.compare.methods import Method
 from comm_hooks.launchers.compare.optimizers import OPTIMIZERS
 from comm_hooks.launchers.compare.runs import Settings
-from comm_hooks.layout import Segment
 from comm_hooks.wire.summed_header import MARKS_START
 
 _LARGEST = 1 << 24
@@ -242,9 +242,9 @@ class Rehearsals:
                     exempt = exchange.settings.exempts(parameter.shape)
                     segments.append(Segment(name, (parameter.numel(),), exempt))
                     tensors.append(gradient.flatten().clone())
-                layout = exchange.layout(segments, self._stage.device)
+                bucket = exchange.bucket(segments, self._stage.device)
                 transport.start_noting()
-                transport.run(exchange.bucket_round(layout, tensors))
+                transport.run(exchange.bucket_round(bucket, tensors))
                 if take:  # the first makes workspaces
                     of_bucket.append(replace(transport.noted(), ready=ready))
             exchange.end_step()

@@ -11,6 +11,7 @@ import torch
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
+from comm_hooks.exchange.safeguard import Safeguard
 from comm_hooks.memory.base import Memory
 from comm_hooks.optim.private.clipping import clip_factors, sample_norms
 from comm_hooks.optim.private.model_checks import unchanged_buffers
@@ -20,7 +21,6 @@ from comm_hooks.optim.private.secret import Secret, Stream, Unrepeatable
 from comm_hooks.optim.rounds.collecting import Aggregate, Collection, Contribution
 from comm_hooks.optim.rounds.participation import ClientSampling, deal
 from comm_hooks.requirements import require_callable, require_positive, require_within
-from comm_hooks.safeguard import Safeguard
 
 
 @dataclass
@@ -197,7 +197,7 @@ class _PrivateCollection(Collection):
         guard = self._guard(self._participation.max_norm, noise_std, self._stream)
         exchange.transport.run(
             exchange.bucket_round(
-                exchange.layout_of(message), tensors, memory=memory, safeguard=guard
+                exchange.bucket_of(message), tensors, memory=memory, safeguard=guard
             )
         )
         ranks = exchange.transport.world_size

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
-from comm_hooks.agreement import hyperparameters_of
+from comm_hooks.exchange.agreement import hyperparameters_of
 from comm_hooks.optim.private.clipped_sum import ClippedGradients, PublicTransform
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.mechanism import GaussianMechanism

@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from comm_hooks.agreement import check_agreement
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.simulated import Simulated
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange import Exchange
+from comm_hooks.exchange.agreement import check_agreement
 from comm_hooks.optim.private.accounting import (
     Accountant,
     GaussianEvent,

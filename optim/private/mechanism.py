@@ -10,6 +10,7 @@ import torch
 
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.exchange import Exchange
+from comm_hooks.exchange.safeguard import Safeguard
 from comm_hooks.optim.private.discrete import Grid, add_discrete_noise_
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.noise import add_noise_
@@ -17,7 +18,6 @@ from comm_hooks.optim.private.placement import PLACES, Place, Scheme, judge
 from comm_hooks.optim.private.secret import Secret, Stream, Unrepeatable
 from comm_hooks.optim.private.settled import Settled, resettle
 from comm_hooks.requirements import is_number, require_choice, require_kind, require_within
-from comm_hooks.safeguard import Safeguard
 
 NoiseKind = Literal["gaussian", "discrete"]
 AddNoise = Callable[[Sequence[torch.Tensor]], None]
@@ -219,10 +219,10 @@ class GaussianMechanism(Settled, Unrepeatable):
         exchange = self.exchange
         ranks = exchange.transport.world_size
         tensors = list(sums.values())
-        layout = exchange.layout_of(sums)
+        bucket = exchange.bucket_of(sums)
         verdict = self.verdict
         if self.place == "aggregate":
-            verdict = judge(self.scheme(exchange.norm_bound(layout)))
+            verdict = judge(self.scheme(exchange.norm_bound(bucket.layout)))
         # Now, not at the end: a step that fails half way and is tried again has released something.
         self._step += 1
         sensitivity = verdict.std * self.max_grad_norm
@@ -247,7 +247,7 @@ class GaussianMechanism(Settled, Unrepeatable):
             )
         else:
             self._add_noise_(tensors, sensitivity, elements, self._stream("noise"))
-        yield from exchange.bucket_round(layout, tensors, safeguard=safeguard)
+        yield from exchange.bucket_round(bucket, tensors, safeguard=safeguard)
         exchange.end_step()
         torch._foreach_mul_(tensors, ranks / self.expected_batch_size)
         unit = (std / verdict.std / self.expected_batch_size) ** 2

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from comm_hooks.ddp import hooks_of
-from comm_hooks.hook import skip_hook
+from comm_hooks.frameworks.ddp.hook import skip_hook
+from comm_hooks.frameworks.ddp.model import hooks_of
 from comm_hooks.optim.private.errors import PrivacyError
 
 

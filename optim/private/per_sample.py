@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from comm_hooks.ddp import is_replicated
+from comm_hooks.frameworks.ddp.model import is_replicated
 from comm_hooks.optim.private.batches import BatchClipper, LossFunction
 from comm_hooks.requirements import require_flag, require_kind
 

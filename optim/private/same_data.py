@@ -13,10 +13,10 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
-from comm_hooks.agreement import differences
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.errors import ConfigMismatchError
+from comm_hooks.exchange.agreement import differences
 
 # Public, and enough to tell data sets apart that were shuffled or split differently: where they
 # differ in a part p of their places, that goes unnoticed with probability (1 - p)^64.

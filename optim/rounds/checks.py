@@ -2,11 +2,10 @@
 
 from torch.optim import Optimizer
 
-from comm_hooks.checks import require_whole
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.rounds.participation import ClientSampling
 from comm_hooks.optim.rounds.sharing import SharesStatistics
-from comm_hooks.requirements import require_kind, require_positive
+from comm_hooks.requirements import require_kind, require_positive, require_whole
 
 
 def check_rounds(

@@ -9,9 +9,11 @@ from typing import Any, overload
 import torch
 from torch.optim import SGD, Optimizer
 
-from comm_hooks.agreement import hyperparameters_of
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
+from comm_hooks.exchange.agreement import hyperparameters_of
+from comm_hooks.exchange.resuming import check_complete, check_whole, seal_own
+from comm_hooks.exchange.sealing import SEAL, require_seal, sealed
 from comm_hooks.optim.double_averaging import (
     averaging,
     check_double_averaging,
@@ -32,8 +34,6 @@ from comm_hooks.optim.rounds.server_model import ServerModel
 from comm_hooks.optim.rounds.sharing import SharesStatistics
 from comm_hooks.optim.wrapping import WrappingOptimizer
 from comm_hooks.requirements import require_choice
-from comm_hooks.resuming import check_complete, check_whole, seal_own
-from comm_hooks.sealing import SEAL, require_seal, sealed
 
 # Squares of what is above 2^64 overflow in float32: this leaves room for sums of 2^13 clients.
 _LARGEST = 2.0**50

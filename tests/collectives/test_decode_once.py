@@ -9,8 +9,8 @@ import torch
 from comm_hooks import ErrorFeedback, Exchange
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Compressor, CountSketch, Identity, PermK, Quantize, Sign, TopK
+from comm_hooks.exchange.payload import PayloadFormat
 from comm_hooks.exchange.settings import Collective
-from comm_hooks.wire.payload import PayloadFormat
 from comm_hooks.wire.stamp import Stamp
 
 CASES: list[tuple[Compressor, Collective]] = [

@@ -29,9 +29,9 @@ from comm_hooks import (
 )
 from comm_hooks.collectives import Simulated, TorchDistributed
 from comm_hooks.compressors import Compressor
-from comm_hooks.layout import Segment
+from comm_hooks.exchange.layout import Segment
+from comm_hooks.exchange.resuming import seal_own
 from comm_hooks.memory import Memory
-from comm_hooks.resuming import seal_own
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -283,7 +283,7 @@ def test_a_state_of_other_nodes_is_refused() -> None:
 def test_auto_never_means_it() -> None:
     assert World(2, 2).exchanges[0].nodes.exchange.settings.collective == "auto"
     exchange = Exchange(Sign(), transport=Simulated(4)[0])
-    layout = exchange.layout([Segment("w", (64, 64), False)], torch.device("cpu"))
+    layout = exchange.bucket([Segment("w", (64, 64), False)], torch.device("cpu"))
     assert "hierarchical" not in type(exchange._route(layout, True, None)).__name__.lower()
 
 
@@ -347,7 +347,7 @@ def train(compressor: Compressor) -> tuple[list[torch.Tensor], list[Tensors], di
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad  # type: ignore[operator]
-    assert len(state.exchange._layouts) >= 2, "this test needs several buckets"
+    assert len(state.exchange.buckets) >= 2, "this test needs several buckets"
     return averaged, local, state.stats()  # type: ignore[return-value]
 
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK, register
 from comm_hooks.collectives import Simulated, TorchDistributed, worker
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Round
-from comm_hooks.layout import Segment
+from comm_hooks.exchange.layout import Segment
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -50,7 +50,7 @@ def gradients(rank: int, step: int) -> list[torch.Tensor]:
 def rounds(exchange: Exchange, buckets: list[torch.Tensor]) -> Iterator[Round[None]]:
     for index, bucket in enumerate(buckets):
         segment = Segment(f"w{index}", tuple(bucket.shape), False)
-        yield exchange.bucket_round(exchange.layout([segment], CPU), [bucket])
+        yield exchange.bucket_round(exchange.bucket([segment], CPU), [bucket])
 
 
 def note(order: list[int], index: int, future: torch.futures.Future[None]) -> None:
@@ -192,7 +192,7 @@ def test_an_error_reaches_the_caller_and_what_comes_after_it_if_ranks_are_out_of
 def backward_fails() -> str:
     model = DistributedDataParallel(nn.Linear(64, 64), bucket_cap_mb=0.01)
     state = register(model, "sign", collective="sharded", min_numel=16)
-    with mock.patch("comm_hooks.layout.Layout.store", side_effect=ValueError("no room")):
+    with mock.patch("comm_hooks.exchange.layout.Layout.store", side_effect=ValueError("no room")):
         try:
             model(torch.ones(1, 64)).sum().backward()
         except ValueError as error:  # itself: not what C++ makes of it

@@ -8,7 +8,7 @@ from torch import nn
 
 from comm_hooks import ErrorFeedback, Exchange, Identity, Quantize, RandomK, Sign, TopK
 from comm_hooks.collectives import Transport
-from comm_hooks.layout import Segment
+from comm_hooks.exchange.layout import Segment
 from comm_hooks.optim import LocalRounds, LocalVarianceAdam, OneBitAdam
 
 STEPS = 6
@@ -86,7 +86,7 @@ def in_flight(transport: Transport) -> torch.Tensor:
     buckets = [[torch.randn(64, 32, generator=generator)] for _ in range(5)]
     futures: list[torch.futures.Future[None]] = []
     for index, bucket in enumerate(buckets):
-        layout = exchange.layout([Segment(f"w{index}", (64, 32), False)], torch.device("cpu"))
+        layout = exchange.bucket([Segment(f"w{index}", (64, 32), False)], torch.device("cpu"))
         futures.append(transport.run_async(exchange.bucket_round(layout, bucket)))
     for future in futures:
         future.wait()

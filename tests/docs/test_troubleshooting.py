@@ -23,7 +23,8 @@ def written() -> list[tuple[str, str]]:
     files: list[Path] = []
     for folder in ("comm_hooks", "optim"):
         for file in sorted((ROOT / folder).rglob("*.py")):
-            if not _ELSEWHERE & set(file.relative_to(ROOT).parts) and not _is_linked(file):
+            parts = set(file.relative_to(ROOT).parts)
+            if ("ddp" in parts or not _ELSEWHERE & parts) and not _is_linked(file):
                 files.append(file)
     found = [*messages(files), ("config.py", unknown(GAP, GAP, [GAP]))]
     return [(where, re.sub(rf"^({GAP}(: )?)+ ?", "", text)) for where, text in found]

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from comm_hooks import ErrorFeedback
-from comm_hooks.layout import Layout
+from comm_hooks.exchange.layout import Layout
+from comm_hooks.exchange.payload import PayloadFormat
 from comm_hooks.wire.gathered_header import GatheredHeader
 from comm_hooks.wire.header import Header
-from comm_hooks.wire.payload import PayloadFormat
 from comm_hooks.wire.summed_header import SummedHeader
 from tests.faults.training import Settings, Training
 

@@ -80,7 +80,7 @@ def compare(wrap: Wrap, optimize_ddp: bool) -> dict[str, Any]:
         torch._dynamo.reset()
         (model, state), (plain, plain_state) = wrap(deep_net()), not_at_all(deep_net())
         ours, theirs = train(model, range(3)), train(plain, range(3))
-        buckets = len(state.exchange._layouts)
+        buckets = len(state.exchange.buckets)
         saved, plain_saved = state.state_dict(), plain_state.state_dict()
         state.load_state_dict(plain_saved)
         plain_state.load_state_dict(saved)

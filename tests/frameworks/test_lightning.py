@@ -139,7 +139,7 @@ def trainer_and_loop(package: str) -> dict[str, Any]:
         "stats": [
             {**stats, "residual_norm": round(stats["residual_norm"], 4)} for stats in (ours, theirs)
         ],
-        "buckets": len(callback.state.exchange._layouts),
+        "buckets": len(callback.state.exchange.buckets),
     }
 
 

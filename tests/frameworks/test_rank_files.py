@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from comm_hooks import ErrorFeedback, Exchange, TopK
+from comm_hooks.exchange.resuming import seal_own
+from comm_hooks.exchange.sealing import sealed
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
-from comm_hooks.resuming import seal_own
-from comm_hooks.sealing import sealed
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]

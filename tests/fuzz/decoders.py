@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from comm_hooks import Compressor, Identity, PayloadError
+from comm_hooks.exchange.payload import PayloadFormat
 from comm_hooks.randomness import derive_keys
 from comm_hooks.wire.gathered_header import GatheredHeader
 from comm_hooks.wire.header import Header
 from comm_hooks.wire.index_codes import INDEX_CODES, places_code
-from comm_hooks.wire.payload import PayloadFormat
 from comm_hooks.wire.stamp import Stamp
 from comm_hooks.wire.summed_header import SummedHeader
 from comm_hooks.wire.values import VALUE_BITS, ValueCode

@@ -24,10 +24,10 @@ from comm_hooks import (
     TopK,
 )
 from comm_hooks.collectives import Simulated
+from comm_hooks.exchange.sealing import sealed
 from comm_hooks.frameworks.rank_files import load_rank_files
 from comm_hooks.memory import Memory
 from comm_hooks.optim import LocalRounds, Participation
-from comm_hooks.sealing import sealed
 from tests.fuzz.fuzzing import Draw, Finding
 from tests.fuzz.trees import PLAIN, TENSORS, mutated
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from comm_hooks import Differences, ErrorFeedback, MomentumCorrection
-from comm_hooks.layout import Rows
 from comm_hooks.memory import Memory
+from comm_hooks.memory.rows import Rows
 
 NUMEL = 300
 every_memory = pytest.mark.parametrize(

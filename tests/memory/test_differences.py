@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from comm_hooks import Compressor, Differences, Exchange, Identity, Quantize, RandomK, Sign, TopK
 from comm_hooks.collectives import Simulated
-from comm_hooks.layout import Rows
+from comm_hooks.memory.rows import Rows
 
 CONTRACTIVE = [
     Identity(),

@@ -7,7 +7,7 @@ import torch
 
 from comm_hooks import ErrorFeedback, Exchange, Memory, MomentumCorrection, TopK
 from comm_hooks.collectives import Simulated
-from comm_hooks.layout import Rows
+from comm_hooks.memory.rows import Rows
 
 every_width = pytest.mark.parametrize("bits", [32, 16, 4])
 # Of one stored element, relative to the largest of its block.

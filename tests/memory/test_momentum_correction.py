@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from comm_hooks import Exchange, TopK
 from comm_hooks.collectives import Simulated
-from comm_hooks.layout import Rows
 from comm_hooks.memory import MomentumCorrection
+from comm_hooks.memory.rows import Rows
 
 ROUNDS, SHAPE, KEPT = 25, (12, 15), 9
 

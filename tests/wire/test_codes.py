@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comm_hooks import PayloadError, TopK
+from comm_hooks.exchange.payload import PayloadFormat
 from comm_hooks.wire import bits as bits_module
 from comm_hooks.wire.bitmap import Bitmap
 from comm_hooks.wire.bits import (
@@ -21,7 +22,6 @@ from comm_hooks.wire.bits import (
 )
 from comm_hooks.wire.elias_fano import EliasFano
 from comm_hooks.wire.index_codes import INDEX_CODES, IndexCode, places_code
-from comm_hooks.wire.payload import PayloadFormat
 from comm_hooks.wire.places import PlacesCode
 from comm_hooks.wire.rice import Rice
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from comm_hooks.collectives.routes import OneShot, Route, Sharded
 
 from comm_hooks.collectives import Simulated
-from comm_hooks.collectives.routes import OneShot, Route, Sharded
 from comm_hooks.compressors import Compressor, CountSketch, Identity, Sign, TopK
+from comm_hooks.exchange.layout import Layout, Segment
 from comm_hooks.launchers.advise.cost_model import (
     Collective,
     Compute,
@@ -28,7 +29,6 @@ from comm_hooks.launchers.advise.cost_model import (
     ready_shares,
 )
 from comm_hooks.launchers.advise.step import Step
-from comm_hooks.layout import Layout, Segment
 
 Way = Literal["all_reduce", "all_gather", "sharded", "hierarchical"]
 

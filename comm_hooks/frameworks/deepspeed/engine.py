@@ -4,10 +4,10 @@ import logging
 import warnings
 from typing import Any
 
-from comm_hooks.agreement import check_agreement
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.exchange import Exchange, ExchangeSettings
+from comm_hooks.exchange.agreement import check_agreement
 from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.frameworks.deepspeed import checkpoint, optimizers, reductions
 from comm_hooks.frameworks.deepspeed.configuration import BLOCK

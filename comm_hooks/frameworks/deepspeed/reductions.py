@@ -7,13 +7,11 @@ optimizer) stays its own.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
 from comm_hooks.exchange import Exchange
-from comm_hooks.layout import Layout, Segment
-from comm_hooks.sparse_gradients import average_sparse
+from comm_hooks.exchange.sparse import average_sparse
 
 
 def replace(engine: Any, exchange: Exchange) -> None:
@@ -31,14 +29,15 @@ def replace(engine: Any, exchange: Exchange) -> None:
 
 def _replace_whole(engine: Any, exchange: Exchange) -> None:
     """For ZeRO stage 0, BF16_Optimizer and pipelines: once per step, on whole gradients."""
-    layouts = _Layouts(engine, exchange)
 
     @torch.no_grad()
     def reduce(grads: Sequence[Any], elements_per_buffer: int) -> None:
         scale = _loss_scale(engine)
         for parameters, tensors in _buckets(_whole(engine, exchange, grads), elements_per_buffer):
-            layout = layouts.of(parameters, tensors)
-            exchange.transport.run(exchange.bucket_round(layout, tensors, scale=scale))
+            bucket = exchange.bucket_of_parameters(
+                parameters, tensors, engine.param_names.__getitem__
+            )
+            exchange.transport.run(exchange.bucket_round(bucket, tensors, scale=scale))
         exchange.end_step()
 
     engine._reduce_non_expert_gradients = reduce
@@ -61,29 +60,6 @@ def _whole(
         else:
             # DeepSpeed's wrapper of a sparse gradient, which it would put back like this.
             parameter.grad.data = average_sparse(exchange, parameter.grad.data).value()
-
-
-class _Layouts:
-    """The workspaces of an engine's buckets, each found by the bucket's parameters."""
-
-    def __init__(self, engine: Any, exchange: Exchange) -> None:
-        self._engine, self._exchange = engine, exchange
-        # Weak: the exchange drops a layout when one of its parameters comes in another bucket.
-        self._layouts: WeakValueDictionary[tuple[int, ...], Layout] = WeakValueDictionary()
-
-    def of(self, parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Layout:
-        """Return the workspace for gradients of these parameters, shaped as at the first call."""
-        # id() is safe: a parameter of a live engine is never freed.
-        key = tuple(map(id, parameters))
-        layout = self._layouts.get(key)
-        if layout is None:
-            names = [self._engine.param_names[p] for p in parameters]
-            exempt = [self._exchange.settings.exempts(p.shape) for p in parameters]
-            shapes = [tuple(tensor.shape) for tensor in tensors]
-            segments = [Segment(*each) for each in zip(names, shapes, exempt, strict=True)]
-            layout = self._exchange.layout(segments, tensors[0].device)
-            self._layouts[key] = layout
-        return layout
 
 
 def _buckets(
@@ -111,7 +87,6 @@ def _replace_partitioned(engine: Any, exchange: Exchange) -> None:
     """
     optimizer = engine.optimizer
     finish = optimizer.overlapping_partition_gradients_reduce_epilogue
-    layouts = _Layouts(engine, exchange)
     has_exchanged = False
 
     @torch.no_grad()
@@ -124,8 +99,8 @@ def _replace_partitioned(engine: Any, exchange: Exchange) -> None:
         parameters = [optimizer.param_dict[entry[2]] for entry in entries]
         mean = bucket if dtype is None else bucket.to(dtype)
         tensors = mean.split([parameter.numel() for parameter in parameters])
-        layout = layouts.of(parameters, tensors)
-        exchange.transport.run(exchange.bucket_round(layout, tensors, scale=_loss_scale(engine)))
+        found = exchange.bucket_of_parameters(parameters, tensors, engine.param_names.__getitem__)
+        exchange.transport.run(exchange.bucket_round(found, tensors, scale=_loss_scale(engine)))
         has_exchanged = True
         if mean is not bucket:
             bucket.copy_(mean)
@@ -135,7 +110,8 @@ def _replace_partitioned(engine: Any, exchange: Exchange) -> None:
         # Whatever comes next belongs to other gradients of the same parameters.
         nonlocal has_exchanged
         finish(*args, **kwargs)
-        exchange.step += has_exchanged
+        if has_exchanged:
+            exchange.end_step()
         has_exchanged = False
 
     optimizer.reduce_scatter = False

@@ -21,7 +21,7 @@ from comm_hooks import (
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
-from comm_hooks.layout import Granularity
+from comm_hooks.exchange.layout import Granularity
 from comm_hooks.optim.private import mechanism as mechanism_module
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.mechanism import GaussianMechanism, Released

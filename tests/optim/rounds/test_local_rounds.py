@@ -22,8 +22,8 @@ from comm_hooks import (
     TopK,
 )
 from comm_hooks.compressors import Compressor
+from comm_hooks.exchange.sealing import sealed
 from comm_hooks.optim.rounds import LocalRounds
-from comm_hooks.sealing import sealed
 from tests.optim.rounds.problem import (
     SHAPES,
     Arrays,

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from comm_hooks.exchange.sealing import SEAL, require_seal, sealed
 from comm_hooks.memory.base import Memory, Remainder
-from comm_hooks.sealing import SEAL, require_seal, sealed
 
 State = Mapping[str, Any]
 
@@ -190,7 +190,7 @@ def cut_memory(
         state: as :func:`merge_memories` returns it.
         memory: of the kind that the state is of.
         numels: the number of elements of each whole parameter.
-        place, ranks_per_node: see :class:`~comm_hooks.collectives.hierarchical.NodeShards`.
+        place, ranks_per_node: see :class:`~comm_hooks.exchange.routes.hierarchical.NodeShards`.
     """
     widths = {name: -(-numel // ranks_per_node) for name, numel in numels.items()}
     cut = {}

@@ -1,9 +1,4 @@
-"""FSDP2: compressed averaging between nodes, and a compressed reduce-scatter.
-
-* :func:`compress_all_reduce`: hybrid sharding (HSDP).  Each node holds the whole model, sharded
-  over its ranks; inside FSDP reduces in full precision, between nodes gradients are compressed.
-* :func:`compress_reduce_scatter`: the reduction of FSDP itself, inside the group of shards.
-"""
+"""Hybrid sharding: compressed averaging between nodes, each of which shards one replica."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from comm_hooks.agreement import check_agreement
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange, ExchangeSettings
-from comm_hooks.frameworks.fsdp_reduce_scatter import (
-    CompressedReduceScatter,
-    compress_reduce_scatter,
-)
-from comm_hooks.frameworks.fsdp_units import (
+from comm_hooks.exchange.agreement import check_agreement
+from comm_hooks.frameworks.fsdp.units import (
     Replicas,
     Unit,
     build_inner_exchange,
@@ -33,13 +24,6 @@ from comm_hooks.frameworks.fsdp_units import (
     find_units,
     warn_of_unsharded,
 )
-
-__all__ = [
-    "CompressedAllReduce",
-    "CompressedReduceScatter",
-    "compress_all_reduce",
-    "compress_reduce_scatter",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -242,10 +226,10 @@ class CompressedAllReduce:
             unit.pieces(), flat, self._shards.rank, exchange.settings.exempts
         )
         if segments:
-            layout = exchange.layout(segments, flat.device)
+            bucket = exchange.bucket(segments, flat.device)
             scale = float(self._loss_scale()) if self._loss_scale else 1.0
             # Not run_async(): FSDP uses the tensor on this stream as soon as the hook returns.
-            exchange.transport.run(exchange.bucket_round(layout, tensors, scale=scale))
+            exchange.transport.run(exchange.bucket_round(bucket, tensors, scale=scale))
         count_step(exchange)
 
     def _known_names(self) -> set[str]:

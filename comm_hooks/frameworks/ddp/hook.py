@@ -8,24 +8,26 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
-from comm_hooks.backward import Underway
-from comm_hooks.checks import require_dense_floats
 from comm_hooks.collectives.base import after_all, completed
 from comm_hooks.collectives.requests import Round
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.ddp import AccumulationWatch, DataParallelModel, gradients_in, require_bucket
 from comm_hooks.exchange import Collective, Exchange, ExchangeSettings
+from comm_hooks.exchange.resuming import seal_own
 from comm_hooks.exchange.settings import require_gradients
-from comm_hooks.layout import Layout, Segment
+from comm_hooks.exchange.sparse import average_sparse
+from comm_hooks.frameworks.ddp.backward import Underway
+from comm_hooks.frameworks.ddp.model import (
+    AccumulationWatch,
+    DataParallelModel,
+    gradients_in,
+    require_bucket,
+)
 from comm_hooks.memory.base import Memory
-from comm_hooks.requirements import in_one_line, require_callable
-from comm_hooks.resuming import seal_own
-from comm_hooks.sparse_gradients import average_sparse
+from comm_hooks.requirements import in_one_line, require_callable, require_dense_floats
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -98,8 +100,6 @@ class CompressionState:
         self._names = _by_parameter(named_parameters)
         self._known_names = set(self._names.values()) or None
         self.exchange.owner = self
-        # Weak: the exchange drops a layout when DDP has rebuilt its bucket.
-        self._layouts: WeakValueDictionary[tuple[int, ...], Layout] = WeakValueDictionary()
         self._saved_buckets: list[list[str]] = []
         self._accumulation = AccumulationWatch()
         self._underway = Underway()
@@ -110,7 +110,6 @@ class CompressionState:
         duplicate.exchange = copy.deepcopy(self.exchange, memo)
         duplicate._names = {copy.deepcopy(p, memo): name for p, name in self._names.items()}
         duplicate.exchange.owner = duplicate
-        duplicate._layouts = WeakValueDictionary()
         duplicate._underway = Underway()
         duplicate._accumulation = AccumulationWatch()
         return duplicate
@@ -166,7 +165,7 @@ class CompressionState:
         """Return which parameters are compressed together, where that matters."""
         if self.exchange.settings.granularity != "bucket":
             return []
-        return [[s.name for s in layout.segments] for layout in self._layouts.values()]
+        return [[s.name for s in bucket.layout.segments] for bucket in self.exchange.buckets]
 
     def parts(self, parameters: Sequence[torch.nn.Parameter]) -> list[list[int]]:
         """Return how a bucket is to be exchanged: the places of the parameters in each part.
@@ -182,31 +181,17 @@ class CompressionState:
             return [list(places.values())]
         return [[places[name] for name in names] for names in saved]
 
-    def layout(self, parameters: Sequence[torch.nn.Parameter]) -> Layout:
-        """Return the workspace for gradients of these parameters."""
-        # id() is safe: a parameter of a live DDP model is never freed.
-        key = tuple(map(id, parameters))
-        layout = self._layouts.get(key)
-        if layout is None:
-            segments = [
-                Segment(self._name(p), tuple(p.shape), self.exchange.settings.exempts(p.shape))
-                for p in parameters
-            ]
-            layout = self.exchange.layout(segments, parameters[0].device)
-            self._layouts[key] = layout
-        return layout
-
-    def _name(self, parameter: torch.nn.Parameter) -> str:
+    def _name(self, parameter: torch.Tensor) -> str:
         return self._names.setdefault(parameter, f"parameter.{len(self._names)}")
 
 
 def _by_parameter(
     named: Iterable[tuple[str, torch.nn.Parameter]] | None,
-) -> dict[torch.nn.Parameter, str]:
+) -> dict[torch.Tensor, str]:
     """Return the name of each parameter, or raise ``ValueError`` for what are no such pairs."""
     if named is None:
         return {}
-    names = {}
+    names: dict[torch.Tensor, str] = {}
     for pair in named if isinstance(named, Iterable) else (named,):
         match pair:
             case (str(name), torch.Tensor() as parameter):
@@ -275,9 +260,9 @@ def compression_hook(
         def round_(part: list[int]) -> Round[torch.Tensor]:
             own = [parameters[place] for place in part]
             with state._underway.noting():
-                yield from exchange.bucket_round(
-                    state.layout(own), [gradients[p] for p in part], scale=scale, replica=own
-                )
+                tensors = [gradients[place] for place in part]
+                own_bucket = exchange.bucket_of_parameters(own, tensors, state._name)
+                yield from exchange.bucket_round(own_bucket, tensors, scale=scale, replica=own)
             return buffer
 
         parts = state.parts(parameters)

@@ -7,7 +7,7 @@ import torch
 
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.errors import ConfigMismatchError
-from comm_hooks.layout import Segment
+from comm_hooks.exchange.layout import Segment
 from comm_hooks.wire.checksum import fingerprint
 from comm_hooks.wire.stamp import digest
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from comm_hooks.compressors.base import Compressor
+from comm_hooks.exchange.message import Message
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.randomness import Draw, Keys
 from comm_hooks.wire.gathered_header import GatheredHeader
@@ -55,28 +56,25 @@ class PayloadFormat:
 
     def encode(
         self,
-        matrices: Sequence[torch.Tensor],
-        keys: Sequence[Keys],
-        health: torch.Tensor,
-        stamp: Stamp,
+        message: Message,
         *,
-        residuals: Sequence[Residual | None] | None = None,
+        health: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the payload (nbytes,), uint8, of one matrix and its keys per part.
+        """Return the payload (nbytes,), uint8, of a message.
+
+        With a memory the message's matrices keep, in place, what the payload does not say.
 
         Args:
-            health: float32 scalar, 0 if the matrices are finite, else NaN.
-            residuals: for each part, what is to be added to its matrix first, if anything; the
-                matrix then keeps, in place, what the payload does not say.  None: matrices stay as
-                they are.
+            health: what takes the place of the message's own.
+            out: where to put it.
         """
         return self.encode_all(
-            [matrix[None] for matrix in matrices],
-            keys,
-            health,
-            stamp,
-            residuals=residuals,
+            [matrix[None] for matrix in message.matrices],
+            message.keys,
+            message.health if health is None else health,
+            message.stamp,
+            residuals=message.residuals,
             out=None if out is None else out[None],
         )[0]
 
@@ -96,6 +94,9 @@ class PayloadFormat:
         Args:
             stacks: for each part, contiguous matrices (M, rows, numel).
             keys: for each part, those of all rows, (M * rows,).
+            health: float32 scalar, 0 if the matrices are finite, else NaN.
+            residuals: for each part, what is to be added to its matrices first, if anything; these
+                then keep, in place, what the payloads do not say.  None: they stay as they are.
             wholes: if the M matrices are shards, the matrix of each part that was cut into them.
         """
         count = len(stacks[0])
@@ -157,16 +158,13 @@ class PayloadFormat:
         payload: torch.Tensor,
         keys: Sequence[Keys],
         rank: int,
-        *,
-        alpha: float = 1.0,
-        add: bool = False,
     ) -> None:
-        """Write ``alpha`` times the decompressed payload of ``rank`` to, or add it to, matrices."""
+        """Write what the payload of ``rank`` stands for to matrices."""
         for compressor, (start, stop, rows), matrix, part_keys in zip(
             self._compressors, self._slices, matrices, keys, strict=True
         ):
             octets = payload[start:stop].view(rows, -1)
-            compressor.decode(matrix, octets, self._draw(part_keys, rank), alpha=alpha, add=add)
+            compressor.decode(matrix, octets, self._draw(part_keys, rank))
 
     def decode_all(
         self,

@@ -17,7 +17,7 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Example::
 
-        >>> from comm_hooks.sealing import require_seal, sealed
+        >>> from comm_hooks.exchange.sealing import require_seal, sealed
         >>> state = sealed({"step": 3, "memory": {"weight": torch.ones(4)}})
         >>> require_seal(state)
         >>> state["memory"]["weight"][0] = 2

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from comm_hooks.layout import Workspace
+from comm_hooks.exchange.layout import Workspace
 
 
 class Shards:

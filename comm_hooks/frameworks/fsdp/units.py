@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange, ExchangeSettings
+from comm_hooks.exchange.layout import Segment
 from comm_hooks.exchange.settings import require_gradients
-from comm_hooks.layout import Segment
 from comm_hooks.wire.checksum import fingerprint
 
 # torch.compile and activation checkpointing put these into names; a resumed run may do without.

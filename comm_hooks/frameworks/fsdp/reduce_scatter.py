@@ -8,12 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from comm_hooks.collectives.requests import AllToAll, Round
-from comm_hooks.collectives.routes import row_norms, spoil_
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.exchange import Exchange, ExchangeSettings, largest_in
-from comm_hooks.frameworks.fsdp_units import (
+from comm_hooks.exchange import Exchange, ExchangeSettings
+from comm_hooks.frameworks.fsdp.units import (
     Replicas,
     Unit,
     build_inner_exchange,
@@ -22,8 +20,6 @@ from comm_hooks.frameworks.fsdp_units import (
     find_units,
     warn_of_unsharded,
 )
-from comm_hooks.layout import Layout
-from comm_hooks.wire.payload import PayloadFormat
 
 logger = logging.getLogger(__name__)
 
@@ -170,84 +166,28 @@ class CompressedReduceScatter:
         self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, *, mean: bool
     ) -> None:
         """Put the mean over ranks, or the sum, of this rank's part of ``flat`` into ``output``."""
-        exchange = self.exchange
-        transport = exchange.transport
+        exchange, pieces = self.exchange, unit.pieces()
+        transport, exempts = exchange.transport, exchange.settings.exempts
+        ranks = transport.world_size
         if self._replicas:
             self._replicas.compare(exchange)
-        scale = float(self._loss_scale()) if self._loss_scale else 1.0
-        round_ = self._round(unit, output, flat, scale, mean=mean)
-        transport.run(exchange.reported(round_, transport.begin_round()))
-        count_step(exchange)
-
-    def _round(
-        self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, scale: float, *, mean: bool
-    ) -> Round[None]:
-        exchange = self.exchange
-        transport, memory = exchange.transport, exchange.memory
-        ranks, own = transport.world_size, transport.rank
-        pieces = unit.pieces()
-        norm = torch.linalg.vector_norm(flat, dtype=torch.float32)
-        health = norm - norm  # 0 if all elements are finite, else NaN
-        verify = exchange.verifies()
-        layouts, formats, feedbacks = [], [], []
+        shards, tensors = [], []
         for shard, part in enumerate(flat.view(ranks, -1)):
-            segments, tensors = unit.views(pieces, part, shard, exchange.settings.exempts)
-            layout = exchange.layout(segments, flat.device)
-            layout.load(tensors)
-            layouts.append(layout)
-            formats.append(self._format(layout))
-            if memory:
-                norms = [row_norms(rows.matrix) for rows in layout.groups]
-                feedbacks.append(exchange.feedback(memory, layout, norms, scale, verify=verify))
-        # Shards differ in size, but an all-to-all moves equal rows.
-        nbytes = max(format_.nbytes for format_ in formats)
-        payloads = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=flat.device)
-        keys = [exchange.keys(layout) for layout in layouts]
-        for shard, layout in enumerate(layouts):
-            matrices = [part.matrix for part in layout.parts()]
-            payload = payloads[shard, : formats[shard].nbytes]
-            formats[shard].encode(
-                matrices,
-                keys[shard],
-                health,
-                exchange.stamp(layout),
-                residuals=feedbacks[shard].residuals if memory else None,
-                out=payload,
-            )
-        request = AllToAll(payloads)
-        exchange.count_traffic(
-            request.traffic(ranks), (ranks - 1) * flat.numel() * flat.element_size() // ranks
-        )
-        received = yield request
-
-        received = received[:, : formats[own].nbytes]
-        health = formats[own].health(received, exchange.stamp(layouts[own]))
-        for feedback in feedbacks:
-            feedback.settle(torch.isfinite(health))
-        matrices = [part.matrix for part in layouts[own].parts()]
-        for rank in range(ranks):
-            formats[own].decode(
-                matrices, received[rank], keys[own], rank, alpha=1 / ranks, add=rank > 0
-            )
-        spoil_(layouts[own].work, health)
-        factor = 1 if mean else ranks
-        limit = largest_in(output.dtype)
-        if memory and limit is not None:
-            # Nobody else has this mean.
-            feedbacks[own].give_back(limit / factor, ranks=ranks)
+            segments, views = unit.views(pieces, part, shard, exempts)
+            shards.append(exchange.bucket(segments, flat.device))
+            tensors.append(views)
         # The padding of the shard is reduced again where FSDP has replicas.
         output.zero_()
-        layouts[own].work.mul_(factor)
-        layouts[own].store(unit.views(pieces, output, own, exchange.settings.exempts)[1])
-
-    def _format(self, layout: Layout) -> PayloadFormat:
-        transport, parts = self.exchange.transport, layout.parts()
-        compressors = layout.compressors(self.exchange.compressor, self.exchange.settings.exempt)
-        return PayloadFormat(
-            [(c, *part.matrix.shape) for c, part in zip(compressors, parts, strict=True)],
-            transport.ranks,
-            transport.rank,
+        round_ = exchange.reduce_scatter_round(
+            shards,
+            tensors,
+            unit.views(pieces, output, transport.rank, exempts)[1],
+            scale=float(self._loss_scale()) if self._loss_scale else 1.0,
+            factor=1 if mean else ranks,
         )
+        transport.run(round_)
+        exchange.count_traffic(0, (ranks - 1) * flat.numel() * flat.element_size() // ranks)
+        count_step(exchange)
 
 
 class _ReduceScatter:

@@ -68,7 +68,7 @@ class DataParallelModel:
 
     Example::
 
-        >>> from comm_hooks.ddp import DataParallelModel
+        >>> from comm_hooks.frameworks.ddp.model import DataParallelModel
         >>> DataParallelModel(torch.compile(ddp_model)).module is model
         True
     """

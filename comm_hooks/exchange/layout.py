@@ -21,6 +21,7 @@ import torch
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.kernels.residual import Residual
+from comm_hooks.memory.rows import Rows
 
 Granularity = Literal["parameter", "bucket"]
 
@@ -45,14 +46,6 @@ class Segment:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-
-@dataclass(eq=False)
-class Rows:
-    """Equally long vectors as a float32 matrix (n, numel), with the name of each row."""
-
-    names: tuple[str, ...]
-    matrix: torch.Tensor
 
 
 class Workspace:
@@ -138,6 +131,7 @@ class Layout(Workspace):
         device, granularity: see :class:`Workspace`.
 
     Attributes:
+        names: of all segments.
         views: each segment's part of the workspace, in its shape.
     """
 
@@ -145,6 +139,7 @@ class Layout(Workspace):
         self, segments: tuple[Segment, ...], device: torch.device, granularity: Granularity
     ) -> None:
         self.segments = segments
+        self.names = {segment.name for segment in segments}
         exact = [s for s in segments if s.exact]
         exempt = [s for s in segments if s.exempt and not s.exact]
         by_length: dict[int, list[str]] = {}
@@ -165,10 +160,6 @@ class Layout(Workspace):
         for rows in self.groups:
             vectors.update(zip(rows.names, rows.matrix, strict=True))
         self.views = [vectors[s.name].view(s.shape) for s in segments]
-
-    @property
-    def names(self) -> set[str]:
-        return {segment.name for segment in self.segments}
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy tensors shaped like the segments (any float dtype) into the workspace.

@@ -1,0 +1,132 @@
+"""Full precision inside a node, compressed between nodes: a route around a route.
+
+Ranks of one node reach each other over NVLink or memory, those of different nodes over a network
+that is ten to a hundred times slower and that all ranks of a node share.  So the vectors are first
+averaged inside each node, and only the nodes' means are compressed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.part import PartOfRanks
+from comm_hooks.collectives.requests import AllGather, AllToAll, Group, Request, Round
+from comm_hooks.exchange.layout import Layout, Segment
+from comm_hooks.exchange.message import Terms
+from comm_hooks.exchange.routes.route import Route, spoil_
+from comm_hooks.exchange.shards import cut_into, join_from, shard_width
+from comm_hooks.wire.gathered_header import GatheredHeader
+
+
+class Hierarchical(Route):
+    """Averages inside each node, shard by shard, and lets another route do the rest.
+
+    A round, with L ranks per node:
+
+    1. every vector is cut into L equal ranges of elements, and the l-th rank of each node gets the
+       l-th range of all vectors of its node, in float32;
+    2. it takes their mean;
+    3. the inner route replaces that by the mean over nodes: each rank of a node exchanges its own
+       shard with the ranks at its place in the other nodes, so that all ranks share the work;
+    4. each rank gives the result to its node, in float32.
+
+    Inside a node each rank sends 8 (L - 1) / L bytes per element, as much as an all-reduce.
+
+    If an element on any rank is not finite, the shards of its node are not, and the inner route
+    spreads that over the nodes: all ranks end with NaN everywhere.
+
+    Args:
+        layout: whose workspace holds the vectors.
+        transport: of all ranks.
+        ranks_per_node: a divisor of their number.
+        between: makes the inner route, given the layout of this rank's shards (all exempt
+            parameters in one, then a shard of each parameter to compress) and the transport between
+            the ranks at its place of each node.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        transport: Transport,
+        ranks_per_node: int,
+        between: Callable[[Layout, Transport], Route],
+    ) -> None:
+        self._work = layout.work
+        self._node = PartOfRanks(transport, Group("node", ranks_per_node))
+        self._across = PartOfRanks(transport, Group("across", ranks_per_node))
+        self._matrices = [rows.matrix for rows in layout.vectors()]
+        self._widths = [shard_width(m.shape[1], ranks_per_node) for m in self._matrices]
+        segments: list[Segment] = []
+        for rows, width in zip(layout.vectors(), self._widths, strict=True):
+            kind = rows in (layout.exact, layout.exempt), rows is layout.exact
+            of_kind = [s.name for s in layout.segments if (s.exempt, s.exact) == kind]
+            # Uncompressed rows have no names of their own, and every bucket may have some.
+            names = of_kind[:1] if kind[0] else rows.names
+            segments += [Segment(name, (width,), *kind) for name in names]
+        self._numels = [segment.numel for segment in segments]
+        self._shards = Layout(tuple(segments), layout.device, layout.granularity)
+        self._between = between(self._shards, self._across)
+        self._header = GatheredHeader(self._node.ranks, self._node.rank, covers_body=False)
+
+    @property
+    def traffic(self) -> int:
+        inside = (self._node.world_size - 1) * (self._padded_nbytes + 4 * sum(self._numels))
+        return inside + self.traffic_between_nodes
+
+    @property
+    def traffic_between_nodes(self) -> int:
+        return self._between.traffic
+
+    @property
+    def _padded_nbytes(self) -> int:
+        """The size of what each rank of the node gets from each other: a multiple of 8."""
+        return -(-(self._header.nbytes + 4 * sum(self._numels)) // 8) * 8
+
+    def travel(self, terms: Terms) -> Round[None]:
+        norm = torch.linalg.vector_norm(self._work)
+        # 0 if all elements are finite, else NaN.
+        outgoing = self._cut()
+        self._header.write_(outgoing, terms.stamp, norm - norm)
+        received = yield from self._node.within(_ask(AllToAll(outgoing)))
+        health = self._header.health(received, terms.stamp)
+        mean = self._body(received).mean(0)
+        spoil_(mean, health)
+        shards = mean.split(self._numels)
+        self._shards.load(shards)
+        yield from self._across.within(self._between.travel(terms))
+        self._shards.store(shards)
+        gathered = yield from self._node.within(_ask(AllGather(mean.view(torch.uint8))))
+        self._join(gathered.view(torch.float32))
+
+    def _cut(self) -> torch.Tensor:
+        """Return what each rank of the node gets: (L, nbytes), uint8, without its header."""
+        nbytes = self._padded_nbytes
+        payloads = self._work.new_zeros(self._node.world_size, nbytes, dtype=torch.uint8)
+        for matrix, place in zip(self._matrices, self._places(self._body(payloads)), strict=True):
+            cut_into(place, matrix)
+        return payloads
+
+    def _body(self, payloads: torch.Tensor) -> torch.Tensor:
+        """Return a view of the shards in payloads: (L, numel of a shard), float32."""
+        first = self._header.nbytes
+        return payloads[:, first : first + 4 * sum(self._numels)].view(torch.float32)
+
+    def _join(self, shards: torch.Tensor) -> None:
+        """Copy the shards of all ranks of the node (L, numel of a shard) to the workspace."""
+        for matrix, place in zip(self._matrices, self._places(shards), strict=True):
+            join_from(place, matrix)
+
+    def _places(self, shards: torch.Tensor) -> list[torch.Tensor]:
+        """Return where the rows of each matrix lie in shards: views (L, rows, width)."""
+        counts = [len(matrix) for matrix in self._matrices]
+        sizes = [n * width for n, width in zip(counts, self._widths, strict=True)]
+        return [
+            place.unflatten(1, (n, -1))
+            for place, n in zip(shards.split(sizes, dim=1), counts, strict=True)
+        ]
+
+
+def _ask(request: Request) -> Round[Any]:
+    return (yield request)

@@ -1,0 +1,111 @@
+"""One collective per round: an all-reduce of payloads that can be summed, or an all-gather."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import AllGather, AllReduce, Round
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.exchange.layout import Layout
+from comm_hooks.exchange.message import Message, Terms
+from comm_hooks.exchange.routes.route import CompressedRoute, spoil_
+from comm_hooks.exchange.safeguard import Safeguard
+
+
+class OneShot(CompressedRoute):
+    """Encode, one collective, decode everything in rank order."""
+
+    request: ClassVar[type[AllReduce] | type[AllGather]]
+
+    def __init__(
+        self, layout: Layout, compressors: Sequence[Compressor], transport: Transport, seed: int
+    ) -> None:
+        super().__init__(layout, compressors, transport, seed)
+        self._format = self._format_of(layout, summed=self.request is AllReduce)
+
+    @property
+    def traffic(self) -> int:
+        payload = torch.empty(self._format.nbytes, dtype=torch.uint8, device="meta")
+        return self.request(payload).traffic(self._transport.world_size)
+
+    def travel(self, terms: Terms) -> Round[None]:
+        transport, safeguard, work = self._transport, terms.safeguard, self._layout.work
+        message = Message.of(self._layout, terms, seed=self._seed, rank=transport.rank)
+        reply, payloads = yield from self._send(self._format.encode(message), safeguard)
+        health = transport.alike(
+            "health", reply, lambda: self._format.health(payloads, terms.stamp)
+        )
+        message.settle(torch.isfinite(health))
+
+        def average() -> torch.Tensor:
+            self._average(message, payloads, safeguard)
+            return work
+
+        # Noise is each rank's own doing, though the same on all of them.
+        mean = average() if safeguard else transport.alike("mean", reply, average)
+        if mean is not work:
+            work.copy_(mean)
+        spoil_(work, health)
+        message.give_back()
+
+    @abstractmethod
+    def _send(
+        self, payload: torch.Tensor, safeguard: Safeguard | None
+    ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the collective's reply, and the payloads to decode, (n, nbytes)."""
+
+    def _average(
+        self, message: Message, payloads: torch.Tensor, safeguard: Safeguard | None
+    ) -> None:
+        """Write the mean over ranks to the message's matrices."""
+        share = 1 / self._transport.world_size
+        self._format.decode_sum(message.matrices, payloads, message.keys, alpha=share)
+
+
+class Summed(OneShot):
+    """One all-reduce of linear payloads."""
+
+    request = AllReduce
+
+    def _send(
+        self, payload: torch.Tensor, safeguard: Safeguard | None
+    ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
+        if safeguard:
+            safeguard.clip_([self._format.body(payload)])
+        reply = yield AllReduce(payload.view(torch.float32))
+        total = reply.view(torch.uint8)
+        if safeguard:
+            total = total.clone()  # a simulated world gives the same tensor to all ranks
+            safeguard.add_noise_([self._format.body(total)])
+        return reply, total[None]
+
+
+class Gathered(OneShot):
+    """One all-gather."""
+
+    request = AllGather
+
+    def _send(
+        self, payload: torch.Tensor, safeguard: Safeguard | None
+    ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
+        payloads = yield AllGather(payload)
+        return payloads, payloads
+
+    def _average(
+        self, message: Message, payloads: torch.Tensor, safeguard: Safeguard | None
+    ) -> None:
+        if safeguard is None:
+            super()._average(message, payloads, safeguard)
+            return
+        work = self._layout.work
+        total = torch.zeros_like(work)
+        for rank, payload in enumerate(payloads):
+            self._format.decode(message.matrices, payload, message.keys, rank)
+            safeguard.clip_(message.matrices)
+            total += work
+        work.copy_(total)
+        safeguard.add_noise_(message.matrices)
+        work.mul_(1 / self._transport.world_size)

@@ -1,0 +1,71 @@
+"""The first leg of the sharded route alone, where others have cut the shards: FSDP2."""
+
+from collections.abc import Sequence
+
+import torch
+
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import Round
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.exchange.layout import Layout
+from comm_hooks.exchange.message import Message, Terms
+from comm_hooks.exchange.routes.route import format_of, spoil_
+from comm_hooks.exchange.routes.sharded import scatter
+
+
+class RaggedShards:
+    """Shards that differ in size, each a bucket of its own, of which every rank gets one.
+
+    Args:
+        layouts: of all ranks' shards, in rank order; their workspaces hold this rank's vectors.
+        compressors: for each layout, one for each of its parts.
+        transport: between the ranks.
+        seed: where random keys come from.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        compressors: Sequence[Sequence[Compressor]],
+        transport: Transport,
+        seed: int,
+    ) -> None:
+        self._layouts = layouts
+        self._transport = transport
+        self._seed = seed
+        pairs = zip(layouts, compressors, strict=True)
+        self._formats = [format_of(layout, of_parts, transport) for layout, of_parts in pairs]
+        # An all-to-all moves equal rows.
+        self._nbytes = max(format_.nbytes for format_ in self._formats)
+
+    @property
+    def traffic(self) -> int:
+        """The bytes that each rank sends, and receives, in a round."""
+        return (self._transport.world_size - 1) * self._nbytes
+
+    def travel(self, terms: Sequence[Terms], *, factor: float = 1.0) -> Round[None]:
+        """Return a round that writes ``factor`` times the mean to this rank's shard's workspace.
+
+        Args:
+            terms: of each shard; they differ in their stamps.
+        """
+        ranks, own = self._transport.world_size, self._transport.rank
+        messages = [
+            Message.of(layout, of_shard, seed=self._seed, rank=own)
+            for layout, of_shard in zip(self._layouts, terms, strict=True)
+        ]
+        health = torch.stack([message.health for message in messages]).sum()
+        payloads = health.new_zeros(ranks, self._nbytes, dtype=torch.uint8)
+        for payload, format_, message in zip(payloads, self._formats, messages, strict=True):
+            format_.encode(message, health=health, out=payload[: format_.nbytes])
+        message, work = messages[own], self._layouts[own].work
+        received, health = yield from scatter(
+            payloads, self._formats[own], message.stamp, final=True
+        )
+        for each in messages:
+            each.settle(torch.isfinite(health))
+        self._formats[own].decode_sum(message.matrices, received, message.keys, alpha=1 / ranks)
+        spoil_(work, health)
+        # Nobody else has this mean.
+        message.give_back(ranks=ranks, factor=factor)
+        work.mul_(factor)

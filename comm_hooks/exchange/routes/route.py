@@ -1,0 +1,72 @@
+"""What all routes have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import Round
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.exchange.layout import Layout, Workspace
+from comm_hooks.exchange.message import Terms
+from comm_hooks.exchange.payload import PayloadFormat
+
+
+class Route(ABC):
+    """How the vectors of one bucket reach all ranks."""
+
+    @property
+    @abstractmethod
+    def traffic(self) -> int:
+        """The bytes that each rank sends, and receives, in a round."""
+
+    @property
+    def traffic_between_nodes(self) -> int:
+        """How many of these leave the node, where the route knows of nodes."""
+        return 0
+
+    @abstractmethod
+    def travel(self, terms: Terms) -> Round[None]:
+        """Replace the workspace's vectors by their mean over ranks; by NaN if one is not finite."""
+
+
+class CompressedRoute(Route):
+    """A route on which payloads travel.
+
+    Args:
+        layout: whose workspace holds the vectors.
+        compressors: one for each part of the layout.
+        transport: between the ranks.
+        seed: where random keys come from.
+    """
+
+    def __init__(
+        self, layout: Layout, compressors: Sequence[Compressor], transport: Transport, seed: int
+    ) -> None:
+        self._layout = layout
+        self._compressors = compressors
+        self._transport = transport
+        self._seed = seed
+
+    def _format_of(self, vectors: Workspace, *, summed: bool = False) -> PayloadFormat:
+        return format_of(vectors, self._compressors, self._transport, summed=summed)
+
+
+def format_of(
+    vectors: Workspace,
+    compressors: Sequence[Compressor],
+    transport: Transport,
+    *,
+    summed: bool = False,
+) -> PayloadFormat:
+    """Return the payloads of vectors whose parts have these compressors."""
+    shapes = [part.matrix.shape for part in vectors.parts()]
+    parts = [(c, *shape) for c, shape in zip(compressors, shapes, strict=True)]
+    return PayloadFormat(parts, transport.ranks, transport.rank, summed=summed)
+
+
+def spoil_(vector: torch.Tensor, health: torch.Tensor) -> None:
+    """Turn ``vector`` to NaN if ``health`` is NaN, without waiting for an accelerator."""
+    if health.device.type != "cpu" or not torch.isfinite(health):
+        vector.add_(health)

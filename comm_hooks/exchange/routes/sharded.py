@@ -1,0 +1,131 @@
+"""Two legs: all-to-all to the owners of shards, who average and compress again; all-gather."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import AllGather, AllToAll, Round
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.identity import Identity
+from comm_hooks.exchange.layout import Layout
+from comm_hooks.exchange.message import Message, Terms
+from comm_hooks.exchange.payload import PayloadFormat
+from comm_hooks.exchange.routes.route import CompressedRoute, format_of, spoil_
+from comm_hooks.exchange.shards import Shards
+from comm_hooks.memory.base import Memory
+from comm_hooks.randomness import fork_all
+from comm_hooks.wire.stamp import Stamp
+
+
+class Sharded(CompressedRoute):
+    """Every rank owns a shard of each parameter: traffic hardly grows with the number of ranks.
+
+    Rank j owns the j-th of N equal ranges of the elements of every parameter
+    (:class:`~comm_hooks.exchange.shards.Shards`).
+
+    Args:
+        layout, compressors, transport, seed: see
+            :class:`~comm_hooks.exchange.routes.route.CompressedRoute`.
+        memory: keeps what the second compression left out of the owned shards; like every memory
+            it belongs to this rank.
+        exact_uplink: vectors reach the owners as they are, in float32, and only what the owners
+            send is compressed.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        compressors: Sequence[Compressor],
+        transport: Transport,
+        seed: int,
+        memory: Memory | None,
+        *,
+        exact_uplink: bool = False,
+    ) -> None:
+        super().__init__(layout, compressors, transport, seed)
+        self._memory = memory
+        self._shards = Shards(layout, transport.world_size)
+        self._owned = self._shards.owned
+        self._downlink = self._uplink = self._format_of(self._owned)
+        if exact_uplink:
+            exact = [Identity()] * len(self._owned.parts())
+            self._uplink = format_of(self._owned, exact, transport)
+
+    @property
+    def traffic(self) -> int:
+        nbytes = self._uplink.nbytes + self._downlink.nbytes
+        return (self._transport.world_size - 1) * nbytes
+
+    def travel(self, terms: Terms) -> Round[None]:
+        ranks, own = self._transport.world_size, self._transport.rank
+        message = Message.of(self._layout, terms, seed=self._seed, rank=own)
+        # Of each shard.
+        uplink = [fork_all(part, range(ranks)) for part in message.keys]
+        downlink = [fork_all(part, range(ranks, 2 * ranks)) for part in message.keys]
+        message.add_residuals()
+        shards = self._shards.cut()
+        payloads = self._uplink.encode_all(
+            shards,
+            [part.ravel() for part in uplink],
+            message.health,
+            terms.stamp,
+            residuals=message.residuals,
+            wholes=message.matrices,
+        )
+        owned = [part.matrix for part in self._owned.parts()]
+        received, health = yield from scatter(payloads, self._uplink, terms.stamp, final=False)
+        # Noise belongs to the sum.
+        share = 1.0 if terms.safeguard else 1 / ranks
+        self._uplink.decode_sum(owned, received, [part[own] for part in uplink], alpha=share)
+        if terms.safeguard:
+            terms.safeguard.add_noise_(owned)
+            torch._foreach_mul_(owned, 1 / ranks)
+
+        own_keys = [part[own] for part in downlink]
+        of_owner = replace(terms, memory=self._memory, verify=False)
+        passed_on = Message(self._owned, own_keys, int(own_keys[0][0]), of_owner)
+        means = yield AllGather(self._downlink.encode(passed_on, health=health))
+
+        health = self._transport.alike(
+            "health",
+            means,
+            lambda: self._downlink.health(means, terms.stamp, senders="the owner of shard"),
+        )
+        accept = torch.isfinite(health)
+        passed_on.settle(accept)
+        if terms.memory:
+            self._shards.join(shards)
+            message.settle(accept)
+        work = self._layout.work
+
+        def join() -> torch.Tensor:
+            self._downlink.decode_all(shards, means, [part.ravel() for part in downlink])
+            self._shards.join(shards)
+            return work
+
+        mean = self._transport.alike("mean", means, join)
+        if mean is not work:
+            work.copy_(mean)
+        spoil_(work, health)
+        message.give_back()
+
+
+def scatter(
+    payloads: torch.Tensor, format_: PayloadFormat, stamp: Stamp, *, final: bool
+) -> Round[tuple[torch.Tensor, torch.Tensor]]:
+    """Return a round of the first leg, in which each rank gets what all others have for it.
+
+    Args:
+        payloads: one for each rank, (N, nbytes), uint8; may be longer than what this rank gets.
+        format_: of the payloads that this rank gets.
+        stamp: of the round, for what this rank owns.
+        final: whether the round ends with it.
+
+    Returns:
+        The payloads of all ranks, and 0 if their vectors were finite, else NaN.
+    """
+    received = yield AllToAll(payloads, final=final)
+    received = received[:, : format_.nbytes]
+    return received, format_.health(received, stamp)

@@ -1,0 +1,19 @@
+"""FSDP2: compressed averaging between nodes (HSDP), and a compressed reduce-scatter.
+
+* :func:`compress_all_reduce`: hybrid sharding (HSDP).  Each node holds the whole model, sharded
+  over its ranks; inside FSDP reduces in full precision, between nodes gradients are compressed.
+* :func:`compress_reduce_scatter`: the reduction of FSDP itself, inside the group of shards.
+"""
+
+from comm_hooks.frameworks.fsdp.all_reduce import CompressedAllReduce, compress_all_reduce
+from comm_hooks.frameworks.fsdp.reduce_scatter import (
+    CompressedReduceScatter,
+    compress_reduce_scatter,
+)
+
+__all__ = [
+    "CompressedAllReduce",
+    "CompressedReduceScatter",
+    "compress_all_reduce",
+    "compress_reduce_scatter",
+]
