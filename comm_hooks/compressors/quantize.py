@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from comm_hooks.compressors.base import Compressor
+from comm_hooks.kernels.bits import packed_nbytes
 from comm_hooks.kernels.min_max import decode_min_max, encode_min_max
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.signs import (
@@ -17,7 +18,6 @@ from comm_hooks.kernels.signs import (
 )
 from comm_hooks.randomness import Draw, fork
 from comm_hooks.requirements import require_choice, require_flag, require_positive
-from comm_hooks.wire.bits import packed_nbytes
 from comm_hooks.wire.sections import join, word_aligned
 
 # Where all of a vector shares a scale, kernels still work in blocks, of this size.

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from comm_hooks.wire.bits import pack_bits, packed_nbytes, set_places, unpack_bits
+from comm_hooks.kernels.bits import pack_bits, packed_nbytes, set_places, unpack_bits
 from comm_hooks.wire.places import PlacesCode
 
 

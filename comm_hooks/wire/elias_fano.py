@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from comm_hooks.wire.bits import (
+from comm_hooks.kernels.bits import (
     pack_bits,
     pack_codes,
     packed_nbytes,

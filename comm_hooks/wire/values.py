@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from comm_hooks.wire.bits import pack_codes, packed_nbytes, unpack_codes
+from comm_hooks.kernels.bits import pack_codes, packed_nbytes, unpack_codes
 
 VALUE_BITS = (1, 2, 3, 4, 16, 32)
 

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comm_hooks import PayloadError, TopK
-from comm_hooks.wire import bits as bits_module
-from comm_hooks.wire.bitmap import Bitmap
-from comm_hooks.wire.bits import (
+from comm_hooks.kernels import bits as bits_module
+from comm_hooks.kernels.bits import (
     pack_bits,
     pack_codes,
     packed_nbytes,
@@ -19,6 +18,7 @@ from comm_hooks.wire.bits import (
     unpack_bits,
     unpack_codes,
 )
+from comm_hooks.wire.bitmap import Bitmap
 from comm_hooks.wire.elias_fano import EliasFano
 from comm_hooks.wire.index_codes import INDEX_CODES, IndexCode, places_code
 from comm_hooks.wire.payload import PayloadFormat
