@@ -21,6 +21,7 @@ def scatter_sum(
 
     Example::
 
+        >>> import torch
         >>> out = torch.empty(1, 4)
         >>> places = torch.tensor([[[[0, 3]]], [[[0, 1]]]])
         >>> scatter_sum(out, places, torch.ones(2, 1, 1, 2), 4, alpha=0.5, add=False)

@@ -18,11 +18,9 @@ from comm_hooks.kernels.bits import (
     unpack_bits,
     unpack_codes,
 )
-from comm_hooks.wire.bitmap import Bitmap
-from comm_hooks.wire.elias_fano import EliasFano
 from comm_hooks.wire.index_codes import INDEX_CODES, IndexCode, places_code
 from comm_hooks.wire.payload import PayloadFormat
-from comm_hooks.wire.places import PlacesCode
+from comm_hooks.wire.places import Bitmap, EliasFano, PlacesCode
 from comm_hooks.wire.rice import Rice
 
 
