@@ -2,11 +2,12 @@
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from comm_hooks.errors import PayloadError
 
 
-def pack_bits(bits: torch.Tensor) -> torch.Tensor:
+def pack_bits(bits: Tensor) -> Tensor:
     """Pack booleans (..., m), or zeros and ones, into bytes (..., ceil(m / 8)), uint8.
 
     The last byte is zero-padded.
@@ -21,7 +22,7 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     return _pack_whole(bits, 1)
 
 
-def unpack_bits(octets: torch.Tensor, count: int) -> torch.Tensor:
+def unpack_bits(octets: Tensor, count: int) -> Tensor:
     """Return the first ``count`` bits of bytes (..., ceil(count / 8)) as uint8 zeros and ones."""
     if octets.device.type == "cpu":
         bits = np.unpackbits(octets.numpy(), axis=-1, count=count, bitorder="little")
@@ -34,7 +35,7 @@ def packed_nbytes(count: int, width: int) -> int:
     return -(-count * width // 8)
 
 
-def pack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
+def pack_codes(codes: Tensor, width: int) -> Tensor:
     """Pack integers (..., m) below 2**width into bytes (..., ceil(m * width / 8)).
 
     Codes of 1, 2, 4 and 8 bits are packed whole, others in planes: the lowest bits of all codes,
@@ -63,7 +64,7 @@ def pack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
     return pack_bits(torch.stack(planes, dim=-2).flatten(-2))
 
 
-def unpack_codes(octets: torch.Tensor, count: int, width: int) -> torch.Tensor:
+def unpack_codes(octets: Tensor, count: int, width: int) -> Tensor:
     """Return ``count`` codes of ``width`` bits: uint8 up to 8 bits, int64 above."""
     if width == 0:
         return octets.new_zeros(*octets.shape[:-1], count)
@@ -80,7 +81,7 @@ def unpack_codes(octets: torch.Tensor, count: int, width: int) -> torch.Tensor:
     return codes
 
 
-def _pack_whole(codes: torch.Tensor, width: int) -> torch.Tensor:
+def _pack_whole(codes: Tensor, width: int) -> Tensor:
     per_byte = 8 // width
     padding = -codes.shape[-1] % per_byte
     grouped = torch.nn.functional.pad(codes.to(torch.uint8), (0, padding))
@@ -90,12 +91,12 @@ def _pack_whole(codes: torch.Tensor, width: int) -> torch.Tensor:
     return first
 
 
-def _unpack_whole(octets: torch.Tensor, count: int, width: int) -> torch.Tensor:
+def _unpack_whole(octets: Tensor, count: int, width: int) -> Tensor:
     places = torch.arange(0, 8, width, dtype=torch.uint8, device=octets.device)
     return ((octets[..., None] >> places) & ((1 << width) - 1)).flatten(-2)[..., :count]
 
 
-def set_places(bits: torch.Tensor, count: int, *, missing: int | None = None) -> torch.Tensor:
+def set_places(bits: Tensor, count: int, *, missing: int | None = None) -> Tensor:
     """Return where the bits are set, ascending: int64 (n, sets, count).
 
     Args:

@@ -67,10 +67,10 @@ def operator(
 
         >>> import torch
         >>> @operator()
-        ... def doubled(rows: torch.Tensor) -> torch.Tensor:
+        ... def doubled(rows: Tensor) -> Tensor:
         ...     return 2 * rows
         >>> @doubled.fast()
-        ... def _(rows: torch.Tensor) -> torch.Tensor:
+        ... def _(rows: Tensor) -> Tensor:
         ...     return rows + rows
         >>> doubled(torch.ones(1, 2)), doubled.reference(torch.ones(1, 2))
         (tensor([[2., 2.]]), tensor([[2., 2.]]))

@@ -3,6 +3,7 @@
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from comm_hooks.layout import Rows
 from comm_hooks.memory.base import Memory
@@ -41,7 +42,7 @@ class Differences(Memory):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sending: WeakKeyDictionary[Rows, torch.Tensor] = WeakKeyDictionary()
+        self._sending: WeakKeyDictionary[Rows, Tensor] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
         return "Differences()"
@@ -54,15 +55,15 @@ class Differences(Memory):
         # latter is the difference between the two, which error feedback keeps.
         return _Remainder()
 
-    def active(self, norms: torch.Tensor) -> torch.Tensor:
+    def active(self, norms: Tensor) -> Tensor:
         # That a gradient has become zero is a change which the receivers must hear of.
         return torch.ones_like(norms, dtype=torch.bool)
 
-    def compensate(self, rows: Rows, active: torch.Tensor, scale: float) -> None:
+    def compensate(self, rows: Rows, active: Tensor, scale: float) -> None:
         rows.matrix.addcmul_(self._kept.matrix(rows), active.to(rows.matrix.dtype), value=-1)
         self._sending[rows] = rows.matrix.clone()
 
-    def retain(self, rows: Rows, accept: torch.Tensor, scale: float, key: int) -> None:
+    def retain(self, rows: Rows, accept: Tensor, scale: float, key: int) -> None:
         estimates = self._kept.matrix(rows)
         sent = self._sending.pop(rows).sub_(rows.matrix)
         replace_(estimates, sent.add_(estimates), accept)
@@ -71,5 +72,5 @@ class Differences(Memory):
 class _Remainder(ErrorFeedback):
     """What the server has not passed on yet, which it also sends when no new changes come in."""
 
-    def active(self, norms: torch.Tensor) -> torch.Tensor:
+    def active(self, norms: Tensor) -> Tensor:
         return torch.ones_like(norms, dtype=torch.bool)

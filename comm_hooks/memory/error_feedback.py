@@ -1,6 +1,7 @@
 """Error feedback: what was not sent this time is added next time."""
 
 import torch
+from torch import Tensor
 
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.quantize import Quantize
@@ -77,14 +78,14 @@ class ErrorFeedback(Remainder):
     def for_server(self) -> "ErrorFeedback":
         return self.fresh()
 
-    def compensate(self, rows: Rows, active: torch.Tensor, scale: float) -> Residual:
+    def compensate(self, rows: Rows, active: Tensor, scale: float) -> Residual:
         stored, factor = self._kept.matrix(rows), scale * self.decay
         vectors = self._decode(stored, rows.matrix.shape[1]) if self._codec else stored
         if active.device.type == "cpu" and active.all():
             return Residual(vectors, factor)
         return Residual(vectors, active * factor)
 
-    def retain(self, rows: Rows, accept: torch.Tensor, scale: float, key: int) -> None:
+    def retain(self, rows: Rows, accept: Tensor, scale: float, key: int) -> None:
         left = rows.matrix if scale == 1 else rows.matrix / scale
         if self._codec:
             left = self._encode(left, derive_keys(key, 0, rows.names))
@@ -94,12 +95,12 @@ class ErrorFeedback(Remainder):
     def _width(self, numel: int) -> int:
         return self._codec.payload_nbytes(numel) if self._codec else numel
 
-    def _encode(self, vectors: torch.Tensor, keys: Keys) -> torch.Tensor:
+    def _encode(self, vectors: Tensor, keys: Keys) -> Tensor:
         if self._codec is None:
             return super()._encode(vectors, keys)
         return self._codec.encode(vectors, Draw(keys))
 
-    def _decode(self, stored: torch.Tensor, numel: int) -> torch.Tensor:
+    def _decode(self, stored: Tensor, numel: int) -> Tensor:
         if self._codec is None:
             return super()._decode(stored, numel)
         matrix = torch.empty(len(stored), numel, device=stored.device)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.layout import Rows, Workspace
@@ -34,7 +34,7 @@ class Feedback:
         self,
         memory: Memory,
         vectors: Workspace,
-        norms: Sequence[torch.Tensor],
+        norms: Sequence[Tensor],
         scale: float,
         key: int,
         *,
@@ -54,7 +54,7 @@ class Feedback:
                 _require_finite(rows, residual, norm)
         self.residuals = vectors.residuals(residuals)
 
-    def settle(self, accept: torch.Tensor) -> None:
+    def settle(self, accept: Tensor) -> None:
         """Remember what this rank did not send, which is what the groups hold by now.
 
         To be called once; ``accept`` is a boolean scalar: whether all ranks' vectors were finite.
@@ -80,7 +80,7 @@ class Feedback:
                 self._memory.give_back(rows, rest.mul_(ranks), self._scale)
 
 
-def _require_finite(rows: Rows, residual: Residual | None, norm: torch.Tensor) -> None:
+def _require_finite(rows: Rows, residual: Residual | None, norm: Tensor) -> None:
     """Raise ``ValueError`` for a residual that is not finite, of vectors of these norms, (n, 1)."""
     # What has been added already is in the vectors, which may have been bad themselves.
     remembered = residual.vectors if residual else rows.matrix

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
-import torch
+from torch import Tensor
 
 from comm_hooks.layout import Rows
 from comm_hooks.memory.base import Memory
@@ -43,7 +43,7 @@ class MomentumCorrection(Memory):
         require_within(self, "momentum", momentum, "[0, 1)")
         self.momentum = momentum
         super().__init__("velocity.", "residual.")
-        self._sending: WeakKeyDictionary[Rows, torch.Tensor] = WeakKeyDictionary()
+        self._sending: WeakKeyDictionary[Rows, Tensor] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
         return f"MomentumCorrection(momentum={self.momentum!r})"
@@ -54,14 +54,14 @@ class MomentumCorrection(Memory):
     def for_server(self) -> ErrorFeedback:
         return ErrorFeedback()
 
-    def compensate(self, rows: Rows, active: torch.Tensor, scale: float) -> None:
+    def compensate(self, rows: Rows, active: Tensor, scale: float) -> None:
         is_active = active.to(rows.matrix.dtype)
         velocities = self._stores["velocity."].matrix(rows)
         rows.matrix.addcmul_(velocities, is_active, value=scale * self.momentum)
         rows.matrix.addcmul_(self._kept.matrix(rows), is_active, value=scale)
         self._sending[rows] = rows.matrix.clone()
 
-    def retain(self, rows: Rows, accept: torch.Tensor, scale: float, key: int) -> None:
+    def retain(self, rows: Rows, accept: Tensor, scale: float, key: int) -> None:
         sending, left = self._sending.pop(rows), rows.matrix
         waits = sending == left
         if scale != 1:
@@ -71,9 +71,7 @@ class MomentumCorrection(Memory):
         replace_(self._stores["velocity."].matrix(rows), velocities, accept)
         replace_(residuals, left, accept)
 
-    def check(
-        self, state: Mapping[str, torch.Tensor], numels: Mapping[str, int] | None = None
-    ) -> None:
+    def check(self, state: Mapping[str, Tensor], numels: Mapping[str, int] | None = None) -> None:
         super().check(state, numels)
         for name in state:
             if not name.startswith((*self._stores,)):

@@ -13,6 +13,7 @@ are finite and all ranks mean the same round, at no extra collective.
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.kernels.residual import Residual
@@ -55,14 +56,14 @@ class PayloadFormat:
 
     def encode(
         self,
-        matrices: Sequence[torch.Tensor],
+        matrices: Sequence[Tensor],
         keys: Sequence[Keys],
-        health: torch.Tensor,
+        health: Tensor,
         stamp: Stamp,
         *,
         residuals: Sequence[Residual | None] | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return the payload (nbytes,), uint8, of one matrix and its keys per part.
 
         See :meth:`encode_all`; what ``residuals`` are added to is the matrix.
@@ -73,15 +74,15 @@ class PayloadFormat:
 
     def encode_all(
         self,
-        stacks: Sequence[torch.Tensor],
+        stacks: Sequence[Tensor],
         keys: Sequence[Keys],
-        health: torch.Tensor,
+        health: Tensor,
         stamp: Stamp,
         *,
         residuals: Sequence[Residual | None] | None = None,
-        wholes: Sequence[torch.Tensor] | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        wholes: Sequence[Tensor] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return M payloads (M, nbytes), uint8, of stacks of M matrices.
 
         Args:
@@ -110,13 +111,11 @@ class PayloadFormat:
         self._header.write_(out, stamp, health)
         return out
 
-    def body(self, payload: torch.Tensor) -> torch.Tensor:
+    def body(self, payload: Tensor) -> Tensor:
         """Return a view of a payload (nbytes,) without its header, float32."""
         return payload[self._header.nbytes : self._end].view(torch.float32)
 
-    def health(
-        self, payloads: torch.Tensor, stamp: Stamp, *, senders: str = "rank"
-    ) -> torch.Tensor:
+    def health(self, payloads: Tensor, stamp: Stamp, *, senders: str = "rank") -> Tensor:
         """Return 0 if all ranks' vectors were finite, else NaN, and check the headers.
 
         See :meth:`~comm_hooks.wire.header.Header.health`.
@@ -124,12 +123,7 @@ class PayloadFormat:
         return self._header.health(payloads, stamp, senders)
 
     def decode_sum(
-        self,
-        matrices: Sequence[torch.Tensor],
-        payloads: torch.Tensor,
-        keys: Sequence[Keys],
-        *,
-        alpha: float,
+        self, matrices: Sequence[Tensor], payloads: Tensor, keys: Sequence[Keys], *, alpha: float
     ) -> None:
         """Write ``alpha`` times the sum of all ranks' payloads (N, nbytes) to matrices."""
         for matrix, (compressor, octets, draw) in zip(
@@ -139,8 +133,8 @@ class PayloadFormat:
 
     def decode(
         self,
-        matrices: Sequence[torch.Tensor],
-        payload: torch.Tensor,
+        matrices: Sequence[Tensor],
+        payload: Tensor,
         keys: Sequence[Keys],
         rank: int,
         *,
@@ -153,12 +147,7 @@ class PayloadFormat:
         ):
             compressor.decode(matrix, octets[0], draw, alpha=alpha, add=add)
 
-    def decode_all(
-        self,
-        stacks: Sequence[torch.Tensor],
-        payloads: torch.Tensor,
-        keys: Sequence[Keys],
-    ) -> None:
+    def decode_all(self, stacks: Sequence[Tensor], payloads: Tensor, keys: Sequence[Keys]) -> None:
         """Write M decompressed payloads (M, nbytes) to stacks; like M calls of :meth:`decode`.
 
         Not for compressors that are ``per_rank``.
@@ -172,8 +161,8 @@ class PayloadFormat:
             compressor.decode(stack.flatten(0, 1), octets.flatten(0, 1), draw)
 
     def _parts(
-        self, payloads: torch.Tensor, keys: Sequence[Keys], rank: int = 0
-    ) -> Iterator[tuple[Compressor, torch.Tensor, Draw]]:
+        self, payloads: Tensor, keys: Sequence[Keys], rank: int = 0
+    ) -> Iterator[tuple[Compressor, Tensor, Draw]]:
         """Yield each part's compressor, view (M, rows, nbytes) of the payloads, and draw."""
         for compressor, (start, stop, rows), part_keys in zip(
             self._compressors, self._slices, keys, strict=True

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from comm_hooks.kernels.bits import (
     pack_bits,
@@ -50,9 +51,7 @@ class PlacesCode(ABC):
         return lows + packed_nbytes(self.stream_bits(sets), 1)
 
     @abstractmethod
-    def encode(
-        self, indices: torch.Tensor, first: npt.NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def encode(self, indices: Tensor, first: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor | None]:
         """Encode ascending indices (n, sets, count), int64.
 
         Args:
@@ -66,8 +65,8 @@ class PlacesCode(ABC):
 
     @abstractmethod
     def decode(
-        self, octets: torch.Tensor, sets: int, first: npt.NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, octets: Tensor, sets: int, first: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the indices (n, sets, count), int64, and which of them there was room for.
 
         Bytes that are no code give indices that mean nothing, but lie in ``range(universe)``, or
@@ -77,12 +76,12 @@ class PlacesCode(ABC):
             PayloadError: on the CPU, if there are not as many indices as there should be.
         """
 
-    def _join(self, bits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    def _join(self, bits: Tensor, numbers: Tensor) -> Tensor:
         """Return the bytes of a stream (n, stream_bits) and of the low bits of numbers."""
         lows = (numbers & ((1 << self.low_bits) - 1)).flatten(1)
         return torch.cat([pack_bits(bits), pack_codes(lows, self.low_bits)], dim=1)
 
-    def _split(self, octets: torch.Tensor, sets: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _split(self, octets: Tensor, sets: int) -> tuple[Tensor, Tensor]:
         """Return the stream (n, stream_bits) and the low bits (n, sets * count) of bytes."""
         room = self.stream_bits(sets)
         split = packed_nbytes(room, 1)
@@ -109,13 +108,11 @@ class Bitmap(PlacesCode):
     def stream_bits(self, sets: int) -> int:
         return sets * self._bits
 
-    def _shifts(self, device: torch.device) -> torch.Tensor | int:
+    def _shifts(self, device: torch.device) -> Tensor | int:
         """Return how far behind its high bits each index stands in the bitmap."""
         return 0
 
-    def encode(
-        self, indices: torch.Tensor, first: npt.NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def encode(self, indices: Tensor, first: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor | None]:
         rows, sets, _ = indices.shape
         bitmap = torch.zeros(rows, sets, self._bits, dtype=torch.bool, device=indices.device)
         if self._bits:
@@ -124,8 +121,8 @@ class Bitmap(PlacesCode):
         return self._join(bitmap.flatten(1), indices), None
 
     def decode(
-        self, octets: torch.Tensor, sets: int, first: npt.NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, octets: Tensor, sets: int, first: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor | None]:
         shape = octets.shape[0], sets, self.count
         if not self._bits:
             return torch.arange(self.count, device=octets.device).expand(shape), None
@@ -155,5 +152,5 @@ class EliasFano(Bitmap):
     def _bits(self) -> int:
         return self.count + ((self.universe - 1) >> self.low_bits)
 
-    def _shifts(self, device: torch.device) -> torch.Tensor | int:
+    def _shifts(self, device: torch.device) -> Tensor | int:
         return torch.arange(self.count, device=device)

@@ -16,6 +16,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from comm_hooks.kernels.bits import set_places
 from comm_hooks.wire.places import PlacesCode
@@ -47,9 +48,7 @@ class Rice(PlacesCode):
         most = sets * (self.count + ((self.universe - self.count) >> low_bits))
         return min(room, most)
 
-    def encode(
-        self, indices: torch.Tensor, first: npt.NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def encode(self, indices: Tensor, first: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor | None]:
         rows, sets, count = indices.shape
         room = self.stream_bits(sets)
         gaps = indices.int()
@@ -63,8 +62,8 @@ class Rice(PlacesCode):
         return self._join(bits[:, :room], gaps), _if_some_lack(present, -first)
 
     def decode(
-        self, octets: torch.Tensor, sets: int, first: npt.NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, octets: Tensor, sets: int, first: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor | None]:
         rows, count = octets.shape[0], self.count
         room = self.stream_bits(sets)
         bits, lows = self._split(octets, sets)
@@ -80,7 +79,7 @@ class Rice(PlacesCode):
         return indices.long(), _if_some_lack(present, back)
 
 
-def _rotated(coded: torch.Tensor, first: npt.NDArray[np.int64]) -> torch.Tensor:
+def _rotated(coded: Tensor, first: npt.NDArray[np.int64]) -> Tensor:
     """Return (n, sets, count) with another set first in each row, and the others behind it."""
     rows, sets, _ = coded.shape
     order = torch.arange(sets) + torch.from_numpy(first)[:, None]
@@ -88,7 +87,7 @@ def _rotated(coded: torch.Tensor, first: npt.NDArray[np.int64]) -> torch.Tensor:
     return coded.flatten(0, 1).index_select(0, order.flatten().to(coded.device)).view_as(coded)
 
 
-def _if_some_lack(present: torch.Tensor, first: npt.NDArray[np.int64]) -> torch.Tensor | None:
+def _if_some_lack(present: Tensor, first: npt.NDArray[np.int64]) -> Tensor | None:
     """Return the same as :func:`_rotated`; None, on the CPU, if there was room for all."""
     is_known = present.device.type == "cpu"  # an accelerator would have to be waited for
     return None if is_known and bool(present.all()) else _rotated(present, first)

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from comm_hooks.errors import PayloadError
 
@@ -40,7 +40,7 @@ class Stamp:
     step: int
     loads: int = 0
     hyperparameters: int = 0
-    model: int | torch.Tensor = 0
+    model: int | Tensor = 0
 
     def words(self) -> list[int]:
         """Return the fields as numbers, from the kind of payload on.  Waits for an accelerator."""

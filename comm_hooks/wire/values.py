@@ -17,6 +17,7 @@ import itertools
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from comm_hooks.kernels.bits import pack_codes, packed_nbytes, unpack_codes
 
@@ -68,7 +69,7 @@ class ValueCode:
         """Return the bytes that ``sets`` sets of ``count`` values take together."""
         return self._levels_nbytes(sets, count) + packed_nbytes(sets * count, self.bits)
 
-    def encode(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Encode values (n, sets, count), float32.
 
         Returns:
@@ -91,7 +92,7 @@ class ValueCode:
         sent = _pick(levels, indices).expand_as(values)
         return torch.cat([octets, packed], dim=1), torch.where(positive, sent, -sent)
 
-    def decode(self, octets: torch.Tensor, sets: int, count: int) -> torch.Tensor:
+    def decode(self, octets: Tensor, sets: int, count: int) -> Tensor:
         """Return the values (n, sets, count), float32, of bytes (n, nbytes(sets, count) or more).
 
         With 32 bits they may share the bytes' memory.
@@ -120,7 +121,7 @@ class ValueCode:
         return 2 + ratios + -(-sets // _sets_per_scale(count))
 
 
-def _pick(levels: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+def _pick(levels: Tensor, indices: Tensor | None) -> Tensor:
     """Return the magnitude of each value: of levels (n, sets, L) the one with its index."""
     return levels if indices is None else levels.gather(2, indices.long())
 
@@ -129,7 +130,7 @@ def _sets_per_scale(count: int) -> int:
     return max(1, _VALUES_PER_SCALE // count)
 
 
-def _even_levels(magnitudes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _even_levels(magnitudes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low, high = (m[..., None].bfloat16() for m in magnitudes.aminmax(dim=2))
     octets = torch.cat([low, high], dim=2).flatten(1).view(torch.uint8)
     unit = (high.float() - low.float()) / 7
@@ -139,14 +140,12 @@ def _even_levels(magnitudes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     return octets, _read_even_levels(octets, magnitudes.shape[1]), indices
 
 
-def _read_even_levels(octets: torch.Tensor, sets: int) -> torch.Tensor:
+def _read_even_levels(octets: Tensor, sets: int) -> Tensor:
     low, high = octets.flatten().view(torch.bfloat16).view(-1, sets, 2).float().split(1, dim=2)
     return torch.arange(8, device=octets.device) * ((high - low) / 7) + low
 
 
-def _shared_levels(
-    magnitudes: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _shared_levels(magnitudes: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the bytes, the levels (n, sets, count) and which of them each magnitude takes."""
     _, sets, values = magnitudes.shape
     shared = _sets_per_scale(values)
@@ -177,7 +176,7 @@ def _shared_levels(
     return octets, _read_shared_levels(octets, sets, values, count), indices
 
 
-def _ratios(relative: torch.Tensor, count: int) -> torch.Tensor:
+def _ratios(relative: Tensor, count: int) -> Tensor:
     """Return the bytes (n, count) of the mean of each class of relative magnitudes."""
     flat = relative.flatten(1)
     classes = [torch.ones_like(flat)]
@@ -200,7 +199,7 @@ def _ratios(relative: torch.Tensor, count: int) -> torch.Tensor:
     return steps.nan_to_num_(nan=_RATIO_ONE).clamp_(0, 255).to(torch.uint8)
 
 
-def _read_shared_levels(octets: torch.Tensor, sets: int, values: int, count: int) -> torch.Tensor:
+def _read_shared_levels(octets: Tensor, sets: int, values: int, count: int) -> Tensor:
     ratios = count if count > 1 else 0
     largest = octets[:, :2].flatten().view(torch.bfloat16).float()[:, None]
     codes = octets[:, 2 + ratios :].int()
@@ -211,19 +210,19 @@ def _read_shared_levels(octets: torch.Tensor, sets: int, values: int, count: int
     return _expand(levels.bfloat16().float(), _sets_per_scale(values), sets)
 
 
-def _expand(of_groups: torch.Tensor, shared: int, sets: int) -> torch.Tensor:
+def _expand(of_groups: Tensor, shared: int, sets: int) -> Tensor:
     """Return for each set what its group has, (n, sets, ...) of (n, groups, ...)."""
     return of_groups.repeat_interleave(shared, dim=1)[:, :sets]
 
 
 @functools.lru_cache(maxsize=8)
-def _scale_table(device: torch.device) -> torch.Tensor:
+def _scale_table(device: torch.device) -> Tensor:
     table = torch.exp2(-torch.arange(256, dtype=torch.float64) / _SCALE_STEPS)
     table[_NO_SCALE] = 0.0
     return table.float().to(device)
 
 
 @functools.lru_cache(maxsize=8)
-def _ratio_table(device: torch.device) -> torch.Tensor:
+def _ratio_table(device: torch.device) -> Tensor:
     steps = torch.arange(256, dtype=torch.float64) - _RATIO_ONE
     return torch.exp2(steps / _RATIO_STEPS).float().to(device)

@@ -13,6 +13,7 @@ import functools
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 # The most elements of a block that one program holds in registers.
 LARGEST_BLOCK = 16384
@@ -20,7 +21,7 @@ LARGEST_BLOCK = 16384
 _LARGEST_ROW = 1 << 30
 
 
-def available(tensor: torch.Tensor) -> bool:
+def available(tensor: Tensor) -> bool:
     """Return whether the kernels work on ``tensor``: float32, on a GPU, with Triton installed.
 
     Example::

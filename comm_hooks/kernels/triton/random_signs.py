@@ -45,14 +45,7 @@ def multiply_signs(values, words, places):
 
 @triton.jit
 def _multiply(
-    rows,
-    offsets,
-    words,
-    numel,
-    windows,
-    tiles,
-    WINDOW_BITS: tl.constexpr,
-    TILE: tl.constexpr,
+    rows, offsets, words, numel, windows, tiles, WINDOW_BITS: tl.constexpr, TILE: tl.constexpr
 ):
     vector = (tl.program_id(0) // tiles).to(tl.int64)
     start = tl.program_id(0) % tiles * TILE
