@@ -100,12 +100,12 @@ def cases(numel: int, device: str) -> list[Case]:
         ),
         Case(
             "vector of signs",
-            lambda: signs.decode_signs(out, scales, octets, size, **write),
+            lambda: signs.decode_signs(out, scales[None], octets[None], size, **write),
             vector + packed,
         ),
         Case(
             f"mean of {RANKS} sign payloads",
-            lambda: signs.decode_sum_of_signs(out, all_scales, all_octets, size, **mean),
+            lambda: signs.decode_signs(out, all_scales, all_octets, size, **mean),
             vector + RANKS * packed,
         ),
         Case(

@@ -52,7 +52,7 @@ def encode_signs(
         scales = mean_magnitudes(rows, size, power=1)
     octets = pack_bits(rows >= 0)
     if subtract:
-        decode_signs.reference(rows, scales, octets, size, alpha=-1.0, add=True)
+        decode_signs.reference(rows, scales[None], octets[None], size, alpha=-1.0, add=True)
     return scales, octets
 
 
@@ -60,40 +60,30 @@ def encode_signs(
 def decode_signs(
     out: Tensor, scales: Tensor, octets: Tensor, size: int, *, alpha: float, add: bool
 ) -> None:
-    """Write ``alpha * scale * sign`` of every element to ``out``, or ``add`` it.
+    """Write ``alpha`` times the sum of what N ranks' signs stand for to ``out``, or ``add`` it.
+
+    In rank order: on all ranks with the same roundings.
 
     Args:
         out: (n, numel), float32.
-        scales, octets, size: as :func:`encode_signs` has them; more octets may follow.
+        scales, octets: as :func:`encode_signs` has them, for each rank: (N, n, ...); more octets
+            may follow.
+        size: the elements of a block.
         alpha, add: see above.
 
     Example::
 
         >>> out = torch.empty(1, 3)
-        >>> scales, octets = torch.tensor([[2.0, 1.0]]), torch.tensor([[5]], dtype=torch.uint8)
+        >>> scales, octets = torch.tensor([[[2.0, 1.0]]]), torch.tensor([[[5]]], dtype=torch.uint8)
         >>> decode_signs(out, scales, octets, 2, alpha=0.5, add=False)
         >>> out
         tensor([[ 1.0000, -1.0000,  0.5000]])
     """
     numel = out.shape[1]
-    signs = 2 * unpack_bits(octets[:, : packed_nbytes(numel, 1)], numel).float() - 1
-    values = (scales * alpha).repeat_interleave(size, dim=1)[:, :numel] * signs
-    out.copy_(out + values if add else values)
-
-
-@operator(triton=if_contiguous)
-def decode_sum_of_signs(
-    out: Tensor, scales: Tensor, octets: Tensor, size: int, *, alpha: float
-) -> None:
-    """Write ``alpha`` times the sum of what N ranks' signs stand for to ``out``, in rank order.
-
-    Args:
-        out: (n, numel), float32.
-        scales, octets: as :func:`decode_signs` takes them, for each rank: (N, n, ...).
-        size, alpha: see there.
-    """
-    for rank, (rank_scales, rank_octets) in enumerate(zip(scales, octets, strict=True)):
-        decode_signs(out, rank_scales, rank_octets, size, alpha=alpha, add=rank > 0)
+    for rank, rank_octets in enumerate(octets):
+        signs = 2 * unpack_bits(rank_octets[:, : packed_nbytes(numel, 1)], numel).float() - 1
+        values = (scales[rank] * alpha).repeat_interleave(size, dim=1)[:, :numel] * signs
+        out.copy_(out + values if add or rank else values)
 
 
 def mean_magnitudes(rows: Tensor, size: int, *, power: int) -> Tensor:
@@ -154,7 +144,26 @@ def _encode_in_pieces(
 def _decode_in_pieces(
     out: Tensor, scales: Tensor, octets: Tensor, size: int, *, alpha: float, add: bool
 ) -> None:
-    scales, packed_signs = scales * alpha, octets.numpy()
+    at_once = PIECE // out.numel()
+    if len(octets) == 1 or at_once < 8:  # the calls do not count
+        for rank, rank_octets in enumerate(octets):
+            _decode_rows(out, scales[rank] * alpha, rank_octets, size, add=add or rank > 0)
+        return
+    if not add:
+        out.zero_()
+    for some_scales, some_octets in zip(scales.split(at_once), octets.split(at_once), strict=True):
+        vectors = torch.empty(len(some_octets), *out.shape)
+        rows, row_scales, row_octets = (
+            part.flatten(0, 1) for part in (vectors, some_scales, some_octets)
+        )
+        _decode_rows(rows, row_scales * alpha, row_octets, size, add=False)
+        for vector in vectors:
+            out.add_(vector)
+
+
+def _decode_rows(out: Tensor, scales: Tensor, octets: Tensor, size: int, *, add: bool) -> None:
+    """Write what rows of octets (n, ...) stand for to ``out`` (n, numel), or add it."""
+    packed_signs = octets.numpy()
     pieces = Pieces(len(out), out.shape[1], size)
     for top, columns, blocks in pieces:
         piece = out[top, columns]
@@ -164,25 +173,6 @@ def _decode_in_pieces(
             torch.mul(block, scale, out=target)
         if add:
             piece.add_(signs)
-
-
-@decode_sum_of_signs.fast()
-def _decode_many_ranks(
-    out: Tensor, scales: Tensor, octets: Tensor, size: int, *, alpha: float
-) -> None:
-    at_once = PIECE // out.numel()
-    if at_once < 8:  # the calls do not count
-        decode_sum_of_signs.reference(out, scales, octets, size, alpha=alpha)
-        return
-    out.zero_()
-    for some_scales, some_octets in zip(scales.split(at_once), octets.split(at_once), strict=True):
-        vectors = torch.empty(len(some_octets), *out.shape)
-        rows, row_scales, row_octets = (
-            part.flatten(0, 1) for part in (vectors, some_scales, some_octets)
-        )
-        decode_signs(rows, row_scales, row_octets, size, alpha=alpha, add=False)
-        for vector in vectors:
-            out.add_(vector)
 
 
 def _signs(octets: npt.NDArray[np.uint8], pieces: Pieces) -> Tensor:

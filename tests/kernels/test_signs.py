@@ -10,7 +10,6 @@ from comm_hooks.kernels import pieces, signs
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.signs import (
     decode_signs,
-    decode_sum_of_signs,
     encode_signs,
     mean_magnitudes,
 )
@@ -53,8 +52,8 @@ def test_decoding_is_the_reference(
     out, expected = rows.clone(), rows.clone()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "PIECE", piece)
-        decode_signs(out, scales, octets, size, alpha=alpha, add=add)
-    decode_signs.reference(expected, scales, octets, size, alpha=alpha, add=add)
+        decode_signs(out, scales[None], octets[None], size, alpha=alpha, add=add)
+    decode_signs.reference(expected, scales[None], octets[None], size, alpha=alpha, add=add)
     assert torch.equal(out, expected)
 
 
@@ -65,19 +64,25 @@ def test_decoding_is_the_reference(
     size=sizes,
     at_once=st.sampled_from([0, 8, 9, 100]),
     alpha=st.sampled_from([1.0, -1 / 3]),
+    add=st.booleans(),
 )
 def test_a_sum_is_that_of_rank_after_rank(
-    data: st.DataObject, ranks: int, rows: int, size: int, at_once: int, alpha: float
+    data: st.DataObject,
+    ranks: int,
+    rows: int,
+    size: int,
+    at_once: int,
+    alpha: float,
+    add: bool,
 ) -> None:
     sent = data.draw(matrices(st.just(ranks * rows), st.integers(1, 100)))
     numel = sent.shape[1]
     scales, octets = (part.unflatten(0, (ranks, rows)) for part in encode_signs(sent, size))
-    out, expected = torch.full((rows, numel), torch.nan), torch.zeros(rows, numel)
+    out, expected = torch.ones(2, rows, numel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signs, "PIECE", at_once * out.numel())
-        decode_sum_of_signs(out, scales, octets, size, alpha=alpha)
-    for of_rank in zip(scales, octets, strict=True):
-        decode_signs.reference(expected, *of_rank, size, alpha=alpha, add=True)
+        decode_signs(out, scales, octets, size, alpha=alpha, add=add)
+    decode_signs.reference(expected, scales, octets, size, alpha=alpha, add=add)
     assert torch.equal(out, expected)
 
 
@@ -90,7 +95,7 @@ def test_what_is_subtracted_is_what_is_decoded(rows: torch.Tensor, size: int, pi
     unchanged, same = encode_signs(rows, size)
     assert torch.equal(scales, unchanged)
     assert torch.equal(octets, same)
-    decode_signs.reference(expected, scales, octets, size, alpha=-1.0, add=True)
+    decode_signs.reference(expected, scales[None], octets[None], size, alpha=-1.0, add=True)
     assert torch.equal(left, expected)
 
 
@@ -161,7 +166,7 @@ def test_a_block_that_is_not_finite_leaves_others_alone() -> None:
     rows[0, 5] = float("inf")
     scales, octets = encode_signs(rows, 4)
     assert scales.tolist() == [[1.0, float("inf"), 1.0]]
-    decode_signs(rows, scales, octets, 4, alpha=1.0, add=False)
+    decode_signs(rows, scales[None], octets[None], 4, alpha=1.0, add=False)
     assert rows[0, :4].tolist() == rows[0, 8:].tolist() == [1.0] * 4
 
 

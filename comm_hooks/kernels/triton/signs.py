@@ -152,16 +152,9 @@ def encode_signs(
 def decode_signs(
     out: Tensor, scales: Tensor, octets: Tensor, size: int, *, alpha: float, add: bool
 ) -> None:
-    """As :func:`comm_hooks.kernels.signs.decode_signs`; ``out`` is contiguous."""
-    decode_sum_of_signs(out, scales[None], octets[None], size, alpha=alpha, add=add)
+    """As :func:`comm_hooks.kernels.signs.decode_signs`, in one pass; ``out`` is contiguous.
 
-
-def decode_sum_of_signs(
-    out: Tensor, scales: Tensor, octets: Tensor, size: int, *, alpha: float, add: bool = False
-) -> None:
-    """As :func:`comm_hooks.kernels.signs.decode_sum_of_signs`, in one pass; or ``add`` it.
-
-    ``out`` is contiguous; of scales and octets only the last dimension must be.
+    Of scales and octets only the last dimension must be.
     """
     count, numel = out.shape
     blocks = triton.cdiv(numel, size)

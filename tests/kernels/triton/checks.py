@@ -24,7 +24,7 @@ from comm_hooks.kernels.hadamard import hadamard as hadamard_of
 from comm_hooks.kernels.random_signs import multiply_signs_
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.scatter import scatter_sum
-from comm_hooks.kernels.signs import decode_signs, decode_sum_of_signs, encode_signs
+from comm_hooks.kernels.signs import decode_signs, encode_signs
 from comm_hooks.kernels.top_k import block_top_k
 from comm_hooks.kernels.triton import (
     LARGEST_BLOCK,
@@ -113,7 +113,7 @@ def check_encode_signs(device: str, matrix: Array, size: int) -> None:
     subtracted = signs.encode_signs(rest, size, subtract=True)
     exactly(subtracted[0], scales)
     exactly(subtracted[1], octets)
-    decode_signs.reference(rows, scales, octets, size, alpha=-1.0, add=True)
+    decode_signs.reference(rows, scales[None], octets[None], size, alpha=-1.0, add=True)
     exactly(rest, rows)
 
     given = torch.arange(1.0, 1 + scales.numel()).view_as(scales).to(device)
@@ -138,17 +138,9 @@ def check_decode_signs(
     for add in (False, True):
         out = torch.from_numpy(before).to(device).clone()
         expected = out.clone()
-        signs.decode_sum_of_signs(out, scales, octets, size, alpha=alpha, add=add)
-        for rank in range(len(ranks)):
-            decode_signs.reference(
-                expected, scales[rank], octets[rank], size, alpha=alpha, add=add or rank > 0
-            )
+        signs.decode_signs(out, scales, octets, size, alpha=alpha, add=add)
+        decode_signs.reference(expected, scales, octets, size, alpha=alpha, add=add)
         exactly(out, expected)
-    out = torch.from_numpy(before).to(device).clone()
-    expected = out.clone()
-    signs.decode_signs(out, scales[0], octets[0], size, alpha=alpha, add=True)
-    decode_signs.reference(expected, scales[0], octets[0], size, alpha=alpha, add=True)
-    exactly(out, expected)
 
 
 def check_sketch(device: str, matrix: Array, width: int, keys: list[int]) -> None:
@@ -198,8 +190,7 @@ def check_dispatch(device: str) -> None:
         (hadamard_of, (), {}),
         (block_top_k, (32, 3), {}),
         (encode_signs, (64,), {"subtract": True}),
-        (decode_signs, (scales, octets, 64), write),
-        (decode_sum_of_signs, (scales[None], octets[None], 64), {"alpha": 0.5}),
+        (decode_signs, (scales[None], octets[None], 64), write),
         (scatter_sum, (places, places.float(), 32), write),
         (sketch, (16, [1]), {}),
         (unsketch, (rows[:, :16].clone(), [1]), write),

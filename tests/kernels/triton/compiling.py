@@ -86,6 +86,6 @@ def _launch_all(rows: torch.Tensor, *, width: int, size: int, kept: int) -> None
     random_signs.multiply_signs_(rows, keys)
     residual = Residual(rows.bfloat16(), torch.ones(n, 1))
     scales, octets = signs.encode_signs(rows, size, residual=residual, subtract=True)
-    signs.decode_signs(rows, scales, octets, size, alpha=0.5, add=True)
+    signs.decode_signs(rows, scales[None], octets[None], size, alpha=0.5, add=True)
     places, values = top_k.block_top_k(rows, size, kept, residual)
     scatter.scatter_sum(rows, places[None], values[None], size, alpha=0.5, add=False)
