@@ -37,8 +37,6 @@ class Case:
 
 def cases(numel: int, device: str) -> list[Case]:
     """Return what is measured: ``numel`` elements, a multiple of 4096."""
-    from comm_hooks.kernels.count_sketch import draw
-    from comm_hooks.kernels.random_signs import SIGN_WINDOW, sign_offsets
     from comm_hooks.kernels.residual import Residual
     from comm_hooks.kernels.triton import (
         count_sketch,
@@ -54,8 +52,6 @@ def cases(numel: int, device: str) -> list[Case]:
     rows, out, rest = (torch.randn(1, numel, device=device) for _ in range(3))
     residual = Residual(torch.randn(1, numel, device=device), torch.ones(1, 1, device=device))
     width = numel // 50
-    draws = draw([1], numel, width)
-    offsets = sign_offsets([1], -(-numel // SIGN_WINDOW))
     sketches = torch.randn(1, width, device=device)
     blocks = rows.view(-1, size)
     scales, octets = signs.encode_signs(rows, size)
@@ -104,27 +100,27 @@ def cases(numel: int, device: str) -> list[Case]:
         ),
         Case(
             "vector of signs",
-            lambda: signs.decode_signs(out, scales, octets, size, **write),
+            lambda: signs.decode_signs(out, scales[None], octets[None], size, **write),
             vector + packed,
         ),
         Case(
             f"mean of {RANKS} sign payloads",
-            lambda: signs.decode_sum_of_signs(out, all_scales, all_octets, size, **mean),
+            lambda: signs.decode_signs(out, all_scales, all_octets, size, **mean),
             vector + RANKS * packed,
         ),
         Case(
             "Count-Sketch, 2 %",
-            lambda: count_sketch.sketch(rows, width, *draws),
+            lambda: count_sketch.sketch(rows, width, [1]),
             vector + sketches.nbytes,
         ),
         Case(
             "vector of a Count-Sketch, 2 %",
-            lambda: count_sketch.unsketch(out, sketches, *draws, **write),
+            lambda: count_sketch.unsketch(out, sketches, [1], **write),
             vector + sketches.nbytes,
         ),
         Case(
             "random signs",
-            lambda: random_signs.multiply_signs_(rest, offsets),
+            lambda: random_signs.multiply_signs_(rest, [1]),
             2 * vector,
         ),
         Case(

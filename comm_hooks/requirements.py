@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -21,9 +22,10 @@ def in_one_line(value: object) -> str:
         return f"what is too long to be shown, of the class {type(value).__name__}"
 
 
-def _name_of(owner: object) -> str:
-    """Return who is speaking: a name as it is, else that of the class."""
-    return owner if isinstance(owner, str) else type(owner).__name__
+def _refuse(owner: object, name: str, requirement: str, value: object, why: str = "") -> NoReturn:
+    """Say who speaks, by name or else by class, of which argument, and what it must be."""
+    who = owner if isinstance(owner, str) else type(owner).__name__
+    raise ValueError(f"{who}: {name} {requirement}, got {in_one_line(value)}{why}")
 
 
 def require_within(owner: object, name: str, value: float, interval: str) -> None:
@@ -31,9 +33,7 @@ def require_within(owner: object, name: str, value: float, interval: str) -> Non
     low, high = map(float, interval[1:-1].split(","))
     at_ends = (low,) * (interval[0] == "[") + (high,) * (interval[-1] == "]")
     if not is_number(value) or not (low < value < high or value in at_ends):
-        raise ValueError(
-            f"{_name_of(owner)}: {name} must lie in {interval}, got {in_one_line(value)}"
-        )
+        _refuse(owner, name, f"must lie in {interval}", value)
 
 
 def require_kind(owner: object, name: str, value: object, *kinds: type) -> None:
@@ -41,24 +41,19 @@ def require_kind(owner: object, name: str, value: object, *kinds: type) -> None:
     if not isinstance(value, kinds):
         names = [kind.__name__ for kind in kinds]
         listed = " or ".join(f"an {n}" if n[0] in "AEIOU" else f"a {n}" for n in names)
-        raise ValueError(f"{_name_of(owner)}: {name} must be {listed}, got {in_one_line(value)}")
+        _refuse(owner, name, f"must be {listed}", value)
 
 
 def require_callable(owner: object, name: str, value: object, why: str = "") -> None:
     """Raise ``ValueError`` unless ``value`` can be called."""
     if not callable(value):
-        raise ValueError(
-            f"{_name_of(owner)}: {name} must be callable, got {in_one_line(value)}{why}"
-        )
+        _refuse(owner, name, "must be callable", value, why)
 
 
 def require_fraction(owner: object, name: str, value: float) -> None:
     """Raise ``ValueError`` unless ``value`` is a number in (0, 1]."""
     if not is_number(value) or not 0 < value <= 1:
-        raise ValueError(
-            f"{_name_of(owner)}: {name} is the fraction that is kept and must lie in (0, 1], "
-            f"got {in_one_line(value)}"
-        )
+        _refuse(owner, name, "is the fraction that is kept and must lie in (0, 1]", value)
 
 
 def require_choice(owner: object, name: str, value: object, choices: Sequence[object]) -> None:
@@ -68,10 +63,7 @@ def require_choice(owner: object, name: str, value: object, choices: Sequence[ob
     """
     fits = any(isinstance(value, type(choice)) and value == choice for choice in choices)
     if isinstance(value, bool) or not fits:
-        listed = ", ".join(map(str, choices))
-        raise ValueError(
-            f"{_name_of(owner)}: {name} must be one of {listed}, got {in_one_line(value)}"
-        )
+        _refuse(owner, name, f"must be one of {', '.join(map(str, choices))}", value)
 
 
 def require_positive(owner: object, name: str, value: int) -> None:
@@ -79,24 +71,19 @@ def require_positive(owner: object, name: str, value: int) -> None:
     require_integer(owner, name, value, "an integer of at least 1")
     if not 1 <= value < 1 << 63:
         below = " and below 2^63" if value > 1 else ""
-        raise ValueError(
-            f"{_name_of(owner)}: {name} must be an integer of at least 1{below}, "
-            f"got {in_one_line(value)}"
-        )
+        _refuse(owner, name, f"must be an integer of at least 1{below}", value)
 
 
 def require_integer(owner: object, name: str, value: int, what: str = "an integer") -> None:
     """Raise ``ValueError`` unless ``value`` is an integer, or more than that, as ``what`` says."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{_name_of(owner)}: {name} must be {what}, got {in_one_line(value)}")
+        _refuse(owner, name, f"must be {what}", value)
 
 
 def require_flag(owner: object, name: str, value: bool) -> None:
     """Raise ``ValueError`` unless ``value`` is a boolean."""
     if not isinstance(value, bool):
-        raise ValueError(
-            f"{_name_of(owner)}: {name} must be true or false, got {in_one_line(value)}"
-        )
+        _refuse(owner, name, "must be true or false", value)
 
 
 def require_dense_floats(tensor: torch.Tensor) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from comm_hooks.compressors.base import Blocks
 from comm_hooks.compressors.sparse import TopK
+from comm_hooks.kernels.pieces import Blocks
 from comm_hooks.kernels.top_k import block_top_k
 from comm_hooks.wire.index_codes import places_code
 from comm_hooks.wire.places import PlacesCode
@@ -96,7 +96,7 @@ class SparseWindow:
             octets[:, split:], self._sets, np.zeros(len(octets), dtype=np.int64)
         )
         blocks = self._blocks
-        first_of_block = torch.arange(0, blocks.padded, blocks.size, device=octets.device)
+        first_of_block = blocks.starts(octets.device)
         first_of_shard = torch.arange(self.shards, device=octets.device) * blocks.numel
         places = places.view(-1, self.shards, blocks.count, self.capacity)
         places = places + first_of_block[:, None] + first_of_shard[:, None, None]

@@ -189,30 +189,6 @@ class Compressor(ABC):
         return out
 
 
-class Blocks:
-    """Cuts rows of ``numel`` elements into equal blocks of at most ``block_size``.
-
-    Blocks of equal size need no special case for a tail: a row is padded with at most
-    ``count - 1`` zeros in all, and a payload's size follows from ``numel`` alone.
-    """
-
-    def __init__(self, numel: int, block_size: int) -> None:
-        self.numel = numel
-        self.count = -(-numel // block_size)
-        self.size = -(-numel // self.count)
-        self.padded = self.count * self.size
-
-    def split(self, rows: Tensor) -> Tensor:
-        """View (or, where padding is needed, copy) rows (n, numel) as (n, count, size)."""
-        if self.padded != self.numel:
-            rows = torch.nn.functional.pad(rows, (0, self.padded - self.numel))
-        return rows.reshape(rows.shape[0], self.count, self.size)
-
-    def join(self, blocks: Tensor) -> Tensor:
-        """View blocks (n, count, size) as rows (n, numel) without the padding."""
-        return blocks.reshape(blocks.shape[0], self.padded)[:, : self.numel]
-
-
 def write(out: Tensor, values: Tensor, alpha: float, add: bool) -> None:
     """Write ``alpha * values`` to ``out``, or add it."""
     if add:

@@ -7,17 +7,16 @@ import torch
 from torch import Tensor
 
 from comm_hooks.compressors.base import Compressor
+from comm_hooks.kernels.bits import packed_nbytes
 from comm_hooks.kernels.min_max import decode_min_max, encode_min_max
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.signs import (
     decode_signs,
-    decode_sum_of_signs,
     encode_signs,
     mean_magnitudes,
 )
 from comm_hooks.randomness import Draw, fork
 from comm_hooks.requirements import require_choice, require_flag, require_positive
-from comm_hooks.wire.bits import packed_nbytes
 from comm_hooks.wire.sections import join, word_aligned
 
 # Where all of a vector shares a scale, kernels still work in blocks, of this size.
@@ -109,7 +108,7 @@ class Sign(Compressor):
         return scales.expand(*scales.shape[:-1], pieces).contiguous(), _PIECE
 
     def _read(self, payloads: Tensor, numel: int) -> tuple[Tensor, Tensor, int]:
-        """Return the scales and the signs in payloads (..., nbytes), and the size of a piece."""
+        """Return the scales and the signs in payloads (N, n, nbytes), and the size of a piece."""
         split = 4 * self._blocks(numel)
         scales, size = self._per_piece(payloads[..., :split].view(torch.float32), numel)
         return scales, payloads[..., split:], size
@@ -117,10 +116,10 @@ class Sign(Compressor):
     def decode(
         self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
-        decode_signs(out, *self._read(payloads, out.shape[1]), alpha=alpha, add=add)
+        decode_signs(out, *self._read(payloads[None], out.shape[1]), alpha=alpha, add=add)
 
     def decode_sum(self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0) -> None:
-        decode_sum_of_signs(out, *self._read(payloads, out.shape[1]), alpha=alpha)
+        decode_signs(out, *self._read(payloads, out.shape[1]), alpha=alpha, add=False)
 
 
 @dataclass(frozen=True, eq=False)

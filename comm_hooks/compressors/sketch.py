@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comm_hooks.compressors.base import Blocks, Compressor, write
-from comm_hooks.kernels import count_sketch
+from comm_hooks.compressors.base import Compressor, write
+from comm_hooks.kernels.count_sketch import sketch, unsketch
 from comm_hooks.kernels.hadamard import hadamard
+from comm_hooks.kernels.pieces import Blocks, cut
 from comm_hooks.kernels.random_signs import multiply_signs_
 from comm_hooks.randomness import Draw, Keys, fork, stratified_indices
 from comm_hooks.requirements import require_fraction, require_positive
@@ -76,15 +77,12 @@ class CountSketch(_Sketch):
     """
 
     def encode(self, rows: Tensor, draw: Draw) -> Tensor:
-        width = self.width(rows.shape[1])
-        return count_sketch.sketch(rows, width, *count_sketch.draw(draw.keys, rows.shape[1], width))
+        return sketch(rows, self.width(rows.shape[1]), draw.keys)
 
     def decode(
         self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
-        sketches = payloads.view(torch.float32)
-        draws = count_sketch.draw(draw.keys, out.shape[1], sketches.shape[1])
-        count_sketch.unsketch(out, sketches, *draws, alpha=alpha, add=add)
+        unsketch(out, payloads.view(torch.float32), draw.keys, alpha=alpha, add=add)
 
 
 @dataclass(frozen=True)
@@ -191,7 +189,7 @@ class GaussianSketch(_Sketch):
 
     def encode(self, rows: Tensor, draw: Draw) -> Tensor:
         blocks = Blocks(rows.shape[1], self.block_size)
-        signed = blocks.split(multiply_signs_(rows.clone(), fork(draw.keys, 1)))
+        signed = cut(multiply_signs_(rows.clone(), fork(draw.keys, 1)), blocks.size)
         return torch.stack(
             [
                 (vectors @ self._matrix(blocks.size, key, rows.device)).flatten()
@@ -210,5 +208,5 @@ class GaussianSketch(_Sketch):
                 for sketch, key in zip(sketches, map(int, draw.keys), strict=True)
             ]
         )
-        signed = blocks.join(vectors).contiguous()
+        signed = vectors.flatten(1)[:, : out.shape[1]].contiguous()
         write(out, multiply_signs_(signed, fork(draw.keys, 1)), alpha, add)

@@ -8,7 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from comm_hooks.compressors.base import Blocks, Compressor, write
+from comm_hooks.compressors.base import Compressor, write
+from comm_hooks.kernels.pieces import Blocks
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.scatter import scatter_sum
 from comm_hooks.kernels.top_k import block_top_k
@@ -148,8 +149,7 @@ def _in_rows(
     blocks: Blocks, places: Tensor, values: Tensor, present: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return places in rows instead of blocks, (n, k), with zeros for values that are not sent."""
-    starts = torch.arange(0, blocks.padded, blocks.size, device=places.device)[:, None]
-    in_rows = (places + starts).flatten(1)
+    in_rows = (places + blocks.starts(places.device)[:, None]).flatten(1)
     # If fewer elements of the last block than are kept are not zero, some of the places may lie in
     # its padding, where a coarse code turns the zero into something else.
     is_sent = in_rows < blocks.numel

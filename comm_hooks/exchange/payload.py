@@ -10,9 +10,10 @@ One that is to be summed on the wire must be all float32, its header included: t
 are finite and all ranks mean the same round, at no extra collective.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange.message import Message
@@ -58,9 +59,9 @@ class PayloadFormat:
         self,
         message: Message,
         *,
-        health: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        health: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return the payload (nbytes,), uint8, of a message.
 
         With a memory the message's matrices keep, in place, what the payload does not say.
@@ -80,57 +81,48 @@ class PayloadFormat:
 
     def encode_all(
         self,
-        stacks: Sequence[torch.Tensor],
+        stacks: Sequence[Tensor],
         keys: Sequence[Keys],
-        health: torch.Tensor,
+        health: Tensor,
         stamp: Stamp,
         *,
         residuals: Sequence[Residual | None] | None = None,
-        wholes: Sequence[torch.Tensor] | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return M payloads (M, nbytes) of stacks of M matrices; like M calls of :meth:`encode`.
+        wholes: Sequence[Tensor] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return M payloads (M, nbytes), uint8, of stacks of M matrices.
 
         Args:
             stacks: for each part, contiguous matrices (M, rows, numel).
             keys: for each part, those of all rows, (M * rows,).
             health: float32 scalar, 0 if the matrices are finite, else NaN.
+            stamp: of this rank.
             residuals: for each part, what is to be added to its matrices first, if anything; these
                 then keep, in place, what the payloads do not say.  None: they stay as they are.
             wholes: if the M matrices are shards, the matrix of each part that was cut into them.
+            out: where to write the payloads.
         """
         count = len(stacks[0])
         if out is None:
             out = torch.empty(count, self.nbytes, dtype=torch.uint8, device=health.device)
-        compressors = self._compressors
-        if wholes is not None:
-            pairs = zip(compressors, wholes, strict=True)
-            compressors = [compressor.for_shards(whole, count) for compressor, whole in pairs]
-        for compressor, (start, stop, _), stack, part_keys, residual in zip(
-            compressors,
-            self._slices,
-            stacks,
-            keys,
-            residuals or [None] * len(stacks),
-            strict=True,
-        ):
-            rows, draw = stack.flatten(0, 1), self._draw(part_keys, self._place)
+        for number, (compressor, octets, draw) in enumerate(self._parts(out, keys, self._place)):
+            rows = stacks[number].flatten(0, 1)
+            if wholes is not None:
+                compressor = compressor.for_shards(wholes[number], count)
             if residuals is None:
                 coded = compressor.encode(rows, draw)
             else:
-                coded = compressor.extract(rows, draw, residual)
-            out[:, start:stop].view(coded.dtype).copy_(coded.view(count, -1))
+                coded = compressor.extract(rows, draw, residuals[number])
+            octets.view(coded.dtype).copy_(coded.view_as(octets.view(coded.dtype)))
         out[:, self._end :] = 0
         self._header.write_(out, stamp, health)
         return out
 
-    def body(self, payload: torch.Tensor) -> torch.Tensor:
+    def body(self, payload: Tensor) -> Tensor:
         """Return a view of a payload (nbytes,) without its header, float32."""
         return payload[self._header.nbytes : self._end].view(torch.float32)
 
-    def health(
-        self, payloads: torch.Tensor, stamp: Stamp, *, senders: str = "rank"
-    ) -> torch.Tensor:
+    def health(self, payloads: Tensor, stamp: Stamp, *, senders: str = "rank") -> Tensor:
         """Return 0 if all ranks' vectors were finite, else NaN, and check the headers.
 
         See :meth:`~comm_hooks.wire.header.Header.health`.
@@ -138,40 +130,28 @@ class PayloadFormat:
         return self._header.health(payloads, stamp, senders)
 
     def decode_sum(
-        self,
-        matrices: Sequence[torch.Tensor],
-        payloads: torch.Tensor,
-        keys: Sequence[Keys],
-        *,
-        alpha: float,
+        self, matrices: Sequence[Tensor], payloads: Tensor, keys: Sequence[Keys], *, alpha: float
     ) -> None:
         """Write ``alpha`` times the sum of all ranks' payloads (N, nbytes) to matrices."""
-        for compressor, (start, stop, rows), matrix, part_keys in zip(
-            self._compressors, self._slices, matrices, keys, strict=True
+        for matrix, (compressor, octets, draw) in zip(
+            matrices, self._parts(payloads, keys), strict=True
         ):
-            octets = payloads[:, start:stop].unflatten(1, (rows, -1))
-            compressor.decode_sum(matrix, octets, self._draw(part_keys), alpha=alpha)
+            compressor.decode_sum(matrix, octets, draw, alpha=alpha)
 
     def decode(
         self,
-        matrices: Sequence[torch.Tensor],
-        payload: torch.Tensor,
+        matrices: Sequence[Tensor],
+        payload: Tensor,
         keys: Sequence[Keys],
         rank: int,
     ) -> None:
         """Write what the payload of ``rank`` stands for to matrices."""
-        for compressor, (start, stop, rows), matrix, part_keys in zip(
-            self._compressors, self._slices, matrices, keys, strict=True
+        for matrix, (compressor, octets, draw) in zip(
+            matrices, self._parts(payload[None], keys, rank), strict=True
         ):
-            octets = payload[start:stop].view(rows, -1)
-            compressor.decode(matrix, octets, self._draw(part_keys, rank))
+            compressor.decode(matrix, octets[0], draw)
 
-    def decode_all(
-        self,
-        stacks: Sequence[torch.Tensor],
-        payloads: torch.Tensor,
-        keys: Sequence[Keys],
-    ) -> None:
+    def decode_all(self, stacks: Sequence[Tensor], payloads: Tensor, keys: Sequence[Keys]) -> None:
         """Write M decompressed payloads (M, nbytes) to stacks; like M calls of :meth:`decode`.
 
         Not for compressors that are ``per_rank``.
@@ -179,11 +159,17 @@ class PayloadFormat:
         Args:
             stacks, keys: see :meth:`encode_all`.
         """
-        for compressor, (start, stop, rows), stack, part_keys in zip(
-            self._compressors, self._slices, stacks, keys, strict=True
+        for stack, (compressor, octets, draw) in zip(
+            stacks, self._parts(payloads, keys), strict=True
         ):
-            octets = payloads[:, start:stop].reshape(len(payloads) * rows, -1)
-            compressor.decode(stack.flatten(0, 1), octets, self._draw(part_keys))
+            compressor.decode(stack.flatten(0, 1), octets.flatten(0, 1), draw)
 
-    def _draw(self, keys: Keys, rank: int = 0) -> Draw:
-        return Draw(keys, rank, self._world_size)
+    def _parts(
+        self, payloads: Tensor, keys: Sequence[Keys], rank: int = 0
+    ) -> Iterator[tuple[Compressor, Tensor, Draw]]:
+        """Yield each part's compressor, view (M, rows, nbytes) of the payloads, and draw."""
+        for compressor, (start, stop, rows), part_keys in zip(
+            self._compressors, self._slices, keys, strict=True
+        ):
+            octets = payloads[:, start:stop].unflatten(1, (rows, (stop - start) // rows))
+            yield compressor, octets, Draw(part_keys, rank, self._world_size)

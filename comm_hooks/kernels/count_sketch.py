@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from comm_hooks.kernels.operators import always, if_contiguous, operator
 from comm_hooks.kernels.random_signs import SIGN_WINDOW, sign_offsets, sign_table
-from comm_hooks.kernels.triton import available
 from comm_hooks.randomness import Keys, fork, random_below
 
 # Below this width many lines are taken at once, about _BATCH elements: one by one they take longer
@@ -33,88 +34,61 @@ def draw(keys: Keys, numel: int, width: int) -> tuple[Draws, Draws]:
     """
     count = -(-numel // width)
     rotations = random_below(fork(keys, 0), count, width)
-    return rotations, sign_offsets(fork(keys, 1), count * -(-width // SIGN_WINDOW))
+    return rotations, sign_offsets(fork(keys, 1), width, count)
 
 
-def sketch(rows: torch.Tensor, width: int, rotations: Draws, offsets: Draws) -> torch.Tensor:
+@operator(triton=always)
+def sketch(rows: Tensor, width: int, keys: Keys) -> Tensor:
     """Return the sums (n, width), float32, of rows (n, numel), float32.
 
     Example::
 
         >>> rows = torch.ones(1, 6)
-        >>> sketch(rows, 2, *draw([3], 6, 2)).shape
+        >>> sketch(rows, 2, [3]).shape
         torch.Size([1, 2])
     """
-    if available(rows):
-        from comm_hooks.kernels.triton import count_sketch as on_gpu
-
-        return on_gpu.sketch(rows, width, rotations, offsets)
-    if rows.device.type == "cpu" and width >= _NARROW:
-        return _sketch_line_by_line(rows, width, rotations, offsets)
-    return _sketch_in_batches(rows, width, rotations, offsets)
+    places, signs = _hash(rows.shape[1], width, keys, rows.device)
+    return torch.zeros(len(rows), width, device=rows.device).scatter_add_(1, places, rows * signs)
 
 
-def unsketch(
-    out: torch.Tensor,
-    sketches: torch.Tensor,
-    rotations: Draws,
-    offsets: Draws,
-    *,
-    alpha: float,
-    add: bool,
-) -> None:
+@operator(triton=if_contiguous)
+def unsketch(out: Tensor, sketches: Tensor, keys: Keys, *, alpha: float, add: bool) -> None:
     """Write ``alpha`` times the transpose of :func:`sketch` to ``out``, or ``add`` it.
 
     Args:
-        out: (n, numel), float32, contiguous.
+        out: (n, numel), float32.
         sketches: (n, width), float32.
+        keys: with which they were made.
+        alpha, add: see above.
     """
-    if available(out):
-        from comm_hooks.kernels.triton import count_sketch as on_gpu
-
-        on_gpu.unsketch(out, sketches, rotations, offsets, alpha=alpha, add=add)
-        return
-    if out.device.type == "cpu" and sketches.shape[1] >= _NARROW:
-        _unsketch_line_by_line(out, sketches, rotations, offsets, alpha, add)
-    else:
-        _unsketch_in_batches(out, sketches, rotations, offsets, alpha, add)
-
-
-def reference_sketch(
-    rows: torch.Tensor, width: int, rotations: Draws, offsets: Draws
-) -> torch.Tensor:
-    """Do the same as :func:`sketch` in the plainest way: element by element."""
-    places, signs = _hash(rows.shape[1], width, rotations, offsets)
-    sums = torch.zeros(len(rows), width, device=rows.device)
-    return sums.scatter_add_(1, places.to(rows.device), rows * signs.to(rows.device))
-
-
-def reference_unsketch(
-    out: torch.Tensor,
-    sketches: torch.Tensor,
-    rotations: Draws,
-    offsets: Draws,
-    *,
-    alpha: float,
-    add: bool,
-) -> None:
-    """Do the same as :func:`unsketch` in the plainest way: element by element."""
-    places, signs = _hash(out.shape[1], sketches.shape[1], rotations, offsets)
-    values = alpha * sketches.gather(1, places.to(out.device)) * signs.to(out.device)
+    places, signs = _hash(out.shape[1], sketches.shape[1], keys, out.device)
+    values = alpha * sketches.gather(1, places) * signs
     out.copy_(out + values if add else values)
 
 
-def _hash(
-    numel: int, width: int, rotations: Draws, offsets: Draws
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _hash(numel: int, width: int, keys: Keys, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the sum and the sign of every element, int64 and float32 (n, numel)."""
+    rotations, offsets = draw(keys, numel, width)
     line, column = np.divmod(np.arange(numel), width)
     window, place = np.divmod(column, SIGN_WINDOW)
     windows = -(-width // SIGN_WINDOW)
-    places = (column + rotations[:, line]) % width
-    table = sign_table(torch.device("cpu"))
-    signs = table[torch.from_numpy(offsets[:, line * windows + window] + place)]
-    return torch.from_numpy(places), signs
+    places = torch.from_numpy((column + rotations[:, line]) % width)
+    in_table = torch.from_numpy(offsets[:, line * windows + window] + place)
+    return places.to(device), sign_table(device)[in_table.to(device)]
+
+
+@sketch.fast(only_on_cpu=False)
+def _sketch(rows: Tensor, width: int, keys: Keys) -> Tensor:
+    one_by_one = rows.device.type == "cpu" and width >= _NARROW
+    way = _sketch_line_by_line if one_by_one else _sketch_in_batches
+    return way(rows, width, *draw(keys, rows.shape[1], width))
+
+
+@unsketch.fast(only_on_cpu=False)
+def _unsketch(out: Tensor, sketches: Tensor, keys: Keys, *, alpha: float, add: bool) -> None:
+    one_by_one = out.device.type == "cpu" and sketches.shape[1] >= _NARROW
+    way = _unsketch_line_by_line if one_by_one else _unsketch_in_batches
+    way(out, sketches, *draw(keys, out.shape[1], sketches.shape[1]), alpha, add)
 
 
 def _pieces(
@@ -146,9 +120,7 @@ def _halves(first: int, last: int, middle: int) -> list[tuple[int, int]]:
     return [(first, last)] if first < last else []
 
 
-def _sketch_line_by_line(
-    rows: torch.Tensor, width: int, rotations: Draws, offsets: Draws
-) -> torch.Tensor:
+def _sketch_line_by_line(rows: Tensor, width: int, rotations: Draws, offsets: Draws) -> Tensor:
     # numpy, because asking torch for a piece takes as long as computing it.
     vectors = rows.detach().numpy()
     table = sign_table(rows.device).numpy()
@@ -168,12 +140,7 @@ def _sketch_line_by_line(
 
 
 def _unsketch_line_by_line(
-    out: torch.Tensor,
-    sketches: torch.Tensor,
-    rotations: Draws,
-    offsets: Draws,
-    alpha: float,
-    add: bool,
+    out: Tensor, sketches: Tensor, rotations: Draws, offsets: Draws, alpha: float, add: bool
 ) -> None:
     vectors = out.detach().numpy()
     width = sketches.shape[1]
@@ -193,7 +160,7 @@ def _unsketch_line_by_line(
 
 def _batches(
     numel: int, width: int, rotations: Draws, offsets: Draws, device: torch.device
-) -> Iterator[tuple[int, int, int, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
     """Yield (row, start, stop, rotations, signs) of batches of whole lines.
 
     Rotations have the shape (lines, 1), signs (lines, width); the last line may stick out.
@@ -218,9 +185,7 @@ def _batches(
             )
 
 
-def _sketch_in_batches(
-    rows: torch.Tensor, width: int, rotations: Draws, offsets: Draws
-) -> torch.Tensor:
+def _sketch_in_batches(rows: Tensor, width: int, rotations: Draws, offsets: Draws) -> Tensor:
     columns = torch.arange(width, device=rows.device)
     sums = torch.zeros(len(rows), width, device=rows.device)
     for row, start, stop, shifts, signs in _batches(
@@ -233,12 +198,7 @@ def _sketch_in_batches(
 
 
 def _unsketch_in_batches(
-    out: torch.Tensor,
-    sketches: torch.Tensor,
-    rotations: Draws,
-    offsets: Draws,
-    alpha: float,
-    add: bool,
+    out: Tensor, sketches: Tensor, rotations: Draws, offsets: Draws, alpha: float, add: bool
 ) -> None:
     width = sketches.shape[1]
     columns = torch.arange(width, device=out.device)

@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from comm_hooks.kernels.triton import available
 
@@ -12,7 +13,7 @@ from comm_hooks.kernels.triton import available
 PAIRS = 512
 
 
-def add_gaussian_(values: torch.Tensor, std: float, key: int, counter: int) -> None:
+def add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
     """Add independent N(0, std^2) to every element, in place: float64, rounded once.
 
     Two numbers are made of three of the four words of a block of Philox, by Box and Muller,
@@ -47,7 +48,7 @@ def add_gaussian_(values: torch.Tensor, std: float, key: int, counter: int) -> N
     on_gpu.add_gaussian_(values, std, key, counter)
 
 
-def reference_add_gaussian_(values: torch.Tensor, std: float, key: int, counter: int) -> None:
+def reference_add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
     """Do the same as :func:`add_gaussian_` in the plainest way.
 
     Logarithms, sines and cosines of two libraries may differ in the last bit of float64.

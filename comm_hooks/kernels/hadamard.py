@@ -4,11 +4,13 @@ import functools
 import math
 
 import torch
+from torch import Tensor
 
-from comm_hooks.kernels.triton import available
+from comm_hooks.kernels.operators import always, operator
 
 
-def hadamard(rows: torch.Tensor) -> torch.Tensor:
+@operator(triton=always)
+def hadamard(rows: Tensor) -> Tensor:
     """Return the orthonormal Walsh-Hadamard transform of each row; its own inverse.
 
     Args:
@@ -22,15 +24,7 @@ def hadamard(rows: torch.Tensor) -> torch.Tensor:
         >>> hadamard(torch.tensor([[1.0, 0.0, 0.0, 1.0]]))
         tensor([[1., 0., 0., 1.]])
     """
-    if available(rows):
-        from comm_hooks.kernels.triton import hadamard as on_gpu
-
-        return on_gpu.hadamard(rows)
-    return _hadamard_by_products(rows)
-
-
-def reference_hadamard(rows: torch.Tensor) -> torch.Tensor:
-    """Do the same as :func:`hadamard` in the plainest way: sums and differences, k times."""
+    # Sums and differences, k times.
     numel = rows.shape[1]
     result, half = rows, 1
     while half < numel:
@@ -40,7 +34,8 @@ def reference_hadamard(rows: torch.Tensor) -> torch.Tensor:
     return result / math.sqrt(numel)
 
 
-def _hadamard_by_products(rows: torch.Tensor) -> torch.Tensor:
+@hadamard.fast(only_on_cpu=False)
+def _hadamard_by_products(rows: Tensor) -> Tensor:
     """Multiply by the factors of H_{2^k}, a Kronecker product of matrices of order at most 64.
 
     Each factor acts on one axis of the row seen as an array, which is a matrix product that needs
@@ -65,7 +60,7 @@ def _hadamard_by_products(rows: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=32)
-def _matrix(order: int, device: torch.device) -> torch.Tensor:
+def _matrix(order: int, device: torch.device) -> Tensor:
     """Return the orthonormal Hadamard matrix of an order that is a power of two."""
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < order:

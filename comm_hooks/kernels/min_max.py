@@ -1,15 +1,18 @@
 """Codes of a few bits between the minimum and the maximum of their block, and back."""
 
 import torch
+from torch import Tensor
 
-from comm_hooks.kernels.pieces import Pieces, chunks, packed, per_chunk
+from comm_hooks.kernels.bits import pack_codes, packed_nbytes, unpack_codes
+from comm_hooks.kernels.operators import operator
+from comm_hooks.kernels.pieces import Pieces, in_blocks, packed
 from comm_hooks.randomness import Keys
-from comm_hooks.wire.bits import pack_codes, packed_nbytes, unpack_codes
 
 
+@operator()
 def encode_min_max(
-    rows: torch.Tensor, size: int, bits: int, seeds: Keys | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows: Tensor, size: int, bits: int, seeds: Keys | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the range of every block and the code of every element within it.
 
     1. low = min(x), unit = (max(x) - low) / (2^bits - 1) of every block;
@@ -30,38 +33,6 @@ def encode_min_max(
         >>> encode_min_max(torch.tensor([[0.0, 3.0, 7.0, 15.0]]), 4, 4)
         (tensor([[0.]]), tensor([[1.]]), tensor([[ 48, 247]], dtype=torch.uint8))
     """
-    if rows.device.type == "cpu":
-        return _encode_in_pieces(rows, size, bits, seeds)
-    return reference_encode_min_max(rows, size, bits, seeds)
-
-
-def decode_min_max(
-    out: torch.Tensor,
-    low: torch.Tensor,
-    unit: torch.Tensor,
-    octets: torch.Tensor,
-    size: int,
-    bits: int,
-    *,
-    alpha: float,
-    add: bool,
-) -> None:
-    """Write ``alpha * (low + code * unit)`` of every element to ``out``, or ``add`` it.
-
-    Args:
-        out: (n, numel), float32.
-        low, unit, octets, size, bits: as :func:`encode_min_max` has them; more octets may follow.
-    """
-    if out.device.type == "cpu":
-        _decode_in_pieces(out, low * alpha, unit * alpha, octets, size, bits, add)
-        return
-    reference_decode_min_max(out, low, unit, octets, size, bits, alpha=alpha, add=add)
-
-
-def reference_encode_min_max(
-    rows: torch.Tensor, size: int, bits: int, seeds: Keys | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do the same as :func:`encode_min_max` in the plainest way."""
     numel = rows.shape[1]
     # Padding repeats the last element, which changes no extreme.
     padded = torch.nn.functional.pad(rows, (0, -numel % size), mode="replicate")
@@ -79,18 +50,25 @@ def reference_encode_min_max(
     return low, unit, pack_codes(codes, bits)
 
 
-def reference_decode_min_max(
-    out: torch.Tensor,
-    low: torch.Tensor,
-    unit: torch.Tensor,
-    octets: torch.Tensor,
+@operator()
+def decode_min_max(
+    out: Tensor,
+    low: Tensor,
+    unit: Tensor,
+    octets: Tensor,
     size: int,
     bits: int,
     *,
     alpha: float,
     add: bool,
 ) -> None:
-    """Do the same as :func:`decode_min_max` in the plainest way."""
+    """Write ``alpha * (low + code * unit)`` of every element to ``out``, or ``add`` it.
+
+    Args:
+        out: (n, numel), float32.
+        low, unit, octets, size, bits: as :func:`encode_min_max` has them; more octets may follow.
+        alpha, add: see above.
+    """
     numel = out.shape[1]
     codes = unpack_codes(octets[:, : packed_nbytes(numel, bits)], numel, bits).float()
     low, unit = ((alpha * value).repeat_interleave(size, dim=1)[:, :numel] for value in (low, unit))
@@ -104,9 +82,10 @@ def _generators(seeds: Keys | None, device: torch.device) -> list[torch.Generato
     return [torch.Generator(device).manual_seed(int(seed)) for seed in seeds]
 
 
+@encode_min_max.fast()
 def _encode_in_pieces(
-    rows: torch.Tensor, size: int, bits: int, seeds: Keys | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows: Tensor, size: int, bits: int, seeds: Keys | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     n, numel = rows.shape
     rows = rows.detach()
     low, unit = torch.empty(2, n, -(-numel // size))
@@ -115,23 +94,16 @@ def _encode_in_pieces(
     pieces = Pieces(n, numel, size)
     for top, columns, blocks in pieces:
         piece = rows[top, columns]
-        width = piece.shape[1]
         levels = pieces.buffer(*piece.shape)
-        for chunk, target, lowest, step in zip(
-            chunks(piece, size),
-            chunks(levels, size),
-            per_chunk(low[top, blocks], width, size),
-            per_chunk(unit[top, blocks], width, size),
-            strict=True,
-        ):
+        extremes = low[top, blocks], unit[top, blocks]
+        for block, target, lowest, step in in_blocks(size, (piece, levels), extremes):
             # Apart they take a seventh of the time of aminmax().
-            torch.amin(chunk, dim=2, out=lowest)
-            torch.amax(chunk, dim=2, out=step)
+            torch.amin(block, dim=2, keepdim=True, out=lowest)
+            torch.amax(block, dim=2, keepdim=True, out=step)
             step.sub_(lowest).div_(2**bits - 1)
-            divisor = torch.where(step > 0, step, 1.0)[..., None]
-            torch.sub(chunk, lowest[..., None], out=target).div_(divisor)
+            torch.sub(block, lowest, out=target).div_(torch.where(step > 0, step, 1.0))
         for row, generator in zip(levels, generators[top], strict=False):
-            row += torch.rand(width, generator=generator)
+            row += torch.rand(len(row), generator=generator)
         if not generators:
             levels += 0.5
         codes = levels.clamp_(0, 2**bits - 1).to(torch.uint8)
@@ -139,29 +111,27 @@ def _encode_in_pieces(
     return low, unit, octets
 
 
+@decode_min_max.fast()
 def _decode_in_pieces(
-    out: torch.Tensor,
-    low: torch.Tensor,
-    unit: torch.Tensor,
-    octets: torch.Tensor,
+    out: Tensor,
+    low: Tensor,
+    unit: Tensor,
+    octets: Tensor,
     size: int,
     bits: int,
+    *,
+    alpha: float,
     add: bool,
 ) -> None:
-    n, numel = out.shape
-    pieces = Pieces(n, numel, size)
+    low, unit = low * alpha, unit * alpha
+    pieces = Pieces(len(out), out.shape[1], size)
     for top, columns, blocks in pieces:
         piece = out[top, columns]
-        width = piece.shape[1]
         values = pieces.buffer(*piece.shape)
-        values.copy_(unpack_codes(octets[top, packed(columns, bits)], width, bits))
-        for chunk, lowest, step, target in zip(
-            chunks(values, size),
-            per_chunk(low[top, blocks], width, size),
-            per_chunk(unit[top, blocks], width, size),
-            chunks(values if add else piece, size),
-            strict=True,
-        ):
-            torch.mul(chunk, step[..., None], out=target).add_(lowest[..., None])
+        values.copy_(unpack_codes(octets[top, packed(columns, bits)], piece.shape[1], bits))
+        matrices = values, values if add else piece
+        ranges = low[top, blocks], unit[top, blocks]
+        for codes, target, lowest, step in in_blocks(size, matrices, ranges):
+            torch.mul(codes, step, out=target).add_(lowest)
         if add:
             piece.add_(values)

@@ -1,14 +1,54 @@
-"""How matrices are cut for loops that stay in the cache."""
+"""How rows are cut: into blocks, and into pieces of many blocks that stay in the cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from comm_hooks.wire.bits import packed_nbytes
+from comm_hooks.kernels.bits import packed_nbytes
 
 # A piece of 2 MB is in the cache for all steps, and large enough for the calls, some 40 us, not to
 # count.
 PIECE = 1 << 19
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Equal blocks of at most ``largest`` elements into which a row of ``numel`` is cut.
+
+    Equal ones need no special case for a tail: a row is padded with at most ``count - 1`` zeros in
+    all, and a payload's size follows from ``numel`` alone.
+
+    Example::
+
+        >>> blocks = Blocks(numel=10, largest=4)
+        >>> blocks.count, blocks.size, blocks.starts(torch.device("cpu"))
+        (3, 4, tensor([0, 4, 8]))
+    """
+
+    numel: int
+    largest: int
+
+    @property
+    def count(self) -> int:
+        return -(-self.numel // self.largest)
+
+    @property
+    def size(self) -> int:
+        return -(-self.numel // self.count)
+
+    def starts(self, device: torch.device) -> Tensor:
+        """Return the place of each block's first element, int64."""
+        return torch.arange(self.count, device=device) * self.size
+
+
+def cut(rows: Tensor, size: int) -> Tensor:
+    """View (or, where padding with zeros is needed, copy) rows (n, numel) as (n, blocks, size)."""
+    padding = -rows.shape[1] % size
+    if padding:
+        rows = torch.nn.functional.pad(rows, (0, padding))
+    return rows.unflatten(1, (-1, size))
 
 
 class Pieces:
@@ -44,7 +84,7 @@ class Pieces:
                     slice(left // self._size, -(-right // self._size)),
                 )
 
-    def buffer(self, height: int, width: int) -> torch.Tensor:
+    def buffer(self, height: int, width: int) -> Tensor:
         """Return uninitialized float32 memory of this shape, the same at every call.
 
         There is enough for a piece, and for one whose rows are a multiple of 8 elements long.
@@ -57,23 +97,29 @@ def packed(columns: slice, bits: int) -> slice:
     return slice(columns.start * bits // 8, packed_nbytes(columns.stop, bits))
 
 
-def chunks(matrix: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Return views (n, blocks, size) of the full blocks of a matrix and of a shorter last one.
+def in_blocks(
+    size: int, matrices: Sequence[Tensor], values: Sequence[Tensor]
+) -> Iterator[list[Tensor]]:
+    """Yield views of the full blocks of all matrices, then those of a shorter last block.
+
+    Args:
+        size: the elements of a block.
+        matrices: (n, numel) each, of which (n, blocks, size) is seen.
+        values: one for each block, (n, count), of which (n, blocks, 1) is seen.
 
     Example::
 
-        >>> [chunk.shape for chunk in chunks(torch.ones(3, 20), 8)]
-        [torch.Size([3, 2, 8]), torch.Size([3, 1, 4])]
+        >>> parts = in_blocks(8, [torch.ones(3, 20)], [torch.ones(3, 3)])
+        >>> [tuple(block.shape) for block, value in parts]
+        [(3, 2, 8), (3, 1, 4)]
     """
-    n, numel = matrix.shape
-    full = numel // size
-    views = [matrix[:, : full * size].view(n, full, size)] if full else []
-    return [*views, matrix[:, None, full * size :]] if full * size < numel else views
-
-
-def per_chunk(values: torch.Tensor, numel: int, size: int) -> list[torch.Tensor]:
-    """Return views (n, blocks) of one value per block, as :func:`chunks` has the blocks."""
-    full = numel // size
-    if full in (0, values.shape[1]):
-        return [values]
-    return [values[:, :full], values[:, full:]]
+    numel = matrices[0].shape[1]
+    full, rest = divmod(numel, size)
+    for start, blocks, length in ((0, full, size), (full * size, min(1, rest), rest)):
+        if blocks:
+            columns = slice(start, start + blocks * length)
+            first = start // size
+            yield [
+                *(matrix[:, columns].unflatten(1, (blocks, length)) for matrix in matrices),
+                *(value[:, first : first + blocks, None] for value in values),
+            ]

@@ -5,8 +5,9 @@ import functools
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from comm_hooks.kernels.triton import available
+from comm_hooks.kernels.operators import if_contiguous, operator
 from comm_hooks.randomness import Keys, random_below, random_bits
 
 SIGN_TABLE_SIZE = 1 << 21
@@ -17,7 +18,7 @@ _TABLE_KEY = 0x9E3779B97F4A7C15
 
 
 @functools.lru_cache(maxsize=8)
-def sign_table(device: torch.device) -> torch.Tensor:
+def sign_table(device: torch.device) -> Tensor:
     """Return the fixed table of random signs, float32, long enough to read a window anywhere.
 
     The table holds exactly as many +1 as -1, so the product of two signs read at independent
@@ -29,19 +30,19 @@ def sign_table(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([signs, signs[:SIGN_WINDOW]])).to(device)
 
 
-def sign_offsets(keys: Keys, count: int) -> npt.NDArray[np.int64]:
-    """Return for each key the places of the table where its ``count`` windows of signs begin."""
-    return random_below(keys, count, SIGN_TABLE_SIZE)
+def sign_offsets(keys: Keys, numel: int, lines: int = 1) -> npt.NDArray[np.int64]:
+    """Return for each key where the windows of signs begin in the table, (len(keys), windows).
+
+    Each of ``lines`` lines of ``numel`` elements has windows of its own.
+    """
+    return random_below(keys, lines * -(-numel // SIGN_WINDOW), SIGN_TABLE_SIZE)
 
 
-def multiply_signs_(rows: torch.Tensor, keys: Keys) -> torch.Tensor:
+@operator(triton=if_contiguous)
+def multiply_signs_(rows: Tensor, keys: Keys) -> Tensor:
     """Multiply each row of ``rows`` (n, numel), in place, by the random signs of its key."""
-    offsets = sign_offsets(keys, -(-rows.shape[1] // SIGN_WINDOW))
-    if available(rows) and rows.is_contiguous():
-        from comm_hooks.kernels.triton import random_signs
-
-        return random_signs.multiply_signs_(rows, offsets)
     table = sign_table(rows.device)
+    offsets = sign_offsets(keys, rows.shape[1])
     for row, row_offsets in zip(rows, offsets.tolist(), strict=True):
         for piece, offset in zip(row.split(SIGN_WINDOW), row_offsets, strict=True):
             piece.mul_(table[offset : offset + piece.numel()])

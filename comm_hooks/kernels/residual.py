@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +27,12 @@ class Residual:
                 [0., 0., 0.]])
     """
 
-    vectors: torch.Tensor
-    factor: float | torch.Tensor
+    vectors: Tensor
+    factor: float | Tensor
 
-    def add_to(self, rows: torch.Tensor) -> None:
+    def add_to(self, rows: Tensor) -> None:
         """Add it to ``rows`` (n, numel), float32, in place."""
-        if isinstance(self.factor, torch.Tensor):
+        if isinstance(self.factor, Tensor):
             rows.addcmul_(self.vectors.float(), self.factor)
         else:
             # Half the time of a multiplication by a column.
@@ -39,19 +40,19 @@ class Residual:
 
     def of(self, rows: slice, columns: slice = slice(None)) -> Residual:
         """Return what is to be added to these rows and columns."""
-        factor = self.factor[rows] if isinstance(self.factor, torch.Tensor) else self.factor
+        factor = self.factor[rows] if isinstance(self.factor, Tensor) else self.factor
         return Residual(self.vectors[rows, columns], factor)
 
     def in_blocks(self, size: int) -> Residual:
         """Return the same with a row for each block of ``size`` elements, which divides numel."""
         blocks = self.vectors.reshape(-1, size)
         factor = self.factor
-        if isinstance(factor, torch.Tensor):
+        if isinstance(factor, Tensor):
             factor = factor.repeat_interleave(len(blocks) // len(factor), dim=0)
         return Residual(blocks, factor)
 
-    def factors(self) -> torch.Tensor:
+    def factors(self) -> Tensor:
         """Return one factor for each row, (n,), float32."""
-        if isinstance(self.factor, torch.Tensor):
+        if isinstance(self.factor, Tensor):
             return self.factor.flatten()
         return self.vectors.new_full((len(self.vectors),), self.factor, dtype=torch.float32)

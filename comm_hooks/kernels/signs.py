@@ -5,21 +5,28 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from comm_hooks.kernels.pieces import PIECE, Pieces, chunks, packed, per_chunk
+from comm_hooks.kernels.bits import pack_bits, packed_nbytes, unpack_bits
+from comm_hooks.kernels.operators import if_contiguous, operator
+from comm_hooks.kernels.pieces import PIECE, Pieces, cut, in_blocks, packed
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.kernels.triton import LARGEST_BLOCK, available
-from comm_hooks.wire.bits import pack_bits, packed_nbytes, unpack_bits
+from comm_hooks.kernels.triton import LARGEST_BLOCK
 
 
+def _fits(rows: Tensor, size: int, **_: object) -> bool:
+    return rows.is_contiguous() and size <= LARGEST_BLOCK and size % 8 == 0
+
+
+@operator(triton=_fits)
 def encode_signs(
-    rows: torch.Tensor,
+    rows: Tensor,
     size: int,
     *,
     residual: Residual | None = None,
     subtract: bool = False,
-    scales: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the mean magnitude of every block and the sign of every element.
 
     Args:
@@ -39,100 +46,47 @@ def encode_signs(
         >>> encode_signs(torch.tensor([[1.0, -3.0, 0.0]]), 2)
         (tensor([[2., 0.]]), tensor([[5]], dtype=torch.uint8))
     """
-    if available(rows) and rows.is_contiguous() and size <= LARGEST_BLOCK and size % 8 == 0:
-        from comm_hooks.kernels.triton import signs as on_gpu
-
-        return on_gpu.encode_signs(rows, size, residual=residual, subtract=subtract, scales=scales)
-    if rows.device.type == "cpu":
-        return _encode_in_pieces(rows, size, residual, subtract, scales)
-    return reference_encode_signs(rows, size, residual=residual, subtract=subtract, scales=scales)
-
-
-def decode_signs(
-    out: torch.Tensor,
-    scales: torch.Tensor,
-    octets: torch.Tensor,
-    size: int,
-    *,
-    alpha: float,
-    add: bool,
-) -> None:
-    """Write ``alpha * scale * sign`` of every element to ``out``, or ``add`` it.
-
-    Args:
-        out: (n, numel), float32.
-        scales, octets, size: as :func:`encode_signs` has them; more octets may follow.
-
-    Example::
-
-        >>> out = torch.empty(1, 3)
-        >>> scales, octets = torch.tensor([[2.0, 1.0]]), torch.tensor([[5]], dtype=torch.uint8)
-        >>> decode_signs(out, scales, octets, 2, alpha=0.5, add=False)
-        >>> out
-        tensor([[ 1.0000, -1.0000,  0.5000]])
-    """
-    if available(out) and out.is_contiguous():
-        from comm_hooks.kernels.triton import signs as on_gpu
-
-        on_gpu.decode_signs(out, scales, octets, size, alpha=alpha, add=add)
-        return
-    if out.device.type == "cpu":
-        _decode_in_pieces(out, scales, octets, size, alpha, add)
-        return
-    reference_decode_signs(out, scales, octets, size, alpha=alpha, add=add)
-
-
-def decode_sum_of_signs(
-    out: torch.Tensor, scales: torch.Tensor, octets: torch.Tensor, size: int, *, alpha: float
-) -> None:
-    """Write ``alpha`` times the sum of what N ranks' signs stand for to ``out``, in rank order.
-
-    Args:
-        out: (n, numel), float32.
-        scales, octets: as :func:`decode_signs` takes them, for each rank: (N, n, ...).
-    """
-    if available(out) and out.is_contiguous():
-        from comm_hooks.kernels.triton import signs as on_gpu
-
-        on_gpu.decode_sum_of_signs(out, scales, octets, size, alpha=alpha)
-        return
-    at_once = PIECE // out.numel()
-    if out.device.type == "cpu" and at_once >= 8:  # else the calls do not count
-        out.zero_()
-        for first in range(0, len(octets), at_once):
-            group = slice(first, first + at_once)
-            vectors = torch.empty(len(octets[group]), *out.shape)
-            rows, row_scales, row_octets = (
-                part.flatten(0, 1) for part in (vectors, scales[group], octets[group])
-            )
-            decode_signs(rows, row_scales, row_octets, size, alpha=alpha, add=False)
-            for vector in vectors:
-                out.add_(vector)
-        return
-    for rank, (rank_scales, rank_octets) in enumerate(zip(scales, octets, strict=True)):
-        decode_signs(out, rank_scales, rank_octets, size, alpha=alpha, add=rank > 0)
-
-
-def reference_encode_signs(
-    rows: torch.Tensor,
-    size: int,
-    *,
-    residual: Residual | None = None,
-    subtract: bool = False,
-    scales: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do the same as :func:`encode_signs` in the plainest way."""
     if residual:
         residual.add_to(rows)
     if scales is None:
         scales = mean_magnitudes(rows, size, power=1)
     octets = pack_bits(rows >= 0)
     if subtract:
-        reference_decode_signs(rows, scales, octets, size, alpha=-1.0, add=True)
+        decode_signs.reference(rows, scales[None], octets[None], size, alpha=-1.0, add=True)
     return scales, octets
 
 
-def mean_magnitudes(rows: torch.Tensor, size: int, *, power: int) -> torch.Tensor:
+@operator(triton=if_contiguous)
+def decode_signs(
+    out: Tensor, scales: Tensor, octets: Tensor, size: int, *, alpha: float, add: bool
+) -> None:
+    """Write ``alpha`` times the sum of what N ranks' signs stand for to ``out``, or ``add`` it.
+
+    In rank order: on all ranks with the same roundings.
+
+    Args:
+        out: (n, numel), float32.
+        scales, octets: as :func:`encode_signs` has them, for each rank: (N, n, ...); more octets
+            may follow.
+        size: the elements of a block.
+        alpha, add: see above.
+
+    Example::
+
+        >>> out = torch.empty(1, 3)
+        >>> scales, octets = torch.tensor([[[2.0, 1.0]]]), torch.tensor([[[5]]], dtype=torch.uint8)
+        >>> decode_signs(out, scales, octets, 2, alpha=0.5, add=False)
+        >>> out
+        tensor([[ 1.0000, -1.0000,  0.5000]])
+    """
+    numel = out.shape[1]
+    for rank, rank_octets in enumerate(octets):
+        signs = 2 * unpack_bits(rank_octets[:, : packed_nbytes(numel, 1)], numel).float() - 1
+        values = (scales[rank] * alpha).repeat_interleave(size, dim=1)[:, :numel] * signs
+        out.copy_(out + values if add or rank else values)
+
+
+def mean_magnitudes(rows: Tensor, size: int, *, power: int) -> Tensor:
     """Return every block's mean magnitude, or root mean square, (n, ceil(numel / size)).
 
     Args:
@@ -145,95 +99,83 @@ def mean_magnitudes(rows: torch.Tensor, size: int, *, power: int) -> torch.Tenso
         >>> mean_magnitudes(torch.tensor([[1.0, -7.0, 0.0]]), 2, power=2)
         tensor([[5., 0.]])
     """
-    padding = -rows.shape[1] % size
-    padded = torch.nn.functional.pad(rows, (0, padding)) if padding else rows
-    norms = torch.linalg.vector_norm(padded.unflatten(1, (-1, size)), power, dim=2)
+    norms = torch.linalg.vector_norm(cut(rows, size), power, dim=2)
     # The last block's padding takes no part in its mean.
     numels = torch.full((norms.shape[1],), float(size), device=rows.device)
-    numels[-1] -= padding
+    numels[-1] -= -rows.shape[1] % size
     return norms / numels ** (1 / power)
 
 
-def reference_decode_signs(
-    out: torch.Tensor,
-    scales: torch.Tensor,
-    octets: torch.Tensor,
+@encode_signs.fast()
+def _encode_in_pieces(
+    rows: Tensor,
     size: int,
     *,
-    alpha: float,
-    add: bool,
-) -> None:
-    """Do the same as :func:`decode_signs` in the plainest way."""
-    numel = out.shape[1]
-    signs = 2 * unpack_bits(octets[:, : packed_nbytes(numel, 1)], numel).float() - 1
-    values = (scales * alpha).repeat_interleave(size, dim=1)[:, :numel] * signs
-    out.copy_(out + values if add else values)
-
-
-def _encode_in_pieces(
-    rows: torch.Tensor,
-    size: int,
-    residual: Residual | None,
-    subtract: bool,
-    given: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    residual: Residual | None = None,
+    subtract: bool = False,
+    scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     n, numel = rows.shape
     rows = rows.detach()
-    scales = torch.empty(n, -(-numel // size)) if given is None else given
+    means = torch.empty(n, -(-numel // size)) if scales is None else scales
     octets = np.empty((n, packed_nbytes(numel, 1)), np.uint8)
     pieces = Pieces(n, numel, size)
     is_positive = np.empty(pieces.numel, np.bool_)
     for top, columns, blocks in pieces:
-        piece, piece_scales = rows[top, columns], scales[top, blocks]
-        width = piece.shape[1]
+        piece, piece_means = rows[top, columns], means[top, blocks]
         if residual:
             residual.of(top, columns).add_to(piece)
-        if given is None:
+        if scales is None:
             magnitudes = torch.abs(piece, out=pieces.buffer(*piece.shape))
-            for chunk, sums in zip(
-                chunks(magnitudes, size), per_chunk(piece_scales, width, size), strict=True
-            ):
-                torch.sum(chunk, dim=2, out=sums).div_(chunk.shape[2])
+            for block, sums in in_blocks(size, (magnitudes,), (piece_means,)):
+                torch.sum(block, dim=2, keepdim=True, out=sums).div_(block.shape[2])
         bits = is_positive[: piece.numel()].reshape(piece.shape)
         np.greater_equal(piece.numpy(), 0, out=bits)
         octets[top, packed(columns, 1)] = np.packbits(bits, axis=1, bitorder="little")
         if subtract:
-            signs = _signs(octets[top, packed(columns, 1)], pieces)[:, :width]
-            for chunk, means in zip(
-                chunks(signs, size), per_chunk(piece_scales, width, size), strict=True
-            ):
-                chunk.mul_(means[..., None])
+            signs = _signs(octets[top, packed(columns, 1)], pieces)[:, : piece.shape[1]]
+            for block, mean in in_blocks(size, (signs,), (piece_means,)):
+                block.mul_(mean)
             piece.sub_(signs)
-    return scales, torch.from_numpy(octets)
+    return means, torch.from_numpy(octets)
 
 
+@decode_signs.fast()
 def _decode_in_pieces(
-    out: torch.Tensor,
-    scales: torch.Tensor,
-    octets: torch.Tensor,
-    size: int,
-    alpha: float,
-    add: bool,
+    out: Tensor, scales: Tensor, octets: Tensor, size: int, *, alpha: float, add: bool
 ) -> None:
-    n, numel = out.shape
-    scales, packed_signs = scales * alpha, octets.numpy()
-    pieces = Pieces(n, numel, size)
+    at_once = PIECE // out.numel()
+    if len(octets) == 1 or at_once < 8:  # the calls do not count
+        for rank, rank_octets in enumerate(octets):
+            _decode_rows(out, scales[rank] * alpha, rank_octets, size, add=add or rank > 0)
+        return
+    if not add:
+        out.zero_()
+    for some_scales, some_octets in zip(scales.split(at_once), octets.split(at_once), strict=True):
+        vectors = torch.empty(len(some_octets), *out.shape)
+        rows, row_scales, row_octets = (
+            part.flatten(0, 1) for part in (vectors, some_scales, some_octets)
+        )
+        _decode_rows(rows, row_scales * alpha, row_octets, size, add=False)
+        for vector in vectors:
+            out.add_(vector)
+
+
+def _decode_rows(out: Tensor, scales: Tensor, octets: Tensor, size: int, *, add: bool) -> None:
+    """Write what rows of octets (n, ...) stand for to ``out`` (n, numel), or add it."""
+    packed_signs = octets.numpy()
+    pieces = Pieces(len(out), out.shape[1], size)
     for top, columns, blocks in pieces:
         piece = out[top, columns]
-        width = piece.shape[1]
-        signs = _signs(packed_signs[top, packed(columns, 1)], pieces)[:, :width]
-        for chunk, scale, target in zip(
-            chunks(signs, size),
-            per_chunk(scales[top, blocks], width, size),
-            chunks(signs if add else piece, size),
-            strict=True,
-        ):
-            torch.mul(chunk, scale[..., None], out=target)
+        signs = _signs(packed_signs[top, packed(columns, 1)], pieces)[:, : piece.shape[1]]
+        matrices = signs, signs if add else piece
+        for block, target, scale in in_blocks(size, matrices, (scales[top, blocks],)):
+            torch.mul(block, scale, out=target)
         if add:
             piece.add_(signs)
 
 
-def _signs(octets: npt.NDArray[np.uint8], pieces: Pieces) -> torch.Tensor:
+def _signs(octets: npt.NDArray[np.uint8], pieces: Pieces) -> Tensor:
     """Return the signs (n, 8 m), +1 and -1, of octets (n, m), in the buffer of the pieces."""
     height, width = octets.shape
     signs = pieces.buffer(height, 8 * width)

@@ -3,9 +3,12 @@
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from comm_hooks.kernels.operators import operator
+from comm_hooks.kernels.pieces import cut
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.kernels.triton import LARGEST_BLOCK, available
+from comm_hooks.kernels.triton import LARGEST_BLOCK
 
 # 512 kB of magnitudes stay in the cache of a core while they are looked at several times.
 _PIECE = 1 << 17
@@ -15,9 +18,14 @@ _Ints = npt.NDArray[np.int32]
 _Indices = npt.NDArray[np.int64]
 
 
+def _fits(rows: Tensor, size: int, *_: object, **__: object) -> bool:
+    return size <= LARGEST_BLOCK
+
+
+@operator(triton=_fits)
 def block_top_k(
-    rows: torch.Tensor, size: int, count: int, residual: Residual | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rows: Tensor, size: int, count: int, residual: Residual | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose the ``count`` elements of largest magnitude of every block.
 
     Args:
@@ -36,42 +44,19 @@ def block_top_k(
         >>> block_top_k(torch.tensor([[0.0, -3.0, 1.0, 2.0]]), 4, 2)
         (tensor([[[1, 3]]]), tensor([[[-3.,  2.]]]))
     """
-    if residual and not rows.is_contiguous():
-        residual.add_to(rows)
-        residual = None
-    if available(rows) and size <= LARGEST_BLOCK:
-        from comm_hooks.kernels.triton import top_k as on_gpu
-
-        return on_gpu.block_top_k(rows.contiguous(), size, count, residual)
-    if rows.device.type == "cpu":
-        return _block_top_k_in_pieces(rows, size, count, residual)
-    return reference_block_top_k(rows, size, count, residual)
-
-
-def reference_block_top_k(
-    rows: torch.Tensor, size: int, count: int, residual: Residual | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do the same as :func:`block_top_k` in the plainest way."""
     if residual:
         residual.add_to(rows)
-    blocks = _cut(rows, size)
+    blocks = cut(rows, size)
     # A stable sort takes the first of equal ones.
     order = blocks.abs().sort(dim=2, descending=True, stable=True).indices
     places = order[..., :count].sort(dim=2).values
     return places, blocks.gather(2, places)
 
 
-def _cut(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """View (or, where padding is needed, copy) rows (n, numel) as blocks (n, blocks, size)."""
-    padding = -rows.shape[1] % size
-    if padding:
-        rows = torch.nn.functional.pad(rows, (0, padding))
-    return rows.unflatten(1, (-1, size))
-
-
+@block_top_k.fast()
 def _block_top_k_in_pieces(
-    rows: torch.Tensor, size: int, count: int, residual: Residual | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rows: Tensor, size: int, count: int, residual: Residual | None = None
+) -> tuple[Tensor, Tensor]:
     """Find the places through bounds, so that few elements are compared with each other.
 
     The bits of non-negative floats are ordered as the floats are, so magnitudes are compared as
@@ -86,10 +71,10 @@ def _block_top_k_in_pieces(
     4. the count-th largest of the candidates is the threshold (:func:`_thresholds`);
     5. what is above the threshold is taken, and as many of those equal to it as are missing.
     """
-    if residual and rows.shape[1] % size:
+    if residual and (rows.shape[1] % size or not rows.is_contiguous()):
         residual.add_to(rows)
         residual = None
-    blocks = _cut(rows.detach(), size)
+    blocks = cut(rows.detach(), size)
     vectors = blocks.reshape(-1, size)
     residuals = residual.in_blocks(size) if residual else None
     bits = vectors.numpy().view(np.int32)

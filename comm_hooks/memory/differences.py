@@ -1,14 +1,13 @@
 """Differences: send only how far the vector has moved from what the others believe it to be."""
 
-import math
-from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
-from comm_hooks.memory.base import Memory, add_rows, mean_rows
+from comm_hooks.memory.base import Memory
 from comm_hooks.memory.error_feedback import ErrorFeedback
-from comm_hooks.memory.named_rows import NamedRows, check_rows, replace_
+from comm_hooks.memory.named_rows import replace_
 from comm_hooks.memory.rows import Rows
 
 
@@ -38,10 +37,12 @@ class Differences(Memory):
     """
 
     sends_changes = True
+    # The less the receivers believe, the more they still have to receive.
+    _owed = -1.0
 
     def __init__(self) -> None:
-        self._estimates = NamedRows(torch.zeros_like)
-        self._sending: WeakKeyDictionary[Rows, torch.Tensor] = WeakKeyDictionary()
+        super().__init__()
+        self._sending: WeakKeyDictionary[Rows, Tensor] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
         return "Differences()"
@@ -54,52 +55,22 @@ class Differences(Memory):
         # latter is the difference between the two, which error feedback keeps.
         return _Remainder()
 
-    def active(self, norms: torch.Tensor) -> torch.Tensor:
+    def active(self, norms: Tensor) -> Tensor:
         # That a gradient has become zero is a change which the receivers must hear of.
         return torch.ones_like(norms, dtype=torch.bool)
 
-    def compensate(self, rows: Rows, active: torch.Tensor, scale: float) -> None:
-        rows.matrix.addcmul_(self._estimates.matrix(rows), active.to(rows.matrix.dtype), value=-1)
+    def compensate(self, rows: Rows, active: Tensor, scale: float) -> None:
+        rows.matrix.addcmul_(self._kept.matrix(rows), active.to(rows.matrix.dtype), value=-1)
         self._sending[rows] = rows.matrix.clone()
 
-    def retain(self, rows: Rows, accept: torch.Tensor, scale: float, key: int) -> None:
-        estimates = self._estimates.matrix(rows)
+    def retain(self, rows: Rows, accept: Tensor, scale: float, key: int) -> None:
+        estimates = self._kept.matrix(rows)
         sent = self._sending.pop(rows).sub_(rows.matrix)
         replace_(estimates, sent.add_(estimates), accept)
-
-    def give_back(self, rows: Rows, rest: torch.Tensor, scale: float) -> None:
-        # The receivers believe less than was sent.
-        self._estimates.matrix(rows).sub_(rest)
-
-    def norm(self) -> float:
-        return math.sqrt(sum(float(row.norm()) ** 2 for _, row, _ in self._estimates.items()))
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self._estimates.state_dict()
-
-    def check(
-        self, state: Mapping[str, torch.Tensor], numels: Mapping[str, int] | None = None
-    ) -> None:
-        check_rows(state, torch.float32, self, numels)
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        self.check(state)
-        self._estimates.load_state_dict(state)
-
-    def merge(
-        self,
-        states: Sequence[Mapping[str, torch.Tensor]],
-        unsent: Mapping[str, torch.Tensor],
-        numels: Mapping[str, int],
-    ) -> dict[str, torch.Tensor]:
-        for state in states:
-            self.check(state, numels)
-        # What the receivers believe is the mean of the estimates without what never reached them.
-        return add_rows(mean_rows(states), unsent, alpha=-1)
 
 
 class _Remainder(ErrorFeedback):
     """What the server has not passed on yet, which it also sends when no new changes come in."""
 
-    def active(self, norms: torch.Tensor) -> torch.Tensor:
+    def active(self, norms: Tensor) -> Tensor:
         return torch.ones_like(norms, dtype=torch.bool)

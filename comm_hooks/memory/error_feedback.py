@@ -1,15 +1,13 @@
 """Error feedback: what was not sent this time is added next time."""
 
-import math
-from collections.abc import Mapping, Sequence
-
 import torch
+from torch import Tensor
 
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.memory.base import Remainder, add_rows, mean_rows
-from comm_hooks.memory.named_rows import NamedRows, check_rows, replace_
+from comm_hooks.memory.base import Remainder
+from comm_hooks.memory.named_rows import replace_
 from comm_hooks.memory.rows import Rows
 from comm_hooks.randomness import Draw, Keys, derive_keys
 from comm_hooks.requirements import require_choice, require_flag, require_within
@@ -61,15 +59,13 @@ class ErrorFeedback(Remainder):
         require_flag(self, "stochastic", stochastic)
         if stochastic and bits != 4:
             raise ValueError("ErrorFeedback: stochastic rounding is for bits=4 only")
+        super().__init__()
         self.bits = bits
         self.linear = bits == 32
         self.decay = decay
         self.stochastic = stochastic
         self._codec = Quantize(bits=4, stochastic=stochastic) if bits == 4 else None
         self._dtype = {4: torch.uint8, 16: torch.bfloat16, 32: torch.float32}[bits]
-        self._residuals = NamedRows(
-            lambda matrix: self._encode(torch.zeros_like(matrix), (0,) * len(matrix))
-        )
 
     def __repr__(self) -> str:
         decay = f", decay={self.decay!r}" if self.decay < 1 else ""
@@ -82,73 +78,31 @@ class ErrorFeedback(Remainder):
     def for_server(self) -> "ErrorFeedback":
         return self.fresh()
 
-    def compensate(self, rows: Rows, active: torch.Tensor, scale: float) -> Residual:
-        stored, factor = self._residuals.matrix(rows), scale * self.decay
+    def compensate(self, rows: Rows, active: Tensor, scale: float) -> Residual:
+        stored, factor = self._kept.matrix(rows), scale * self.decay
         vectors = self._decode(stored, rows.matrix.shape[1]) if self._codec else stored
         if active.device.type == "cpu" and active.all():
             return Residual(vectors, factor)
         return Residual(vectors, active * factor)
 
-    def retain(self, rows: Rows, accept: torch.Tensor, scale: float, key: int) -> None:
+    def retain(self, rows: Rows, accept: Tensor, scale: float, key: int) -> None:
         left = rows.matrix if scale == 1 else rows.matrix / scale
         if self._codec:
             left = self._encode(left, derive_keys(key, 0, rows.names))
         # Anything else is rounded, if at all, on the way to where it is kept.
-        replace_(self._residuals.matrix(rows), left, accept)
+        replace_(self._kept.matrix(rows), left, accept)
 
-    def give_back(self, rows: Rows, rest: torch.Tensor, scale: float) -> None:
-        stored = self._residuals.matrix(rows)
-        left = self._decode(stored, rows.matrix.shape[1]).add_(rest, alpha=1 / scale)
-        stored.copy_(self._encode(left, (0,) * len(left)))
+    def _width(self, numel: int) -> int:
+        return self._codec.payload_nbytes(numel) if self._codec else numel
 
-    def norm(self) -> float:
-        norms = [
-            torch.linalg.vector_norm(self._decode(row[None], numel))
-            for _, row, numel in self._residuals.items()
-        ]
-        return math.sqrt(sum(float(norm) ** 2 for norm in norms))
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self._residuals.state_dict()
-
-    def check(
-        self, state: Mapping[str, torch.Tensor], numels: Mapping[str, int] | None = None
-    ) -> None:
-        widths = numels
-        if self._codec and numels is not None:
-            widths = {name: self._codec.payload_nbytes(numel) for name, numel in numels.items()}
-        check_rows(state, self._dtype, self, widths)
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        self.check(state)
-        self._residuals.load_state_dict(state)
-
-    def vectors(
-        self, state: Mapping[str, torch.Tensor], numels: Mapping[str, int]
-    ) -> dict[str, torch.Tensor]:
-        self.check(state, numels)
-        return {name: self._decode(row[None], numels[name])[0] for name, row in state.items()}
-
-    def merge(
-        self,
-        states: Sequence[Mapping[str, torch.Tensor]],
-        unsent: Mapping[str, torch.Tensor],
-        numels: Mapping[str, int],
-    ) -> dict[str, torch.Tensor]:
-        mean = mean_rows([self.vectors(state, numels) for state in states])
-        return {
-            name: self._encode(vector[None], (0,))[0]
-            for name, vector in add_rows(mean, unsent).items()
-        }
-
-    def _encode(self, matrix: torch.Tensor, keys: Keys) -> torch.Tensor:
+    def _encode(self, vectors: Tensor, keys: Keys) -> Tensor:
         if self._codec is None:
-            return matrix.to(self._dtype)
-        return self._codec.encode(matrix, Draw(keys))
+            return super()._encode(vectors, keys)
+        return self._codec.encode(vectors, Draw(keys))
 
-    def _decode(self, stored: torch.Tensor, numel: int) -> torch.Tensor:
+    def _decode(self, stored: Tensor, numel: int) -> Tensor:
         if self._codec is None:
-            return stored.float()
+            return super()._decode(stored, numel)
         matrix = torch.empty(len(stored), numel, device=stored.device)
         self._codec.decode(matrix, stored, Draw((0,) * len(stored)))
         return matrix

@@ -1,18 +1,15 @@
 """Momentum correction: what waits to be sent gathers momentum meanwhile."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
-import torch
+from torch import Tensor
 
-from comm_hooks.memory.base import Memory, add_rows, mean_rows
+from comm_hooks.memory.base import Memory
 from comm_hooks.memory.error_feedback import ErrorFeedback
-from comm_hooks.memory.named_rows import NamedRows, check_rows, replace_
+from comm_hooks.memory.named_rows import replace_
 from comm_hooks.memory.rows import Rows
 from comm_hooks.requirements import require_within
-
-_VELOCITY, _RESIDUAL = "velocity.", "residual."
 
 
 class MomentumCorrection(Memory):
@@ -45,9 +42,8 @@ class MomentumCorrection(Memory):
     def __init__(self, momentum: float = 0.9) -> None:
         require_within(self, "momentum", momentum, "[0, 1)")
         self.momentum = momentum
-        self._velocities = NamedRows(torch.zeros_like)
-        self._residuals = NamedRows(torch.zeros_like)
-        self._sending: WeakKeyDictionary[Rows, torch.Tensor] = WeakKeyDictionary()
+        super().__init__("velocity.", "residual.")
+        self._sending: WeakKeyDictionary[Rows, Tensor] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
         return f"MomentumCorrection(momentum={self.momentum!r})"
@@ -58,71 +54,28 @@ class MomentumCorrection(Memory):
     def for_server(self) -> ErrorFeedback:
         return ErrorFeedback()
 
-    def compensate(self, rows: Rows, active: torch.Tensor, scale: float) -> None:
+    def compensate(self, rows: Rows, active: Tensor, scale: float) -> None:
         is_active = active.to(rows.matrix.dtype)
-        velocities = self._velocities.matrix(rows)
+        velocities = self._stores["velocity."].matrix(rows)
         rows.matrix.addcmul_(velocities, is_active, value=scale * self.momentum)
-        rows.matrix.addcmul_(self._residuals.matrix(rows), is_active, value=scale)
+        rows.matrix.addcmul_(self._kept.matrix(rows), is_active, value=scale)
         self._sending[rows] = rows.matrix.clone()
 
-    def retain(self, rows: Rows, accept: torch.Tensor, scale: float, key: int) -> None:
+    def retain(self, rows: Rows, accept: Tensor, scale: float, key: int) -> None:
         sending, left = self._sending.pop(rows), rows.matrix
         waits = sending == left
         if scale != 1:
             sending, left = sending / scale, left / scale
-        residuals = self._residuals.matrix(rows)
+        residuals = self._kept.matrix(rows)
         velocities = (sending - residuals).mul_(waits)
-        replace_(self._velocities.matrix(rows), velocities, accept)
+        replace_(self._stores["velocity."].matrix(rows), velocities, accept)
         replace_(residuals, left, accept)
 
-    def give_back(self, rows: Rows, rest: torch.Tensor, scale: float) -> None:
-        self._residuals.matrix(rows).add_(rest, alpha=1 / scale)
-
-    def norm(self) -> float:
-        return math.sqrt(sum(float(row.norm()) ** 2 for _, row, _ in self._residuals.items()))
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        parts = {_VELOCITY: self._velocities, _RESIDUAL: self._residuals}
-        return {
-            prefix + name: row
-            for prefix, part in parts.items()
-            for name, row in part.state_dict().items()
-        }
-
-    def parameters_in(self, state: Mapping[str, torch.Tensor]) -> set[str]:
-        return {name for prefix in (_VELOCITY, _RESIDUAL) for name in _strip(state, prefix)}
-
-    def check(
-        self, state: Mapping[str, torch.Tensor], numels: Mapping[str, int] | None = None
-    ) -> None:
-        widths = None
-        if numels is not None:
-            prefixes = (_VELOCITY, _RESIDUAL)
-            widths = {prefix + n: numel for prefix in prefixes for n, numel in numels.items()}
-        check_rows(state, torch.float32, self, widths)
+    def check(self, state: Mapping[str, Tensor], numels: Mapping[str, int] | None = None) -> None:
+        super().check(state, numels)
         for name in state:
-            if not name.startswith((_VELOCITY, _RESIDUAL)):
+            if not name.startswith((*self._stores,)):
                 raise ValueError(
                     f"the saved state of {self} must have velocities and residuals only, got "
                     f"{name!r}: load what state_dict() returned"
                 )
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        self.check(state)
-        for prefix, part in {_VELOCITY: self._velocities, _RESIDUAL: self._residuals}.items():
-            part.load_state_dict(_strip(state, prefix))
-
-    def merge(
-        self,
-        states: Sequence[Mapping[str, torch.Tensor]],
-        unsent: Mapping[str, torch.Tensor],
-        numels: Mapping[str, int],
-    ) -> dict[str, torch.Tensor]:
-        for state in states:
-            self.check(state, numels)
-        return add_rows(mean_rows(states), {_RESIDUAL + n: row for n, row in unsent.items()})
-
-
-def _strip(state: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """Return the rows under a prefix, by parameter name."""
-    return {n.removeprefix(prefix): row for n, row in state.items() if n.startswith(prefix)}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from comm_hooks.memory.rows import Rows
 
@@ -19,14 +20,14 @@ class NamedRows:
             may be of another dtype and width.
     """
 
-    def __init__(self, empty: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, empty: Callable[[Tensor], Tensor]) -> None:
         self._empty = empty
-        self._matrices: WeakKeyDictionary[Rows, torch.Tensor] = WeakKeyDictionary()
+        self._matrices: WeakKeyDictionary[Rows, Tensor] = WeakKeyDictionary()
         self._owners: WeakValueDictionary[str, Rows] = WeakValueDictionary()
-        self._rows: dict[str, torch.Tensor] = {}
+        self._rows: dict[str, Tensor] = {}
         self._numels: dict[str, int] = {}
 
-    def matrix(self, rows: Rows) -> torch.Tensor:
+    def matrix(self, rows: Rows) -> Tensor:
         """Return what is stored for ``rows``, one row each, to be changed in place.
 
         Raises:
@@ -53,7 +54,7 @@ class NamedRows:
         self._matrices[rows] = matrix
         return matrix
 
-    def items(self) -> Iterator[tuple[str, torch.Tensor, int]]:
+    def items(self) -> Iterator[tuple[str, Tensor, int]]:
         """Yield the name, the stored row and the number of elements of each parameter in use."""
         return (
             (name, row, self._numels[name])
@@ -61,11 +62,11 @@ class NamedRows:
             if name in self._numels
         )
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of each row, on the CPU."""
         return {name: row.detach().cpu().clone() for name, row in self._rows.items()}
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace all rows; they move into matrices when their parameters come by."""
         # What is of another size is refused when its parameter comes by; it has no length here.
         self._numels = {
@@ -78,7 +79,7 @@ class NamedRows:
 
 
 def check_rows(
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, Tensor],
     dtype: torch.dtype,
     owner: object,
     widths: Mapping[str, int] | None = None,
@@ -115,7 +116,7 @@ def check_rows(
 
 
 def _is_vector(value: object) -> bool:
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return False
     return value.dim() == 1 and not value.is_meta
 
@@ -124,12 +125,12 @@ def _kind(value: object) -> str:
     """Return what something is, in one line."""
     if isinstance(value, str):
         return repr(value)
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} on {value.device}"
     return type(value).__name__
 
 
-def replace_(old: torch.Tensor, new: torch.Tensor, accept: torch.Tensor) -> None:
+def replace_(old: Tensor, new: Tensor, accept: Tensor) -> None:
     """Copy the rows of ``new`` for which ``accept`` (n, 1) is true to ``old``."""
     if accept.device.type == "cpu" and accept.all():
         old.copy_(new)

@@ -1,1 +1,1 @@
-"""What payloads are made of: packed bits, coded indices, and one layout for all of it."""
+"""What payloads are made of: coded places and values, headers, and one layout for all of it."""

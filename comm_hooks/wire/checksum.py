@@ -15,6 +15,7 @@ import functools
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from comm_hooks.randomness import random_bits
 
@@ -23,7 +24,7 @@ _PIECE = 1 << 13
 _AT_ONCE = 16
 
 
-def checksums(words: torch.Tensor) -> torch.Tensor:
+def checksums(words: Tensor) -> Tensor:
     """Return the checksum of each row of words (n, count), int64: (n,), int64.
 
     Example::
@@ -49,7 +50,7 @@ def checksums(words: torch.Tensor) -> torch.Tensor:
     return (words * low + (words >> 32) * high).sum(1)
 
 
-def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     """Return 32 bits that differ where any element of any tensor does, or their order.
 
     Elements count in the order of their indices, wherever they lie in memory.
@@ -72,7 +73,7 @@ def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return upper_half(checksums(sums[None])[0])
 
 
-def upper_half(checksum: torch.Tensor) -> torch.Tensor:
+def upper_half(checksum: Tensor) -> Tensor:
     """Return the 32 bits of checksums that depend on all others, as int32."""
     return (checksum >> 32).int()
 
@@ -82,7 +83,7 @@ def signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
+def _words(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes as int64 words, with zeros at the end."""
     octets = tensor.detach().contiguous().flatten().view(torch.uint8)
     missing = -octets.numel() % 8
@@ -93,7 +94,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def _weights(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
     bits = random_bits([1, 2], _PIECE) | 1
     low, high = torch.from_numpy(bits.view("int64")).to(device)
     return low, high

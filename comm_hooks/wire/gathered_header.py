@@ -15,6 +15,7 @@ the rest of the header and the body (:mod:`comm_hooks.wire.checksum`).
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from comm_hooks.errors import PayloadError
 from comm_hooks.wire.checksum import checksums, signed, upper_half
@@ -44,7 +45,7 @@ class GatheredHeader(Header):
     def nbytes(self) -> int:
         return HEADER_NBYTES
 
-    def write_(self, payloads: torch.Tensor, stamp: Stamp, health: torch.Tensor) -> None:
+    def write_(self, payloads: Tensor, stamp: Stamp, health: Tensor) -> None:
         words = payloads.view(torch.int32)
         for column, word in enumerate(stamp.known_words()):
             words[:, column] = signed(word)
@@ -54,13 +55,13 @@ class GatheredHeader(Header):
         words[:, _SENDER] = self._ranks[self._place]
         words[:, _CHECKSUM] = self._checksums(payloads)
 
-    def _read(self, payloads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, payloads: Tensor) -> tuple[Tensor, Tensor]:
         headers = payloads[:, :HEADER_NBYTES].contiguous().view(torch.int32)
         finite = (headers[:, 0] >> _FINITE_BIT) & 1
         health = torch.where(finite.all(), 0.0, torch.nan)
         return torch.cat([headers, self._checksums(payloads)[:, None]], dim=1), health
 
-    def _judge(self, found: torch.Tensor, stamp: Stamp, senders: str) -> None:
+    def _judge(self, found: Tensor, stamp: Stamp, senders: str) -> None:
         rows = [[word & 0xFFFFFFFF for word in row] for row in found.tolist()]
         stamps = [[row[0] & ~(1 << _FINITE_BIT), *row[1:STAMP_WORDS]] for row in rows]
         names = [f"{senders} {rank}" for rank in self._ranks]
@@ -79,7 +80,7 @@ class GatheredHeader(Header):
         # All of them alike, and yet not as this rank's.
         refuse_disagreement([stamps[0], stamp.words()], [names[0], "this rank"])
 
-    def _fits(self, found: torch.Tensor, stamp: Stamp) -> torch.Tensor:
+    def _fits(self, found: Tensor, stamp: Stamp) -> Tensor:
         expected = found[:, :-1].clone()
         for column, word in enumerate(stamp.known_words()):
             expected[:, column] = signed(word)
@@ -90,7 +91,7 @@ class GatheredHeader(Header):
         expected[:, _CHECKSUM] = found[:, -1]
         return (found[:, :-1] == expected).all()
 
-    def _checksums(self, payloads: torch.Tensor) -> torch.Tensor:
+    def _checksums(self, payloads: Tensor) -> Tensor:
         """Return what each header's last word should be: (n,), int32."""
         covered = payloads if self._covers_body else payloads[:, :HEADER_NBYTES]
         words = covered.contiguous().view(torch.int64)

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from comm_hooks.wire.stamp import Stamp
 
@@ -23,7 +24,7 @@ class Header(ABC):
     def __init__(self, ranks: Sequence[int], place: int) -> None:
         self._ranks = ranks
         self._place = place
-        self._pending: list[tuple[torch.Tensor, torch.Event, Stamp, str]] = []
+        self._pending: list[tuple[Tensor, torch.Event, Stamp, str]] = []
 
     @property
     @abstractmethod
@@ -31,7 +32,7 @@ class Header(ABC):
         """The size of the header."""
 
     @abstractmethod
-    def write_(self, payloads: torch.Tensor, stamp: Stamp, health: torch.Tensor) -> None:
+    def write_(self, payloads: Tensor, stamp: Stamp, health: Tensor) -> None:
         """Write the headers of payloads (M, nbytes), uint8, whose bodies are written already.
 
         Args:
@@ -41,7 +42,7 @@ class Header(ABC):
                 else NaN.
         """
 
-    def health(self, payloads: torch.Tensor, stamp: Stamp, senders: str = "rank") -> torch.Tensor:
+    def health(self, payloads: Tensor, stamp: Stamp, senders: str = "rank") -> Tensor:
         """Return 0 if the vectors of all ranks were finite, else NaN: a float32 scalar.
 
         Args:
@@ -70,18 +71,18 @@ class Header(ABC):
             self._judge(found, stamp, senders)
 
     @abstractmethod
-    def _read(self, payloads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, payloads: Tensor) -> tuple[Tensor, Tensor]:
         """Return what is to be judged, a small tensor, and the health that is claimed."""
 
     @abstractmethod
-    def _judge(self, found: torch.Tensor, stamp: Stamp, senders: str) -> None:
+    def _judge(self, found: Tensor, stamp: Stamp, senders: str) -> None:
         """Raise ``PayloadError`` if what was found, now on the CPU, does not fit."""
 
     @abstractmethod
-    def _fits(self, found: torch.Tensor, stamp: Stamp) -> torch.Tensor:
+    def _fits(self, found: Tensor, stamp: Stamp) -> Tensor:
         """Return the same as a boolean scalar, without waiting for an accelerator."""
 
-    def _look_later(self, found: torch.Tensor, stamp: Stamp, senders: str) -> None:
+    def _look_later(self, found: Tensor, stamp: Stamp, senders: str) -> None:
         copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         copy.copy_(found, non_blocking=True)
         event = torch.Event(found.device)

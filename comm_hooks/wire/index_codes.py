@@ -10,9 +10,7 @@ Bits for each kept place, against the entropy of a random set:
 
 from typing import Literal
 
-from comm_hooks.wire.bitmap import Bitmap
-from comm_hooks.wire.elias_fano import EliasFano
-from comm_hooks.wire.places import PlacesCode
+from comm_hooks.wire.places import Bitmap, EliasFano, PlacesCode
 from comm_hooks.wire.rice import Rice
 
 IndexCode = Literal["elias_fano", "rice"]

@@ -1,29 +1,57 @@
-"""The contract of a code for which places of a block are kept."""
+"""Codes for which places of a block are kept: the contract, and two that have room for any.
+
+Elias-Fano (Elias, J. ACM 1974; Fano, 1971) takes k (2 + log2(n / k)) bits for k sorted integers
+below n, always the same number: an integer's low bits are stored as they are, and its high bits in
+a bitmap in which the i-th set bit stands at place ``high_i + i``.  At 64 of 4096 this takes 8 bits
+an index where a plain code takes 12 and the entropy is 7.36; unlike entropy codes its size does not
+depend on the data, whatever the data.  Where about half of the places are kept a plain bitmap, one
+bit for each place, is the best there is.
+"""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+
+from comm_hooks.kernels.bits import (
+    pack_bits,
+    pack_codes,
+    packed_nbytes,
+    set_places,
+    unpack_bits,
+    unpack_codes,
+)
 
 
+@dataclass(frozen=True)
 class PlacesCode(ABC):
     """The code for sets of ``count`` ascending distinct integers in ``range(universe)``.
 
-    Its size follows from the number of sets alone, so ranks need not negotiate it.
+    Bits that say how the sets go on, and ``low_bits`` of each index as they are.  The size follows
+    from the number of sets alone, so ranks need not negotiate it.
     """
 
     universe: int
     count: int
 
+    @property
     @abstractmethod
-    def nbytes(self, sets: int) -> int:
-        """Return the bytes that ``sets`` coded sets take together."""
+    def low_bits(self) -> int: ...
 
     @abstractmethod
-    def encode(
-        self, indices: torch.Tensor, first: npt.NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def stream_bits(self, sets: int) -> int:
+        """Return how many bits precede the low bits of all indices."""
+
+    def nbytes(self, sets: int) -> int:
+        """Return the bytes that ``sets`` coded sets take together."""
+        lows = packed_nbytes(sets * self.count, self.low_bits)
+        return lows + packed_nbytes(self.stream_bits(sets), 1)
+
+    @abstractmethod
+    def encode(self, indices: Tensor, first: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor | None]:
         """Encode ascending indices (n, sets, count), int64.
 
         Args:
@@ -37,8 +65,8 @@ class PlacesCode(ABC):
 
     @abstractmethod
     def decode(
-        self, octets: torch.Tensor, sets: int, first: npt.NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, octets: Tensor, sets: int, first: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the indices (n, sets, count), int64, and which of them there was room for.
 
         Bytes that are no code give indices that mean nothing, but lie in ``range(universe)``, or
@@ -47,3 +75,82 @@ class PlacesCode(ABC):
         Raises:
             PayloadError: on the CPU, if there are not as many indices as there should be.
         """
+
+    def _join(self, bits: Tensor, numbers: Tensor) -> Tensor:
+        """Return the bytes of a stream (n, stream_bits) and of the low bits of numbers."""
+        lows = (numbers & ((1 << self.low_bits) - 1)).flatten(1)
+        return torch.cat([pack_bits(bits), pack_codes(lows, self.low_bits)], dim=1)
+
+    def _split(self, octets: Tensor, sets: int) -> tuple[Tensor, Tensor]:
+        """Return the stream (n, stream_bits) and the low bits (n, sets * count) of bytes."""
+        room = self.stream_bits(sets)
+        split = packed_nbytes(room, 1)
+        lows = unpack_codes(octets[:, split:], sets * self.count, self.low_bits)
+        return unpack_bits(octets[:, :split], room), lows
+
+
+class Bitmap(PlacesCode):
+    """``universe`` bits for each set; nothing at all where no place is kept, or every one.
+
+    Example::
+
+        >>> Bitmap(universe=16, count=9).nbytes(sets=2), Bitmap(universe=16, count=16).nbytes(2)
+        (4, 0)
+    """
+
+    low_bits = 0
+
+    @property
+    def _bits(self) -> int:
+        """The size of a set's bitmap."""
+        return 0 if self.count in (0, self.universe) else self.universe
+
+    def stream_bits(self, sets: int) -> int:
+        return sets * self._bits
+
+    def _shifts(self, device: torch.device) -> Tensor | int:
+        """Return how far behind its high bits each index stands in the bitmap."""
+        return 0
+
+    def encode(self, indices: Tensor, first: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor | None]:
+        rows, sets, _ = indices.shape
+        bitmap = torch.zeros(rows, sets, self._bits, dtype=torch.bool, device=indices.device)
+        if self._bits:
+            places = (indices >> self.low_bits) + self._shifts(indices.device)
+            bitmap.scatter_(2, places, True)
+        return self._join(bitmap.flatten(1), indices), None
+
+    def decode(
+        self, octets: Tensor, sets: int, first: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor | None]:
+        shape = octets.shape[0], sets, self.count
+        if not self._bits:
+            return torch.arange(self.count, device=octets.device).expand(shape), None
+        bits, lows = self._split(octets, sets)
+        places = set_places(bits.view(len(bits), sets, self._bits), self.count)
+        highs = places - self._shifts(octets.device)
+        found = (highs << self.low_bits) | lows.view(shape).long()
+        # Bytes that are no code may have too few high bits, or low ones from behind the end.
+        return found.clamp_(0, self.universe - 1), None
+
+
+class EliasFano(Bitmap):
+    """The code for ``count`` ascending distinct integers in ``range(universe)``, at least one.
+
+    Example::
+
+        >>> code = EliasFano(universe=4096, count=64)
+        >>> code.nbytes(sets=1)
+        64
+    """
+
+    @property
+    def low_bits(self) -> int:  # type: ignore[override]  # zero for a plain bitmap
+        return max(0, (self.universe // self.count).bit_length() - 1)
+
+    @property
+    def _bits(self) -> int:
+        return self.count + ((self.universe - 1) >> self.low_bits)
+
+    def _shifts(self, device: torch.device) -> Tensor | int:
+        return torch.arange(self.count, device=device)

@@ -12,27 +12,19 @@ take within 2 % of what random ones do, so it is rare.
 
 import functools
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from comm_hooks.wire.bits import (
-    pack_bits,
-    pack_codes,
-    packed_nbytes,
-    set_places,
-    unpack_bits,
-    unpack_codes,
-)
+from comm_hooks.kernels.bits import set_places
 from comm_hooks.wire.places import PlacesCode
 
 _MARGIN = 1.01
 _DEVIATIONS = 4
 
 
-@dataclass(frozen=True)
 class Rice(PlacesCode):
     """The code for ``count`` ascending distinct integers in ``range(universe)``, at least one.
 
@@ -43,15 +35,12 @@ class Rice(PlacesCode):
         7.53
     """
 
-    universe: int
-    count: int
-
     @property
     def low_bits(self) -> int:
         return _parameter(self.universe, self.count)[0]
 
     def stream_bits(self, sets: int) -> int:
-        """Return the room for the unary parts of ``sets`` sets."""
+        # The room for the unary parts.
         low_bits, expected = _parameter(self.universe, self.count)
         # The parts of gaps that are no multiple of 2^b are uniform and nearly independent.
         deviation = math.sqrt(sets * self.count / 12)
@@ -59,13 +48,7 @@ class Rice(PlacesCode):
         most = sets * (self.count + ((self.universe - self.count) >> low_bits))
         return min(room, most)
 
-    def nbytes(self, sets: int) -> int:
-        lows = packed_nbytes(sets * self.count, self.low_bits)
-        return lows + packed_nbytes(self.stream_bits(sets), 1)
-
-    def encode(
-        self, indices: torch.Tensor, first: npt.NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def encode(self, indices: Tensor, first: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor | None]:
         rows, sets, count = indices.shape
         room = self.stream_bits(sets)
         gaps = indices.int()
@@ -75,23 +58,19 @@ class Rice(PlacesCode):
         # What does not fit goes to a spare place behind the stream.
         bits = torch.zeros(rows, room + 1, dtype=torch.bool, device=indices.device)
         bits.scatter_(1, (ends - 1).clamp_(max=room), True)
-        lows = gaps & ((1 << self.low_bits) - 1)
-        octets = [pack_bits(bits[:, :room]), pack_codes(lows, self.low_bits)]
         present = (ends <= room).view(rows, sets, count)
-        return torch.cat(octets, dim=1), _if_some_lack(present, -first)
+        return self._join(bits[:, :room], gaps), _if_some_lack(present, -first)
 
     def decode(
-        self, octets: torch.Tensor, sets: int, first: npt.NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, octets: Tensor, sets: int, first: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor | None]:
         rows, count = octets.shape[0], self.count
         room = self.stream_bits(sets)
-        split = packed_nbytes(room, 1)
-        bits = unpack_bits(octets[:, :split], room)
+        bits, lows = self._split(octets, sets)
         places = set_places(bits[:, None], sets * count, missing=room)[:, 0]
         present = (places < room).view(rows, sets, count)
         zeros = places.int()
         zeros[:, 1:] -= places[:, :-1] + 1
-        lows = unpack_codes(octets[:, split:], sets * count, self.low_bits)
         gaps = (zeros << self.low_bits) | lows
         indices = (gaps.view(rows, sets, count) + 1).cumsum(2, dtype=torch.int32) - 1
         back = -first
@@ -100,7 +79,7 @@ class Rice(PlacesCode):
         return indices.long(), _if_some_lack(present, back)
 
 
-def _rotated(coded: torch.Tensor, first: npt.NDArray[np.int64]) -> torch.Tensor:
+def _rotated(coded: Tensor, first: npt.NDArray[np.int64]) -> Tensor:
     """Return (n, sets, count) with another set first in each row, and the others behind it."""
     rows, sets, _ = coded.shape
     order = torch.arange(sets) + torch.from_numpy(first)[:, None]
@@ -108,7 +87,7 @@ def _rotated(coded: torch.Tensor, first: npt.NDArray[np.int64]) -> torch.Tensor:
     return coded.flatten(0, 1).index_select(0, order.flatten().to(coded.device)).view_as(coded)
 
 
-def _if_some_lack(present: torch.Tensor, first: npt.NDArray[np.int64]) -> torch.Tensor | None:
+def _if_some_lack(present: Tensor, first: npt.NDArray[np.int64]) -> Tensor | None:
     """Return the same as :func:`_rotated`; None, on the CPU, if there was room for all."""
     is_known = present.device.type == "cpu"  # an accelerator would have to be waited for
     return None if is_known and bool(present.all()) else _rotated(present, first)

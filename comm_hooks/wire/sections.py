@@ -1,6 +1,7 @@
 """Sections of a payload: each begins at a whole word, so that float32 can be viewed in place."""
 
 import torch
+from torch import Tensor
 
 
 def word_aligned(nbytes: int) -> int:
@@ -8,7 +9,7 @@ def word_aligned(nbytes: int) -> int:
     return -(-nbytes // 4) * 4
 
 
-def join(*sections: torch.Tensor) -> torch.Tensor:
+def join(*sections: Tensor) -> Tensor:
     """Return payloads (n, nbytes), uint8, of these sections (n, ...), each padded by zeros.
 
     Example::

@@ -5,11 +5,10 @@ round with the same words.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
-import torch
+from torch import Tensor
 
 from comm_hooks.errors import PayloadError
 
@@ -41,7 +40,7 @@ class Stamp:
     step: int
     loads: int = 0
     hyperparameters: int = 0
-    model: int | torch.Tensor = 0
+    model: int | Tensor = 0
 
     def words(self) -> list[int]:
         """Return the fields as numbers, from the kind of payload on.  Waits for an accelerator."""
@@ -76,14 +75,15 @@ def refuse_disagreement(stamps: Sequence[Words], senders: Sequence[str]) -> None
         stamps: of all senders.
         senders: what they are called, such as "rank 3".
     """
-    for field, refuse in zip(zip(*stamps, strict=True), _REFUSALS, strict=True):
+    for number, field in enumerate(zip(*stamps, strict=True)):
         of_value: dict[int | None, list[str]] = {}
         for sender, value in zip(senders, field, strict=True):
             of_value.setdefault(value, []).append(sender)
         if len(of_value) > 1:
             norm = max((v for v in of_value if v is not None), key=lambda v: len(of_value[v]))
             odd = next(value for value in of_value if value != norm)
-            refuse(_listed(of_value[odd]), _listed(of_value[norm]), odd, norm)
+            who, others = _listed(of_value[odd]), _listed(of_value[norm])
+            raise PayloadError(_disagreement(number, who, others, odd, norm))
 
 
 def _listed(senders: Sequence[str]) -> str:
@@ -93,67 +93,36 @@ def _listed(senders: Sequence[str]) -> str:
     return f"{kind}s {', '.join(sender.rpartition(' ')[2] for sender in senders)}"
 
 
-def _refuse_kind(who: str, others: str, odd: int | None, norm: int) -> NoReturn:
-    magic = ~_VERSION_MASK & _MASK
-    if odd is None or (odd ^ norm) & magic:
-        # Whoever has the right one is no stranger.
-        stranger = others if odd is not None and odd & magic == MAGIC & magic else who
-        raise PayloadError(
-            f"the payload of {stranger} is not one of comm-hooks: all ranks must take part in the "
-            "same round"
+def _disagreement(number: int, who: str, others: str, odd: int | None, norm: int) -> str:
+    """Return what is said if ``who`` has other words in the field of this number of a stamp."""
+    if number == 0:
+        magic = ~_VERSION_MASK & _MASK
+        if odd is None or (odd ^ norm) & magic:
+            # Whoever has the right one is no stranger.
+            stranger = others if odd is not None and odd & magic == MAGIC & magic else who
+            return (
+                f"the payload of {stranger} is not one of comm-hooks: all ranks must take part in "
+                "the same round"
+            )
+        return (
+            f"the payload of {who} is of version {odd >> 16 & 0xFF}, that of {others} of "
+            f"{norm >> 16 & 0xFF}: install the same comm-hooks on all ranks"
         )
-    raise PayloadError(
-        f"the payload of {who} is of version {odd >> 16 & 0xFF}, that of {others} of "
-        f"{norm >> 16 & 0xFF}: install the same comm-hooks on all ranks"
+    steps = (
+        f"another step than that of {others}"
+        if odd is None
+        else f"step {odd}, that of {others} to step {norm}"
     )
-
-
-def _refuse_configuration(who: str, others: str, odd: int | None, norm: int) -> NoReturn:
-    raise PayloadError(
+    return (
         f"the payload of {who} was made with other settings or of other parameters than that of "
-        f"{others}: give every rank the same settings and the same tensors in the same order"
-    )
-
-
-def _refuse_step(who: str, others: str, odd: int | None, norm: int) -> NoReturn:
-    if odd is None:
-        raise PayloadError(
-            f"the payload of {who} belongs to another step than that of {others}: let all ranks "
-            "take the same steps, from states of the same step"
-        )
-    raise PayloadError(
-        f"the payload of {who} belongs to step {odd}, that of {others} to step {norm}: let all "
-        "ranks take the same steps, from states of the same step"
-    )
-
-
-def _refuse_loads(who: str, others: str, odd: int | None, norm: int) -> NoReturn:
-    raise PayloadError(
+        f"{others}: give every rank the same settings and the same tensors in the same order",
+        f"the payload of {who} belongs to {steps}: let all ranks take the same steps, from states "
+        "of the same step",
         f"{who} has loaded a state by itself, {others} not: load one on all ranks, between the "
-        "same steps, or on none"
-    )
-
-
-def _refuse_hyperparameters(who: str, others: str, odd: int | None, norm: int) -> NoReturn:
-    raise PayloadError(
+        "same steps, or on none",
         f"the optimizer of {who} has other hyperparameters in this step than that of {others}: "
-        "schedule the learning rate and everything else alike on all ranks"
-    )
-
-
-def _refuse_model(who: str, others: str, odd: int | None, norm: int) -> NoReturn:
-    raise PayloadError(
+        "schedule the learning rate and everything else alike on all ranks",
         f"the parameters of {who} are not those of {others}: something has changed them on one "
         "side only; resume from a checkpoint (verify_every=0 does not look, for machines whose "
-        "arithmetic differs)"
-    )
-
-
-_REFUSALS: list[Callable[[str, str, int | None, int], NoReturn]] = [
-    _refuse_kind,
-    _refuse_configuration,
-    _refuse_step,
-    _refuse_loads,
-    _refuse_hyperparameters,
-    _refuse_model,
-]
+        "arithmetic differs)",
+    )[number - 1]

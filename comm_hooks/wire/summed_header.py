@@ -15,6 +15,7 @@ The body has no checksum: a sum is rounded, and what was damaged before it canno
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from comm_hooks.errors import PayloadError
 from comm_hooks.wire.checksum import checksums
@@ -40,13 +41,13 @@ class SummedHeader(Header):
 
     def __init__(self, ranks: Sequence[int], place: int) -> None:
         super().__init__(ranks, place)
-        self._known: tuple[Stamp, torch.Tensor, torch.Tensor] | None = None
+        self._known: tuple[Stamp, Tensor, Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
         return summed_header_nbytes(len(self._ranks))
 
-    def write_(self, payloads: torch.Tensor, stamp: Stamp, health: torch.Tensor) -> None:
+    def write_(self, payloads: Tensor, stamp: Stamp, health: Tensor) -> None:
         pieces, mark = self._pieces_and_mark(stamp, payloads.device)
         values = payloads[:, : self.nbytes].view(torch.float32)
         values[:, 0] = health
@@ -54,16 +55,16 @@ class SummedHeader(Header):
         values[:, MARKS_START:] = 0
         values[:, MARKS_START + self._place] = mark
 
-    def _read(self, payloads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, payloads: Tensor) -> tuple[Tensor, Tensor]:
         values = payloads[0, : self.nbytes].view(torch.float32)
         return values[1:], values[0]
 
-    def _fits(self, found: torch.Tensor, stamp: Stamp) -> torch.Tensor:
+    def _fits(self, found: Tensor, stamp: Stamp) -> Tensor:
         pieces, mark = self._pieces_and_mark(stamp, found.device)
         sums, marks = found[:_SUMS], found[_SUMS:]
         return (sums == len(self._ranks) * pieces).all() & (marks == mark).all()
 
-    def _judge(self, found: torch.Tensor, stamp: Stamp, senders: str) -> None:
+    def _judge(self, found: Tensor, stamp: Stamp, senders: str) -> None:
         if self._fits(found, stamp):
             return
         own, ranks = stamp.words(), len(self._ranks)
@@ -94,13 +95,11 @@ class SummedHeader(Header):
         # What they say is the same, only the marks are not.
         raise PayloadError(_damaged(senders, odd))
 
-    def _pieces_and_mark(
-        self, stamp: Stamp, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pieces_and_mark(self, stamp: Stamp, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return what a rank with this stamp adds to the sums, and its mark: float32."""
         if self._known is None or self._known[0] is not stamp:
             words = torch.tensor([*stamp.known_words(), 0])
-            if isinstance(stamp.model, torch.Tensor):
+            if isinstance(stamp.model, Tensor):
                 words = words.to(stamp.model.device)
             # Not read: an accelerator is not waited for.
             words[-1] = stamp.model & 0xFFFFFFFF
@@ -120,7 +119,7 @@ def _damaged(senders: str, ranks: Sequence[int]) -> str:
     return f"the payload of {who} was damaged on the way to the sum: its header does not fit"
 
 
-def _join(pieces: torch.Tensor) -> list[int | None]:
+def _join(pieces: Tensor) -> list[int | None]:
     """Return the words of pieces; None where no word has such pieces."""
     words: list[int | None] = []
     for parts in pieces.view(-1, _PIECES).tolist():

@@ -17,8 +17,9 @@ import itertools
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from comm_hooks.wire.bits import pack_codes, packed_nbytes, unpack_codes
+from comm_hooks.kernels.bits import pack_codes, packed_nbytes, unpack_codes
 
 VALUE_BITS = (1, 2, 3, 4, 16, 32)
 
@@ -68,7 +69,7 @@ class ValueCode:
         """Return the bytes that ``sets`` sets of ``count`` values take together."""
         return self._levels_nbytes(sets, count) + packed_nbytes(sets * count, self.bits)
 
-    def encode(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Encode values (n, sets, count), float32.
 
         Returns:
@@ -80,18 +81,15 @@ class ValueCode:
         if not values.shape[2]:
             return values.new_empty(len(values), 0, dtype=torch.uint8), values
         magnitudes = values.abs()
-        octets, levels, indices = (
-            _even_levels(magnitudes)
-            if self.bits == 4
-            else _shared_levels(magnitudes, 1 << (self.bits - 1))
-        )
-        positive = values >= 0
-        codes = positive.to(torch.uint8) if indices is None else (indices << 1) | positive
-        packed = pack_codes(codes.flatten(1), self.bits)
-        sent = _pick(levels, indices).expand_as(values)
-        return torch.cat([octets, packed], dim=1), torch.where(positive, sent, -sent)
+        if self.bits == 4:
+            octets, indices = _even_levels(magnitudes)
+        else:
+            octets, indices = _shared_levels(magnitudes, 1 << (self.bits - 1))
+        codes = (indices << 1) | (values >= 0)
+        octets = torch.cat([octets, pack_codes(codes.flatten(1), self.bits)], dim=1)
+        return octets, self.decode(octets, *values.shape[1:])
 
-    def decode(self, octets: torch.Tensor, sets: int, count: int) -> torch.Tensor:
+    def decode(self, octets: Tensor, sets: int, count: int) -> Tensor:
         """Return the values (n, sets, count), float32, of bytes (n, nbytes(sets, count) or more).
 
         With 32 bits they may share the bytes' memory.
@@ -108,7 +106,7 @@ class ValueCode:
         else:
             levels = _read_shared_levels(octets[:, :split], sets, count, 1 << (self.bits - 1))
         codes = unpack_codes(octets[:, split:], sets * count, self.bits).reshape(shape)
-        magnitudes = _pick(levels, None if self.bits == 1 else codes >> 1)
+        magnitudes = levels if self.bits == 1 else levels.gather(2, (codes >> 1).long())
         return (codes & 1).float().mul_(2).sub_(1).mul_(magnitudes)
 
     def _levels_nbytes(self, sets: int, count: int) -> int:
@@ -120,34 +118,26 @@ class ValueCode:
         return 2 + ratios + -(-sets // _sets_per_scale(count))
 
 
-def _pick(levels: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
-    """Return the magnitude of each value: of levels (n, sets, L) the one with its index."""
-    return levels if indices is None else levels.gather(2, indices.long())
-
-
 def _sets_per_scale(count: int) -> int:
     return max(1, _VALUES_PER_SCALE // count)
 
 
-def _even_levels(magnitudes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _even_levels(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
     low, high = (m[..., None].bfloat16() for m in magnitudes.aminmax(dim=2))
     octets = torch.cat([low, high], dim=2).flatten(1).view(torch.uint8)
     unit = (high.float() - low.float()) / 7
     indices = (magnitudes - low.float()) / torch.where(unit > 0, unit, 1.0)
     # bfloat16 may have rounded the extremes inwards.
-    indices = indices.round_().clamp_(0, 7).to(torch.uint8)
-    return octets, _read_even_levels(octets, magnitudes.shape[1]), indices
+    return octets, indices.round_().clamp_(0, 7).to(torch.uint8)
 
 
-def _read_even_levels(octets: torch.Tensor, sets: int) -> torch.Tensor:
+def _read_even_levels(octets: Tensor, sets: int) -> Tensor:
     low, high = octets.flatten().view(torch.bfloat16).view(-1, sets, 2).float().split(1, dim=2)
     return torch.arange(8, device=octets.device) * ((high - low) / 7) + low
 
 
-def _shared_levels(
-    magnitudes: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the bytes, the levels (n, sets, count) and which of them each magnitude takes."""
+def _shared_levels(magnitudes: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the bytes of ``count`` levels, and which of them each magnitude takes."""
     _, sets, values = magnitudes.shape
     shared = _sets_per_scale(values)
     padding = -sets % shared
@@ -162,7 +152,7 @@ def _shared_levels(
     # A mean of zero is infinitely many steps away, or none that is a number.
     codes = steps.nan_to_num_(nan=_NO_SCALE).clamp_(0, _NO_SCALE).to(torch.uint8)
     head = [largest.view(torch.uint8)]
-    indices = None
+    indices = torch.zeros_like(magnitudes, dtype=torch.uint8)
     if count > 1:
         scales = largest.float() * _scale_table(codes.device)[codes.int()]
         scales = _expand(scales, shared, sets)[..., None]
@@ -170,14 +160,12 @@ def _shared_levels(
         ratios = _ratios(relative, count)
         head.append(ratios)
         levels = _ratio_table(ratios.device)[ratios.int()]
-        indices = torch.zeros_like(magnitudes, dtype=torch.uint8)
         for low, high in itertools.pairwise(levels.unbind(1)):
             indices += relative > ((low + high) / 2)[:, None, None]
-    octets = torch.cat([*head, codes], dim=1)
-    return octets, _read_shared_levels(octets, sets, values, count), indices
+    return torch.cat([*head, codes], dim=1), indices
 
 
-def _ratios(relative: torch.Tensor, count: int) -> torch.Tensor:
+def _ratios(relative: Tensor, count: int) -> Tensor:
     """Return the bytes (n, count) of the mean of each class of relative magnitudes."""
     flat = relative.flatten(1)
     classes = [torch.ones_like(flat)]
@@ -200,7 +188,7 @@ def _ratios(relative: torch.Tensor, count: int) -> torch.Tensor:
     return steps.nan_to_num_(nan=_RATIO_ONE).clamp_(0, 255).to(torch.uint8)
 
 
-def _read_shared_levels(octets: torch.Tensor, sets: int, values: int, count: int) -> torch.Tensor:
+def _read_shared_levels(octets: Tensor, sets: int, values: int, count: int) -> Tensor:
     ratios = count if count > 1 else 0
     largest = octets[:, :2].flatten().view(torch.bfloat16).float()[:, None]
     codes = octets[:, 2 + ratios :].int()
@@ -211,19 +199,19 @@ def _read_shared_levels(octets: torch.Tensor, sets: int, values: int, count: int
     return _expand(levels.bfloat16().float(), _sets_per_scale(values), sets)
 
 
-def _expand(of_groups: torch.Tensor, shared: int, sets: int) -> torch.Tensor:
+def _expand(of_groups: Tensor, shared: int, sets: int) -> Tensor:
     """Return for each set what its group has, (n, sets, ...) of (n, groups, ...)."""
     return of_groups.repeat_interleave(shared, dim=1)[:, :sets]
 
 
 @functools.lru_cache(maxsize=8)
-def _scale_table(device: torch.device) -> torch.Tensor:
+def _scale_table(device: torch.device) -> Tensor:
     table = torch.exp2(-torch.arange(256, dtype=torch.float64) / _SCALE_STEPS)
     table[_NO_SCALE] = 0.0
     return table.float().to(device)
 
 
 @functools.lru_cache(maxsize=8)
-def _ratio_table(device: torch.device) -> torch.Tensor:
+def _ratio_table(device: torch.device) -> Tensor:
     steps = torch.arange(256, dtype=torch.float64) - _RATIO_ONE
     return torch.exp2(steps / _RATIO_STEPS).float().to(device)

@@ -229,7 +229,7 @@ def residual_that_is_not_finite(verify_every: int) -> bool:
     """Return whether the gradients are finite behind a residual that is not."""
     model, state = flat("topk", density=0.1, verify_every=verify_every)
     loss_of(model, dist.get_rank(), 0).backward()
-    for _, row, _ in state.exchange.memory._residuals.items():  # type: ignore[union-attr]
+    for _, row, _ in state.exchange.memory._kept.items():  # type: ignore[union-attr]
         row.fill_(float("inf"))
     loss_of(model, dist.get_rank(), 1).backward()
     return all(bool(g.isfinite().all()) for g in local(model).values())

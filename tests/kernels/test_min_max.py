@@ -9,8 +9,6 @@ from comm_hooks.kernels import pieces
 from comm_hooks.kernels.min_max import (
     decode_min_max,
     encode_min_max,
-    reference_decode_min_max,
-    reference_encode_min_max,
 )
 from tests.kernels.vectors import matrices
 
@@ -34,7 +32,7 @@ def test_encoding_is_the_reference(
         parts = encode_min_max(rows, size, bits, seeds)
     assert torch.equal(rows, before)
     for actual, expected in zip(
-        parts, reference_encode_min_max(rows, size, bits, seeds), strict=True
+        parts, encode_min_max.reference(rows, size, bits, seeds), strict=True
     ):
         assert torch.equal(actual, expected)
 
@@ -50,14 +48,14 @@ def test_encoding_is_the_reference(
 def test_decoding_is_the_reference(
     rows: torch.Tensor, size: int, bits: int, piece: int, alpha: float, add: bool
 ) -> None:
-    low, unit, octets = reference_encode_min_max(rows, size, bits)
+    low, unit, octets = encode_min_max.reference(rows, size, bits)
     # As in a payload, where other bytes may follow.
     octets = torch.nn.functional.pad(octets, (0, 3), value=255)
     out, expected = rows.clone(), rows.clone()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "PIECE", piece)
         decode_min_max(out, low, unit, octets, size, bits, alpha=alpha, add=add)
-    reference_decode_min_max(expected, low, unit, octets, size, bits, alpha=alpha, add=add)
+    decode_min_max.reference(expected, low, unit, octets, size, bits, alpha=alpha, add=add)
     assert torch.equal(out, expected)
 
 

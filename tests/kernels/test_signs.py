@@ -10,11 +10,8 @@ from comm_hooks.kernels import pieces, signs
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.signs import (
     decode_signs,
-    decode_sum_of_signs,
     encode_signs,
     mean_magnitudes,
-    reference_decode_signs,
-    reference_encode_signs,
 )
 from comm_hooks.randomness import Draw
 from tests.kernels.vectors import matrices
@@ -32,7 +29,7 @@ def test_encoding_is_the_reference(rows: torch.Tensor, size: int, piece: int) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "PIECE", piece)
         scales, octets = encode_signs(rows, size)
-    expected_scales, expected_octets = reference_encode_signs(rows, size)
+    expected_scales, expected_octets = encode_signs.reference(rows, size)
     assert scales.shape == expected_scales.shape == (len(rows), -(-rows.shape[1] // size))
     # Sums of another order.
     torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0)
@@ -49,14 +46,14 @@ def test_encoding_is_the_reference(rows: torch.Tensor, size: int, piece: int) ->
 def test_decoding_is_the_reference(
     rows: torch.Tensor, size: int, piece: int, alpha: float, add: bool
 ) -> None:
-    scales, octets = reference_encode_signs(rows, size)
+    scales, octets = encode_signs.reference(rows, size)
     # As in a payload, where other bytes may follow.
     octets = torch.nn.functional.pad(octets, (0, 3), value=255)
     out, expected = rows.clone(), rows.clone()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "PIECE", piece)
-        decode_signs(out, scales, octets, size, alpha=alpha, add=add)
-    reference_decode_signs(expected, scales, octets, size, alpha=alpha, add=add)
+        decode_signs(out, scales[None], octets[None], size, alpha=alpha, add=add)
+    decode_signs.reference(expected, scales[None], octets[None], size, alpha=alpha, add=add)
     assert torch.equal(out, expected)
 
 
@@ -67,19 +64,25 @@ def test_decoding_is_the_reference(
     size=sizes,
     at_once=st.sampled_from([0, 8, 9, 100]),
     alpha=st.sampled_from([1.0, -1 / 3]),
+    add=st.booleans(),
 )
 def test_a_sum_is_that_of_rank_after_rank(
-    data: st.DataObject, ranks: int, rows: int, size: int, at_once: int, alpha: float
+    data: st.DataObject,
+    ranks: int,
+    rows: int,
+    size: int,
+    at_once: int,
+    alpha: float,
+    add: bool,
 ) -> None:
     sent = data.draw(matrices(st.just(ranks * rows), st.integers(1, 100)))
     numel = sent.shape[1]
     scales, octets = (part.unflatten(0, (ranks, rows)) for part in encode_signs(sent, size))
-    out, expected = torch.full((rows, numel), torch.nan), torch.zeros(rows, numel)
+    out, expected = torch.ones(2, rows, numel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signs, "PIECE", at_once * out.numel())
-        decode_sum_of_signs(out, scales, octets, size, alpha=alpha)
-    for of_rank in zip(scales, octets, strict=True):
-        reference_decode_signs(expected, *of_rank, size, alpha=alpha, add=True)
+        decode_signs(out, scales, octets, size, alpha=alpha, add=add)
+    decode_signs.reference(expected, scales, octets, size, alpha=alpha, add=add)
     assert torch.equal(out, expected)
 
 
@@ -92,7 +95,7 @@ def test_what_is_subtracted_is_what_is_decoded(rows: torch.Tensor, size: int, pi
     unchanged, same = encode_signs(rows, size)
     assert torch.equal(scales, unchanged)
     assert torch.equal(octets, same)
-    reference_decode_signs(expected, scales, octets, size, alpha=-1.0, add=True)
+    decode_signs.reference(expected, scales[None], octets[None], size, alpha=-1.0, add=True)
     assert torch.equal(left, expected)
 
 
@@ -123,7 +126,7 @@ def test_scales_may_be_given(rows: torch.Tensor, size: int, piece: int, subtract
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "PIECE", piece)
         coded = encode_signs(left, size, subtract=subtract, scales=scales)
-    reference = reference_encode_signs(expected, size, subtract=subtract, scales=scales)
+    reference = encode_signs.reference(expected, size, subtract=subtract, scales=scales)
     assert torch.equal(left, expected)
     assert torch.equal(coded[0], scales)
     assert torch.equal(coded[1], reference[1])
@@ -163,7 +166,7 @@ def test_a_block_that_is_not_finite_leaves_others_alone() -> None:
     rows[0, 5] = float("inf")
     scales, octets = encode_signs(rows, 4)
     assert scales.tolist() == [[1.0, float("inf"), 1.0]]
-    decode_signs(rows, scales, octets, 4, alpha=1.0, add=False)
+    decode_signs(rows, scales[None], octets[None], 4, alpha=1.0, add=False)
     assert rows[0, :4].tolist() == rows[0, 8:].tolist() == [1.0] * 4
 
 

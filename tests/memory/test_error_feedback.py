@@ -145,7 +145,7 @@ def test_a_residual_that_is_not_finite_is_an_error_where_it_is_looked_at(memory:
     )
     with pytest.warns(UserWarning, match="world size is 1"):
         exchange.average_({"w": torch.randn(8, 8), "v": torch.randn(4, 8)})
-    for rows, matrix in exchange.memory._residuals._matrices.items():  # type: ignore[union-attr]
+    for rows, matrix in exchange.memory._kept._matrices.items():  # type: ignore[union-attr]
         if "v" in rows.names:
             stored = matrix if matrix.dtype == torch.float32 else matrix[:, :4].view(torch.float32)
             stored[0, 0] = math.inf

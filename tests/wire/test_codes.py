@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from comm_hooks import PayloadError, TopK
 from comm_hooks.exchange.payload import PayloadFormat
-from comm_hooks.wire import bits as bits_module
-from comm_hooks.wire.bitmap import Bitmap
-from comm_hooks.wire.bits import (
+from comm_hooks.kernels import bits as bits_module
+from comm_hooks.kernels.bits import (
     pack_bits,
     pack_codes,
     packed_nbytes,
@@ -20,9 +19,8 @@ from comm_hooks.wire.bits import (
     unpack_bits,
     unpack_codes,
 )
-from comm_hooks.wire.elias_fano import EliasFano
 from comm_hooks.wire.index_codes import INDEX_CODES, IndexCode, places_code
-from comm_hooks.wire.places import PlacesCode
+from comm_hooks.wire.places import Bitmap, EliasFano, PlacesCode
 from comm_hooks.wire.rice import Rice
 
 

@@ -1,8 +1,9 @@
 """Kernels for GPUs, in Triton, one module per operator.  Each passes over the data once.
 
-A function here has the signature of its counterpart in :mod:`comm_hooks.kernels`, which calls it
-where :func:`available` says so.  The modules import Triton; this one does not, so that
-``import comm_hooks`` does not either.  Triton comes with PyTorch's builds for CUDA.
+A function here has the signature of its counterpart in :mod:`comm_hooks.kernels`, an
+:class:`~comm_hooks.kernels.operators.Operator`, which calls it where :func:`available` says so.
+The modules import Triton; this one does not, so that ``import comm_hooks`` does not either.  Triton
+comes with PyTorch's builds for CUDA.
 
 They run in Triton's interpreter, too, on the CPU and slowly: with ``TRITON_INTERPRET=1`` set before
 Triton is imported.  That is how ``tests/kernels/triton`` tests them without a GPU.
@@ -12,6 +13,7 @@ import functools
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 # The most elements of a block that one program holds in registers.
 LARGEST_BLOCK = 16384
@@ -19,7 +21,7 @@ LARGEST_BLOCK = 16384
 _LARGEST_ROW = 1 << 30
 
 
-def available(tensor: torch.Tensor) -> bool:
+def available(tensor: Tensor) -> bool:
     """Return whether the kernels work on ``tensor``: float32, on a GPU, with Triton installed.
 
     Example::

@@ -11,15 +11,16 @@ Why both ways should reach 60 % of a copy:
 * unsketch: writes every element once; what it reads, the sketch, is smaller by the ratio.
 """
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from comm_hooks.kernels.count_sketch import draw
 from comm_hooks.kernels.random_signs import SIGN_WINDOW
-from comm_hooks.kernels.triton.launching import COMPILE_OPTIONS, on_device_of
+from comm_hooks.kernels.triton.launching import launch
 from comm_hooks.kernels.triton.random_signs import multiply_signs, negative_bits, on_gpu
+from comm_hooks.randomness import Keys
 
 _TILE = 4096
 _SUMS = 256
@@ -106,76 +107,60 @@ def _unsketch(
     tl.store(target, values, mask=inside)
 
 
-def sketch(
-    rows: torch.Tensor,
-    width: int,
-    rotations: npt.NDArray[np.int64],
-    offsets: npt.NDArray[np.int64],
-) -> torch.Tensor:
-    """Return the sums (n, width), float32, of vectors (n, numel), float32.
-
-    As :func:`comm_hooks.kernels.count_sketch.sketch`, but for the order of additions.
-    """
+def sketch(rows: Tensor, width: int, keys: Keys) -> Tensor:
+    """As :func:`comm_hooks.kernels.count_sketch.sketch`, but for the order of additions."""
     rows = rows.contiguous()
+    rotations, offsets = draw(keys, rows.shape[1], width)
     count = rotations.shape[1]
     windows = offsets.shape[1] // count
     sums = torch.empty(len(rows), width, device=rows.device)
     columns = min(_SUMS, triton.next_power_of_2(width))
     tiles = triton.cdiv(width, columns)
-    with on_device_of(rows):
-        _sketch[(len(rows) * tiles,)](
-            rows,
-            sums,
-            on_gpu(rotations, rows.device),
-            on_gpu(offsets, rows.device),
-            negative_bits(rows.device),
-            rows.shape[1],
-            width,
-            count,
-            windows,
-            tiles,
-            WINDOW_BITS=SIGN_WINDOW.bit_length() - 1,
-            ONE_WINDOW=windows == 1,
-            ROWS=min(_TILE // columns, triton.next_power_of_2(count)),
-            SUMS=columns,
-            num_warps=_WARPS,
-            **COMPILE_OPTIONS,
-        )
+    launch(
+        _sketch,
+        len(rows) * tiles,
+        rows,
+        sums,
+        on_gpu(rotations, rows.device),
+        on_gpu(offsets, rows.device),
+        negative_bits(rows.device),
+        rows.shape[1],
+        width,
+        count,
+        windows,
+        tiles,
+        WINDOW_BITS=SIGN_WINDOW.bit_length() - 1,
+        ONE_WINDOW=windows == 1,
+        ROWS=min(_TILE // columns, triton.next_power_of_2(count)),
+        SUMS=columns,
+        warps=_WARPS,
+    )
     return sums
 
 
-def unsketch(
-    out: torch.Tensor,
-    sketches: torch.Tensor,
-    rotations: npt.NDArray[np.int64],
-    offsets: npt.NDArray[np.int64],
-    *,
-    alpha: float,
-    add: bool,
-) -> None:
-    """Write ``alpha`` times what sums (n, width) stand for to ``out`` (n, numel), or add it.
-
-    As :func:`comm_hooks.kernels.count_sketch.unsketch`, bit for bit.
-    """
-    width, count = sketches.shape[1], rotations.shape[1]
+def unsketch(out: Tensor, sketches: Tensor, keys: Keys, *, alpha: float, add: bool) -> None:
+    """As :func:`comm_hooks.kernels.count_sketch.unsketch`, bit for bit."""
+    width = sketches.shape[1]
+    rotations, offsets = draw(keys, out.shape[1], width)
+    count = rotations.shape[1]
     columns = min(_COLUMNS, triton.next_power_of_2(width))
     tiles = triton.cdiv(width, columns)
-    with on_device_of(out):
-        _unsketch[(rotations.size * tiles,)](
-            sketches.contiguous(),
-            out,
-            on_gpu(rotations, out.device),
-            on_gpu(offsets, out.device),
-            negative_bits(out.device),
-            alpha,
-            out.shape[1],
-            width,
-            count,
-            offsets.shape[1] // count,
-            tiles,
-            WINDOW_BITS=SIGN_WINDOW.bit_length() - 1,
-            COLUMNS=columns,
-            ADD=add,
-            num_warps=_WARPS,
-            **COMPILE_OPTIONS,
-        )
+    launch(
+        _unsketch,
+        rotations.size * tiles,
+        sketches.contiguous(),
+        out,
+        on_gpu(rotations, out.device),
+        on_gpu(offsets, out.device),
+        negative_bits(out.device),
+        alpha,
+        out.shape[1],
+        width,
+        count,
+        offsets.shape[1] // count,
+        tiles,
+        WINDOW_BITS=SIGN_WINDOW.bit_length() - 1,
+        COLUMNS=columns,
+        ADD=add,
+        warps=_WARPS,
+    )

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from comm_hooks.kernels.gaussian import PAIRS
-from comm_hooks.kernels.triton.launching import COMPILE_OPTIONS, on_device_of
+from comm_hooks.kernels.triton.launching import launch
 
 
 @triton.jit
@@ -60,21 +61,20 @@ def _add_gaussian(values, seeds, numel, TILE: tl.constexpr):
     tl.store(values + second, (value + radius * tl.sin(angle)).to(tl.float32), mask=second < numel)
 
 
-def add_gaussian_(values: torch.Tensor, std: float, key: int, counter: int) -> None:
-    """Add independent N(0, std^2) to every element, in place.
+def add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
+    """As :func:`comm_hooks.kernels.gaussian.add_gaussian_`, but for the last bits of its functions.
 
-    As :func:`comm_hooks.kernels.gaussian.add_gaussian_`, but for the last bits of logarithms, sines
-    and cosines.  Nothing is waited for: key and counter are copied in the GPU's order of work.
+    Nothing is waited for: key and counter are copied in the GPU's order of work.
     """
     words = [key, key >> 64, counter >> 128, counter >> 192]
     packed = struct.pack("<4Qd", *(word & 0xFFFFFFFFFFFFFFFF for word in words), std)
     seeds = torch.from_numpy(np.frombuffer(packed, np.int64).copy())
-    with on_device_of(values):
-        _add_gaussian[(triton.cdiv(values.numel(), 2 * PAIRS),)](
-            values,
-            seeds.to(values.device, non_blocking=True),
-            values.numel(),
-            TILE=PAIRS,
-            num_warps=4,
-            **COMPILE_OPTIONS,
-        )
+    launch(
+        _add_gaussian,
+        triton.cdiv(values.numel(), 2 * PAIRS),
+        values,
+        seeds.to(values.device, non_blocking=True),
+        values.numel(),
+        TILE=PAIRS,
+        warps=4,
+    )

@@ -17,8 +17,9 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from comm_hooks.kernels.triton.launching import COMPILE_OPTIONS, on_device_of
+from comm_hooks.kernels.triton.launching import launch
 
 _TILE = 4096
 _COLUMNS = 32
@@ -64,55 +65,47 @@ def _transform(
     tl.store(target + base + offsets, values, mask=inside)
 
 
-def hadamard(rows: torch.Tensor) -> torch.Tensor:
-    """Return the orthonormal Walsh-Hadamard transform of each row (n, 2^k); its own inverse.
-
-    Args:
-        rows: float32, on a GPU.
-
-    Returns:
-        A new contiguous tensor of the same shape.
-    """
+def hadamard(rows: Tensor) -> Tensor:
+    """As :func:`comm_hooks.kernels.hadamard.hadamard`, but for the order of additions."""
     length = rows.shape[1]
     bits = length.bit_length() - 1
-    source, target = (
-        rows.contiguous(),
-        torch.empty_like(rows, memory_format=torch.contiguous_format),
-    )
+    source = rows.contiguous()
+    target = torch.empty_like(rows, memory_format=torch.contiguous_format)
     numel = rows.numel()
     done = min(bits, _TILE.bit_length() - 1)
     scale = 1 / math.sqrt(length)
-    with on_device_of(rows):
-        _transform[(triton.cdiv(numel, _TILE),)](
-            source,
+    launch(
+        _transform,
+        triton.cdiv(numel, _TILE),
+        source,
+        target,
+        numel,
+        scale,
+        1,
+        STRIDE=_TILE,
+        COLUMNS=_TILE,
+        TILE=_TILE,
+        FIRST=0,
+        LAST=done,
+        warps=_WARPS,
+    )
+    while done < bits:
+        step = min(bits - done, (_TILE // _COLUMNS).bit_length() - 1)
+        stride, columns = 1 << done, _TILE >> step
+        launch(
+            _transform,
+            numel // _TILE,
+            target,
             target,
             numel,
-            scale,
-            1,
-            STRIDE=_TILE,
-            COLUMNS=_TILE,
+            1.0,
+            stride // columns,
+            STRIDE=stride,
+            COLUMNS=columns,
             TILE=_TILE,
-            FIRST=0,
-            LAST=done,
-            num_warps=_WARPS,
-            **COMPILE_OPTIONS,
+            FIRST=columns.bit_length() - 1,
+            LAST=_TILE.bit_length() - 1,
+            warps=_WARPS,
         )
-        while done < bits:
-            step = min(bits - done, (_TILE // _COLUMNS).bit_length() - 1)
-            stride, columns = 1 << done, _TILE >> step
-            _transform[(numel // _TILE,)](
-                target,
-                target,
-                numel,
-                1.0,
-                stride // columns,
-                STRIDE=stride,
-                COLUMNS=columns,
-                TILE=_TILE,
-                FIRST=columns.bit_length() - 1,
-                LAST=_TILE.bit_length() - 1,
-                num_warps=_WARPS,
-                **COMPILE_OPTIONS,
-            )
-            done += step
+        done += step
     return target

@@ -1,15 +1,25 @@
-"""What all kernels are launched with."""
+"""How all kernels are launched."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 
-
-def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make a tensor's GPU the current one, where Triton launches."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
-
-
 # Products and sums are rounded one after the other, as torch does it, so that results are the same
 # bits; and a loop's loads stay where they are written.
-COMPILE_OPTIONS = {"enable_fp_fusion": False, "num_stages": 1}
+_COMPILE_OPTIONS = {"enable_fp_fusion": False, "num_stages": 1}
+
+
+def launch(kernel: Any, programs: int, *args: Any, warps: int, **constants: Any) -> None:
+    """Launch so many programs on the GPU of the first argument, a tensor.
+
+    Args:
+        kernel: made by ``triton.jit``.
+        programs: their number.
+        args: of the kernel, but for its constants.
+        warps: of each program.
+        constants: known when the kernel is compiled.
+    """
+    on_device = torch.cuda.device(args[0].device) if args[0].is_cuda else nullcontext()
+    with on_device:
+        kernel[(programs,)](*args, **constants, num_warps=warps, **_COMPILE_OPTIONS)

@@ -14,21 +14,23 @@ import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from comm_hooks.kernels.random_signs import SIGN_WINDOW, sign_table
-from comm_hooks.kernels.triton.launching import COMPILE_OPTIONS, on_device_of
+from comm_hooks.kernels.random_signs import SIGN_WINDOW, sign_offsets, sign_table
+from comm_hooks.kernels.triton.launching import launch
+from comm_hooks.randomness import Keys
 
 _TILE = 2048
 
 
 @functools.lru_cache(maxsize=8)
-def negative_bits(device: torch.device) -> torch.Tensor:
+def negative_bits(device: torch.device) -> Tensor:
     """Return the table of signs in int32 words: bit i % 32 of word i // 32 says that i is -1."""
     signs = sign_table(torch.device("cpu")).numpy()
     return torch.from_numpy(np.packbits(signs < 0, bitorder="little").view(np.int32)).to(device)
 
 
-def on_gpu(draws: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def on_gpu(draws: npt.NDArray[np.int64], device: torch.device) -> Tensor:
     """Copy some draws to the GPU as int32, without waiting for what runs there."""
     return torch.from_numpy(draws.astype(np.int32)).to(device, non_blocking=True)
 
@@ -43,14 +45,7 @@ def multiply_signs(values, words, places):
 
 @triton.jit
 def _multiply(
-    rows,
-    offsets,
-    words,
-    numel,
-    windows,
-    tiles,
-    WINDOW_BITS: tl.constexpr,
-    TILE: tl.constexpr,
+    rows, offsets, words, numel, windows, tiles, WINDOW_BITS: tl.constexpr, TILE: tl.constexpr
 ):
     vector = (tl.program_id(0) // tiles).to(tl.int64)
     start = tl.program_id(0) % tiles * TILE
@@ -62,27 +57,21 @@ def _multiply(
     tl.store(target, multiply_signs(values, words, sign), mask=element < numel)
 
 
-def multiply_signs_(rows: torch.Tensor, offsets: npt.NDArray[np.int64]) -> torch.Tensor:
-    """Multiply each row of ``rows`` (n, numel), in place, by signs of the table.
-
-    As :func:`comm_hooks.kernels.random_signs.multiply_signs_`, bit for bit.
-
-    Args:
-        rows: float32, contiguous.
-        offsets: where each window of SIGN_WINDOW signs begins, (n, ceil(numel / SIGN_WINDOW)).
-    """
+def multiply_signs_(rows: Tensor, keys: Keys) -> Tensor:
+    """As :func:`comm_hooks.kernels.random_signs.multiply_signs_`, bit for bit; rows contiguous."""
+    offsets = sign_offsets(keys, rows.shape[1])
     tiles = triton.cdiv(rows.shape[1], _TILE)
-    with on_device_of(rows):
-        _multiply[(len(rows) * tiles,)](
-            rows,
-            on_gpu(offsets, rows.device),
-            negative_bits(rows.device),
-            rows.shape[1],
-            offsets.shape[1],
-            tiles,
-            WINDOW_BITS=SIGN_WINDOW.bit_length() - 1,
-            TILE=_TILE,
-            num_warps=4,
-            **COMPILE_OPTIONS,
-        )
+    launch(
+        _multiply,
+        len(rows) * tiles,
+        rows,
+        on_gpu(offsets, rows.device),
+        negative_bits(rows.device),
+        rows.shape[1],
+        offsets.shape[1],
+        tiles,
+        WINDOW_BITS=SIGN_WINDOW.bit_length() - 1,
+        TILE=_TILE,
+        warps=4,
+    )
     return rows

@@ -8,11 +8,11 @@ Why this should reach 60 % of a copy: every element is written once.  Adding the
 4096, where they belong happens in the cache that has just taken the block.
 """
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from comm_hooks.kernels.triton.launching import COMPILE_OPTIONS, on_device_of
+from comm_hooks.kernels.triton.launching import launch
 
 
 @triton.jit
@@ -55,33 +55,24 @@ def _scatter_sum(
 
 
 def scatter_sum(
-    out: torch.Tensor,
-    places: torch.Tensor,
-    values: torch.Tensor,
-    size: int,
-    *,
-    alpha: float,
-    add: bool,
+    out: Tensor, places: Tensor, values: Tensor, size: int, *, alpha: float, add: bool
 ) -> None:
-    """Write ``alpha`` times the sum over ranks of sparse vectors to ``out``, or add it.
-
-    As :func:`comm_hooks.kernels.scatter.scatter_sum`, bit for bit; ``out`` must be contiguous.
-    """
+    """As :func:`comm_hooks.kernels.scatter.scatter_sum`, bit for bit; ``out`` is contiguous."""
     ranks, rows, blocks, count = places.shape
-    with on_device_of(out):
-        _scatter_sum[(rows * blocks,)](
-            out,
-            places.contiguous(),
-            values.contiguous(),
-            alpha,
-            out.shape[1],
-            size,
-            blocks,
-            count,
-            ranks,
-            TILE=min(4096, triton.next_power_of_2(size)),
-            ENTRIES=triton.next_power_of_2(count),
-            ADD=add,
-            num_warps=4,
-            **COMPILE_OPTIONS,
-        )
+    launch(
+        _scatter_sum,
+        rows * blocks,
+        out,
+        places.contiguous(),
+        values.contiguous(),
+        alpha,
+        out.shape[1],
+        size,
+        blocks,
+        count,
+        ranks,
+        TILE=min(4096, triton.next_power_of_2(size)),
+        ENTRIES=triton.next_power_of_2(count),
+        ADD=add,
+        warps=4,
+    )

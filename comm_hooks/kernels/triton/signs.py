@@ -11,9 +11,10 @@ Why each should reach 60 % of a copy:
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.kernels.triton.launching import COMPILE_OPTIONS, on_device_of
+from comm_hooks.kernels.triton.launching import launch
 
 _TILE = 2048
 
@@ -106,20 +107,19 @@ def _decode(
 
 
 def encode_signs(
-    rows: torch.Tensor,
+    rows: Tensor,
     size: int,
     *,
     residual: Residual | None = None,
     subtract: bool = False,
-    scales: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales and the packed signs of vectors.
-
-    As :func:`comm_hooks.kernels.signs.encode_signs`, but for the order of additions.
+    scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`comm_hooks.kernels.signs.encode_signs`, but for the order of additions.
 
     Args:
         rows: contiguous.
         size: at most ``LARGEST_BLOCK``, and a multiple of 8: a byte of signs has one writer.
+        residual, subtract, scales: see there.
     """
     count, numel = rows.shape
     blocks = triton.cdiv(numel, size)
@@ -128,81 +128,55 @@ def encode_signs(
         scales = torch.empty(count, blocks, device=rows.device)
     bits = torch.empty(count, triton.cdiv(numel, 8), dtype=torch.uint8, device=rows.device)
     tile = max(256, triton.next_power_of_2(min(size, numel)))
-    with on_device_of(rows):
-        _encode[(count * blocks,)](
-            rows,
-            residual.vectors.contiguous() if residual else rows,
-            residual.factors() if residual else rows,
-            scales.contiguous(),
-            bits,
-            numel,
-            size,
-            blocks,
-            bits.shape[1],
-            TILE=tile,
-            COMPENSATE=residual is not None,
-            SUBTRACT=subtract,
-            GIVEN=given,
-            num_warps=max(1, tile // 512),
-            **COMPILE_OPTIONS,
-        )
+    launch(
+        _encode,
+        count * blocks,
+        rows,
+        residual.vectors.contiguous() if residual else rows,
+        residual.factors() if residual else rows,
+        scales.contiguous(),
+        bits,
+        numel,
+        size,
+        blocks,
+        bits.shape[1],
+        TILE=tile,
+        COMPENSATE=residual is not None,
+        SUBTRACT=subtract,
+        GIVEN=given,
+        warps=max(1, tile // 512),
+    )
     return scales, bits
 
 
 def decode_signs(
-    out: torch.Tensor,
-    scales: torch.Tensor,
-    bits: torch.Tensor,
-    size: int,
-    *,
-    alpha: float,
-    add: bool,
+    out: Tensor, scales: Tensor, octets: Tensor, size: int, *, alpha: float, add: bool
 ) -> None:
-    """Write ``alpha`` times what the signs stand for to ``out`` (n, numel), or add it.
+    """As :func:`comm_hooks.kernels.signs.decode_signs`, in one pass; ``out`` is contiguous.
 
-    As :func:`comm_hooks.kernels.signs.decode_signs`; ``out`` must be contiguous.
-    """
-    decode_sum_of_signs(out, scales[None], bits[None], size, alpha=alpha, add=add)
-
-
-def decode_sum_of_signs(
-    out: torch.Tensor,
-    scales: torch.Tensor,
-    bits: torch.Tensor,
-    size: int,
-    *,
-    alpha: float,
-    add: bool = False,
-) -> None:
-    """Write ``alpha`` times the sum of what N ranks' signs stand for to ``out``, or add it.
-
-    As :func:`comm_hooks.kernels.signs.decode_sum_of_signs`, in one pass.
-
-    Args:
-        out: (n, numel), float32, contiguous.
-        scales, bits: (N, n, ...); only the last dimension must be contiguous.
+    Of scales and octets only the last dimension must be.
     """
     count, numel = out.shape
     blocks = triton.cdiv(numel, size)
     tile = min(_TILE, max(32, triton.next_power_of_2(min(size, numel))))
     tiles = triton.cdiv(min(size, numel) + (7 if size % 8 else 0), tile)
-    with on_device_of(out):
-        _decode[(count * blocks * tiles,)](
-            out,
-            scales,
-            bits,
-            alpha,
-            numel,
-            size,
-            blocks,
-            tiles,
-            len(scales),
-            scales.stride(0),
-            scales.stride(1),
-            bits.stride(0),
-            bits.stride(1),
-            TILE=tile,
-            ADD=add,
-            num_warps=max(1, tile // 512),
-            **COMPILE_OPTIONS,
-        )
+    launch(
+        _decode,
+        count * blocks * tiles,
+        out,
+        scales,
+        octets,
+        alpha,
+        numel,
+        size,
+        blocks,
+        tiles,
+        len(scales),
+        scales.stride(0),
+        scales.stride(1),
+        octets.stride(0),
+        octets.stride(1),
+        TILE=tile,
+        ADD=add,
+        warps=max(1, tile // 512),
+    )

@@ -21,9 +21,10 @@ another block of the same multiprocessor goes on, for two of them fit its regist
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.kernels.triton.launching import COMPILE_OPTIONS, on_device_of
+from comm_hooks.kernels.triton.launching import launch
 
 
 @triton.jit
@@ -83,37 +84,34 @@ def _select(
 
 
 def block_top_k(
-    rows: torch.Tensor, size: int, count: int, residual: Residual | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the residual to vectors and choose the largest elements of every block.
-
-    As :func:`comm_hooks.kernels.top_k.block_top_k`.
-
-    Args:
-        rows: contiguous.
-        size: at most ``LARGEST_BLOCK``.
-    """
+    rows: Tensor, size: int, count: int, residual: Residual | None = None
+) -> tuple[Tensor, Tensor]:
+    """As :func:`comm_hooks.kernels.top_k.block_top_k`; ``size`` is at most ``LARGEST_BLOCK``."""
+    if residual and not rows.is_contiguous():
+        residual.add_to(rows)
+        residual = None
+    rows = rows.contiguous()
     numel = rows.shape[1]
     blocks = triton.cdiv(numel, size)
     shape = (len(rows), blocks, count)
     places = torch.empty(shape, dtype=torch.int64, device=rows.device)
     values = torch.empty(shape, device=rows.device)
     tile = max(32, triton.next_power_of_2(size))
-    with on_device_of(rows):
-        _select[(len(rows) * blocks,)](
-            rows,
-            residual.vectors.contiguous() if residual else rows,
-            residual.factors() if residual else rows,
-            places,
-            values,
-            numel,
-            size,
-            blocks,
-            count,
-            TILE=tile,
-            GROUPS=triton.next_power_of_2(count),
-            COMPENSATE=residual is not None,
-            num_warps=min(16, max(1, tile // 512)),
-            **COMPILE_OPTIONS,
-        )
+    launch(
+        _select,
+        len(rows) * blocks,
+        rows,
+        residual.vectors.contiguous() if residual else rows,
+        residual.factors() if residual else rows,
+        places,
+        values,
+        numel,
+        size,
+        blocks,
+        count,
+        TILE=tile,
+        GROUPS=triton.next_power_of_2(count),
+        COMPENSATE=residual is not None,
+        warps=min(16, max(1, tile // 512)),
+    )
     return places, values

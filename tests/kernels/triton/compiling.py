@@ -6,7 +6,6 @@ The interpreter runs code that the compiler refuses.  Imported where the interpr
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -63,8 +62,7 @@ def compile_all(architecture: int) -> list[str]:
     with mock.patch.object(JITFunction, "run", compile_instead_of_launching):
         _launch_all(torch.zeros(2, 8192), width=512, size=4096, kept=64)
         _launch_all(torch.zeros(1, 1), width=1, size=8, kept=1)
-        wide = np.zeros((2, 1), np.int64), np.zeros((2, 2), np.int64)
-        count_sketch.sketch(torch.zeros(2, 40001), 40000, *wide)
+        count_sketch.sketch(torch.zeros(2, 80000), 40000, range(2))
     return compiled
 
 
@@ -79,15 +77,15 @@ def _is_multiple_of_16(value: Any) -> bool:
 
 
 def _launch_all(rows: torch.Tensor, *, width: int, size: int, kept: int) -> None:
-    n, numel = rows.shape
+    n = len(rows)
     hadamard.hadamard(rows)
     gaussian.add_gaussian_(rows, 1.0, key=1, counter=1 << 128)
-    draws = (np.zeros((n, numel // width), np.int64),) * 2
-    count_sketch.sketch(rows, width, *draws)
-    count_sketch.unsketch(rows, torch.zeros(n, width), *draws, alpha=0.5, add=True)
-    random_signs.multiply_signs_(rows, draws[1])
+    keys = range(n)
+    count_sketch.sketch(rows, width, keys)
+    count_sketch.unsketch(rows, torch.zeros(n, width), keys, alpha=0.5, add=True)
+    random_signs.multiply_signs_(rows, keys)
     residual = Residual(rows.bfloat16(), torch.ones(n, 1))
     scales, octets = signs.encode_signs(rows, size, residual=residual, subtract=True)
-    signs.decode_signs(rows, scales, octets, size, alpha=0.5, add=True)
+    signs.decode_signs(rows, scales[None], octets[None], size, alpha=0.5, add=True)
     places, values = top_k.block_top_k(rows, size, kept, residual)
     scatter.scatter_sum(rows, places[None], values[None], size, alpha=0.5, add=False)

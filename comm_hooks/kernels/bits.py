@@ -2,11 +2,12 @@
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from comm_hooks.errors import PayloadError
 
 
-def pack_bits(bits: torch.Tensor) -> torch.Tensor:
+def pack_bits(bits: Tensor) -> Tensor:
     """Pack booleans (..., m), or zeros and ones, into bytes (..., ceil(m / 8)), uint8.
 
     The last byte is zero-padded.
@@ -18,21 +19,15 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     """
     if bits.device.type == "cpu":
         return torch.from_numpy(np.packbits(bits.numpy(), axis=-1, bitorder="little"))
-    padding = -bits.shape[-1] % 8
-    octets = torch.nn.functional.pad(bits.to(torch.uint8), (0, padding)).unflatten(-1, (-1, 8))
-    packed = octets[..., 0]
-    for place in range(1, 8):
-        packed = packed | (octets[..., place] << place)
-    return packed
+    return _pack_whole(bits, 1)
 
 
-def unpack_bits(octets: torch.Tensor, count: int) -> torch.Tensor:
+def unpack_bits(octets: Tensor, count: int) -> Tensor:
     """Return the first ``count`` bits of bytes (..., ceil(count / 8)) as uint8 zeros and ones."""
     if octets.device.type == "cpu":
         bits = np.unpackbits(octets.numpy(), axis=-1, count=count, bitorder="little")
         return torch.from_numpy(bits)
-    places = torch.arange(8, dtype=torch.uint8, device=octets.device)
-    return ((octets[..., None] >> places) & 1).flatten(-2)[..., :count]
+    return _unpack_whole(octets, count, 1)
 
 
 def packed_nbytes(count: int, width: int) -> int:
@@ -40,7 +35,7 @@ def packed_nbytes(count: int, width: int) -> int:
     return -(-count * width // 8)
 
 
-def pack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
+def pack_codes(codes: Tensor, width: int) -> Tensor:
     """Pack integers (..., m) below 2**width into bytes (..., ceil(m * width / 8)).
 
     Codes of 1, 2, 4 and 8 bits are packed whole, others in planes: the lowest bits of all codes,
@@ -63,20 +58,13 @@ def pack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
     if width == 8:
         return codes.to(torch.uint8)
     if width in (2, 4):
-        per_byte = 8 // width
-        padding = -codes.shape[-1] % per_byte
-        grouped = torch.nn.functional.pad(codes.to(torch.uint8), (0, padding))
-        grouped = grouped.unflatten(-1, (-1, per_byte))
-        packed = grouped[..., 0]
-        for place in range(1, per_byte):
-            packed = packed | (grouped[..., place] << (place * width))
-        return packed
+        return _pack_whole(codes, width)
     codes = codes.to(torch.uint8) if width < 8 else codes
     planes = [(codes >> place) & 1 for place in range(width)]
     return pack_bits(torch.stack(planes, dim=-2).flatten(-2))
 
 
-def unpack_codes(octets: torch.Tensor, count: int, width: int) -> torch.Tensor:
+def unpack_codes(octets: Tensor, count: int, width: int) -> Tensor:
     """Return ``count`` codes of ``width`` bits: uint8 up to 8 bits, int64 above."""
     if width == 0:
         return octets.new_zeros(*octets.shape[:-1], count)
@@ -85,8 +73,7 @@ def unpack_codes(octets: torch.Tensor, count: int, width: int) -> torch.Tensor:
     if width == 8:
         return octets[..., :count]
     if width in (2, 4):
-        places = torch.arange(0, 8, width, dtype=torch.uint8, device=octets.device)
-        return ((octets[..., None] >> places) & ((1 << width) - 1)).flatten(-2)[..., :count]
+        return _unpack_whole(octets, count, width)
     planes = unpack_bits(octets, count * width).unflatten(-1, (width, count)).unbind(-2)
     codes = planes[0] if width < 8 else planes[0].long()
     for place, plane in enumerate(planes[1:], start=1):
@@ -94,7 +81,22 @@ def unpack_codes(octets: torch.Tensor, count: int, width: int) -> torch.Tensor:
     return codes
 
 
-def set_places(bits: torch.Tensor, count: int, *, missing: int | None = None) -> torch.Tensor:
+def _pack_whole(codes: Tensor, width: int) -> Tensor:
+    per_byte = 8 // width
+    padding = -codes.shape[-1] % per_byte
+    grouped = torch.nn.functional.pad(codes.to(torch.uint8), (0, padding))
+    first, *others = grouped.unflatten(-1, (-1, per_byte)).unbind(-1)
+    for place, code in enumerate(others, start=1):
+        first = first | (code << (place * width))
+    return first
+
+
+def _unpack_whole(octets: Tensor, count: int, width: int) -> Tensor:
+    places = torch.arange(0, 8, width, dtype=torch.uint8, device=octets.device)
+    return ((octets[..., None] >> places) & ((1 << width) - 1)).flatten(-2)[..., :count]
+
+
+def set_places(bits: Tensor, count: int, *, missing: int | None = None) -> Tensor:
     """Return where the bits are set, ascending: int64 (n, sets, count).
 
     Args:
