@@ -25,7 +25,7 @@ import typer
 from comm_hooks.launchers.advise.advice import Case
 from comm_hooks.launchers.advise.cost_model import predict
 from comm_hooks.launchers.advise.links import measure_links, network_of
-from comm_hooks.launchers.advise.ranks import find_place, joined
+from comm_hooks.launchers.advise.ranks import joined
 from comm_hooks.launchers.advise.rehearsal import Rehearsals, of_slowest_rank, slowest
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.compare.methods import Method, parse_method, parse_methods
@@ -34,6 +34,7 @@ from comm_hooks.launchers.compare.optimizers import Trainer
 from comm_hooks.launchers.compare.runs import Settings
 from comm_hooks.launchers.netns.bed import Bed
 from comm_hooks.launchers.netns.links import NetnsError, parse_rate
+from comm_hooks.launchers.place import find_place
 
 METHODS = "all_reduce,bf16,topk,topk:collective=sharded,sign,count_sketch,local_adamw"
 RATES = "100mbit,1gbit,10mbit"

@@ -16,7 +16,7 @@ from comm_hooks.launchers.advise.advice import METHODS, Case, advise_on, choose
 from comm_hooks.launchers.advise.cost_model import TCP_SHARE, Link, Network
 from comm_hooks.launchers.advise.links import measure_links, network_of
 from comm_hooks.launchers.advise.plot import write_plot
-from comm_hooks.launchers.advise.ranks import Place, find_place, joined
+from comm_hooks.launchers.advise.ranks import joined
 from comm_hooks.launchers.advise.rehearsal import Rehearsals, of_slowest_rank, slowest
 from comm_hooks.launchers.advise.report import (
     print_choice,
@@ -27,6 +27,7 @@ from comm_hooks.launchers.advise.report import (
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.compare.methods import Method, parse_methods
 from comm_hooks.launchers.output import make_console
+from comm_hooks.launchers.place import Place, find_place
 
 _BAD_INPUT = 2
 _DEFAULT_LATENCY_MS = 0.1

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from comm_hooks.collectives import TorchDistributed
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.launchers.advise.cost_model import Link, Network
-from comm_hooks.launchers.advise.ranks import Place
+from comm_hooks.launchers.place import Place
 
 _PINGS = 30
 _FIRST_BYTES = 1 << 16

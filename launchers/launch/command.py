@@ -7,15 +7,10 @@ from typing import Annotated
 import typer
 
 from comm_hooks.config import unknown
+from comm_hooks.launchers.endpoint import parse_endpoint, wait_for_port
 from comm_hooks.launchers.launch.hostfile import read_hostfile
-from comm_hooks.launchers.launch.job import (
-    Job,
-    parse_endpoint,
-    parse_nodes,
-    parse_variables,
-)
+from comm_hooks.launchers.launch.job import Job, parse_nodes, parse_variables
 from comm_hooks.launchers.launch.kubernetes import RUNTIME
-from comm_hooks.launchers.launch.network import wait_for_port
 from comm_hooks.launchers.launch.plan import LAUNCHERS, Plan, make_plan
 from comm_hooks.launchers.launch.steps import Command, Step
 from comm_hooks.launchers.launch.submission import Submission

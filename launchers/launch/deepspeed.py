@@ -4,8 +4,9 @@ import os
 import re
 from pathlib import Path
 
+from comm_hooks.launchers.endpoint import DEFAULT_PORT, Endpoint
 from comm_hooks.launchers.launch.hostfile import Host
-from comm_hooks.launchers.launch.job import DEFAULT_PORT, Endpoint, Job
+from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.network import Route, interface_address
 from comm_hooks.launchers.launch.steps import Command, Step, WriteFile, program
 from comm_hooks.launchers.launch.torchrun import interfaces

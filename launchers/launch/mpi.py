@@ -5,12 +5,13 @@ import subprocess
 import sys
 from typing import Literal
 
+from comm_hooks.launchers.endpoint import Endpoint
 from comm_hooks.launchers.launch.hostfile import Host
-from comm_hooks.launchers.launch.job import Endpoint, Job
+from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.network import find_route
-from comm_hooks.launchers.launch.place import Place
 from comm_hooks.launchers.launch.steps import Command
 from comm_hooks.launchers.launch.torchrun import interfaces
+from comm_hooks.launchers.place import Place
 
 Flavour = Literal["mpich", "openmpi"]
 FLAVOURS: dict[str, Flavour] = {"mpich": "mpich", "openmpi": "openmpi"}

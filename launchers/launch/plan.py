@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from comm_hooks.launchers.endpoint import Endpoint
 from comm_hooks.launchers.launch import deepspeed, mpi, slurm, torchrun
 from comm_hooks.launchers.launch.hostfile import (
     DEEPSPEED_HOSTFILE,
@@ -15,10 +16,10 @@ from comm_hooks.launchers.launch.hostfile import (
     read_hostfile,
     slots_of,
 )
-from comm_hooks.launchers.launch.job import Endpoint, Job
+from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.network import Route, find_route
-from comm_hooks.launchers.launch.place import Place, find_place, in_allocation
 from comm_hooks.launchers.launch.steps import Command, Step, program
+from comm_hooks.launchers.place import Place, find_place, in_allocation
 
 LAUNCHERS = ("auto", "torchrun", "deepspeed", "mpirun", "mpich", "openmpi")
 
@@ -71,20 +72,20 @@ def make_plan(
         ValueError: for what does not go together or is not there.
     """
     place = find_place(environment)
-    if place and place.launcher == "torchrun":
+    if place.launcher == "torchrun":
         raise ValueError(
             f"this is rank {place.rank} of {place.world_size} already (RANK is set): run the "
             "script itself here, or launch it from outside"
         )
-    if place and launcher != "auto":
+    if place.launcher and launcher != "auto":
         raise ValueError(
             f"--launcher {launcher}: {place.launcher} started this process already, as one of "
             f"{place.world_size}: leave --launcher out"
         )
     if launcher == "auto":
-        if place and place.launcher == "mpirun":
+        if place.launcher == "mpirun":
             return Plan([_rank(job, place, check)], quiet=place.rank > 0, runs_here=True)
-        if place:
+        if place.launcher:
             return _torchrun(slurm.fill_in(job, place, environment), environment, check)
         nodes = int(environment.get("SLURM_NNODES", 1))
         if in_allocation(environment) and nodes > 1:

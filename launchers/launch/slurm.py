@@ -5,10 +5,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from comm_hooks.launchers.endpoint import Endpoint
 from comm_hooks.launchers.launch.files import MARK
-from comm_hooks.launchers.launch.job import Endpoint, Job
-from comm_hooks.launchers.launch.place import Place, first_host
+from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.steps import Command, program
+from comm_hooks.launchers.place import Place, first_host
 
 # Two jobs that share a node must not meet at one port.
 _FIRST_PORT = 20000

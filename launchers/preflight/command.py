@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from comm_hooks.launchers.launch.job import Endpoint, Job, parse_endpoint
+from comm_hooks.launchers.endpoint import Endpoint, is_loopback, parse_endpoint
+from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.mpi import meeting_point
 from comm_hooks.launchers.launch.network import find_route
-from comm_hooks.launchers.launch.place import Place, find_place
+from comm_hooks.launchers.place import Place, find_place
 from comm_hooks.launchers.preflight.check import Limits, check
 from comm_hooks.launchers.preflight.facts import (
     Facts,
@@ -19,7 +20,6 @@ from comm_hooks.launchers.preflight.facts import (
     find_gpus,
     find_versions,
     gloo_address,
-    is_loopback,
     read_config,
 )
 from comm_hooks.launchers.preflight.links import Listener
@@ -92,7 +92,7 @@ def preflight(
             max_clock_offset,
         )
         # comm-hooks launch tells gloo which interface to use; torchrun by itself does not.
-        as_launch = party.place is None or party.place.launcher != "torchrun"
+        as_launch = party.place.launcher != "torchrun"
         verdict = check(
             meeting, facts, listener, limits, interface=facts.interface if as_launch else ""
         )
@@ -116,7 +116,8 @@ def preflight(
 class _Party:
     """Who meets where.
 
-    ``speaks``: whether somebody looks at this process's output, and not only at that of rank 0.
+    ``place`` is the launcher's, or no one's where nodes meet by hand; ``speaks`` says whether
+    somebody looks at this process's output, and not only at that of rank 0.
     """
 
     endpoint: Endpoint | None
@@ -124,9 +125,9 @@ class _Party:
     size: int
     node: str | None
     processes: int | None
+    place: Place
     hosts: bool
     speaks: bool
-    place: Place | None = None
 
 
 def _find_party(
@@ -136,15 +137,16 @@ def _find_party(
     place = find_place(os.environ)
     # Refuses what cannot be, in the words of comm-hooks launch.
     Job((), processes=nproc, nodes=(nnodes, nnodes), node_rank=node_rank)
-    if place is None or (nnodes > 1 and place.launcher == "srun"):
+    if place.launcher is None or (nnodes > 1 and place.launcher == "srun"):
         if nnodes == 1:
-            return _Party(None, 0, 1, "0", nproc, hosts=True, speaks=True)
+            return _Party(None, 0, 1, "0", nproc, Place(), hosts=True, speaks=True)
         if head is None:
             raise ValueError(f"--nnodes {nnodes} needs --head HOST[:PORT], the same on each node")
         node = None if node_rank is None else str(node_rank)
         hosts = node_rank == 0 if node_rank is not None else find_route(head.host).is_head
         # srun brings all output to one terminal.
-        return _Party(head, node_rank, nnodes, node, nproc, hosts=hosts, speaks=place is None)
+        speaks = not place.launcher
+        return _Party(head, node_rank, nnodes, node, nproc, Place(), hosts=hosts, speaks=speaks)
     if nnodes != 1 or node_rank is not None:
         raise ValueError(
             f"--nnodes and --node-rank are for starting by hand: {place.launcher} started this "
@@ -160,10 +162,10 @@ def _find_party(
         place.world_size,
         place.node,
         place.local_size if nproc is None else nproc,
+        place,
         hosts=place.rank == 0 and not agent_hosts,
         # Each node's torchrun has a terminal of its own; others bring all output to one.
         speaks="GROUP_RANK" in os.environ and place.local_rank == 0,
-        place=place,
     )
 
 
@@ -181,7 +183,7 @@ def _describe(
             listener = Listener(address)
         except (ValueError, OSError) as error:
             complaints.append(str(error))
-    if party.place:
+    if party.place.launcher:
         complaints += _alone(party.place)
         default = gloo_address(dict(os.environ))
         if default == "" or (default and is_loopback(default) and not is_loopback(address)):
@@ -233,7 +235,7 @@ def _meet(party: _Party, facts: Facts, seconds: float) -> Meeting:
         party.size,
         hosts=party.hosts,
         seconds=seconds,
-        member="rank" if party.place else "node",
+        member="rank" if party.place.launcher else "node",
         origin=f"{facts.address} ({facts.interface})" if facts.address else facts.host,
         say=_say,
     )

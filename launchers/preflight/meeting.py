@@ -12,8 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from comm_hooks.launchers.launch.job import Endpoint
-from comm_hooks.launchers.launch.network import port_is_taken, wait_for_port
+from comm_hooks.launchers.endpoint import Endpoint, port_is_taken, wait_for_port
 
 _POLL_SECONDS = 0.05
 _PREFIX = "comm-hooks-preflight"

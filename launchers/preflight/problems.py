@@ -3,7 +3,8 @@
 import statistics
 from collections.abc import Mapping, Sequence
 
-from comm_hooks.launchers.preflight.facts import Facts, is_loopback
+from comm_hooks.launchers.endpoint import is_loopback
+from comm_hooks.launchers.preflight.facts import Facts
 from comm_hooks.launchers.preflight.links import Link
 
 _SLOW = 0.5

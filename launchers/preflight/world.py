@@ -5,34 +5,11 @@ what Slurm tells them.  DeepSpeed asks mpi4py; one that was built for another MP
 calls each process the only one.  Both then train, without an error, and write the same checkpoint.
 """
 
-import os
 from collections.abc import Mapping
 
 import torch.distributed as dist
 
-# What was started last comes first: mpirun inside a Slurm job counts, not the job.
-_SOURCES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-
-
-def expected_world_size(environment: Mapping[str, str] | None = None) -> tuple[int, str] | None:
-    """Return how many processes mpirun or srun started, and the variable that says so.
-
-    Args:
-        environment: ``os.environ`` if None.
-
-    Returns:
-        The number and the variable; None where no such launcher was at work.
-
-    Example::
-
-        >>> expected_world_size({"SLURM_NTASKS": "2"})
-        (2, 'SLURM_NTASKS')
-    """
-    environment = os.environ if environment is None else environment
-    for name in _SOURCES:
-        if name in environment:
-            return int(environment[name]), name
-    return None
+from comm_hooks.launchers.place import expected_world_size
 
 
 def check_world_size(

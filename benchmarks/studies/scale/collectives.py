@@ -21,10 +21,11 @@ from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.launchers.advise.cost_model import Collective
 from comm_hooks.launchers.advise.links import measure_links, network_of
-from comm_hooks.launchers.advise.ranks import find_place, joined
+from comm_hooks.launchers.advise.ranks import joined
 from comm_hooks.launchers.advise.rehearsal import slowest
 from comm_hooks.launchers.netns.bed import Bed
 from comm_hooks.launchers.netns.links import NetnsError
+from comm_hooks.launchers.place import find_place
 
 _REPEAT = 7
 _TIMEOUT_SECONDS = 600.0

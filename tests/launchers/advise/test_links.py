@@ -21,8 +21,9 @@ from comm_hooks.launchers.advise.links import (
     network_of,
     nodes_of,
 )
-from comm_hooks.launchers.advise.ranks import Place, find_place, joined
+from comm_hooks.launchers.advise.ranks import joined
 from comm_hooks.launchers.netns import Bed, why_not
+from comm_hooks.launchers.place import Place, find_place
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=9))
@@ -81,7 +82,8 @@ def test_a_transfer_that_is_held_up_does_not_count(monkeypatch: pytest.MonkeyPat
 
 
 def _measure() -> tuple[list[Measured], list[list[int]]]:
-    place = Place(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    place = Place("torchrun", rank, size, rank, size)
     return measure_links(place, torch.device("cpu"))
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from comm_hooks.launchers.launch.job import Endpoint
-from comm_hooks.launchers.launch.network import wait_for_port
+from comm_hooks.launchers.endpoint import Endpoint, wait_for_port
 from comm_hooks.launchers.main import app
 
 LAUNCH = [sys.executable, "-m", "comm_hooks.launchers.main", "launch"]
