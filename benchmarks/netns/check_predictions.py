@@ -116,10 +116,9 @@ def _measure_in_bed(ranks: int, rate: str, methods: str) -> Iterator[dict[str, A
 
 def _compare(methods: list[Method]) -> Iterator[dict[str, Any]]:
     """Predict and measure each method. Collective."""
-    place = find_place()
     device = torch.device("cpu")
     settings = Settings()
-    links, nodes = measure_links(place, device)
+    links, nodes = measure_links(device)
     network = network_of(links, nodes, "gloo")
     shapes = tuple(tuple(p.shape) for p in GPT(settings.model).parameters())
     rehearsals = Rehearsals(Step(shapes, milliseconds=1.0), network.ranks, device)

@@ -172,7 +172,7 @@ def _measure_and_advise(
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
     console = make_console(quiet=place.rank > 0)
-    links, nodes = measure_links(place, device)
+    links, nodes = measure_links(device)
     print_links(links, console)
     network = network_of(links, nodes, backend)
     if ranks:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from comm_hooks.launchers.links import make_rounds
 from comm_hooks.launchers.preflight.facts import Facts
-from comm_hooks.launchers.preflight.links import Link, Listener, make_rounds, send
+from comm_hooks.launchers.preflight.links import Link, Listener, send
 from comm_hooks.launchers.preflight.meeting import Meeting, MeetingError, prefixed
 from comm_hooks.launchers.preflight.problems import (
     find_link_problems,
@@ -23,6 +24,7 @@ _ROUND_SECONDS = 30.0
 _GLOO_SECONDS = 30.0
 _MARGIN_SECONDS = 30.0
 _MORE_ATTEMPTS = 2
+_ALL_PAIRS_UP_TO = 8
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def _judge(meeting: Meeting, listener: Listener | None, limits: Limits, interfac
         if not any(complaint in problem for problem in problems)
     ]
     usable = limits.measure and all(node.port for node in nodes)
-    rounds = make_rounds(len(nodes)) if usable else []
+    rounds = make_rounds(len(nodes), _ALL_PAIRS_UP_TO) if usable else []
     peers = [(rank, facts[rank].address, facts[rank].port) for rank in leaders]
     meeting.tell("plan", peers)
     links = _measure(meeting, listener, peers, rounds, "links")
@@ -194,19 +196,14 @@ def _measure(
         return []
     heard, _ = meeting.hear(f"{stage}-found", ranks, _ROUND_SECONDS)
     merged: dict[tuple[int, int], Link] = {}
-    for halves in heard.values():
-        for half in halves:
-            link = Link(**half)
-            _merge(merged.setdefault((link.source, link.target), link), link)
+    for rank, told in heard.items():
+        for link in (Link(**fields) for fields in told):
+            # The source has the figures; the target speaks for a source that is silent.
+            if rank == ranks[link.source]:
+                merged[link.source, link.target] = link
+            elif link.error:
+                merged.setdefault((link.source, link.target), link)
     return [merged[key] for key in sorted(merged)]
-
-
-def _merge(link: Link, half: Link) -> None:
-    """Put together what the source measured and what the target did."""
-    for name, value in asdict(half).items():
-        # The source knows better why it did not get through.
-        if getattr(link, name) is None or (name == "error" and half.round_trip is None and value):
-            setattr(link, name, value)
 
 
 def _better(links: list[Link], again: list[Link]) -> list[Link]:

@@ -62,7 +62,7 @@ def worker(rate: str) -> None:
     place = find_place()
     torch.set_num_threads(1)
     with joined(place, "gloo", _TIMEOUT_SECONDS):
-        links, nodes = measure_links(place, torch.device("cpu"))
+        links, nodes = measure_links(torch.device("cpu"))
         network = network_of(links, nodes, "gloo")
         transport = TorchDistributed()
         for seconds in _SECONDS:
