@@ -15,7 +15,8 @@ and ``one_run`` turn guesses into epsilon.  ``audit``, ``report`` and ``command`
 ``script`` audits a user's own training, unchanged, with and without a sample.
 """
 
-from comm_hooks.launchers.audit.audit import Attack, Audit, audit_configuration
+from comm_hooks.launchers.audit.attack import Attack
+from comm_hooks.launchers.audit.audit import Audit, audit_configuration
 from comm_hooks.launchers.audit.bounds import epsilon_lower_bound, gaussian_lower_bound
 from comm_hooks.launchers.audit.configuration import Configuration
 from comm_hooks.launchers.audit.one_run import OneRunAudit, audit_one_run

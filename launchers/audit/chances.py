@@ -5,10 +5,11 @@ here, and divides it by the number of comparisons it makes.
 """
 
 import math
-from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.stats import beta, chi2, norm
 
 Array = npt.NDArray[np.float64]
 
@@ -44,41 +45,33 @@ def chance(test: str, comparisons: int = 1) -> float:
 
 def normal_limit(chance: float) -> float:
     """Return what a standard normal variable exceeds, on either side, with this probability."""
-    return -NormalDist().inv_cdf(chance / 2)
+    return float(norm.isf(chance / 2))
 
 
 def smallest_energy(terms: int, chance: float) -> float:
     """Return below which the mean square of so many standard normal variables is by chance.
 
-    Chernoff's bound: P[mean < c] <= (c e^(1 - c))^(terms / 2) for c < 1.
-
     Example::
 
         >>> from comm_hooks.launchers.audit.chances import smallest_energy
         >>> round(smallest_energy(1000, 1e-6), 2)
-        0.78
+        0.8
     """
-    wanted = 2 * math.log(chance) / terms
-    # log c + 1 - c rises from minus infinity to 0.
-    low, high = wanted - 1, 0.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if middle + 1 - math.exp(middle) < wanted else (low, middle)
-    return math.exp(low)
+    return float(chi2.ppf(chance, terms) / terms)
 
 
 def largest_correlation(length: int, chance: float) -> float:
     """Return what two independent normal vectors' cosine exceeds, on either side, by chance.
 
-    Its square has a beta distribution: P[|cosine| > r] <= 2 (1 - r^2)^((length - 1) / 2).
+    Its square has a beta distribution of 1/2 and (length - 1) / 2.
 
     Example::
 
         >>> from comm_hooks.launchers.audit.chances import largest_correlation
         >>> round(largest_correlation(10_000, 1e-9), 3)
-        0.065
+        0.061
     """
-    return math.sqrt(-math.expm1(2 * math.log(chance / 2) / max(1, length - 1)))
+    return math.sqrt(beta.isf(chance, 0.5, max(1, length - 1) / 2))
 
 
 def log_tail(counts: npt.ArrayLike, trials: npt.ArrayLike, rate: npt.ArrayLike) -> Array:
@@ -106,3 +99,31 @@ def too_many(counts: npt.ArrayLike, trials: npt.ArrayLike, rate: float, chance: 
     """Return whether any of some binomial counts is larger than chance explains."""
     over = np.asarray(counts) > np.asarray(trials) * rate
     return bool((over & (log_tail(counts, trials, rate) < math.log(chance))).any())
+
+
+def lag_deviations(
+    one: npt.NDArray[Any], other: npt.NDArray[Any], least: float
+) -> tuple[npt.NDArray[np.int64], Array]:
+    """Correlate the rows of two matrices (rows, d) of mean 0 and variance 1 at every shift.
+
+    Args:
+        least: how many products a shift must have to be looked at.
+
+    Returns:
+        The shifts from 1 - d to d - 1, and for each the sum over rows and i of
+        ``one[:, i] * other[:, i + shift]`` in standard deviations of chance.
+
+    Example::
+
+        >>> rows = np.array([[1.0, -1.0, 1.0, -1.0]])
+        >>> lag_deviations(rows, rows, least=2)[1].round(1)
+        array([ 0. ,  1.4, -1.7,  2. , -1.7,  1.4,  0. ])
+    """
+    numel = one.shape[1]
+    size = 1 << (2 * numel - 1).bit_length()
+    spectrum = np.fft.rfft(one, n=size)
+    products = spectrum.conj() * (spectrum if other is one else np.fft.rfft(other, n=size))
+    shifts = np.arange(1 - numel, numel)
+    terms = len(one) * (numel - np.abs(shifts))
+    deviations = np.fft.irfft(products.sum(0), n=size)[shifts] / np.sqrt(terms)
+    return shifts, np.where(terms >= least, deviations, 0.0)

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from comm_hooks.launchers.audit.chances import SHARES, chance, log_tail, normal_limit
+from comm_hooks.launchers.audit.chances import (
+    SHARES,
+    chance,
+    lag_deviations,
+    log_tail,
+    normal_limit,
+)
 from comm_hooks.launchers.audit.stages import Stages
 from comm_hooks.launchers.audit.world import user_seed
 
@@ -290,13 +296,8 @@ def _together(masks: Masks) -> list[str]:
     rows = masks.reshape(-1, samples)
     rate = float(rows.mean())
     centred = (rows - rate) / math.sqrt(rate * (1 - rate))
-    size = 1 << (2 * samples - 1).bit_length()
-    spectrum = (np.abs(np.fft.rfft(centred, n=size, axis=1)) ** 2).sum(0)
-    distances = np.arange(1, samples - samples // 20)
-    terms = len(rows) * (samples - distances)
-    usual = terms * rate * rate >= 50
-    deviations = np.fft.irfft(spectrum, n=size)[distances] / np.sqrt(terms)
-    deviations = np.where(usual, deviations, 0.0)
+    distances, deviations = lag_deviations(centred, centred, 50 / rate**2)
+    deviations[distances <= 0] = 0.0
     worst = int(np.abs(deviations).argmax())
     if abs(deviations[worst]) > 1.15 * normal_limit(chance("sampling: samples", 4 * samples)):
         kind = "more" if deviations[worst] > 0 else "less"
@@ -325,15 +326,10 @@ def _shifted(masks: Masks) -> list[str]:
     pairs = list(itertools.combinations(range(ranks), 2))
     by_rank = masks.swapaxes(0, 1).reshape(ranks, -1, samples)
     rate = float(masks.mean())
-    size = 1 << (2 * samples - 1).bit_length()
-    shifts = np.arange(-(samples - samples // 20) + 1, samples - samples // 20)
-    terms = by_rank.shape[1] * (samples - np.abs(shifts))
-    usual = terms * rate * rate >= 50
-    limit = 1.15 * normal_limit(chance("sampling: shifts", len(pairs) * len(shifts)))
-    spectra = np.fft.rfft((by_rank - rate) / math.sqrt(rate * (1 - rate)), n=size)
+    centred = (by_rank - rate) / math.sqrt(rate * (1 - rate))
+    limit = 1.15 * normal_limit(chance("sampling: shifts", len(pairs) * 2 * samples))
     for one, other in pairs:
-        products = np.fft.irfft((spectra[one].conj() * spectra[other]).sum(0), n=size)[shifts]
-        deviations = np.where(usual, products / np.sqrt(terms), 0.0)
+        shifts, deviations = lag_deviations(centred[one], centred[other], 50 / rate**2)
         worst = int(np.abs(deviations).argmax())
         if abs(deviations[worst]) > limit:
             kind = "more" if deviations[worst] > 0 else "less"
