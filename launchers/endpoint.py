@@ -95,6 +95,12 @@ def _try_to_connect(endpoint: Endpoint, seconds: float) -> str | None:
     return None
 
 
+def free_port() -> int:
+    """Return a port of this machine that nothing listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def is_loopback(address: str) -> bool:
     """Return whether an address is of this machine alone; an empty one is not."""
     return bool(address) and ipaddress.ip_address(address).is_loopback

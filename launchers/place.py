@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from comm_hooks.launchers.endpoint import Endpoint
+
 # The ids that Slurm gives to what is no step of srun: batch script, interactive shell, the like.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
@@ -79,6 +81,17 @@ class Place:
     local_rank: int = 0
     local_size: int = 1
     node: str | None = None
+
+    def variables(self, head: Endpoint) -> dict[str, str]:
+        """Return what ``torch.distributed`` reads at this place, where all meet at ``head``."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": head.host,
+            "MASTER_PORT": str(head.port),
+        }
 
 
 def find_place(environment: Mapping[str, str] | None = None) -> Place:

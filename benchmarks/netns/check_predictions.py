@@ -33,8 +33,9 @@ from comm_hooks.launchers.compare.model import GPT, VOCABULARY
 from comm_hooks.launchers.compare.optimizers import Trainer
 from comm_hooks.launchers.compare.runs import Settings
 from comm_hooks.launchers.netns.bed import Bed
-from comm_hooks.launchers.netns.links import NetnsError, parse_rate
+from comm_hooks.launchers.netns.links import NetnsError
 from comm_hooks.launchers.place import find_place
+from comm_hooks.launchers.rates import parse_rate
 
 METHODS = "all_reduce,bf16,topk,topk:collective=sharded,sign,count_sketch,local_adamw"
 RATES = "100mbit,1gbit,10mbit"

@@ -74,6 +74,10 @@ class Job:
     def is_elastic(self) -> bool:
         return self.nodes[0] != self.nodes[1]
 
+    def words(self, flag: str) -> list[str]:
+        """Return the target as words of a command in which ``flag`` announces a module."""
+        return [*([flag] if self.module else []), *self.target]
+
     def require_target(self) -> None:
         """Raise ``ValueError`` if the script, or the module's package, is not on this machine.
 

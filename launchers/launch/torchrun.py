@@ -5,7 +5,7 @@ import os
 from comm_hooks.launchers.endpoint import Endpoint, loopback_interface, port_is_taken
 from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.network import Route
-from comm_hooks.launchers.launch.steps import Command, program
+from comm_hooks.launchers.launch.steps import Command, options, program
 
 _PROGRAM = ("torchrun", "torch.distributed.run")
 _SHARE_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -81,6 +81,5 @@ def _own_stores(job: Job) -> dict[str, str]:
 
 
 def _rest(job: Job) -> list[str]:
-    arguments = ["--nproc-per-node", str(job.processes)]
-    arguments += ["--max-restarts", str(job.restarts)] if job.restarts else []
-    return [*arguments, *(["-m"] if job.module else []), *job.target]
+    counts = {"--nproc-per-node": job.processes, "--max-restarts": job.restarts}
+    return [*options(counts), *job.words("-m")]

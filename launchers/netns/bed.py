@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-from comm_hooks.launchers.netns.links import NetnsError, call, parse_rate, shape
-
-PORT = 29500
-"""Of the ranks' rendezvous.  Every bed is a network of its own, so all may use the same."""
+from comm_hooks.launchers.endpoint import Endpoint
+from comm_hooks.launchers.netns.links import NetnsError, call, shape
+from comm_hooks.launchers.place import Place
+from comm_hooks.launchers.rates import parse_rate
 
 _GUARD = Path(__file__).with_name("guard.py")
 # torchrun, asked to end, gives its workers this long.
@@ -190,22 +190,18 @@ class Bed:
         interface = dict.fromkeys(
             ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "eth0"
         )
-        rendezvous = {"MASTER_ADDR": self.addresses[0], "MASTER_PORT": str(PORT)}
+        own = Place(rank=rank, world_size=self.ranks).variables(Endpoint(self.addresses[0]))
         cores = len(os.sched_getaffinity(0))
         return {
             "OMP_NUM_THREADS": str(max(1, cores // self.ranks)),
             **inherited,
             **interface,
-            **rendezvous,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self.ranks),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            **own,
             "GROUP_RANK": str(rank),
             "PET_NNODES": str(self.ranks),
             "PET_NODE_RANK": str(rank),
             "PET_NPROC_PER_NODE": "1",
-            **{f"PET_{key}": value for key, value in rendezvous.items()},
+            **{f"PET_{name}": own[name] for name in ("MASTER_ADDR", "MASTER_PORT")},
         }
 
     def start(

@@ -1,34 +1,15 @@
 """Rates of links: a token bucket (tbf) on each end of a virtual cable."""
 
-import re
 import subprocess
 
-_RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)?bit")
-_PREFIXES = {None: 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+from comm_hooks.launchers.rates import parse_rate
+
 _ETHERNET_HEADER = 14
 _MIN_QUEUE_BYTES = 256_000
 
 
 class NetnsError(RuntimeError):
     """The network cannot be made here; the text says why in one line."""
-
-
-def parse_rate(rate: str) -> float:
-    """Return the bits per second of a rate as ``tc`` writes it.
-
-    Raises:
-        ValueError: for anything that is not a positive number of bit, kbit, mbit or gbit.  (What
-            ``tc`` calls mbps is megabytes per second, so it is refused, too.)
-
-    Example::
-
-        >>> parse_rate("100mbit")
-        100000000.0
-    """
-    found = _RATE.fullmatch(rate)
-    if not found or float(found[1]) == 0:
-        raise ValueError(f"rate {rate!r}: write a number and a unit, such as 10mbit or 1gbit")
-    return float(found[1]) * _PREFIXES[found[2]]
 
 
 def burst_bytes(rate: str, mtu: int) -> int:

@@ -12,6 +12,7 @@ from comm_hooks.launchers.endpoint import Endpoint, is_loopback, parse_endpoint
 from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.mpi import meeting_point
 from comm_hooks.launchers.launch.network import find_route
+from comm_hooks.launchers.output import complain, refusing
 from comm_hooks.launchers.place import Place, find_place
 from comm_hooks.launchers.preflight.check import Limits, check
 from comm_hooks.launchers.preflight.facts import (
@@ -23,12 +24,11 @@ from comm_hooks.launchers.preflight.facts import (
     read_config,
 )
 from comm_hooks.launchers.preflight.links import Listener
-from comm_hooks.launchers.preflight.meeting import Meeting, MeetingError, meet, meet_alone
+from comm_hooks.launchers.preflight.meeting import Meeting, meet, meet_alone
 from comm_hooks.launchers.preflight.report import print_report
 from comm_hooks.launchers.preflight.world import check_world_size
 
 _FAILED = 1
-_BAD_INPUT = 2
 
 
 def preflight(
@@ -68,7 +68,7 @@ def preflight(
     node with --nnodes and --head; comm-hooks launch --preflight does that. Prints one line per
     problem, or tables. Exit codes, alike on all nodes: 0, 1 for problems, 2 for bad input.
     """
-    try:
+    with refusing("preflight"):
         for option, value in (
             ("--timeout", timeout),
             ("--min-bandwidth", min_bandwidth),
@@ -79,10 +79,7 @@ def preflight(
         endpoint = parse_endpoint(head) if head else None
         settings = read_config(config) if config else {}
         party = _find_party(endpoint, nnodes, node_rank, nproc)
-    except ValueError as error:
-        _say(str(error))
-        raise typer.Exit(_BAD_INPUT) from None
-    try:
+    with refusing("preflight", _FAILED):
         facts, listener = _describe(party, interface, settings)
         meeting = _meet(party, facts, timeout)
         limits = Limits(
@@ -98,14 +95,11 @@ def preflight(
         )
         if listener:
             listener.close()
-    except (MeetingError, ValueError) as error:
-        _say(str(error))
-        raise typer.Exit(_FAILED) from None
     if party.speaks or meeting.rank == 0:
         for line in verdict.problems:
-            _say(line)
+            complain("preflight", line)
         for line in verdict.notes:
-            _say(f"note: {line}")
+            complain("preflight", f"note: {line}")
     if verdict.problems:
         raise typer.Exit(_FAILED)
     if meeting.rank == 0:
@@ -237,9 +231,4 @@ def _meet(party: _Party, facts: Facts, seconds: float) -> Meeting:
         seconds=seconds,
         member="rank" if party.place.launcher else "node",
         origin=f"{facts.address} ({facts.interface})" if facts.address else facts.host,
-        say=_say,
     )
-
-
-def _say(line: str) -> None:
-    typer.echo(f"comm-hooks preflight: {line}", err=True)
