@@ -261,10 +261,14 @@ class _Misreporting:
 
 
 def library_mechanism(
-    stages: Stages, exchange: Exchange, noise_multiplier: float, **options: Any
+    stages: Stages,
+    exchange: Exchange,
+    noise_multiplier: float,
+    kind: type[GaussianMechanism] = GaussianMechanism,
+    **options: Any,
 ) -> GaussianMechanism:
     configuration = stages.configuration
-    return GaussianMechanism(
+    return kind(
         exchange,
         place=configuration.placement,  # type: ignore[arg-type]
         noise_multiplier=noise_multiplier,
