@@ -101,23 +101,31 @@ def too_many(counts: npt.ArrayLike, trials: npt.ArrayLike, rate: float, chance: 
     return bool((over & (log_tail(counts, trials, rate) < math.log(chance))).any())
 
 
-def lag_deviations(
-    one: npt.NDArray[Any], other: npt.NDArray[Any], least: float
-) -> tuple[npt.NDArray[np.int64], Array]:
+def strongest_lag(
+    one: npt.NDArray[Any],
+    other: npt.NDArray[Any],
+    least: float,
+    chance: float,
+    *,
+    forward: bool = False,
+) -> tuple[int, float] | None:
     """Correlate the rows of two matrices (rows, d) of mean 0 and variance 1 at every shift.
 
     Args:
         least: how many products a shift must have to be looked at.
+        chance: the probability with which any of the shifts may be reported by mistake.
+        forward: whether to look at positive shifts only.
 
     Returns:
-        The shifts from 1 - d to d - 1, and for each the sum over rows and i of
-        ``one[:, i] * other[:, i + shift]`` in standard deviations of chance.
+        The shift from 1 - d to d - 1 at which the sum over rows and i of
+        ``one[:, i] * other[:, i + shift]`` is farthest from 0, and by how many standard deviations;
+        None where that is chance.
 
     Example::
 
-        >>> rows = np.array([[1.0, -1.0, 1.0, -1.0]])
-        >>> lag_deviations(rows, rows, least=2)[1].round(1)
-        array([ 0. ,  1.4, -1.7,  2. , -1.7,  1.4,  0. ])
+        >>> rows = np.random.default_rng(0).standard_normal((50, 100))
+        >>> strongest_lag(rows, np.roll(rows, 3, axis=1), 500, 1e-6)[0]
+        3
     """
     numel = one.shape[1]
     size = 1 << (2 * numel - 1).bit_length()
@@ -125,5 +133,10 @@ def lag_deviations(
     products = spectrum.conj() * (spectrum if other is one else np.fft.rfft(other, n=size))
     shifts = np.arange(1 - numel, numel)
     terms = len(one) * (numel - np.abs(shifts))
+    usable = (terms >= least) & ((shifts > 0) | (not forward))
     deviations = np.fft.irfft(products.sum(0), n=size)[shifts] / np.sqrt(terms)
-    return shifts, np.where(terms >= least, deviations, 0.0)
+    worst = int(np.where(usable, np.abs(deviations), 0.0).argmax())
+    # Sums of rare events have longer tails than normal variables.
+    limit = 1.15 * normal_limit(chance / max(1, int(usable.sum())))
+    found = float(deviations[worst])
+    return (int(shifts[worst]), found) if usable[worst] and abs(found) > limit else None

@@ -13,11 +13,11 @@ import torch
 
 from comm_hooks.launchers.audit.chances import (
     chance,
-    lag_deviations,
     largest_correlation,
     log_tail,
     normal_limit,
     smallest_energy,
+    strongest_lag,
 )
 from comm_hooks.launchers.audit.stages import Stages
 from comm_hooks.launchers.audit.world import SHAPES, Shapes, World
@@ -274,15 +274,13 @@ def _shifted(noise: Noise) -> list[str]:
     ):
         if not len(one):
             continue
-        shifts, deviations = lag_deviations(one, other, least=500)
-        deviations[shifts <= 0 if one is z else shifts == 0] = 0.0
-        limit = normal_limit(chance("noise: lags", 6 * np.count_nonzero(deviations))) + 0.5
-        worst = int(np.abs(deviations).argmax())
-        if abs(deviations[worst]) > limit:
+        found = strongest_lag(one, other, 500, chance("noise: lags", 3), forward=one is z)
+        if found:
+            shift, deviations = found
             return [
-                f"the noise of elements {abs(shifts[worst])} apart, {what}, is correlated "
-                f"({abs(deviations[worst]):.0f} standard deviations of chance): draw every "
-                "element, of every parameter and rank, for itself"
+                f"the noise of elements {abs(shift)} apart, {what}, is correlated "
+                f"({abs(deviations):.0f} standard deviations of chance): draw every element, of "
+                "every parameter and rank, for itself"
             ]
     return []
 
