@@ -82,12 +82,8 @@ def preflight(
     with refusing("preflight", _FAILED):
         facts, listener = _describe(party, interface, settings)
         meeting = _meet(party, facts, timeout)
-        limits = Limits(
-            timeout,
-            links,
-            None if min_bandwidth is None else min_bandwidth * 1e6,
-            max_clock_offset,
-        )
+        least = None if min_bandwidth is None else min_bandwidth * 1e6
+        limits = Limits(timeout, links, least, max_clock_offset)
         # comm-hooks launch tells gloo which interface to use; torchrun by itself does not.
         as_launch = party.place.launcher != "torchrun"
         verdict = check(
