@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from comm_hooks.launchers.audit.attack import Attack
-from comm_hooks.launchers.audit.clipping import audit_clipping
+from comm_hooks.launchers.audit.attacks.attack import Attack
+from comm_hooks.launchers.audit.attacks.releases import audit_releases
+from comm_hooks.launchers.audit.attacks.training import audit_training
+from comm_hooks.launchers.audit.checks.clipping import audit_clipping
+from comm_hooks.launchers.audit.checks.memory import check_memory
+from comm_hooks.launchers.audit.checks.noise import check_noise
+from comm_hooks.launchers.audit.checks.sampling import check_sampling
 from comm_hooks.launchers.audit.configuration import Configuration
-from comm_hooks.launchers.audit.memory import check_memory
-from comm_hooks.launchers.audit.noise import check_noise
-from comm_hooks.launchers.audit.releases import audit_releases
-from comm_hooks.launchers.audit.sampling import check_sampling
 from comm_hooks.launchers.audit.stages import Stages
-from comm_hooks.launchers.audit.training import audit_training
 from comm_hooks.optim.private.accounting import Accountant, GaussianEvent
 from comm_hooks.optim.private.accounting.events import seen_by
 from comm_hooks.optim.private.errors import PrivacyError

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from scipy.stats import chi2
 
-from comm_hooks.launchers.audit.bounds import binomial_tail
-from comm_hooks.launchers.audit.chances import normal_limit
+from comm_hooks.launchers.audit.attacks.bounds import binomial_tail
+from comm_hooks.launchers.audit.checks.chances import normal_limit
 from comm_hooks.launchers.audit.script.run import Run
 
 # Of a false alarm, for all tests of variances together, and for all of correlations.

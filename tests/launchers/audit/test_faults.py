@@ -13,20 +13,20 @@ import pytest
 import torch
 
 from comm_hooks.launchers.audit import Configuration, Stages, audit_configuration
+from comm_hooks.launchers.audit.attacks.releases import audit_releases
+from comm_hooks.launchers.audit.attacks.training import audit_training
 from comm_hooks.launchers.audit.audit import Audit
-from comm_hooks.launchers.audit.chances import (
+from comm_hooks.launchers.audit.checks.chances import (
     MOST_FALSE_ALARMS,
     SHARES,
     largest_correlation,
     log_tail,
     smallest_energy,
 )
-from comm_hooks.launchers.audit.clipping import audit_clipping
-from comm_hooks.launchers.audit.memory import check_memory
-from comm_hooks.launchers.audit.noise import check_noise
-from comm_hooks.launchers.audit.releases import audit_releases
-from comm_hooks.launchers.audit.sampling import check_sampling, examine
-from comm_hooks.launchers.audit.training import audit_training
+from comm_hooks.launchers.audit.checks.clipping import audit_clipping
+from comm_hooks.launchers.audit.checks.memory import check_memory
+from comm_hooks.launchers.audit.checks.noise import check_noise
+from comm_hooks.launchers.audit.checks.sampling import check_sampling, examine
 from tests.launchers.audit import planted
 from tests.launchers.audit.correct import correct_settings
 from tests.launchers.audit.faults import BY_CHECK, FAULTS, configuration, stages_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from comm_hooks.launchers.audit.chances import (
+from comm_hooks.launchers.audit.checks.chances import (
     chance,
     largest_correlation,
     log_tail,

@@ -53,7 +53,7 @@ def smallest_energy(terms: int, chance: float) -> float:
 
     Example::
 
-        >>> from comm_hooks.launchers.audit.chances import smallest_energy
+        >>> from comm_hooks.launchers.audit.checks.chances import smallest_energy
         >>> round(smallest_energy(1000, 1e-6), 2)
         0.8
     """
@@ -67,7 +67,7 @@ def largest_correlation(length: int, chance: float) -> float:
 
     Example::
 
-        >>> from comm_hooks.launchers.audit.chances import largest_correlation
+        >>> from comm_hooks.launchers.audit.checks.chances import largest_correlation
         >>> round(largest_correlation(10_000, 1e-9), 3)
         0.061
     """
@@ -81,7 +81,7 @@ def log_tail(counts: npt.ArrayLike, trials: npt.ArrayLike, rate: npt.ArrayLike) 
 
     Example::
 
-        >>> from comm_hooks.launchers.audit.chances import log_tail
+        >>> from comm_hooks.launchers.audit.checks.chances import log_tail
         >>> round(float(log_tail(70, 100, 0.5)), 2)
         -8.23
     """

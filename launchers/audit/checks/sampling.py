@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from comm_hooks.launchers.audit.chances import (
+from comm_hooks.launchers.audit.checks.chances import (
     SHARES,
     chance,
     log_tail,

@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from comm_hooks.launchers.audit.attack import Attack
-from comm_hooks.launchers.audit.chances import SHARES
-from comm_hooks.launchers.audit.one_run import OneRunAudit, fair_coins, guess
+from comm_hooks.launchers.audit.attacks.attack import Attack
+from comm_hooks.launchers.audit.attacks.one_run import OneRunAudit, fair_coins, guess
+from comm_hooks.launchers.audit.checks.chances import SHARES
 from comm_hooks.launchers.audit.stages import Stages
 from comm_hooks.launchers.audit.world import World, user_seed
 from comm_hooks.optim.private.accounting import GaussianEvent

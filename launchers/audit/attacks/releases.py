@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from comm_hooks.launchers.audit.attack import Attack
-from comm_hooks.launchers.audit.bounds import gaussian_epsilon, gaussian_lower_bound
-from comm_hooks.launchers.audit.chances import SHARES
+from comm_hooks.launchers.audit.attacks.attack import Attack
+from comm_hooks.launchers.audit.attacks.bounds import gaussian_epsilon, gaussian_lower_bound
+from comm_hooks.launchers.audit.attacks.one_run import fair_coins
+from comm_hooks.launchers.audit.checks.chances import SHARES
 from comm_hooks.launchers.audit.configuration import Configuration
-from comm_hooks.launchers.audit.one_run import fair_coins
 from comm_hooks.launchers.audit.stages import Stages
 from comm_hooks.launchers.audit.world import World
 
@@ -53,7 +53,7 @@ def audit_releases(
        is released without noise;
     6. a quarter of the canaries chooses a threshold, the others count its errors, for those of each
        rank and for all together;
-    7. :func:`~comm_hooks.launchers.audit.bounds.gaussian_lower_bound` makes mu of them.
+    7. :func:`~comm_hooks.launchers.audit.attacks.bounds.gaussian_lower_bound` makes mu of them.
 
     What is claimed is sqrt(T) / sigma.  With a sigma that makes it more than 1.4 a larger one is
     played, because a few hundred canaries prove no more than a mu of 3.

@@ -45,7 +45,7 @@ def epsilon_lower_bound(
 
     Example::
 
-        >>> from comm_hooks.launchers.audit.bounds import epsilon_lower_bound
+        >>> from comm_hooks.launchers.audit.attacks.bounds import epsilon_lower_bound
         >>> round(epsilon_lower_bound(correct=98, guesses=100, canaries=1000, delta=1e-5), 2)
         2.71
     """
@@ -97,7 +97,7 @@ def gaussian_lower_bound(
 
     Example::
 
-        >>> from comm_hooks.launchers.audit.bounds import gaussian_lower_bound
+        >>> from comm_hooks.launchers.audit.attacks.bounds import gaussian_lower_bound
         >>> round(gaussian_lower_bound(31, 100, 31, 100), 2)  # the truth may be 1
         0.45
     """
@@ -117,7 +117,7 @@ def error_rate_bound(wrong: int, trials: int, confidence: float) -> float:
 
     Example::
 
-        >>> from comm_hooks.launchers.audit.bounds import error_rate_bound
+        >>> from comm_hooks.launchers.audit.attacks.bounds import error_rate_bound
         >>> round(error_rate_bound(wrong=0, trials=100, confidence=0.95), 3)
         0.03
     """
@@ -132,7 +132,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
     Example::
 
-        >>> from comm_hooks.launchers.audit.bounds import gaussian_epsilon
+        >>> from comm_hooks.launchers.audit.attacks.bounds import gaussian_epsilon
         >>> round(gaussian_epsilon(1.0, delta=1e-5), 2)
         4.38
     """
@@ -153,7 +153,7 @@ def binomial_tail(at_least: int, trials: int, probability: float) -> float:
 
     Example::
 
-        >>> from comm_hooks.launchers.audit.bounds import binomial_tail
+        >>> from comm_hooks.launchers.audit.attacks.bounds import binomial_tail
         >>> round(binomial_tail(9, 10, 0.5), 4)
         0.0107
     """

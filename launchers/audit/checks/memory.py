@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from comm_hooks.compressors.identity import Identity
-from comm_hooks.launchers.audit.chances import chance, smallest_energy
-from comm_hooks.launchers.audit.noise import claimed_deviation, gain_of
+from comm_hooks.launchers.audit.checks.chances import chance, smallest_energy
+from comm_hooks.launchers.audit.checks.noise import claimed_deviation, gain_of
 from comm_hooks.launchers.audit.stages import Stages
 from comm_hooks.launchers.audit.world import (
     SHAPES,

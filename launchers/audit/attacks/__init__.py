@@ -1,0 +1,1 @@
+"""Attacks on a private training: they guess who took part, and turn that into epsilon."""
