@@ -10,6 +10,7 @@ import torch.distributed as dist
 from comm_hooks.collectives import TorchDistributed
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.launchers.advise.cost_model import Link, Network
+from comm_hooks.launchers.clock import synchronize
 from comm_hooks.launchers.links import answer, make_rounds, measure_bandwidth, measure_delay
 from comm_hooks.launchers.place import find_place
 
@@ -108,15 +109,11 @@ class _Peer:
 
     def _send(self, tensor: torch.Tensor) -> None:
         dist.send(tensor, dst=self._peer)
-        self._wait()
+        synchronize(self._device)
 
     def _receive(self, tensor: torch.Tensor) -> None:
         dist.recv(tensor, src=self._peer)
-        self._wait()
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
 
 
 def network_of(
