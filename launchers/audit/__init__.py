@@ -16,7 +16,7 @@ it.  ``bounds`` and ``one_run`` turn guesses into epsilon.
 unchanged, with and without a sample.
 """
 
-from comm_hooks.launchers.audit.attacks.attack import Attack
+from comm_hooks.launchers.audit.attacks import Attack
 from comm_hooks.launchers.audit.attacks.bounds import epsilon_lower_bound, gaussian_lower_bound
 from comm_hooks.launchers.audit.attacks.one_run import OneRunAudit, audit_one_run
 from comm_hooks.launchers.audit.audit import Audit, audit_configuration

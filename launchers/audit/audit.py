@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from comm_hooks.launchers.audit.attacks.attack import Attack
+from comm_hooks.launchers.audit.attacks import Attack
 from comm_hooks.launchers.audit.attacks.releases import audit_releases
 from comm_hooks.launchers.audit.attacks.training import audit_training
 from comm_hooks.launchers.audit.checks.clipping import audit_clipping

@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from comm_hooks.launchers.audit.attacks.attack import Attack
+from comm_hooks.launchers.audit.attacks import Attack
 from comm_hooks.launchers.audit.audit import Audit, Claim
 from comm_hooks.launchers.audit.configuration import Configuration
 from comm_hooks.launchers.audit.script.audit import ScriptAudit

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from comm_hooks.launchers.endpoint import Endpoint
 
+MARK = "Written by comm-hooks launch"
+"""What files for schedulers say, so that none of somebody else's is written over."""
+
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import yaml
 
-from comm_hooks.launchers.launch.files import MARK
-from comm_hooks.launchers.launch.job import Job
+from comm_hooks.launchers.launch.job import MARK, Job
 from comm_hooks.launchers.launch.steps import options
 
 RUNTIME = "torch-distributed"

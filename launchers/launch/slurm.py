@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from comm_hooks.launchers.endpoint import Endpoint
-from comm_hooks.launchers.launch.files import MARK
-from comm_hooks.launchers.launch.job import Job
+from comm_hooks.launchers.launch.job import MARK, Job
 from comm_hooks.launchers.launch.steps import Command, options, program
 from comm_hooks.launchers.place import Place, first_host
 

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from comm_hooks.launchers.endpoint import Endpoint
@@ -47,7 +46,8 @@ class Bed:
 
     1. every rank gets the address ``10.77.0.<rank + 1>`` and knows the others as ``rank<r>``;
     2. a token bucket caps each direction: on ``eth0`` what a rank sends, on the switch's port what
-       it receives.  The bucket is small (1 ms), so that no transfer passes for free;
+       it receives.  The bucket is small (1 ms), so that no transfer passes for free; the queue
+       before it holds 200 ms at the link's rate (but at least 256 kB), what is more is dropped;
     3. nothing is made in the caller's own namespace but ``/etc/netns/<namespace>/``;
     4. on leaving, a guard process ends what still runs in the bed and removes it, also if the
        process that made the bed is killed.
@@ -57,9 +57,6 @@ class Bed:
     Args:
         ranks: from 1 to 200.
         rate: of each direction of each link, as ``tc`` writes it (``"100mbit"``); None: no cap.
-        mtu: bytes of the largest packet.
-        queue_ms: what a link's queue holds, in milliseconds at its rate (but at least 256 kB);
-            what is more is dropped.
 
     Raises:
         ValueError: for a number of ranks or a rate that cannot be.
@@ -83,16 +80,12 @@ class Bed:
         ranks: int = 2,
         *,
         rate: str | None = None,
-        mtu: int = 1500,
-        queue_ms: float = 200.0,
     ) -> None:
         if not 1 <= ranks <= 200:
             raise ValueError(f"Bed: ranks must lie between 1 and 200, got {ranks}")
         if rate is not None:
             parse_rate(rate)
         self.ranks = ranks
-        self.mtu = mtu
-        self.queue_ms = queue_ms
         name = f"comm-hooks-{os.getpid()}-{next(_beds_of_this_process)}"
         self.switch = f"{name}-switch"
         self.namespaces = [f"{name}-rank{rank}" for rank in range(ranks)]
@@ -120,12 +113,7 @@ class Bed:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -163,7 +151,7 @@ class Bed:
             ends = {"up": (self.namespaces[rank], "eth0"), "down": (self.switch, f"port{rank}")}
             for way, (namespace, device) in ends.items():
                 if direction in (way, "both"):
-                    shape(namespace, device, rate, mtu=self.mtu, queue_ms=self.queue_ms)
+                    shape(namespace, device, rate)
 
     def counters(self) -> list[Counters]:
         """Return what crossed each rank's interface so far, in rank order.
@@ -262,11 +250,10 @@ class Bed:
             self._name_hosts(rank)
             port = f"port{rank}"
             # fmt: off
-            call("ip", "link", "add", "name", "eth0", "netns", namespace, "mtu", str(self.mtu),
+            call("ip", "link", "add", "name", "eth0", "netns", namespace,
                  "type", "veth", "peer", "name", port, "netns", self.switch)
-            call("ip", "-n", self.switch, "link", "set", port, "mtu", str(self.mtu),
-                 "master", "bridge0")
             # fmt: on
+            call("ip", "-n", self.switch, "link", "set", port, "master", "bridge0")
             call("ip", "-n", self.switch, "link", "set", port, "up")
             call("ip", "-n", namespace, "addr", "add", f"{self.addresses[rank]}/24", "dev", "eth0")
             call("ip", "-n", namespace, "link", "set", "eth0", "up")

@@ -13,7 +13,7 @@ from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.mpi import meeting_point
 from comm_hooks.launchers.launch.network import find_route
 from comm_hooks.launchers.output import complain, refusing
-from comm_hooks.launchers.place import Place, find_place
+from comm_hooks.launchers.place import Place, check_world_size, find_place
 from comm_hooks.launchers.preflight.check import Limits, check
 from comm_hooks.launchers.preflight.facts import (
     Facts,
@@ -26,7 +26,6 @@ from comm_hooks.launchers.preflight.facts import (
 from comm_hooks.launchers.preflight.links import Listener
 from comm_hooks.launchers.preflight.meeting import Meeting, meet, meet_alone
 from comm_hooks.launchers.preflight.report import print_report
-from comm_hooks.launchers.preflight.world import check_world_size
 
 _FAILED = 1
 

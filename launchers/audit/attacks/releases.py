@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from comm_hooks.launchers.audit.attacks.attack import Attack
+from comm_hooks.launchers.audit.attacks import Attack
 from comm_hooks.launchers.audit.attacks.bounds import gaussian_epsilon, gaussian_lower_bound
 from comm_hooks.launchers.audit.attacks.one_run import fair_coins
 from comm_hooks.launchers.audit.checks.chances import SHARES

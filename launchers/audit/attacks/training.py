@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from comm_hooks.launchers.audit.attacks.attack import Attack
+from comm_hooks.launchers.audit.attacks import Attack
 from comm_hooks.launchers.audit.attacks.one_run import OneRunAudit, fair_coins, guess
 from comm_hooks.launchers.audit.checks.chances import SHARES
 from comm_hooks.launchers.audit.stages import Stages

@@ -95,12 +95,6 @@ def log_tail(counts: npt.ArrayLike, trials: npt.ArrayLike, rate: npt.ArrayLike) 
     return bound
 
 
-def too_many(counts: npt.ArrayLike, trials: npt.ArrayLike, rate: float, chance: float) -> bool:
-    """Return whether any of some binomial counts is larger than chance explains."""
-    over = np.asarray(counts) > np.asarray(trials) * rate
-    return bool((over & (log_tail(counts, trials, rate) < math.log(chance))).any())
-
-
 def strongest_lag(
     one: npt.NDArray[Any],
     other: npt.NDArray[Any],
