@@ -25,7 +25,7 @@ from comm_hooks.optim.private.noise import Values, add_noise_, on_pieces_
 from comm_hooks.optim.private.per_sample import PerSampleGradients
 from comm_hooks.optim.private.poisson import PoissonSampler
 from comm_hooks.optim.private.secret import Secret, Stream
-from tests.launchers.audit.faults_of_noise import library_mechanism
+from tests.launchers.audit.parts import library_mechanism, stages_with
 
 Tensors = Sequence[torch.Tensor]
 
@@ -59,26 +59,6 @@ class _OwnNoise(GaussianMechanism):
         self, tensors: Tensors, sensitivity: float, elements: int, stream: Stream
     ) -> None:
         self.add(tensors, self._std(sensitivity, elements), stream)
-
-
-def _stages_with(part: type[Any]) -> type[Stages]:
-    """Return stages of which this class makes a part: what clips, draws or adds noise."""
-
-    class Changed(Stages):
-        def gradients(self, model: nn.Module, loss_function: LossFunction) -> ClippedGradients:
-            kind = part if issubclass(part, PerSampleGradients) else PerSampleGradients
-            return kind(model, loss_function, self.configuration.max_grad_norm)
-
-        def sampler(self, rank: int, num_samples: int, steps: int) -> PoissonSampler:
-            kind = part if issubclass(part, PoissonSampler) else PoissonSampler
-            return kind(num_samples, self.configuration.sample_rate, steps, rank=rank)
-
-        def mechanism(self, exchange: Exchange, noise_multiplier: float) -> Mechanism:
-            kind = part if issubclass(part, GaussianMechanism) else GaussianMechanism
-            return library_mechanism(self, exchange, noise_multiplier, kind=kind)
-
-    Changed.__name__ = part.__name__
-    return Changed
 
 
 def _settings(
@@ -118,7 +98,7 @@ def _planted(into: Planted, *numbers: float, **others: Any) -> Callable[[type], 
 
     def enter(kind: type) -> type:
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
-        stages = kind if issubclass(kind, Stages) else _stages_with(kind)
+        stages = kind if issubclass(kind, Stages) else stages_with(kind)
         into[name] = (_settings(*numbers, **others), stages)
         return kind
 
