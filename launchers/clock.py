@@ -1,9 +1,11 @@
-"""What of a measured time may be another load's."""
+"""When a time may be taken, and what of it may be another load's."""
 
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 MOST_STARVED = 0.1
 """Of the time that a thread waited for a processor: more, and its times are another load's, too."""
@@ -53,6 +55,12 @@ def roughly(value: float) -> str:
         ('~2,000', '~0.03')
     """
     return f"~{float(f'{value:.0e}'):,g}"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Starvation:

@@ -1,9 +1,16 @@
 """Where all commands print, and where they write."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import typer
 from rich.console import Console
+from rich.text import Text
+
+BAD_INPUT = 2
+"""The exit code for what a user wrote."""
 
 _LOG_WIDTH = 140
 
@@ -13,6 +20,26 @@ def make_console(*, quiet: bool = False) -> Console:
     console = Console(quiet=quiet)
     # Where nobody looks at a terminal, its width is no limit, and logs should not be wrapped.
     return console if console.is_terminal else Console(width=_LOG_WIDTH, quiet=quiet)
+
+
+def say(line: str, console: Console | None = None) -> None:
+    """Print a line as it is, however long."""
+    (console or make_console()).print(Text(line), soft_wrap=True)
+
+
+def complain(command: str, message: object) -> None:
+    """Tell what is wrong, in one line on standard error."""
+    typer.echo(f"comm-hooks {command}: {message}", err=True)
+
+
+@contextmanager
+def refusing(command: str, code: int = BAD_INPUT) -> Iterator[None]:
+    """Turn a ``ValueError`` into one line and an exit code."""
+    try:
+        yield
+    except ValueError as error:
+        complain(command, error)
+        raise typer.Exit(code) from None
 
 
 def prepare_folder(out: Path, *inner: str) -> None:

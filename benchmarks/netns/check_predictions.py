@@ -25,7 +25,7 @@ import typer
 from comm_hooks.launchers.advise.advice import Case
 from comm_hooks.launchers.advise.cost_model import predict
 from comm_hooks.launchers.advise.links import measure_links, network_of
-from comm_hooks.launchers.advise.ranks import find_place, joined
+from comm_hooks.launchers.advise.ranks import joined
 from comm_hooks.launchers.advise.rehearsal import Rehearsals, of_slowest_rank, slowest
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.compare.methods import Method, parse_method, parse_methods
@@ -33,7 +33,9 @@ from comm_hooks.launchers.compare.model import GPT, VOCABULARY
 from comm_hooks.launchers.compare.optimizers import Trainer
 from comm_hooks.launchers.compare.runs import Settings
 from comm_hooks.launchers.netns.bed import Bed
-from comm_hooks.launchers.netns.links import NetnsError, parse_rate
+from comm_hooks.launchers.netns.links import NetnsError
+from comm_hooks.launchers.place import find_place
+from comm_hooks.launchers.rates import parse_rate
 
 METHODS = "all_reduce,bf16,topk,topk:collective=sharded,sign,count_sketch,local_adamw"
 RATES = "100mbit,1gbit,10mbit"
@@ -115,10 +117,9 @@ def _measure_in_bed(ranks: int, rate: str, methods: str) -> Iterator[dict[str, A
 
 def _compare(methods: list[Method]) -> Iterator[dict[str, Any]]:
     """Predict and measure each method. Collective."""
-    place = find_place()
     device = torch.device("cpu")
     settings = Settings()
-    links, nodes = measure_links(place, device)
+    links, nodes = measure_links(device)
     network = network_of(links, nodes, "gloo")
     shapes = tuple(tuple(p.shape) for p in GPT(settings.model).parameters())
     rehearsals = Rehearsals(Step(shapes, milliseconds=1.0), network.ranks, device)

@@ -1,8 +1,8 @@
 """The ``advise`` command: measure, predict, recommend."""
 
 import math
-import re
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -10,13 +10,12 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from comm_hooks.launchers.advise.advice import METHODS, Case, advise_on, choose
+from comm_hooks.launchers.advise.advice import METHODS, Advice, Case, advise_on, choose
 from comm_hooks.launchers.advise.cost_model import TCP_SHARE, Link, Network
 from comm_hooks.launchers.advise.links import measure_links, network_of
 from comm_hooks.launchers.advise.plot import write_plot
-from comm_hooks.launchers.advise.ranks import Place, find_place, joined
+from comm_hooks.launchers.advise.ranks import joined
 from comm_hooks.launchers.advise.rehearsal import Rehearsals, of_slowest_rank, slowest
 from comm_hooks.launchers.advise.report import (
     print_choice,
@@ -26,11 +25,11 @@ from comm_hooks.launchers.advise.report import (
 )
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.compare.methods import Method, parse_methods
-from comm_hooks.launchers.output import make_console
+from comm_hooks.launchers.output import BAD_INPUT, complain, make_console, say
+from comm_hooks.launchers.place import Place, find_place
+from comm_hooks.launchers.rates import parse_rate
 
-_BAD_INPUT = 2
 _DEFAULT_LATENCY_MS = 0.1
-_BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)?bit")
 
 
 def advise(
@@ -82,20 +81,30 @@ def advise(
         model = _step(params, step_ms, step, dtype)
         given = _given_network(bandwidth, latency_ms, ranks or place.world_size)
         _check(ranks, zero_stage, timeout, place, given, plot)
-        if given:
-            if place.rank == 0:
-                _advise(model, chosen, given, zero_stage, max_loss, plot)
+        if given and place.rank:
             return
-        # A launcher that ends its ranks should not have to insist.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        with joined(place, backend, timeout):
-            _measure_and_advise(place, model, chosen, backend, ranks, zero_stage, max_loss, plot)
+        console = make_console(quiet=place.rank > 0)
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", place.local_rank)
+            torch.cuda.set_device(device)
+        if not given:
+            # A launcher that ends its ranks should not have to insist.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with nullcontext() if given else joined(place, _backend(), timeout):
+            network = given or _measure(device, ranks, console)
+            case, rows = _advise(model, chosen, network, device, zero_stage, console)
+        if zero_stage:
+            print_zero_notes(case, console)
+        print_choice(case, rows, choose(rows, max_loss), max_loss, console)
+        if place.rank == 0:
+            write_plot(case, rows, plot)
+            say(f"Plot: {plot}", console)
     except ValueError as error:
         # What all ranks find alike, one says; that others are out of reach, each says for itself.
         if place.rank == 0 or "did not reach" in str(error):
-            typer.echo(f"comm-hooks advise: {error}", err=True)
-        raise typer.Exit(_BAD_INPUT) from None
+            complain("advise", error)
+        raise typer.Exit(BAD_INPUT) from None
 
 
 def _step(params: float | None, step_ms: float | None, path: Path | None, dtype: str) -> Step:
@@ -118,16 +127,19 @@ def _given_network(bandwidth: str | None, latency_ms: float | None, ranks: int) 
         if latency_ms is not None:
             raise ValueError("--latency-ms goes with --bandwidth: without, both are measured")
         return None
-    found = _BANDWIDTH.fullmatch(bandwidth)
-    if not found or float(found[1]) == 0:
-        raise ValueError(f"--bandwidth {bandwidth!r}: write it as 100mbit or 2.5gbit")
+    try:
+        bits = parse_rate(bandwidth)
+    except ValueError:
+        raise ValueError(f"--bandwidth {bandwidth!r}: write it as 100mbit or 2.5gbit") from None
     if latency_ms is None:
         latency_ms = _DEFAULT_LATENCY_MS
     if not 0 <= latency_ms < math.inf:
         raise ValueError(f"--latency-ms must not be negative, got {latency_ms:g}")
-    bits = float(found[1]) * {None: 1.0, "k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    return Network(ranks, Link(bits / 8 * TCP_SHARE, latency_ms / 1e3), backend=backend)
+    return Network(ranks, Link(bits / 8 * TCP_SHARE, latency_ms / 1e3), backend=_backend())
+
+
+def _backend() -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _check(
@@ -156,44 +168,22 @@ def _check(
         )
 
 
-def _measure_and_advise(
-    place: Place,
-    model: Step,
-    methods: list[Method],
-    backend: str,
-    ranks: int | None,
-    zero_stage: int,
-    max_loss: float,
-    plot: Path,
-) -> None:
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)
-    console = make_console(quiet=place.rank > 0)
-    links, nodes = measure_links(place, device)
+def _measure(device: torch.device, ranks: int | None, console: Console) -> Network:
+    links, nodes = measure_links(device)
     print_links(links, console)
-    network = network_of(links, nodes, backend)
-    if ranks:
-        network = replace(network, ranks=ranks)
-    _advise(model, methods, network, zero_stage, max_loss, plot, device=device, console=console)
+    network = network_of(links, nodes, _backend())
+    return replace(network, ranks=ranks) if ranks else network
 
 
 def _advise(
     model: Step,
     methods: list[Method],
     network: Network,
+    device: torch.device,
     zero_stage: int,
-    max_loss: float,
-    plot: Path,
-    *,
-    device: torch.device | None = None,
-    console: Console | None = None,
-) -> None:
+    console: Console,
+) -> tuple[Case, list[Advice]]:
     """Play every method, on all ranks at once as in training, and print what comes out."""
-    if device is None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    console = console or make_console()
     rehearsals = Rehearsals(model, network.ranks, device, network.ranks_per_node)
     case = Case(model, network, slowest(rehearsals.optimizer_seconds()), zero_stage)
     plans = []
@@ -208,9 +198,4 @@ def _advise(
             plans.append((method, of_slowest_rank(plan)))
     rows = advise_on(case, plans)
     print_rows(case, rows, left_out, console)
-    if zero_stage:
-        print_zero_notes(case, console)
-    print_choice(case, rows, choose(rows, max_loss), max_loss, console)
-    if not console.quiet:
-        write_plot(case, rows, plot)
-        console.print(Text(f"Plot: {plot}"), soft_wrap=True)
+    return case, rows

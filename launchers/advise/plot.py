@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter
 
 from comm_hooks.launchers.advise.advice import Advice, Case, step_at
 from comm_hooks.launchers.advise.cost_model import TCP_SHARE
-from comm_hooks.launchers.preflight.problems import format_rate
+from comm_hooks.launchers.rates import format_rate
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

@@ -37,7 +37,7 @@ from comm_hooks.launchers.advise.cost_model import (
 )
 from comm_hooks.launchers.advise.powersgd import PowerSGDStep
 from comm_hooks.launchers.advise.step import Step
-from comm_hooks.launchers.clock import Starvation, quartile_range
+from comm_hooks.launchers.clock import Starvation, quartile_range, synchronize
 from comm_hooks.launchers.compare.crossings import CROSSINGS, build_exchange
 from comm_hooks.launchers.compare.methods import Method
 from comm_hooks.launchers.compare.optimizers import OPTIMIZERS
@@ -88,8 +88,7 @@ class Alone(Transport):
 
     def clock(self) -> float:
         """Return seconds, once the device has done what it was given."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return time.perf_counter()
 
     def perform(self, request: Request) -> Any:

@@ -13,7 +13,8 @@ from comm_hooks.launchers.advise.losses import LossCost, measured
 from comm_hooks.launchers.advise.snippets import json_line, python_line
 from comm_hooks.launchers.clock import roughly
 from comm_hooks.launchers.compare.table import format_bytes
-from comm_hooks.launchers.preflight.problems import format_rate
+from comm_hooks.launchers.output import say
+from comm_hooks.launchers.rates import format_rate
 
 _COLUMNS = (
     "method",
@@ -32,13 +33,8 @@ def print_links(links: Sequence[Measured], console: Console) -> None:
     for item in links:
         where = "inside a node" if item.inside else "between nodes"
         rate = format_rate(8 * item.link.bandwidth)
-        console.print(
-            Text(
-                f"rank {item.source} to rank {item.target} ({where}): {rate}, "
-                f"{1e3 * item.link.latency:.2f} ms"
-            ),
-            soft_wrap=True,
-        )
+        ways = f"rank {item.source} to rank {item.target} ({where})"
+        say(f"{ways}: {rate}, {1e3 * item.link.latency:.2f} ms", console)
 
 
 def print_rows(
@@ -47,12 +43,10 @@ def print_rows(
     """Print a line per method, the fastest first, and why some are left out."""
     plain = next((r for r in rows if r.method.spec == "all_reduce"), None)
     step = case.step
-    console.print(
-        Text(
-            f"{step.numel / 1e6:.3g} M parameters ({step.dtype}), {step.milliseconds:.4g} ms per "
-            f"step without exchange, {case.network.ranks} ranks, {case.network.backend}"
-        ),
-        soft_wrap=True,
+    say(
+        f"{step.numel / 1e6:.3g} M parameters ({step.dtype}), {step.milliseconds:.4g} ms per "
+        f"step without exchange, {case.network.ranks} ranks, {case.network.backend}",
+        console,
     )
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for name in _COLUMNS:
@@ -126,15 +120,11 @@ def print_choice(
         return
     console.print(Text(f"\nRecommended: {chosen.method.spec}"))
     if not case.zero_stage:  # where there is no DDP model
-        console.print(Text(f"  Python: {python_line(chosen.method)}"), soft_wrap=True)
-    line = json_line(chosen.method)
-    none = "none: this method is made in Python"
-    console.print(Text(f"  JSON (DeepSpeed): {line or none}"), soft_wrap=True)
+        say(f"  Python: {python_line(chosen.method)}", console)
+    line = json_line(chosen.method) or "none: this method is made in Python"
+    say(f"  JSON (DeepSpeed): {line}", console)
     if any(row.is_noisy for row in rows):
-        console.print(
-            Text("  Another method may be the faster one: the figures marked ~ are noise."),
-            soft_wrap=True,
-        )
+        say("  Another method may be the faster one: the figures marked ~ are noise.", console)
 
 
 def _format_seconds(seconds: float, is_noisy: bool) -> str:

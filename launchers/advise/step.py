@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from comm_hooks.launchers.clock import synchronize
+
 _DTYPES = ("float32", "bfloat16", "float16")
 _LEAST_SIDE, _LEAST_MATRICES = 32, 64
 _WARM_UP = 2
@@ -118,13 +120,14 @@ def measure_step(model: nn.Module, step: Callable[[], object], *, repeat: int = 
     if repeat < 1:
         raise ValueError(f"measure_step: repeat must be at least 1, got {repeat}")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    device = trained[0].device if trained else torch.device("cpu")
     durations = []
     for index in range(_WARM_UP + repeat):
         with _without_exchange(model):
-            _synchronize(trained)
+            synchronize(device)
             started = time.perf_counter()
             step()
-            _synchronize(trained)
+            synchronize(device)
         if index >= _WARM_UP:
             durations.append(time.perf_counter() - started)
     dtype = str(trained[0].dtype).removeprefix("torch.") if trained else "float32"
@@ -136,8 +139,3 @@ def _without_exchange(model: nn.Module) -> AbstractContextManager[None]:
     if isinstance(model, DistributedDataParallel):
         return model.no_sync()
     return nullcontext()
-
-
-def _synchronize(parameters: list[nn.Parameter]) -> None:
-    if parameters and parameters[0].device.type == "cuda":
-        torch.cuda.synchronize(parameters[0].device)

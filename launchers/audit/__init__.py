@@ -3,22 +3,24 @@
 ``configuration`` reads one and asks the rules; ``stages`` are the parts of a private step that can
 be replaced, and ``world`` plays them on simulated ranks.
 
-Checks look for one property each, and say in a line what is wrong: ``clipping`` (one sample, one
-C), ``noise`` (normal, large enough everywhere, never used twice, also in what single ranks send),
-``memory`` (what was changed in one step shows in that step alone, and nothing is released without
-noise) and ``sampling`` (each sample and step for itself).  ``chances`` has the budget of their
-false alarms.
+``checks`` look for one property each, and say in a line what is wrong: ``clipping`` (one sample,
+one C), ``noise`` (normal, large enough everywhere, never used twice, also in what single ranks
+send), ``memory`` (what was changed in one step shows in that step alone, and nothing is released
+without noise) and ``sampling`` (each sample and step for itself).  ``chances`` has the budget of
+their false alarms.
 
-Attacks guess: ``releases``, knowing who was drawn, and ``training``, not knowing it.  ``bounds``
-and ``one_run`` turn guesses into epsilon.  ``audit``, ``report`` and ``command`` put it together.
+``attacks`` guess who took part: ``releases``, knowing who was drawn, and ``training``, not knowing
+it.  ``bounds`` and ``one_run`` turn guesses into epsilon.
 
-``script`` audits a user's own training, unchanged, with and without a sample.
+``audit``, ``report`` and ``command`` put it together.  ``script`` audits a user's own training,
+unchanged, with and without a sample.
 """
 
-from comm_hooks.launchers.audit.audit import Attack, Audit, audit_configuration
-from comm_hooks.launchers.audit.bounds import epsilon_lower_bound, gaussian_lower_bound
+from comm_hooks.launchers.audit.attacks import Attack
+from comm_hooks.launchers.audit.attacks.bounds import epsilon_lower_bound, gaussian_lower_bound
+from comm_hooks.launchers.audit.attacks.one_run import OneRunAudit, audit_one_run
+from comm_hooks.launchers.audit.audit import Audit, audit_configuration
 from comm_hooks.launchers.audit.configuration import Configuration
-from comm_hooks.launchers.audit.one_run import OneRunAudit, audit_one_run
 from comm_hooks.launchers.audit.script import (
     Check,
     Job,

@@ -1,18 +1,17 @@
 """Everything together: what is claimed, what attacks prove, and whether that contradicts it."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from comm_hooks.launchers.audit.bounds import gaussian_epsilon
-from comm_hooks.launchers.audit.clipping import audit_clipping
+from comm_hooks.launchers.audit.attacks import Attack
+from comm_hooks.launchers.audit.attacks.releases import audit_releases
+from comm_hooks.launchers.audit.attacks.training import audit_training
+from comm_hooks.launchers.audit.checks.clipping import audit_clipping
+from comm_hooks.launchers.audit.checks.memory import check_memory
+from comm_hooks.launchers.audit.checks.noise import check_noise
+from comm_hooks.launchers.audit.checks.sampling import check_sampling
 from comm_hooks.launchers.audit.configuration import Configuration
-from comm_hooks.launchers.audit.memory import check_memory
-from comm_hooks.launchers.audit.noise import check_noise
-from comm_hooks.launchers.audit.releases import ReleaseAudit, audit_releases
-from comm_hooks.launchers.audit.sampling import check_sampling
 from comm_hooks.launchers.audit.stages import Stages
-from comm_hooks.launchers.audit.training import TrainingAudit, audit_training
 from comm_hooks.optim.private.accounting import Accountant, GaussianEvent
 from comm_hooks.optim.private.accounting.events import seen_by
 from comm_hooks.optim.private.errors import PrivacyError
@@ -54,32 +53,6 @@ class Claim:
             delta,
             sum(event.steps for event in events),
         )
-
-
-@dataclass(frozen=True)
-class Attack:
-    """One attack.
-
-    Attributes:
-        name: what was attacked.
-        audited: the epsilon that it proves, at the confidence asked for.
-        claimed: the epsilon that is claimed for the same releases.
-        alarm: whether the claim is disproved at the confidence of an alarm.
-        details: of how it went.
-    """
-
-    name: str
-    audited: float
-    claimed: float
-    alarm: bool
-    details: dict[str, Any]
-
-    @property
-    def outcome(self) -> str:
-        """``"violation"``, ``"suspicious"`` (by chance in one audit of 20) or ``"none found"``."""
-        if self.alarm:
-            return "violation"
-        return "suspicious" if self.audited > self.claimed else "none found"
 
 
 @dataclass(frozen=True)
@@ -144,40 +117,14 @@ def audit_configuration(
     if reason is not None:
         raise ValueError(reason)
     stages = stages or Stages(configuration)
-    clipping = audit_clipping(stages)
-    problems = [
-        *clipping.problems,
+    sensitivity, problems = audit_clipping(stages)
+    problems += [
         *check_noise(stages),
         *check_memory(stages),
         *check_sampling(stages),
     ]
-    releases = audit_releases(stages, clipping.sensitivity, confidence=confidence)
-    training = audit_training(stages, confidence=confidence)
-    delta = configuration.delta
-    return Audit([_of_releases(releases, delta), _of_training(training)], problems)
-
-
-def _of_releases(found: ReleaseAudit, delta: float) -> Attack:
-    return Attack(
-        "releases, where it is known who was drawn",
-        gaussian_epsilon(found.mu, delta),
-        gaussian_epsilon(found.claimed_mu, delta),
-        found.surest_mu > found.claimed_mu,
-        asdict(found),
-    )
-
-
-def _of_training(found: TrainingAudit) -> Attack:
-    best = found.found
-    return Attack(
-        "training, where it is not",
-        best.epsilon,
-        found.claimed_epsilon,
-        found.surest.epsilon > found.claimed_surest,
-        {
-            "steps": found.steps,
-            "canaries": best.canaries,
-            "guesses": best.guesses,
-            "correct": best.correct,
-        },
-    )
+    attacks = [
+        audit_releases(stages, sensitivity, confidence=confidence),
+        audit_training(stages, confidence=confidence),
+    ]
+    return Audit(attacks, problems)

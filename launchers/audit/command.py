@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
-from comm_hooks.launchers.audit.audit import Claim, audit_configuration, why_not_played
+from comm_hooks.launchers.audit.audit import Audit, Claim, audit_configuration, why_not_played
 from comm_hooks.launchers.audit.configuration import read_configuration, read_ledger
 from comm_hooks.launchers.audit.report import (
     as_json,
@@ -16,14 +16,14 @@ from comm_hooks.launchers.audit.report import (
     print_script_audit,
     script_as_json,
 )
-from comm_hooks.launchers.audit.script.audit import audit_script
+from comm_hooks.launchers.audit.script.audit import ScriptAudit, audit_script
 from comm_hooks.launchers.audit.script.run import Job, ScriptFailed
+from comm_hooks.launchers.output import complain, refusing
 from comm_hooks.optim.private.accounting import RDPAccountant
 from comm_hooks.optim.private.accounting.accountant import require_delta
 from comm_hooks.optim.private.errors import PrivacyError
 
 _VIOLATED = 1
-_BAD_INPUT = 2
 _SUSPICIOUS = 3
 
 
@@ -64,14 +64,14 @@ def audit(
     in processes of its own, with and without one sample, and what differs is compared. Exit codes:
     0, 1 for what is not private, 2 for bad input, 3 for what is suspicious: run it again.
     """
-    try:
-        if script is not None:
+    if script is not None:
+        with refusing("audit"):
             if config is not None or ledger is not None:
                 raise ValueError("--script is audited by itself: leave out --config and --ledger")
-            _audit_script(
-                Job(script, tuple(arguments or ()), nproc_per_node, steps, timeout), json_
-            )
-            return
+            job = Job(script, tuple(arguments or ()), nproc_per_node, steps, timeout)
+            _leave(_audit_script(job, json_))
+        return
+    with refusing("audit"):
         if arguments:
             raise ValueError(f"unexpected {' '.join(arguments)}: arguments are for --script")
         if config is None and ledger is None:
@@ -87,16 +87,10 @@ def audit(
         if ledger and not events:
             raise ValueError(f"--ledger {ledger}: no step has been taken")
         accountant = configuration.build_accountant() if configuration else RDPAccountant()
-    except ValueError as error:
-        _say(str(error))
-        raise typer.Exit(_BAD_INPUT) from None
     try:
         verdict = configuration.judge() if configuration else None
     except PrivacyError as error:
-        if json_:
-            typer.echo(json.dumps({"error": str(error), "violated": True}))
-        _say(f"INVALID: {error}")
-        raise typer.Exit(_VIOLATED) from None
+        raise _invalid(str(error), json_) from None
     used = delta if delta is not None else configuration.delta if configuration else 0.0
     if configuration and verdict and not events:
         events = [verdict.recorded(configuration.event(), configuration.placement)]
@@ -107,7 +101,7 @@ def audit(
     if configuration and attack:
         reason = why_not_played(configuration)
         if reason:
-            _say(f"not attacked: {reason}")
+            complain("audit", f"not attacked: {reason}")
         else:
             # Small tensors, and on a busy machine threads would wait for one another.
             torch.set_num_threads(1)
@@ -116,14 +110,12 @@ def audit(
         typer.echo(json.dumps(as_json(claim, verdict, found, confidence), indent=2))
     elif found:
         print_audit(found, confidence)
-    if found and found.violated:
-        raise typer.Exit(_VIOLATED)
-    if found and found.suspicious:
-        raise typer.Exit(_SUSPICIOUS)
+    if found:
+        _leave(found)
 
 
-def _audit_script(job: Job, json_: bool) -> None:
-    """Audit a script, print what was found and exit.
+def _audit_script(job: Job, json_: bool) -> ScriptAudit:
+    """Audit a script and print what was found.
 
     Raises:
         ValueError: for settings out of range.
@@ -138,22 +130,28 @@ def _audit_script(job: Job, json_: bool) -> None:
     try:
         found = audit_script(job)
     except ScriptFailed as failed:
+        if failed.refused:
+            raise _invalid(failed.refused, json_) from None
         if json_:
-            violated = failed.refused is not None
-            typer.echo(json.dumps({"error": failed.refused or str(failed), "violated": violated}))
-        elif failed.trace and not failed.refused:
+            typer.echo(json.dumps({"error": str(failed), "violated": False}))
+        elif failed.trace:
             typer.echo(failed.trace.rstrip(), err=True)
-        _say(f"INVALID: {failed.refused}" if failed.refused else str(failed))
-        raise typer.Exit(_VIOLATED if failed.refused else _BAD_INPUT) from None
+        raise
     if json_:
         typer.echo(json.dumps(script_as_json(found), indent=2))
     else:
         print_script_audit(found)
-    if found.violated:
-        raise typer.Exit(_VIOLATED)
-    if found.suspicious:
-        raise typer.Exit(_SUSPICIOUS)
+    return found
 
 
-def _say(line: str) -> None:
-    typer.echo(f"comm-hooks audit: {line}", err=True)
+def _invalid(reason: str, json_: bool) -> typer.Exit:
+    """Say that the rules refuse a training, and return how to end."""
+    if json_:
+        typer.echo(json.dumps({"error": reason, "violated": True}))
+    complain("audit", f"INVALID: {reason}")
+    return typer.Exit(_VIOLATED)
+
+
+def _leave(found: Audit | ScriptAudit) -> None:
+    if found.violated or found.suspicious:
+        raise typer.Exit(_VIOLATED if found.violated else _SUSPICIOUS)

@@ -24,17 +24,13 @@ from comm_hooks.optim.private.ledger import Ledger
 from comm_hooks.optim.private.mechanism import require_owners, require_positive_number
 from comm_hooks.optim.private.placement import Scheme, Verdict, judge, require_known_variance
 
+_WORDS = get_type_hints(Scheme)
 _CHOICES = {
-    name: get_args(get_type_hints(Scheme)[of])
-    for name, of in {
-        "unit": "unit",
-        "placement": "place",
-        "feedback": "feedback",
-        "clipping": "clipping",
-        "divisor": "divisor",
-        "weights": "weights",
-        "scaling": "scaling",
-    }.items()
+    "placement": get_args(_WORDS["place"]),
+    **{
+        name: get_args(_WORDS[name])
+        for name in ("unit", "feedback", "clipping", "divisor", "weights", "scaling")
+    },
 }
 
 

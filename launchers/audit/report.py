@@ -6,10 +6,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from comm_hooks.launchers.audit.audit import Attack, Audit, Claim
+from comm_hooks.launchers.audit.attacks import Attack
+from comm_hooks.launchers.audit.audit import Audit, Claim
 from comm_hooks.launchers.audit.configuration import Configuration
 from comm_hooks.launchers.audit.script.audit import ScriptAudit
-from comm_hooks.launchers.output import make_console
+from comm_hooks.launchers.output import make_console, say
 from comm_hooks.optim.private.placement import Verdict
 
 
@@ -36,7 +37,6 @@ def print_claim(
     ledger: str | None,
 ) -> None:
     """Print the rule and what it promises."""
-    say = _printer()
     if configuration and verdict:
         compressor = configuration.exchange["compressor"]
         say(
@@ -68,7 +68,6 @@ def print_audit(audit: Audit, confidence: float) -> None:
             attack.outcome,
         )
     make_console().print(table)
-    say = _printer()
     for attack in audit.attacks:
         say(_conclusion(attack, confidence))
     for problem in audit.problems:
@@ -86,7 +85,6 @@ def print_script_audit(audit: ScriptAudit) -> None:
     for check in audit.checks:
         table.add_row(*map(Text, (check.name, check.extent, check.found, check.outcome)))
     make_console().print(table)
-    say = _printer()
     for label, lines in (
         ("VIOLATION", audit.problems),
         ("suspicious", audit.doubts),
@@ -109,8 +107,3 @@ def _conclusion(attack: Attack, confidence: float) -> str:
             f"{1 - confidence:.2g} of all audits: run it again"
         )
     return f"{what}{level} <= claimed {attack.claimed:.3f}: no violation found"
-
-
-def _printer() -> Any:
-    console = make_console()
-    return lambda line: console.print(Text(line), soft_wrap=True)

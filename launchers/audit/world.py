@@ -2,12 +2,14 @@
 
 import copy
 import hashlib
+import math
 import os
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -25,6 +27,29 @@ _USER_SEED = 42
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+SHAPES: Shapes = {
+    "stem.weight": (4, 3, 3, 3),
+    "stem.bias": (3,),
+    "scale": (1,),
+    "block.weight": (24, 32),
+    "block.1.weight": (24, 32),
+    "mix.weight": (3, 5, 7),
+    "head.weight": (30, 21),
+}
+"""Of a small model with parameters of all kinds, two of them alike."""
+
+
+def parts_of(shapes: Shapes) -> list[tuple[str, int, int]]:
+    """Return the name, start and end of each parameter in the row of all elements.
+
+    Example::
+
+        >>> parts_of({"weight": (2, 3), "bias": (3,)})
+        [('weight', 0, 6), ('bias', 6, 9)]
+    """
+    ends = list(accumulate(math.prod(shape) for shape in shapes.values()))
+    return list(zip(shapes, [0, *ends], ends, strict=False))
+
 
 class World:
     """All ranks of a private training, in one process.
@@ -36,6 +61,8 @@ class World:
         dense: whether to do without the configuration's compressor.
 
     Attributes:
+        parts: the name, start and end of each parameter in a row of all their elements.
+        numel: how many elements they have.
         exchanges: those of the ranks, since the last start.
         sent: what each rank has put into the last step's sum over ranks, of those that were made.
         reported_variance: of the last release, times B^2.
@@ -57,8 +84,8 @@ class World:
         self._dense = dense
         self._simulated = _Listening(stages.configuration.world_size)
         self._mechanisms: list[Mechanism] = []
-        self._numels = [int(np.prod(shape)) for shape in shapes.values()]
-        self.numel = sum(self._numels)
+        self.parts = parts_of(shapes)
+        self.numel = self.parts[-1][2]
         self.exchanges: list[Exchange] = []
         self.reported_variance: float | None = None
         self.alike = True
@@ -81,6 +108,14 @@ class World:
             self._generators = _generators()
         for exchange, state in zip(self.exchanges, states, strict=False):
             exchange.load_state_dict(state)
+
+    def steps(self, *processes: int) -> Iterator[tuple[int, int]]:
+        """Yield (process, step) for processes of so many steps, each started after the last."""
+        for process, steps in enumerate(processes):
+            if process:
+                self.start()
+            for step in range(steps):
+                yield process, step
 
     def sums(self) -> torch.Tensor:
         """Return all ranks' clipped sums, zeros (N, d), to be filled in before a release."""
@@ -108,11 +143,7 @@ class World:
         return flat[0] * batch
 
     def _by_name(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        parts = flat.split(self._numels)
-        return {
-            name: part.view(shape)
-            for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
-        }
+        return {name: flat[start:end].view(self._shapes[name]) for name, start, end in self.parts}
 
     def _make_exchange(self, rank: int) -> Exchange:
         if not self._dense:
@@ -121,11 +152,6 @@ class World:
             exchange.settings = replace(exchange.settings, min_numel=1)
             return exchange
         return Exchange(Identity(), min_numel=1, min_ndim=1, transport=self._simulated[rank])
-
-
-def alike(count: int, shape: tuple[int, ...]) -> Shapes:
-    """Return so many parameters of one shape."""
-    return {f"parameter {i}": shape for i in range(count)}
 
 
 class _Listening(Simulated):

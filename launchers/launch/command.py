@@ -7,20 +7,14 @@ from typing import Annotated
 import typer
 
 from comm_hooks.config import unknown
+from comm_hooks.launchers.endpoint import parse_endpoint, wait_for_port
 from comm_hooks.launchers.launch.hostfile import read_hostfile
-from comm_hooks.launchers.launch.job import (
-    Job,
-    parse_endpoint,
-    parse_nodes,
-    parse_variables,
-)
+from comm_hooks.launchers.launch.job import Job, parse_nodes, parse_variables
 from comm_hooks.launchers.launch.kubernetes import RUNTIME
-from comm_hooks.launchers.launch.network import wait_for_port
 from comm_hooks.launchers.launch.plan import LAUNCHERS, Plan, make_plan
 from comm_hooks.launchers.launch.steps import Command, Step
 from comm_hooks.launchers.launch.submission import Submission
-
-_BAD_INPUT = 2
+from comm_hooks.launchers.output import complain, refusing
 
 
 def launch(
@@ -102,7 +96,7 @@ def launch(
     it, which can be pasted into a shell, and runs it. Options go before SCRIPT. Exit codes: that of
     the command; 2 for bad input and for a head that does not answer, before anything is started.
     """
-    try:
+    with refusing("launch"):
         if launcher not in LAUNCHERS:
             raise ValueError(f"--launcher: {unknown('launcher', launcher, LAUNCHERS)}")
         if config and not preflight:
@@ -135,16 +129,14 @@ def launch(
         plan = make_plan(job, launcher, hostfile, os.environ, check=preflight)
         if plan.runs_here and not dry_run:
             job.require_target()
-    except ValueError as error:
-        _complain(error)
-        raise typer.Exit(_BAD_INPUT) from None
     for note in plan.notes:
-        typer.echo(f"comm-hooks launch: {note}", err=True)
+        complain("launch", note)
     if dry_run:
         for step in plan.steps:
             typer.echo(step)
         return
-    _run(plan, wait)
+    with refusing("launch"):
+        _run(plan, wait)
 
 
 def _nodes(nnodes: str | None, hostfile: Path | None) -> tuple[int, int]:
@@ -166,23 +158,17 @@ def _run(plan: Plan, wait: float) -> None:
     if plan.head and plan.route:
         reason = wait_for_port(plan.head, wait)
         if reason:
-            _complain(
+            raise ValueError(
                 f"cannot reach the head at {plan.head} from {plan.route.address} "
                 f"({plan.route.interface}): {reason}, for {wait:g} s; is it started there, and is "
                 "the port open?"
             )
-            raise typer.Exit(_BAD_INPUT)
     try:
         last.become()
     except FileNotFoundError:
-        _complain(f"there is no {last.arguments[0]} on PATH")
-        raise typer.Exit(_BAD_INPUT) from None
+        raise ValueError(f"there is no {last.arguments[0]} on PATH") from None
 
 
 def _show(plan: Plan, step: Step) -> None:
     if not plan.quiet:
         typer.echo(step, err=True)
-
-
-def _complain(message: object) -> None:
-    typer.echo(f"comm-hooks launch: {message}", err=True)

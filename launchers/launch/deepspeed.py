@@ -2,12 +2,14 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
+from comm_hooks.launchers.endpoint import DEFAULT_PORT, Endpoint
 from comm_hooks.launchers.launch.hostfile import Host
-from comm_hooks.launchers.launch.job import DEFAULT_PORT, Endpoint, Job
+from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.network import Route, interface_address
-from comm_hooks.launchers.launch.steps import Command, Step, WriteFile, program
+from comm_hooks.launchers.launch.steps import Command, Step, WriteFile, options, program
 from comm_hooks.launchers.launch.torchrun import interfaces
 
 ENVIRONMENT_FILE = Path("comm_hooks.deepspeed_env")
@@ -22,20 +24,21 @@ _UNSAFE = re.compile(r"[\"$`\\]")
 
 def build_single_node(job: Job) -> list[Step]:
     """Return the command for ranks on this machine only."""
-    return [Command((*program(*_PROGRAM), *_count(job), *_target(job)), job.variables)]
+    return [Command(_call(job, {"--num_gpus": job.processes}), job.variables)]
 
 
 def build_by_hand(job: Job, hostfile: Path, head: Endpoint, route: Route) -> list[Step]:
     """Return the command for this node, where the same is started by hand on the others."""
-    # fmt: off
-    arguments = [
-        *program(*_PROGRAM), "--hostfile", str(hostfile), *_count(job),
-        "--no_ssh", "--node_rank", str(job.node_rank),
-        "--master_addr", route.head, "--master_port", str(head.port),
-    ]
-    # fmt: on
+    values = {
+        "--hostfile": hostfile,
+        "--num_gpus": job.processes,
+        "--no_ssh": True,
+        "--node_rank": str(job.node_rank),
+        "--master_addr": route.head,
+        "--master_port": head.port,
+    }
     variables = {**interfaces(job, route), **job.variables}
-    return [Command((*arguments, *_target(job)), variables)]
+    return [Command(_call(job, values), variables)]
 
 
 def build_over_ssh(job: Job, hostfile: Path, hosts: list[Host]) -> list[Step]:
@@ -53,11 +56,14 @@ def build_over_ssh(job: Job, hostfile: Path, hosts: list[Host]) -> list[Step]:
                 f"--hostfile {hostfile}: deepspeed needs 'name slots=N' in each line, "
                 f"{host.name} has no slots"
             )
-    arguments = [*program(*_PROGRAM), "--hostfile", str(hostfile), *_count(job)]
-    if job.head:
-        arguments += ["--master_addr", job.head.host]
-    if job.head and job.head.port != DEFAULT_PORT:
-        arguments += ["--master_port", str(job.head.port)]
+    head = job.head
+    values = {
+        "--hostfile": hostfile,
+        "--num_gpus": job.processes,
+        "--master_addr": head and head.host,
+        "--master_port": head and head.port != DEFAULT_PORT and head.port,
+    }
+    arguments = _call(job, values)
     ours = {name: os.environ[name] for name in _CARRIED if name in os.environ}
     if job.interface:
         interface_address(job.interface)
@@ -70,18 +76,14 @@ def build_over_ssh(job: Job, hostfile: Path, hosts: list[Host]) -> list[Step]:
                 f"nodes, got {value!r}"
             )
     if not ours:
-        return [Command((*arguments, *_target(job)))]
+        return [Command(arguments)]
     lines = (*_user_lines(), *(f"{name}={value}" for name, value in ours.items()))
-    command = Command((*arguments, *_target(job)), {"DS_ENV_FILE": str(ENVIRONMENT_FILE)})
+    command = Command(arguments, {"DS_ENV_FILE": str(ENVIRONMENT_FILE)})
     return [WriteFile(ENVIRONMENT_FILE, lines), command]
 
 
-def _count(job: Job) -> list[str]:
-    return [] if job.processes is None else ["--num_gpus", str(job.processes)]
-
-
-def _target(job: Job) -> list[str]:
-    return [*(["--module"] if job.module else []), *job.target]
+def _call(job: Job, values: Mapping[str, object]) -> tuple[str, ...]:
+    return (*program(*_PROGRAM), *options(values), *job.words("--module"))
 
 
 def _user_lines() -> list[str]:

@@ -9,22 +9,12 @@ from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-DEFAULT_PORT = 29500
-"""Where ranks meet: the port that PyTorch, torchrun and DeepSpeed use."""
+from comm_hooks.launchers.endpoint import Endpoint
+
+MARK = "Written by comm-hooks launch"
+"""What files for schedulers say, so that none of somebody else's is written over."""
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where ranks meet: a host, by name or address, and a port that is open to all nodes."""
-
-    host: str
-    port: int = DEFAULT_PORT
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -87,6 +77,10 @@ class Job:
     def is_elastic(self) -> bool:
         return self.nodes[0] != self.nodes[1]
 
+    def words(self, flag: str) -> list[str]:
+        """Return the target as words of a command in which ``flag`` announces a module."""
+        return [*([flag] if self.module else []), *self.target]
+
     def require_target(self) -> None:
         """Raise ``ValueError`` if the script, or the module's package, is not on this machine.
 
@@ -139,28 +133,6 @@ def parse_nodes(text: str) -> tuple[int, int]:
         raise ValueError(f"--nnodes {text}: needs a number of nodes, or MIN:MAX as in 2:4")
     fewest = int(found[1])
     return fewest, int(found[2] or fewest)
-
-
-def parse_endpoint(text: str) -> Endpoint:
-    """Return an endpoint from ``HOST``, ``HOST:PORT``, an IPv6 address or ``[IPv6]:PORT``.
-
-    Raises:
-        ValueError: for anything else.
-
-    Example::
-
-        >>> parse_endpoint("node0"), parse_endpoint("[fd00::2]:29400")
-        (Endpoint(host='node0', port=29500), Endpoint(host='fd00::2', port=29400))
-    """
-    if re.fullmatch(r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*", text):
-        return Endpoint(text)
-    found = re.fullmatch(r"(?:\[([^\]]+)\]|([\w.-]+))(?::(\d+))?", text)
-    if not found:
-        raise ValueError(f"--head {text}: needs HOST or HOST:PORT, as in node0:29500")
-    port = int(found[3] or DEFAULT_PORT)
-    if not 0 < port < 2**16:
-        raise ValueError(f"--head {text}: the port must lie between 1 and 65535")
-    return Endpoint(found[1] or found[2], port)
 
 
 def parse_variables(assignments: Sequence[str]) -> dict[str, str]:

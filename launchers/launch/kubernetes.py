@@ -5,8 +5,8 @@ from typing import Any
 
 import yaml
 
-from comm_hooks.launchers.launch.files import MARK
-from comm_hooks.launchers.launch.job import Job
+from comm_hooks.launchers.launch.job import MARK, Job
+from comm_hooks.launchers.launch.steps import options
 
 RUNTIME = "torch-distributed"
 """The runtime that Kubeflow Trainer installs for PyTorch."""
@@ -78,9 +78,9 @@ def render_train_job(
 
 
 def _command(job: Job, check: bool) -> list[str]:
-    train = ["torchrun", *(["-m"] if job.module else []), *job.target]
+    train = ["torchrun", *job.words("-m")]
     if not check:
         return train
-    config = ["--config", job.config] if job.config else []
+    config = options({"--config": job.config})
     first = ["torchrun", "-m", "comm_hooks.launchers.preflight", *config]
     return ["sh", "-c", f"{shlex.join(first)} && exec {shlex.join(train)}"]

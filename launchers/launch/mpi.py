@@ -5,12 +5,13 @@ import subprocess
 import sys
 from typing import Literal
 
+from comm_hooks.launchers.endpoint import Endpoint
 from comm_hooks.launchers.launch.hostfile import Host
-from comm_hooks.launchers.launch.job import Endpoint, Job
+from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.network import find_route
-from comm_hooks.launchers.launch.place import Place
-from comm_hooks.launchers.launch.steps import Command
+from comm_hooks.launchers.launch.steps import Command, options
 from comm_hooks.launchers.launch.torchrun import interfaces
+from comm_hooks.launchers.place import Place
 
 Flavour = Literal["mpich", "openmpi"]
 FLAVOURS: dict[str, Flavour] = {"mpich": "mpich", "openmpi": "openmpi"}
@@ -50,19 +51,16 @@ def build_command(
         slots: ranks on each host, or on this machine.
         target: the program that every rank is.
     """
-    places = [f"{host.name}:{count}" for host, count in zip(hosts, slots, strict=False)]
-    total = str(sum(slots))
+    places = ",".join(f"{h.name}:{count}" for h, count in zip(hosts, slots, strict=False))
     if flavour == "openmpi":
-        arguments = ["mpirun", "-np", total]
-        arguments += ["--host", ",".join(places)] if places else []
+        arguments = options({"-np": sum(slots), "--host": places})
         for name, value in job.variables.items():
             arguments += ["-x", f"{name}={value}"]
     else:
-        arguments = ["mpirun", "-n", total]
-        arguments += ["-hosts", ",".join(places)] if places else []
+        arguments = options({"-n": sum(slots), "-hosts": places})
         for name, value in job.variables.items():
             arguments += ["-genv", name, value]
-    return Command((*arguments, *target))
+    return Command(("mpirun", *arguments, *target))
 
 
 def rank_target(job: Job, head: Endpoint | None) -> tuple[str, ...]:
@@ -70,10 +68,9 @@ def rank_target(job: Job, head: Endpoint | None) -> tuple[str, ...]:
 
     It finds out on its own node which interface leads to the head.
     """
-    arguments = [sys.executable, "-m", "comm_hooks.launchers.main", "launch"]
-    arguments += ["--head", str(head)] if head else []
-    arguments += ["--interface", job.interface] if job.interface else []
-    return (*arguments, *(["--module"] if job.module else []), *job.target)
+    arguments = options({"--head": head, "--interface": job.interface})
+    command = (sys.executable, "-m", "comm_hooks.launchers.main", "launch")
+    return (*command, *arguments, *job.words("--module"))
 
 
 def build_rank(job: Job, place: Place) -> Command:
@@ -83,19 +80,11 @@ def build_rank(job: Job, place: Place) -> Command:
         ValueError: if ranks are on several nodes and nobody says where they meet.
     """
     endpoint = meeting_point(job.head, place)
-    variables = {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_size),
-        "MASTER_ADDR": endpoint.host,
-        "MASTER_PORT": str(endpoint.port),
-    }
+    variables = place.variables(endpoint)
     if place.local_size < place.world_size:
         route = find_route(endpoint.host, job.interface)
         variables |= {"MASTER_ADDR": route.head, **interfaces(job, route)}
-    arguments = (sys.executable, *(["-m"] if job.module else []), *job.target)
-    return Command(arguments, {**variables, **job.variables})
+    return Command((sys.executable, *job.words("-m")), {**variables, **job.variables})
 
 
 def meeting_point(head: Endpoint | None, place: Place) -> Endpoint:

@@ -1,22 +1,16 @@
-"""Which interface leads to the head node, and whether the head answers.
+"""Which interface of this machine leads to the head node.
 
 Gloo and c10d look up the machine's own name where nobody tells them, and bind what they find: often
 127.0.0.1, which no other node can reach.  So the launcher says which interface and which address.
 """
 
-import errno
-import ipaddress
-import os
 import socket
-import time
 from dataclasses import dataclass
 
 import psutil
 
-from comm_hooks.launchers.launch.job import Endpoint
+from comm_hooks.launchers.endpoint import is_loopback
 
-_RETRY_SECONDS = 0.5
-_ATTEMPT_SECONDS = 5.0
 _IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -65,13 +59,13 @@ def find_route(host: str, interface: str | None = None) -> Route:
         address = interface_address(interface)
     else:
         address = _source_address(head, host)
-        if _is_loopback(head) and host not in ("localhost", head):
+        if is_loopback(head) and host not in ("localhost", head):
             raise ValueError(
                 f"--head {host} is {head} on this machine, where no other node can reach it: give "
                 f"its address in the nodes' network, or --interface (there are {_listed(own)})"
             )
     is_head = any(head == other for _, other in own)
-    if is_head and _is_loopback(head) and interface is not None:
+    if is_head and is_loopback(head) and interface is not None:
         head = address
     name = next((name for name, other in own if other == address), None)
     if name is None:
@@ -93,52 +87,6 @@ def interface_address(name: str) -> str:
         f"--interface {name}: this machine has no such interface with an address; it has "
         f"{_listed(own)}"
     )
-
-
-def wait_for_port(endpoint: Endpoint, seconds: float) -> str | None:
-    """Wait until something listens at an endpoint.
-
-    Args:
-        endpoint: where.
-        seconds: how long; 0 asks once.
-
-    Returns:
-        None as soon as it does, else one line that says why not.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        left = deadline - time.monotonic()
-        reason = _try_to_connect(endpoint, min(_ATTEMPT_SECONDS, max(left, 1.0)))
-        if reason is None or left <= _RETRY_SECONDS:
-            return reason
-        time.sleep(_RETRY_SECONDS)
-
-
-def port_is_taken(address: str, port: int) -> bool:
-    """Return whether something on this machine listens at that port already."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As servers do: a port is not taken for a minute by connections that were closed.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-    return False
-
-
-def _try_to_connect(endpoint: Endpoint, seconds: float) -> str | None:
-    try:
-        socket.create_connection((endpoint.host, endpoint.port), timeout=seconds).close()
-    except socket.gaierror:
-        return "its name does not resolve"
-    except TimeoutError:
-        return "no answer (a firewall, or the wrong address)"
-    except ConnectionRefusedError:
-        return "connection refused (nothing listens there yet)"
-    except OSError as error:
-        return os.strerror(error.errno).lower() if error.errno else str(error)
-    return None
 
 
 def _resolve(host: str) -> str:
@@ -175,10 +123,6 @@ def _addresses() -> list[tuple[str, str]]:
         for entry in entries
         if entry.family == family
     ]
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
 
 
 def _listed(addresses: list[tuple[str, str]]) -> str:

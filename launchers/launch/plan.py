@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from comm_hooks.launchers.endpoint import Endpoint
 from comm_hooks.launchers.launch import deepspeed, mpi, slurm, torchrun
 from comm_hooks.launchers.launch.hostfile import (
     DEEPSPEED_HOSTFILE,
@@ -15,10 +16,10 @@ from comm_hooks.launchers.launch.hostfile import (
     read_hostfile,
     slots_of,
 )
-from comm_hooks.launchers.launch.job import Endpoint, Job
+from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.network import Route, find_route
-from comm_hooks.launchers.launch.place import Place, find_place, in_allocation
-from comm_hooks.launchers.launch.steps import Command, Step, program
+from comm_hooks.launchers.launch.steps import Command, Step, options, program
+from comm_hooks.launchers.place import Place, find_place, in_allocation
 
 LAUNCHERS = ("auto", "torchrun", "deepspeed", "mpirun", "mpich", "openmpi")
 
@@ -71,20 +72,20 @@ def make_plan(
         ValueError: for what does not go together or is not there.
     """
     place = find_place(environment)
-    if place and place.launcher == "torchrun":
+    if place.launcher == "torchrun":
         raise ValueError(
             f"this is rank {place.rank} of {place.world_size} already (RANK is set): run the "
             "script itself here, or launch it from outside"
         )
-    if place and launcher != "auto":
+    if place.launcher and launcher != "auto":
         raise ValueError(
             f"--launcher {launcher}: {place.launcher} started this process already, as one of "
             f"{place.world_size}: leave --launcher out"
         )
     if launcher == "auto":
-        if place and place.launcher == "mpirun":
+        if place.launcher == "mpirun":
             return Plan([_rank(job, place, check)], quiet=place.rank > 0, runs_here=True)
-        if place:
+        if place.launcher:
             return _torchrun(slurm.fill_in(job, place, environment), environment, check)
         nodes = int(environment.get("SLURM_NNODES", 1))
         if in_allocation(environment) and nodes > 1:
@@ -145,7 +146,7 @@ def _deepspeed(job: Job, hostfile: Path | None, check: bool) -> Plan:
     if job.node_rank is None:
         steps = deepspeed.build_over_ssh(job, hostfile, hosts)
         if check:
-            config = ["--config", job.config] if job.config else []
+            config = options({"--config": job.config})
             first = replace(job, target=(_PREFLIGHT, *config), module=True)
             steps = [*deepspeed.build_over_ssh(first, hostfile, hosts), steps[-1]]
         return Plan(steps)
@@ -178,9 +179,8 @@ def _mpirun(job: Job, launcher: str, hostfile: Path | None, check: bool) -> Plan
         hosts, slots = [], [job.processes or 1]
     targets = [mpi.rank_target(job, head)]
     if check:
-        config = ["--config", job.config] if job.config else []
-        at = ["--head", str(head)] if head else []
-        targets.insert(0, (sys.executable, "-m", _PREFLIGHT, *at, *config))
+        arguments = options({"--head": head, "--config": job.config})
+        targets.insert(0, (sys.executable, "-m", _PREFLIGHT, *arguments))
     steps = [mpi.build_command(job, flavour, hosts, slots, target) for target in targets]
     return Plan(list(steps), notes=notes, runs_here=not hosts)
 
@@ -197,15 +197,14 @@ def _preflight(job: Job, head: Endpoint | None, check: bool) -> list[Step]:
     """Return the preflight as one process on each node, started as the job is."""
     if not check:
         return []
-    arguments = [*program("comm-hooks", "comm_hooks.launchers.main"), "preflight"]
+    command = [*program("comm-hooks", "comm_hooks.launchers.main"), "preflight"]
     nodes = job.fixed_nodes("--preflight")
     if head:
-        arguments += ["--head", str(head), "--nnodes", str(nodes)]
-        arguments += [] if job.node_rank is None else ["--node-rank", str(job.node_rank)]
-        arguments += ["--interface", job.interface] if job.interface else []
-    arguments += [] if job.processes is None else ["--nproc", str(job.processes)]
-    arguments += ["--config", job.config] if job.config else []
-    return [Command(tuple(arguments), job.variables)]
+        rank = None if job.node_rank is None else str(job.node_rank)
+        meeting = {"--head": head, "--nnodes": nodes, "--node-rank": rank}
+        command += options({**meeting, "--interface": job.interface})
+    command += options({"--nproc": job.processes, "--config": job.config})
+    return [Command(tuple(command), job.variables)]
 
 
 def _rank(job: Job, place: Place, check: bool) -> Command:

@@ -5,10 +5,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from comm_hooks.launchers.launch.files import MARK
-from comm_hooks.launchers.launch.job import Endpoint, Job
-from comm_hooks.launchers.launch.place import Place, first_host
-from comm_hooks.launchers.launch.steps import Command, program
+from comm_hooks.launchers.endpoint import Endpoint
+from comm_hooks.launchers.launch.job import MARK, Job
+from comm_hooks.launchers.launch.steps import Command, options, program
+from comm_hooks.launchers.place import Place, first_host
 
 # Two jobs that share a node must not meet at one port.
 _FIRST_PORT = 20000
@@ -44,7 +44,7 @@ def render_batch_file(job: Job, name: str, cpus: int, options: Sequence[str], ch
     ]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in job.variables.items()]
     launch = shlex.join(_launch(replace(job, variables={}, head=None), check, head=False))
-    target = shlex.join(_target(job))
+    target = shlex.join(job.words("--module"))
     return "\n".join(
         [
             "#!/bin/bash",
@@ -72,7 +72,7 @@ def build_srun(job: Job, nodes: int, check: bool) -> Command:
     arguments.append("--kill-on-bad-exit=1")
     if "SLURM_CPUS_PER_TASK" in os.environ:
         arguments.append(f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}")
-    return Command((*arguments, *_launch(job, check, head=True), *_target(job)))
+    return Command((*arguments, *_launch(job, check, head=True), *job.words("--module")))
 
 
 def fill_in(job: Job, place: Place, environment: Mapping[str, str]) -> Job:
@@ -100,20 +100,13 @@ def _launch(job: Job, check: bool, *, head: bool) -> list[str]:
     arguments = [*program("comm-hooks", "comm_hooks.launchers.main"), "launch"]
     for name, value in job.variables.items():
         arguments += ["--env", f"{name}={value}"]
-    if head and job.head:
-        arguments += ["--head", str(job.head)]
-    if job.processes is not None:
-        arguments += ["--nproc", str(job.processes)]
-    if job.interface:
-        arguments += ["--interface", job.interface]
-    if job.restarts:
-        arguments += ["--max-restarts", str(job.restarts)]
-    if check:
-        arguments.append("--preflight")
-    if job.config:
-        arguments += ["--config", job.config]
-    return arguments
-
-
-def _target(job: Job) -> list[str]:
-    return [*(["--module"] if job.module else []), *job.target]
+    return arguments + options(
+        {
+            "--head": job.head if head else None,
+            "--nproc": job.processes,
+            "--interface": job.interface,
+            "--max-restarts": job.restarts,
+            "--preflight": check,
+            "--config": job.config,
+        }
+    )

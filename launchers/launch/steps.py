@@ -67,6 +67,21 @@ class WriteFile:
 Step = Command | WriteFile
 
 
+def options(values: Mapping[str, object]) -> list[str]:
+    """Return the words of options: those that are None, False or 0 are left out.
+
+    Example::
+
+        >>> options({"--nproc": 4, "--head": None, "--preflight": True})
+        ['--nproc', '4', '--preflight']
+    """
+    words = []
+    for name, value in values.items():
+        if value:
+            words += [name] if value is True else [name, str(value)]
+    return words
+
+
 def program(script: str, module: str) -> tuple[str, ...]:
     """Return how to call a console script of this environment: by name where PATH finds it."""
     found = shutil.which(script)

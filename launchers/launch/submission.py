@@ -1,13 +1,15 @@
 """A file for a scheduler: what the options say about it, checked and written."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from comm_hooks.launchers.launch.files import job_name, write_file
-from comm_hooks.launchers.launch.job import Job
+from comm_hooks.launchers.launch.job import MARK, Job
 from comm_hooks.launchers.launch.kubernetes import RUNTIME, render_train_job
 from comm_hooks.launchers.launch.slurm import render_batch_file
+
+_FORBIDDEN = re.compile(r"[^a-z0-9-]+")
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,30 @@ class Submission:
         return render_batch_file(job, name, self.cpus, self.sbatch, check)
 
     def write(self, text: str) -> str:
-        """Write the file and return the command that submits it.
+        """Write the file, over an older one of ours, and return the command that submits it.
 
         Raises:
             ValueError: if something else is there, or nothing can be written.
         """
-        if self.slurm:
-            write_file(self.slurm, text, "--slurm")
-            return f"sbatch {self.slurm}"
-        assert self.kubernetes
-        write_file(self.kubernetes, text, "--kubernetes")
-        return f"kubectl create -f {self.kubernetes}"
+        option, path = ("--slurm", self.slurm) if self.slurm else ("--kubernetes", self.kubernetes)
+        assert path
+        try:
+            if path.exists() and MARK not in path.read_text(errors="replace"):
+                raise ValueError(f"{option} {path}: exists and is not ours: give another name")
+            path.write_text(text)
+        except OSError as error:
+            raise ValueError(f"{option} {path}: cannot write it ({error.strerror})") from None
+        return f"sbatch {path}" if self.slurm else f"kubectl create -f {path}"
+
+
+def job_name(target: str) -> str:
+    """Return a name for a job that schedulers accept: a DNS label, made of the script's name.
+
+    Example::
+
+        >>> job_name("experiments/train_GPT.py")
+        'train-gpt'
+    """
+    stem = Path(target).stem if target.endswith(".py") else target.rsplit(".", 1)[-1]
+    name = _FORBIDDEN.sub("-", stem.lower()).strip("-")
+    return name[:40].rstrip("-") if name[:1].isalpha() else f"job-{name}"[:40].rstrip("-")

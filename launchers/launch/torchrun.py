@@ -1,11 +1,11 @@
 """The command line of torchrun, for one node or for this one of several."""
 
 import os
-import socket
 
-from comm_hooks.launchers.launch.job import Endpoint, Job
-from comm_hooks.launchers.launch.network import Route, port_is_taken
-from comm_hooks.launchers.launch.steps import Command, program
+from comm_hooks.launchers.endpoint import Endpoint, loopback_interface, port_is_taken
+from comm_hooks.launchers.launch.job import Job
+from comm_hooks.launchers.launch.network import Route
+from comm_hooks.launchers.launch.steps import Command, options, program
 
 _PROGRAM = ("torchrun", "torch.distributed.run")
 _SHARE_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -14,7 +14,9 @@ _SHARE_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 def build_single_node(job: Job) -> Command:
     """Return the command for ranks on this machine only."""
     arguments = [*program(*_PROGRAM), "--standalone"]
-    return Command((*arguments, *_rest(job)), {**_loopback(), **_own_stores(job), **job.variables})
+    interface = None if "GLOO_SOCKET_IFNAME" in os.environ else loopback_interface()
+    loopback = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    return Command((*arguments, *_rest(job)), {**loopback, **_own_stores(job), **job.variables})
 
 
 def build_multi_node(job: Job, head: Endpoint, route: Route, job_id: str) -> Command:
@@ -78,17 +80,6 @@ def _own_stores(job: Job) -> dict[str, str]:
     return {_SHARE_NO_STORE: "1"}
 
 
-def _loopback() -> dict[str, str]:
-    """Keep gloo from looking up the machine's name, which fails or takes seconds in places."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return {}
-    for _, name in socket.if_nameindex():
-        if name.startswith("lo"):
-            return {"GLOO_SOCKET_IFNAME": name}
-    return {}
-
-
 def _rest(job: Job) -> list[str]:
-    arguments = ["--nproc-per-node", str(job.processes)]
-    arguments += ["--max-restarts", str(job.restarts)] if job.restarts else []
-    return [*arguments, *(["-m"] if job.module else []), *job.target]
+    counts = {"--nproc-per-node": job.processes, "--max-restarts": job.restarts}
+    return [*options(counts), *job.words("-m")]

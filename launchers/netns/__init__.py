@@ -5,6 +5,7 @@ rates.  ``comm-hooks bench`` trains in it.
 """
 
 from comm_hooks.launchers.netns.bed import Bed, Counters, why_not
-from comm_hooks.launchers.netns.links import NetnsError, parse_rate
+from comm_hooks.launchers.netns.links import NetnsError
+from comm_hooks.launchers.rates import parse_rate
 
 __all__ = ["Bed", "Counters", "NetnsError", "parse_rate", "why_not"]

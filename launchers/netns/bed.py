@@ -13,13 +13,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-from comm_hooks.launchers.netns.links import NetnsError, call, parse_rate, shape
-
-PORT = 29500
-"""Of the ranks' rendezvous.  Every bed is a network of its own, so all may use the same."""
+from comm_hooks.launchers.endpoint import Endpoint
+from comm_hooks.launchers.netns.links import NetnsError, call, shape
+from comm_hooks.launchers.place import Place
+from comm_hooks.launchers.rates import parse_rate
 
 _GUARD = Path(__file__).with_name("guard.py")
 # torchrun, asked to end, gives its workers this long.
@@ -47,7 +46,8 @@ class Bed:
 
     1. every rank gets the address ``10.77.0.<rank + 1>`` and knows the others as ``rank<r>``;
     2. a token bucket caps each direction: on ``eth0`` what a rank sends, on the switch's port what
-       it receives.  The bucket is small (1 ms), so that no transfer passes for free;
+       it receives.  The bucket is small (1 ms), so that no transfer passes for free; the queue
+       before it holds 200 ms at the link's rate (but at least 256 kB), what is more is dropped;
     3. nothing is made in the caller's own namespace but ``/etc/netns/<namespace>/``;
     4. on leaving, a guard process ends what still runs in the bed and removes it, also if the
        process that made the bed is killed.
@@ -57,9 +57,6 @@ class Bed:
     Args:
         ranks: from 1 to 200.
         rate: of each direction of each link, as ``tc`` writes it (``"100mbit"``); None: no cap.
-        mtu: bytes of the largest packet.
-        queue_ms: what a link's queue holds, in milliseconds at its rate (but at least 256 kB);
-            what is more is dropped.
 
     Raises:
         ValueError: for a number of ranks or a rate that cannot be.
@@ -83,16 +80,12 @@ class Bed:
         ranks: int = 2,
         *,
         rate: str | None = None,
-        mtu: int = 1500,
-        queue_ms: float = 200.0,
     ) -> None:
         if not 1 <= ranks <= 200:
             raise ValueError(f"Bed: ranks must lie between 1 and 200, got {ranks}")
         if rate is not None:
             parse_rate(rate)
         self.ranks = ranks
-        self.mtu = mtu
-        self.queue_ms = queue_ms
         name = f"comm-hooks-{os.getpid()}-{next(_beds_of_this_process)}"
         self.switch = f"{name}-switch"
         self.namespaces = [f"{name}-rank{rank}" for rank in range(ranks)]
@@ -120,12 +113,7 @@ class Bed:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -163,7 +151,7 @@ class Bed:
             ends = {"up": (self.namespaces[rank], "eth0"), "down": (self.switch, f"port{rank}")}
             for way, (namespace, device) in ends.items():
                 if direction in (way, "both"):
-                    shape(namespace, device, rate, mtu=self.mtu, queue_ms=self.queue_ms)
+                    shape(namespace, device, rate)
 
     def counters(self) -> list[Counters]:
         """Return what crossed each rank's interface so far, in rank order.
@@ -190,22 +178,18 @@ class Bed:
         interface = dict.fromkeys(
             ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "eth0"
         )
-        rendezvous = {"MASTER_ADDR": self.addresses[0], "MASTER_PORT": str(PORT)}
+        own = Place(rank=rank, world_size=self.ranks).variables(Endpoint(self.addresses[0]))
         cores = len(os.sched_getaffinity(0))
         return {
             "OMP_NUM_THREADS": str(max(1, cores // self.ranks)),
             **inherited,
             **interface,
-            **rendezvous,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self.ranks),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            **own,
             "GROUP_RANK": str(rank),
             "PET_NNODES": str(self.ranks),
             "PET_NODE_RANK": str(rank),
             "PET_NPROC_PER_NODE": "1",
-            **{f"PET_{key}": value for key, value in rendezvous.items()},
+            **{f"PET_{name}": own[name] for name in ("MASTER_ADDR", "MASTER_PORT")},
         }
 
     def start(
@@ -266,11 +250,10 @@ class Bed:
             self._name_hosts(rank)
             port = f"port{rank}"
             # fmt: off
-            call("ip", "link", "add", "name", "eth0", "netns", namespace, "mtu", str(self.mtu),
+            call("ip", "link", "add", "name", "eth0", "netns", namespace,
                  "type", "veth", "peer", "name", port, "netns", self.switch)
-            call("ip", "-n", self.switch, "link", "set", port, "mtu", str(self.mtu),
-                 "master", "bridge0")
             # fmt: on
+            call("ip", "-n", self.switch, "link", "set", port, "master", "bridge0")
             call("ip", "-n", self.switch, "link", "set", port, "up")
             call("ip", "-n", namespace, "addr", "add", f"{self.addresses[rank]}/24", "dev", "eth0")
             call("ip", "-n", namespace, "link", "set", "eth0", "up")

@@ -1,11 +1,11 @@
 """Rates of links: a token bucket (tbf) on each end of a virtual cable."""
 
-import re
 import subprocess
 
-_RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)?bit")
-_PREFIXES = {None: 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-_ETHERNET_HEADER = 14
+from comm_hooks.launchers.rates import parse_rate
+
+_FRAME_BYTES = 1514
+_QUEUE_SECONDS = 0.2
 _MIN_QUEUE_BYTES = 256_000
 
 
@@ -13,34 +13,16 @@ class NetnsError(RuntimeError):
     """The network cannot be made here; the text says why in one line."""
 
 
-def parse_rate(rate: str) -> float:
-    """Return the bits per second of a rate as ``tc`` writes it.
-
-    Raises:
-        ValueError: for anything that is not a positive number of bit, kbit, mbit or gbit.  (What
-            ``tc`` calls mbps is megabytes per second, so it is refused, too.)
-
-    Example::
-
-        >>> parse_rate("100mbit")
-        100000000.0
-    """
-    found = _RATE.fullmatch(rate)
-    if not found or float(found[1]) == 0:
-        raise ValueError(f"rate {rate!r}: write a number and a unit, such as 10mbit or 1gbit")
-    return float(found[1]) * _PREFIXES[found[2]]
-
-
-def burst_bytes(rate: str, mtu: int) -> int:
+def burst_bytes(rate: str) -> int:
     """Return the bucket's size: what a link may send at once after it was idle.
 
     One millisecond's worth, and two frames at least.  Every idle gap fills the bucket, and what is
     in it passes free of charge: with the usual 64 kB a compressed gradient would cost nothing.
     """
-    return int(max(2 * (mtu + _ETHERNET_HEADER), parse_rate(rate) / 8 * 1e-3))
+    return int(max(2 * _FRAME_BYTES, parse_rate(rate) / 8 * 1e-3))
 
 
-def shape(namespace: str, device: str, rate: str | None, *, mtu: int, queue_ms: float) -> None:
+def shape(namespace: str, device: str, rate: str | None) -> None:
     """Cap what leaves ``device`` at ``rate``; None removes the cap.  Works while data flows.
 
     Raises:
@@ -50,9 +32,9 @@ def shape(namespace: str, device: str, rate: str | None, *, mtu: int, queue_ms: 
         if "tbf" in call("tc", "-n", namespace, "qdisc", "show", "dev", device):
             call("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
         return
-    burst = burst_bytes(rate, mtu)
+    burst = burst_bytes(rate)
     # Slow links get a queue of whole windows: dropping those measures TCP's recovery, not the rate.
-    limit = int(max(_MIN_QUEUE_BYTES, parse_rate(rate) / 8 * queue_ms / 1e3)) + burst
+    limit = int(max(_MIN_QUEUE_BYTES, parse_rate(rate) / 8 * _QUEUE_SECONDS)) + burst
     # fmt: off
     call("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root",
          "tbf", "rate", rate, "burst", str(burst), "limit", str(limit))

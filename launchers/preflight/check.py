@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from comm_hooks.launchers.links import make_rounds
 from comm_hooks.launchers.preflight.facts import Facts
-from comm_hooks.launchers.preflight.links import Link, Listener, make_rounds, send
+from comm_hooks.launchers.preflight.links import Link, Listener, send
 from comm_hooks.launchers.preflight.meeting import Meeting, MeetingError, prefixed
 from comm_hooks.launchers.preflight.problems import (
     find_link_problems,
@@ -22,7 +23,9 @@ from comm_hooks.launchers.preflight.problems import (
 _ROUND_SECONDS = 30.0
 _GLOO_SECONDS = 30.0
 _MARGIN_SECONDS = 30.0
-_MORE_ATTEMPTS = 2
+# What looks slow is measured again.
+_STAGES = ("links", "again", "once more")
+_ALL_PAIRS_UP_TO = 8
 
 
 @dataclass(frozen=True)
@@ -94,15 +97,10 @@ def _judge(meeting: Meeting, listener: Listener | None, limits: Limits, interfac
     leaders = _leaders(facts)
     nodes = [facts[rank] for rank in leaders]
     if missing:
-        came = ", ".join(f"{rank} ({facts[rank].host})" for rank in list(facts)[:8])
-        verdict = Verdict(
-            [
-                f"{meeting.member} {', '.join(map(str, missing[:8]))} of {meeting.size} did not "
-                f"come within {limits.seconds:g} s; here are: {came}"
-            ]
-        )
         meeting.tell("plan", None)
-        return verdict
+        came = ", ".join(f"{rank} ({facts[rank].host})" for rank in list(facts)[:8])
+        late = f"{meeting.member} {', '.join(map(str, missing[:8]))} of {meeting.size}"
+        return Verdict([f"{late} did not come within {limits.seconds:g} s; here are: {came}"])
     problems = find_problems(nodes)
     # What only one process of a node can know, such as that it is alone.
     others = [f for rank, f in facts.items() if rank not in leaders]
@@ -112,16 +110,16 @@ def _judge(meeting: Meeting, listener: Listener | None, limits: Limits, interfac
         for complaint in other.complaints
         if not any(complaint in problem for problem in problems)
     ]
-    usable = limits.measure and all(node.port for node in nodes)
-    rounds = make_rounds(len(nodes)) if usable else []
     peers = [(rank, facts[rank].address, facts[rank].port) for rank in leaders]
     meeting.tell("plan", peers)
-    links = _measure(meeting, listener, peers, rounds, "links")
-    for attempt in range(_MORE_ATTEMPTS):
+    usable = limits.measure and all(node.port for node in nodes)
+    rounds = make_rounds(len(nodes), _ALL_PAIRS_UP_TO) if usable else []
+    links: list[Link] = []
+    for stage in _STAGES:
+        links = _better(links, _measure(meeting, listener, peers, rounds, stage))
         doubted = slow_links(nodes, links, limits.bits_per_second)
-        pairs = sorted({(min(x.source, x.target), max(x.source, x.target)) for x in doubted})
-        again = [[pair] for pair in pairs]
-        links = _better(links, _measure(meeting, listener, peers, again, f"again-{attempt}"))
+        pairs = {(min(x.source, x.target), max(x.source, x.target)) for x in doubted}
+        rounds = [[pair] for pair in sorted(pairs)]
     problems += find_link_problems(nodes, links, least=limits.bits_per_second, clock=limits.clock)
     meeting.tell("gloo", not problems)
     if not problems:
@@ -133,7 +131,7 @@ def _follow(meeting: Meeting, listener: Listener | None, limits: Limits, interfa
     peers = _from_rank_0(meeting, "plan", limits.seconds + _MARGIN_SECONDS)
     if peers is not None:
         if any(rank == meeting.rank for rank, _, _ in peers):
-            for stage in ("links", *(f"again-{n}" for n in range(_MORE_ATTEMPTS))):
+            for stage in _STAGES:
                 _measure(meeting, listener, peers, None, stage)
         # Others only wait: measuring takes up to a round's time for each of the rounds.
         patience = _MARGIN_SECONDS + 2 * len(peers) * _ROUND_SECONDS
@@ -194,46 +192,36 @@ def _measure(
         return []
     heard, _ = meeting.hear(f"{stage}-found", ranks, _ROUND_SECONDS)
     merged: dict[tuple[int, int], Link] = {}
-    for halves in heard.values():
-        for half in halves:
-            link = Link(**half)
-            _merge(merged.setdefault((link.source, link.target), link), link)
+    for rank, told in heard.items():
+        for link in (Link(**fields) for fields in told):
+            # The source has the figures; the target speaks for a source that is silent.
+            if rank == ranks[link.source]:
+                merged[link.source, link.target] = link
+            elif link.error:
+                merged.setdefault((link.source, link.target), link)
     return [merged[key] for key in sorted(merged)]
 
 
-def _merge(link: Link, half: Link) -> None:
-    """Put together what the source measured and what the target did."""
-    for name, value in asdict(half).items():
-        # The source knows better why it did not get through.
-        if getattr(link, name) is None or (name == "error" and half.round_trip is None and value):
-            setattr(link, name, value)
-
-
 def _better(links: list[Link], again: list[Link]) -> list[Link]:
-    """Return the links, with the figures of the second attempt where it was the better one."""
-    second = {(link.source, link.target): link for link in again}
-
-    def rate(link: Link) -> float:
-        return link.bits_per_second or 0.0
-
-    return [max(link, second.get((link.source, link.target), link), key=rate) for link in links]
+    """Return the links, with the better figures of those that were measured again."""
+    found = {(link.source, link.target): link for link in links}
+    for link in again:
+        pair = link.source, link.target
+        found[pair] = max(found.get(pair, link), link, key=lambda link: link.bits_per_second or 0.0)
+    return list(found.values())
 
 
 def _check_gloo(meeting: Meeting, facts: dict[int, Facts], interface: str) -> list[str]:
     """Try on rank 0 and hear from the others; return what went wrong."""
     _try_gloo(meeting, interface)
     heard, silent = meeting.hear("gloo-error", range(meeting.size), _GLOO_SECONDS + 10.0)
-    failed = {rank: reason for rank, reason in heard.items() if reason}
-    problems = []
-    if failed:
-        rank, reason = next(iter(failed.items()))
-        problems.append(
-            f"a gloo group of all ranks fails, first on rank {rank} ({facts[rank].host}): "
-            f"{reason}: look at GLOO_SOCKET_IFNAME"
-        )
-    elif silent:
-        problems.append(f"a gloo group of all ranks hangs: nothing from ranks {silent[:8]}")
-    return problems
+    for rank, reason in heard.items():
+        if reason:
+            where = f"first on rank {rank} ({facts[rank].host})"
+            return [
+                f"a gloo group of all ranks fails, {where}: {reason}: look at GLOO_SOCKET_IFNAME"
+            ]
+    return [f"a gloo group of all ranks hangs: nothing from ranks {silent[:8]}"] if silent else []
 
 
 def _try_gloo(meeting: Meeting, interface: str) -> None:

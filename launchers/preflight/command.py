@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
-from comm_hooks.launchers.launch.job import Endpoint, Job, parse_endpoint
+from comm_hooks.launchers.endpoint import Endpoint, is_loopback, parse_endpoint
+from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.mpi import meeting_point
 from comm_hooks.launchers.launch.network import find_route
-from comm_hooks.launchers.launch.place import Place, find_place
+from comm_hooks.launchers.output import complain, refusing
+from comm_hooks.launchers.place import Place, check_world_size, find_place
 from comm_hooks.launchers.preflight.check import Limits, check
 from comm_hooks.launchers.preflight.facts import (
     Facts,
@@ -19,16 +21,13 @@ from comm_hooks.launchers.preflight.facts import (
     find_gpus,
     find_versions,
     gloo_address,
-    is_loopback,
     read_config,
 )
 from comm_hooks.launchers.preflight.links import Listener
-from comm_hooks.launchers.preflight.meeting import Meeting, MeetingError, meet, meet_alone
+from comm_hooks.launchers.preflight.meeting import Meeting, meet, meet_alone
 from comm_hooks.launchers.preflight.report import print_report
-from comm_hooks.launchers.preflight.world import check_world_size
 
 _FAILED = 1
-_BAD_INPUT = 2
 
 
 def preflight(
@@ -68,7 +67,7 @@ def preflight(
     node with --nnodes and --head; comm-hooks launch --preflight does that. Prints one line per
     problem, or tables. Exit codes, alike on all nodes: 0, 1 for problems, 2 for bad input.
     """
-    try:
+    with refusing("preflight"):
         for option, value in (
             ("--timeout", timeout),
             ("--min-bandwidth", min_bandwidth),
@@ -79,33 +78,23 @@ def preflight(
         endpoint = parse_endpoint(head) if head else None
         settings = read_config(config) if config else {}
         party = _find_party(endpoint, nnodes, node_rank, nproc)
-    except ValueError as error:
-        _say(str(error))
-        raise typer.Exit(_BAD_INPUT) from None
-    try:
+    with refusing("preflight", _FAILED):
         facts, listener = _describe(party, interface, settings)
         meeting = _meet(party, facts, timeout)
-        limits = Limits(
-            timeout,
-            links,
-            None if min_bandwidth is None else min_bandwidth * 1e6,
-            max_clock_offset,
-        )
+        least = None if min_bandwidth is None else min_bandwidth * 1e6
+        limits = Limits(timeout, links, least, max_clock_offset)
         # comm-hooks launch tells gloo which interface to use; torchrun by itself does not.
-        as_launch = party.place is None or party.place.launcher != "torchrun"
+        as_launch = party.place.launcher != "torchrun"
         verdict = check(
             meeting, facts, listener, limits, interface=facts.interface if as_launch else ""
         )
         if listener:
             listener.close()
-    except (MeetingError, ValueError) as error:
-        _say(str(error))
-        raise typer.Exit(_FAILED) from None
     if party.speaks or meeting.rank == 0:
         for line in verdict.problems:
-            _say(line)
+            complain("preflight", line)
         for line in verdict.notes:
-            _say(f"note: {line}")
+            complain("preflight", f"note: {line}")
     if verdict.problems:
         raise typer.Exit(_FAILED)
     if meeting.rank == 0:
@@ -116,7 +105,8 @@ def preflight(
 class _Party:
     """Who meets where.
 
-    ``speaks``: whether somebody looks at this process's output, and not only at that of rank 0.
+    ``place`` is the launcher's, or no one's where nodes meet by hand; ``speaks`` says whether
+    somebody looks at this process's output, and not only at that of rank 0.
     """
 
     endpoint: Endpoint | None
@@ -124,9 +114,9 @@ class _Party:
     size: int
     node: str | None
     processes: int | None
+    place: Place
     hosts: bool
     speaks: bool
-    place: Place | None = None
 
 
 def _find_party(
@@ -136,15 +126,16 @@ def _find_party(
     place = find_place(os.environ)
     # Refuses what cannot be, in the words of comm-hooks launch.
     Job((), processes=nproc, nodes=(nnodes, nnodes), node_rank=node_rank)
-    if place is None or (nnodes > 1 and place.launcher == "srun"):
+    if place.launcher is None or (nnodes > 1 and place.launcher == "srun"):
         if nnodes == 1:
-            return _Party(None, 0, 1, "0", nproc, hosts=True, speaks=True)
+            return _Party(None, 0, 1, "0", nproc, Place(), hosts=True, speaks=True)
         if head is None:
             raise ValueError(f"--nnodes {nnodes} needs --head HOST[:PORT], the same on each node")
         node = None if node_rank is None else str(node_rank)
         hosts = node_rank == 0 if node_rank is not None else find_route(head.host).is_head
         # srun brings all output to one terminal.
-        return _Party(head, node_rank, nnodes, node, nproc, hosts=hosts, speaks=place is None)
+        speaks = not place.launcher
+        return _Party(head, node_rank, nnodes, node, nproc, Place(), hosts=hosts, speaks=speaks)
     if nnodes != 1 or node_rank is not None:
         raise ValueError(
             f"--nnodes and --node-rank are for starting by hand: {place.launcher} started this "
@@ -160,10 +151,10 @@ def _find_party(
         place.world_size,
         place.node,
         place.local_size if nproc is None else nproc,
+        place,
         hosts=place.rank == 0 and not agent_hosts,
         # Each node's torchrun has a terminal of its own; others bring all output to one.
         speaks="GROUP_RANK" in os.environ and place.local_rank == 0,
-        place=place,
     )
 
 
@@ -181,7 +172,7 @@ def _describe(
             listener = Listener(address)
         except (ValueError, OSError) as error:
             complaints.append(str(error))
-    if party.place:
+    if party.place.launcher:
         complaints += _alone(party.place)
         default = gloo_address(dict(os.environ))
         if default == "" or (default and is_loopback(default) and not is_loopback(address)):
@@ -233,11 +224,6 @@ def _meet(party: _Party, facts: Facts, seconds: float) -> Meeting:
         party.size,
         hosts=party.hosts,
         seconds=seconds,
-        member="rank" if party.place else "node",
+        member="rank" if party.place.launcher else "node",
         origin=f"{facts.address} ({facts.interface})" if facts.address else facts.host,
-        say=_say,
     )
-
-
-def _say(line: str) -> None:
-    typer.echo(f"comm-hooks preflight: {line}", err=True)

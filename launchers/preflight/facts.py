@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.metadata
-import ipaddress
 import json
 import os
 import platform
@@ -154,10 +153,6 @@ def gloo_address(environment: dict[str, str]) -> str | None:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return ""
-
-
-def is_loopback(address: str) -> bool:
-    return bool(address) and ipaddress.ip_address(address).is_loopback
 
 
 def find_gpus() -> list[str]:

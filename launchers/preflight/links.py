@@ -4,25 +4,17 @@ Plain TCP between one process of each node: what gloo and NCCL's sockets run ove
 that hangs where a port is closed.
 """
 
-import itertools
 import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+
+from comm_hooks.launchers.links import answer, measure_bandwidth, measure_delay
 
 _CONNECT_SECONDS = 5.0
 _ACCEPT_SECONDS = 10.0
-_PINGS = 20
-# Queues fill first, and what shapers let through after a pause is not their rate.
-_FILL_SECONDS = 0.1
-_COUNT_SECONDS = 0.4
-_CHUNK = bytes(256 * 1024)
-_ALL_PAIRS_UP_TO = 8
-
-_NUMBER = struct.Struct("!q")
-_TIME = struct.Struct("!d")
+_NUMBER = struct.Struct("!d")
 
 
 @dataclass
@@ -31,8 +23,8 @@ class Link:
 
     Args:
         source, target: indices of nodes.
-        round_trip: seconds, the shortest of 20.
-        bits_per_second: as it arrives at the target, in one TCP connection.
+        round_trip: seconds, the shortest of 30.
+        bits_per_second: in one TCP connection.
         clock_offset: seconds by which the target's clock is ahead of the source's.
         error: why there are no figures.
     """
@@ -45,32 +37,34 @@ class Link:
     error: str | None = None
 
 
-def make_rounds(nodes: int) -> list[list[tuple[int, int]]]:
-    """Return pairs of nodes in rounds; in a round no node is in two pairs.
+class _Connection:
+    """A channel over TCP."""
 
-    Every pair up to eight nodes (a round-robin tournament, as chess clubs have it), else each node
-    with its two neighbours on a ring: a node with a bad link still shows.
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(_CONNECT_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._buffer = memoryview(bytearray(256 * 1024))
 
-    Example::
+    def send(self, count: int) -> None:
+        while count:
+            size = min(count, len(self._buffer))
+            self._socket.sendall(self._buffer[:size])
+            count -= size
 
-        >>> make_rounds(2), make_rounds(4)
-        ([[(0, 1)]], [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]])
-    """
-    if nodes < 2:
-        return []
-    if nodes > _ALL_PAIRS_UP_TO:
-        ring = list(itertools.pairwise([*range(nodes), 0]))
-        last = [ring.pop()] if nodes % 2 else []
-        rounds = [ring[0::2], ring[1::2], last]
-        return [[(min(p), max(p)) for p in pairs] for pairs in rounds if pairs]
-    # One stays, the others move on by a seat; with an odd number somebody plays nobody.
-    players = [*range(nodes), *([-1] if nodes % 2 else [])]
-    half, rounds = len(players) // 2, []
-    for _ in range(len(players) - 1):
-        pairs = zip(players[:half], reversed(players[half:]), strict=True)
-        rounds.append(sorted((min(p), max(p)) for p in pairs if -1 not in p))
-        players = [players[0], players[-1], *players[1:-1]]
-    return rounds
+    def receive(self, count: int) -> None:
+        while count:
+            size = self._socket.recv_into(self._buffer[: min(count, len(self._buffer))])
+            if not size:
+                raise ConnectionError("the connection was closed early")
+            count -= size
+
+    def tell(self, number: float) -> None:
+        self._socket.sendall(_NUMBER.pack(number))
+
+    def hear(self) -> float:
+        self.receive(_NUMBER.size)
+        return float(_NUMBER.unpack(self._buffer[: _NUMBER.size])[0])
 
 
 class Listener:
@@ -82,25 +76,17 @@ class Listener:
         self.port = int(self._socket.getsockname()[1])
 
     def receive(self, link: Link) -> Link:
-        """Answer the source of a link and measure what arrives; returns the link, filled in."""
+        """Answer the source of a link, which measures; returns the link, with what went wrong."""
         deadline = time.monotonic() + _ACCEPT_SECONDS
         try:
             while True:
                 self._socket.settimeout(max(0.01, deadline - time.monotonic()))
                 connection, _ = self._socket.accept()
                 with connection:
-                    connection.settimeout(_CONNECT_SECONDS)
-                    if _NUMBER.unpack(_read(connection, _NUMBER.size))[0] != link.source:
-                        continue
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    for _ in range(_PINGS):
-                        _read(connection, 1)
-                        connection.sendall(_TIME.pack(time.time()))
-                    link.bits_per_second = _count(connection)
-                    # Drop what is still on its way instead of waiting for it.
-                    linger = struct.pack("ii", 1, 0)
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-                return link
+                    channel = _Connection(connection)
+                    if channel.hear() == link.source:
+                        answer(channel)
+                        return link
         except OSError as error:
             link.error = _reason(error, "nobody connected")
             return link
@@ -110,68 +96,21 @@ class Listener:
 
 
 def send(link: Link, address: str, port: int) -> Link:
-    """Connect to the target of a link, time pings, then send until it has seen enough."""
+    """Connect to the target of a link and measure it; returns the link, filled in."""
+    timed_out = "no answer (a firewall, or the wrong interface)"
     try:
-        connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+        with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as connection:
+            channel = _Connection(connection)
+            timed_out = "no answer to pings"
+            channel.tell(link.source)
+            delay = measure_delay(channel)
+            link.round_trip, link.clock_offset = delay.round_trip, delay.clock_offset
+            timed_out = "stalls: nothing gets through"
+            # What looks slow is measured again.
+            link.bits_per_second = 8 * measure_bandwidth(channel, delay.latency, repeat=1)
     except OSError as error:
-        link.error = _reason(error, "no answer (a firewall, or the wrong interface)")
-        return link
-    with connection:
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(_NUMBER.pack(link.source))
-            for round_trip, offset in _pings(connection):
-                if link.round_trip is None or round_trip < link.round_trip:
-                    link.round_trip, link.clock_offset = round_trip, offset
-        except OSError as error:
-            link.error = _reason(error, "no answer to pings")
-            return link
-        try:
-            while True:
-                connection.sendall(_CHUNK)
-        except TimeoutError:
-            link.error = "stalls: nothing gets through"
-        except OSError:
-            pass  # the target closes the connection when it has counted enough
+        link.error = _reason(error, timed_out)
     return link
-
-
-def _pings(connection: socket.socket) -> Iterator[tuple[float, float]]:
-    """Yield (round trip, clock offset of the other side) in seconds."""
-    for _ in range(_PINGS):
-        wall, start = time.time(), time.perf_counter()
-        connection.sendall(b"?")
-        theirs = _TIME.unpack(_read(connection, _TIME.size))[0]
-        round_trip = time.perf_counter() - start
-        yield round_trip, theirs - (wall + round_trip / 2)
-
-
-def _count(connection: socket.socket) -> float:
-    """Return the bits per second that arrive once queues are full."""
-    buffer = memoryview(bytearray(len(_CHUNK)))
-    first = start = time.perf_counter()
-    received = 0
-    while True:
-        size = connection.recv_into(buffer)
-        now = time.perf_counter()
-        if not size:
-            raise ConnectionError("the connection was closed early")
-        if now - first < _FILL_SECONDS:
-            start, received = now, 0
-            continue
-        received += size
-        if now - start >= _COUNT_SECONDS:
-            return 8 * received / (now - start)
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    content = b""
-    while len(content) < size:
-        part = connection.recv(size - len(content))
-        if not part:
-            raise ConnectionError("the connection was closed early")
-        content += part
-    return content
 
 
 def _reason(error: OSError, timed_out: str) -> str:

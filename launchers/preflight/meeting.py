@@ -6,20 +6,20 @@ Everything is polled: a wait that ends can say who is missing, and prints nothin
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from comm_hooks.launchers.launch.job import Endpoint
-from comm_hooks.launchers.launch.network import port_is_taken, wait_for_port
+from comm_hooks.launchers.endpoint import Endpoint, port_is_taken, wait_for_port
+from comm_hooks.launchers.output import complain
 
 _POLL_SECONDS = 0.05
 _PREFIX = "comm-hooks-preflight"
 
 
-class MeetingError(RuntimeError):
+class MeetingError(ValueError):
     """The processes cannot meet; the message is one line for the user."""
 
 
@@ -89,7 +89,6 @@ def meet(
     seconds: float,
     origin: str,
     member: str,
-    say: Callable[[str], None],
 ) -> Meeting:
     """Find the store, or host it.
 
@@ -101,7 +100,6 @@ def meet(
         seconds: how long to wait for a store that is elsewhere.
         origin: how this machine is called in a message.
         member: what a process stands for in messages: ``"rank"`` or ``"node"``.
-        say: is told what is being waited for.
 
     Raises:
         MeetingError: if the port is taken here, or nothing answers there.
@@ -113,7 +111,7 @@ def meet(
         )
     if not hosts:
         if wait_for_port(endpoint, 0):
-            say(f"waiting for {endpoint} ...")
+            complain("preflight", f"waiting for {endpoint} ...")
         reason = wait_for_port(endpoint, seconds)
         if reason:
             raise MeetingError(

@@ -3,8 +3,10 @@
 import statistics
 from collections.abc import Mapping, Sequence
 
-from comm_hooks.launchers.preflight.facts import Facts, is_loopback
+from comm_hooks.launchers.endpoint import is_loopback
+from comm_hooks.launchers.preflight.facts import Facts
 from comm_hooks.launchers.preflight.links import Link
+from comm_hooks.launchers.rates import format_rate
 
 _SLOW = 0.5
 """A link is slow if it carries less than this part of what the median link does."""
@@ -158,19 +160,3 @@ def describe_difference(names: Sequence[str], values: Sequence[str]) -> str | No
         else:
             said.append(f"{value} on {', '.join(members)}")
     return "; ".join(said)
-
-
-def format_rate(bits_per_second: float) -> str:
-    """Return a rate as networks have it.
-
-    Example::
-
-        >>> format_rate(94.3e6), format_rate(9.41e9), format_rate(56e3)
-        ('94 Mbit/s', '9.4 Gbit/s', '56 kbit/s')
-    """
-    if bits_per_second >= 999.5e6:
-        return f"{bits_per_second / 1e9:.1f} Gbit/s"
-    if bits_per_second < 1e5:
-        return f"{bits_per_second / 1e3:.0f} kbit/s"
-    megabits = bits_per_second / 1e6
-    return f"{megabits:.0f} Mbit/s" if megabits >= 10 else f"{megabits:.1f} Mbit/s"

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from comm_hooks.launchers.output import make_console
+from comm_hooks.launchers.output import make_console, say
 from comm_hooks.launchers.preflight.facts import Facts
 from comm_hooks.launchers.preflight.links import Link
-from comm_hooks.launchers.preflight.problems import format_rate
+from comm_hooks.launchers.rates import format_rate
 
 _MOST_LINKS = 12
 
@@ -29,16 +29,12 @@ def print_report(nodes: Sequence[Facts], links: Sequence[Link], met: int) -> Non
         table.add_row(str(index), facts.host, facts.address, facts.interface, processes, gpus)
     console.print(table)
     versions = ", ".join(f"{name} {version}" for name, version in nodes[0].versions.items())
-    console.print(f"All nodes: {versions}", soft_wrap=True, highlight=False, markup=False)
+    say(f"All nodes: {versions}", console)
     if links:
         _print_links(links, console)
     tried = [_count(len(nodes), "node"), *([_count(len(links), "link")] if links else [])]
-    console.print(
-        f"Passed: nothing is wrong with {' and '.join(tried)}; {_count(met, 'process')} met "
-        "in a gloo group.",
-        soft_wrap=True,
-        highlight=False,
-    )
+    met_in_group = f"{_count(met, 'process')} met in a gloo group"
+    say(f"Passed: nothing is wrong with {' and '.join(tried)}; {met_in_group}.", console)
 
 
 def _print_links(links: Sequence[Link], console: Console) -> None:

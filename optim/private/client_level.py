@@ -13,6 +13,7 @@ from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.safeguard import Safeguard
 from comm_hooks.memory.base import Memory
+from comm_hooks.optim.observed import observed
 from comm_hooks.optim.private.clipping import clip_factors, sample_norms
 from comm_hooks.optim.private.model_checks import unchanged_buffers
 from comm_hooks.optim.private.noise import add_noise_
@@ -109,6 +110,7 @@ class PrivateParticipation(Unrepeatable, ClientSampling):
         require_callable(self, "enter", self.enter)
         require_callable(self, "join", self.join)
 
+    @observed("clients")
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
         """Draw a round's clients and return who plays whom; the ledger has its entry then."""
         if self._secret is None:
@@ -162,6 +164,7 @@ class _PrivateCollection(Collection):
         judge(Scheme.of(exchange, "aggregate", "client"))
         self._pending: tuple[dict[str, torch.Tensor], Memory | None] | None = None
 
+    @observed("contribution")
     def add(
         self,
         turn: Sequence[int | None],
@@ -174,6 +177,7 @@ class _PrivateCollection(Collection):
             message = dict(zip(message, contribution.delta, strict=True))
         self._pending = (message, memory)
 
+    @observed("clients' release")
     def finish(self) -> Aggregate:
         participation = self._participation
         self._send(noise_std=participation.noise_multiplier * participation.max_norm)
@@ -212,6 +216,7 @@ class _ClientGuard(Safeguard):
         self._noise_std = noise_std
         self._stream = stream
 
+    @observed("client's message")
     def clip_(self, message: Sequence[torch.Tensor]) -> None:
         norm = sample_norms([tensor.reshape(1, -1) for tensor in message])
         torch._foreach_mul_(list(message), clip_factors(norm, self._max_norm)[0])
@@ -219,6 +224,7 @@ class _ClientGuard(Safeguard):
             # 0 x infinity is NaN: what overflowed would go past the bound.
             tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
+    @observed("clients' noise")
     def add_noise_(self, total: Sequence[torch.Tensor]) -> None:
         if self._noise_std is not None:
             add_noise_(total, self._noise_std, self._stream)

@@ -17,6 +17,7 @@ from comm_hooks.collectives.simulated import Simulated
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import check_agreement
+from comm_hooks.optim.observed import observed
 from comm_hooks.optim.private.accounting import (
     Accountant,
     GaussianEvent,
@@ -109,6 +110,7 @@ class PrivacyEngine:
         self._steps_left: dict[GaussianEvent, int] = {}
         self._most_units = 0
 
+    @observed("training")
     def make_private(
         self,
         *,
@@ -285,6 +287,7 @@ class PrivacyEngine:
         check_agreement(transport.perform(AllGatherObject(changed)))
         optimizer.change(**changed)
 
+    @observed("participation")
     def private_participation(
         self,
         *,
@@ -441,9 +444,13 @@ class PrivacyEngine:
                         "step would exceed it. Stop here: nothing was released"
                     )
                 self._steps_left[event] -= 1
-            self._opened().record(event)
+            self._record(event)
 
         return enter
+
+    @observed("entry")
+    def _record(self, event: GaussianEvent) -> None:
+        self._opened().record(event)
 
 
 def clipped_gradients(

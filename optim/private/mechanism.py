@@ -11,6 +11,7 @@ import torch
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.safeguard import Safeguard
+from comm_hooks.optim.observed import observed
 from comm_hooks.optim.private.discrete import Grid, add_discrete_noise_
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.noise import add_noise_
@@ -213,6 +214,7 @@ class GaussianMechanism(Settled, Unrepeatable):
         """
         return self.exchange.transport.run(self.round(sums))
 
+    @observed("release")
     def round(self, sums: Mapping[str, torch.Tensor]) -> Round[Released]:
         """Return a round that releases; see :meth:`release`, and ``Exchange.round``."""
         self.require_unchanged()
@@ -259,6 +261,7 @@ class GaussianMechanism(Settled, Unrepeatable):
             return Grid.of(self.noise_multiplier, sensitivity, elements).std
         return self.noise_multiplier * sensitivity
 
+    @observed("noise")
     def _add_noise_(
         self, tensors: Sequence[torch.Tensor], sensitivity: float, elements: int, stream: Stream
     ) -> None:

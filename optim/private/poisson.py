@@ -16,6 +16,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from comm_hooks.optim.observed import observed
 from comm_hooks.optim.private.secret import Secret, Unrepeatable
 from comm_hooks.optim.private.settled import Settled
 from comm_hooks.optim.private.tickets import Tickets
@@ -89,6 +90,7 @@ class PoissonSampler(Settled, Unrepeatable, Sampler[list[int]]):
         """Return the number of batches of one iteration."""
         return self.steps
 
+    @observed("draw")
     def __iter__(self) -> Iterator[list[int]]:
         """Yield lists of indices in increasing order."""
         for _ in range(self.steps):
@@ -136,6 +138,7 @@ class PoissonLoader(DataLoader[Any]):
         ...     assert inputs.shape[1:] == (8,)
     """
 
+    @observed("loader")
     def __init__(
         self,
         dataset: Dataset[Any],

@@ -7,6 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from comm_hooks.optim.observed import observed
 from comm_hooks.optim.private.errors import PrivacyError
 
 
@@ -45,16 +46,19 @@ class Tickets:
     def __init__(self) -> None:
         self._waiting: deque[Ticket] = deque()
 
+    @observed("iteration")
     def start(self) -> None:
         """Begin another iteration: what is left of the one before is never used."""
         self._waiting.clear()
 
-    def issue(self, batch: Any) -> None:
-        """Add a batch that was drawn just now."""
+    @observed("batch")
+    def issue(self, batch: Any) -> Ticket:
+        """Add a batch that was drawn just now, and return its ticket."""
         leaves = _tensors(batch)
         ticket = Ticket(self, _rows(leaves))
         _mark(leaves, ticket)
         self._waiting.append(ticket)
+        return ticket
 
     def next(self, leaves: list[torch.Tensor], rows: int) -> Ticket:
         """Return the ticket whose turn it is, for a batch of these tensors.
@@ -92,6 +96,7 @@ class Tickets:
             )
         return turn
 
+    @observed("step")
     def spend(self, ticket: Ticket) -> None:
         """Make sure that a batch is not used again."""
         if ticket in self._waiting:

@@ -19,6 +19,7 @@ from comm_hooks.optim.double_averaging import (
     check_double_averaging,
     refuse_double_averaging,
 )
+from comm_hooks.optim.observed import observed
 from comm_hooks.optim.rounds.checks import check_rounds
 from comm_hooks.optim.rounds.clients import ClientStates
 from comm_hooks.optim.rounds.collecting import (
@@ -489,6 +490,7 @@ class LocalRounds(WrappingOptimizer):
             return PlainCollection(self.exchange, delta, statistics)
         return self.participation.collection(self.exchange, delta, statistics)
 
+    @observed("round")
     def _conclude(self, fragment: Sequence[int], aggregate: Aggregate) -> None:
         """Name the clients that are missing, and let the server take its step with the mean."""
         if aggregate.missing:

@@ -101,7 +101,7 @@ def test_the_cap_holds_and_the_counters_count() -> None:
         before = network.counters()
         seconds = seconds_of(network, start_transfer(network, count))
         after = network.counters()
-        free = burst_bytes("10mbit", network.mtu)
+        free = burst_bytes("10mbit")
         assert seconds > (count * overhead - 2 * free) * 8 / 10e6
         sent = after[0].sent - before[0].sent
         received = after[1].received - before[1].received

@@ -21,10 +21,11 @@ from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.launchers.advise.cost_model import Collective
 from comm_hooks.launchers.advise.links import measure_links, network_of
-from comm_hooks.launchers.advise.ranks import find_place, joined
+from comm_hooks.launchers.advise.ranks import joined
 from comm_hooks.launchers.advise.rehearsal import slowest
 from comm_hooks.launchers.netns.bed import Bed
 from comm_hooks.launchers.netns.links import NetnsError
+from comm_hooks.launchers.place import find_place
 
 _REPEAT = 7
 _TIMEOUT_SECONDS = 600.0
@@ -61,7 +62,7 @@ def worker(rate: str) -> None:
     place = find_place()
     torch.set_num_threads(1)
     with joined(place, "gloo", _TIMEOUT_SECONDS):
-        links, nodes = measure_links(place, torch.device("cpu"))
+        links, nodes = measure_links(torch.device("cpu"))
         network = network_of(links, nodes, "gloo")
         transport = TorchDistributed()
         for seconds in _SECONDS:

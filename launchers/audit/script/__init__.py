@@ -2,9 +2,10 @@
 
 ``audit`` says what is run and what must hold.  ``run`` starts the processes of one run.  In them,
 ``observer`` watches what the script does to its model (``watched``), at which of its lines
-(``places``), through functions put around the library's (``patching``); ``planting`` changes a
-sample, of a step's batch (``draws``), of what the data set is made of (``sources``), or a client's
-(``clients``).  ``twins`` compares runs that must be alike, ``noise`` judges those that must not.
+(``places``), and at which methods of the library (:mod:`comm_hooks.optim.observed`); ``planting``
+changes a sample, of a step's batch (``draws``), of what the data set is made of (``sources``), or
+a client's (``clients``).  ``twins`` compares runs that must be alike, ``noise`` judges those that
+must not.
 """
 
 from comm_hooks.launchers.audit.script.audit import Check, ScriptAudit, audit_script

@@ -1,8 +1,9 @@
 """The audit of a script as it is: run several times, with and without one sample."""
 
+import itertools
 import os
-import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -115,83 +116,71 @@ def audit_script(job: Job) -> ScriptAudit:
     """
     if not job.script.is_file():
         raise ScriptFailed(f"{job.script}: there is no such file")
-    folder = Path(tempfile.mkdtemp(prefix="comm-hooks-audit-"))
-    try:
-        return _audit(job, _Runner(job, folder))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix="comm-hooks-audit-", ignore_cleanup_errors=True
+    ) as folder:
+        return _audit(job, _Runner(job, Path(folder)))
 
 
 class _Runner:
-    """Runs variants, as many at a time as there are cores."""
+    """Runs variants, as many at a time as there are cores; all go on as the first one has."""
 
     def __init__(self, job: Job, folder: Path) -> None:
-        self._job, self._folder = job, folder
-        self._number = 0
+        self._job = job
+        self._folders = (folder / str(number) for number in itertools.count())
+        self._first: Path | None = None
         self._at_once = max(1, len(os.sched_getaffinity(0)) // (job.processes or 1))
 
-    def first(self, variant: Variant) -> Run:
-        """Run what the others follow."""
-        return run_script(self._job, variant, self._next())
-
-    def follow(self, variants: Sequence[Variant]) -> list[Run | ScriptFailed]:
-        """Run some that go on with what the first one has released."""
-        first = self._folder / "1"
-
-        def run(variant: Variant, folder: Path) -> Run | ScriptFailed:
-            try:
-                return run_script(self._job, variant, folder, first)
-            except ScriptFailed as failed:
-                return failed
-
+    def __call__(self, *variants: Variant) -> list[Run | ScriptFailed]:
+        folders = list(itertools.islice(self._folders, len(variants)))
         with ThreadPoolExecutor(self._at_once) as threads:
-            folders = [self._next() for _ in variants]
-            return list(threads.map(run, variants, folders))
+            done = list(threads.map(self._run, variants, folders))
+        self._first = self._first or folders[0]
+        return done
 
-    def _next(self) -> Path:
-        self._number += 1
-        folder = self._folder / str(self._number)
+    def _run(self, variant: Variant, folder: Path) -> Run | ScriptFailed:
         folder.mkdir()
-        return folder
+        try:
+            return run_script(self._job, variant, folder, self._first)
+        except ScriptFailed as failed:
+            return failed
 
 
 def _audit(job: Job, runner: _Runner) -> ScriptAudit:
     audit = ScriptAudit()
-    reference = runner.first(Variant("as it is"))
-    if not reference.ranks[0]["engines"]:
+    (reference,) = map(_whole, runner(Variant("as it is")))
+    record = reference.ranks[0]
+    if not record["engines"]:
         raise ScriptFailed(
             f"{job.script} never calls make_private() or private_participation(): there is no "
             "private training to audit"
         )
-    if not reference.ranks[0]["releases"] and not reference.ranks[0]["steps"]:
+    if not record["releases"] and not record["steps"]:
         raise ScriptFailed(f"{job.script} takes no private step: there is nothing to audit")
-    again, other_noise, other_draws = (
-        _whole(run)
-        for run in runner.follow(
-            [
-                Variant("as it is, again"),
-                Variant("other noise", noise=1),
-                Variant("other draws", noise=2, draws=2),
-            ]
-        )
+    again, other_noise, other_draws = map(
+        _whole,
+        runner(
+            Variant("as it is, again"),
+            Variant("other noise", noise=1),
+            Variant("other draws", noise=2, draws=2),
+        ),
     )
     _check_ledger(audit, reference)
     # Clients are drawn by the secret that their noise comes from.
-    is_of_clients = any(r["place"] == "clients" for r in reference.ranks[0]["releases"])
+    is_of_clients = any(release["place"] == "clients" for release in record["releases"])
     _check_noise(audit, reference, other_draws if is_of_clients else other_noise)
     problems, rate = judge_draws(reference, other_draws)
     if rate is not None:
         steps = len(drawn_of(reference))
         audit.add("who is drawn", f"{steps} steps", f"rate {rate:.3g}", problems)
-    difference = are_alike(reference, again)
-    if difference:
+    if difference := are_alike(reference, again):
         audit.notes.append(
             f"twins are not comparable: two runs with the same seeds and secrets differ "
             f"({difference}). Only noise, sampling and the ledger were looked at"
         )
         audit.add("twins", "two equal runs", "differ", compared=False)
         return audit
-    _check_twins(audit, job, runner, reference)
+    _check_twins(audit, runner, reference, "client" if is_of_clients else "sample")
     _check_sources(audit, runner, reference)
     return audit
 
@@ -246,18 +235,14 @@ def _check_noise(audit: ScriptAudit, reference: Run, other: Run) -> None:
     )
 
 
-def _check_twins(audit: ScriptAudit, job: Job, runner: _Runner, reference: Run) -> None:
-    clients = reference.ranks[0]["releases"][:1]
-    unit = "client" if clients and clients[0]["place"] == "clients" else "sample"
+def _check_twins(audit: ScriptAudit, runner: _Runner, reference: Run, unit: str) -> None:
     # Clients have no labels.
     kinds = [kind for kind in _KINDS if unit == "sample" or kind != "swapped"]
     early, late, never = choose(reference, len(reference.ranks))
-    wanted = [Plant(late, kind) for kind in kinds]
-    wanted += [Plant(early, kind) for kind in kinds if early != late]
+    wanted = [Plant(index, kind) for index in dict.fromkeys((late, early)) for kind in kinds]
     if never is not None:
         wanted.append(Plant(never, "absent"))
-    variants = [Variant(f"{unit} {p.index} {p.kind}", plant=p) for p in wanted]
-    done = runner.follow(variants)
+    done = runner(*(Variant(f"{unit} {p.index} {p.kind}", plant=p) for p in wanted))
     runs: dict[Plant, Run] = {}
     for plant, run in zip(wanted, done, strict=True):
         if isinstance(run, ScriptFailed):
@@ -302,12 +287,8 @@ def choose(reference: Run, ranks: int) -> tuple[int, int, int | None]:
     drawn = drawn_of(reference)
     units = reference.ranks[0]["units"]
     count = units[0][0] if units else 1
-    first: dict[int, int] = {}
-    times: dict[int, int] = {}
-    for step, indices in enumerate(drawn):
-        for index in indices:
-            first.setdefault(index, step)
-            times[index] = times.get(index, 0) + 1
+    first = {i: step for step, indices in reversed([*enumerate(drawn)]) for i in indices}
+    times = Counter(itertools.chain(*drawn))
     if not first:
         return 0, 0, None
 
@@ -339,10 +320,8 @@ def _check_sources(audit: ScriptAudit, runner: _Runner, reference: Run) -> None:
             "what was computed of the data before the data set was made was not seen (it comes "
             "from none of torch.load, numpy.load, torch.from_numpy, torch.tensor, torch.randn)"
         )
-    variants = [Variant(f"row of source {p[0]}", varied_source=p[0]) for p in places]
-    for (_, where, name, shape, is_loaded), run in zip(
-        places, runner.follow(variants), strict=True
-    ):
+    done = runner(*(Variant(f"row of source {p[0]}", varied_source=p[0]) for p in places))
+    for (_, where, name, shape, is_loaded), run in zip(places, done, strict=True):
         found = _whole(run).ranks[0]["sources"]["rows"] or rows
         changed = sum(a != b for a, b in zip(rows, found, strict=False))
         message = (

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from comm_hooks.launchers.audit.script.patching import around, flat
 from comm_hooks.launchers.audit.script.planting import EXTREMES, Plant
-from comm_hooks.optim.private import client_level
+from comm_hooks.launchers.audit.script.watched import flat
 from comm_hooks.optim.private.client_level import PrivateParticipation
 from comm_hooks.optim.rounds.collecting import Contribution
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
@@ -40,26 +39,23 @@ class Clients:
         self._drawn: list[int] = []
         self._messages: list[torch.Tensor] | None = None
         self._noise: list[tuple[float, torch.Tensor]] = []
-
-    def patches(self) -> list[Any]:
-        """Return what is to be patched."""
-        return [
-            around(PrivateParticipation, "turns", self._turns),
-            around(client_level._PrivateCollection, "add", self._add),
-            around(client_level._ClientGuard, "clip_", self._clip),
-            around(client_level._ClientGuard, "add_noise_", self._add_noise),
-            around(client_level._PrivateCollection, "finish", self._finish),
-            around(LocalRounds, "_conclude", self._conclude),
-        ]
+        self.observers: dict[str, Callable[..., Any]] = {
+            "clients": self._turns,
+            "contribution": self._add,
+            "client's message": self._clip,
+            "clients' noise": self._add_noise,
+            "clients' release": self._finish,
+            "round": self._conclude,
+        }
 
     def _turns(
         self,
-        original: Callable[..., list[list[int | None]]],
+        method: Callable[..., list[list[int | None]]],
         participation: PrivateParticipation,
         round_index: int,
         transport: Any,
     ) -> list[list[int | None]]:
-        turns = original(participation, round_index, transport)
+        turns = method(participation, round_index, transport)
         planted = self._planted
         drawn = sorted(c for turn in turns for c in turn if c is not None)
         self._drawn = drawn
@@ -72,7 +68,7 @@ class Clients:
 
     def _add(
         self,
-        original: Callable[..., None],
+        method: Callable[..., None],
         collection: Any,
         turn: Any,
         contribution: Contribution | None,
@@ -82,25 +78,25 @@ class Clients:
         if planted is not None and contribution is not None:
             if contribution.client == planted.index and planted.kind in EXTREMES:
                 torch._foreach_mul_(contribution.delta, EXTREMES[planted.kind])
-        original(collection, turn, contribution, memory)
+        method(collection, turn, contribution, memory)
 
-    def _clip(self, original: Callable[..., None], guard: Any, message: Any) -> None:
-        original(guard, message)
+    def _clip(self, method: Callable[..., None], guard: Any, message: Any) -> None:
+        method(guard, message)
         clipped = [tensor.detach().clone() for tensor in message]
         if self._messages is None:
             self._messages = clipped
         else:
             torch._foreach_add_(self._messages, clipped)
 
-    def _add_noise(self, original: Callable[..., None], guard: Any, total: Any) -> None:
+    def _add_noise(self, method: Callable[..., None], guard: Any, total: Any) -> None:
         before = flat(total).double()
-        original(guard, total)
+        method(guard, total)
         if guard._noise_std is not None:
             noise = (flat(total).double() - before).float()
             self._noise.append((guard._max_norm, noise))
 
-    def _finish(self, original: Callable[..., Any], collection: Any) -> Any:
-        aggregate = original(collection)
+    def _finish(self, method: Callable[..., Any], collection: Any) -> Any:
+        aggregate = method(collection)
         participation = collection._participation
         sums = self._messages if self._messages is not None else [torch.zeros(1)]
         is_sum = collection._guard.place == "payload"
@@ -121,8 +117,8 @@ class Clients:
         )
         return aggregate
 
-    def _conclude(self, original: Callable[..., None], rounds: LocalRounds, *args: Any) -> None:
-        original(rounds, *args)
+    def _conclude(self, method: Callable[..., None], rounds: LocalRounds, *args: Any) -> None:
+        method(rounds, *args)
         if not isinstance(rounds.participation, PrivateParticipation):
             return
         self.playing = False

@@ -4,10 +4,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from comm_hooks.launchers.audit.script.patching import around
 from comm_hooks.launchers.audit.script.planting import Plant, plant
 from comm_hooks.optim.private.poisson import PoissonLoader, PoissonSampler
-from comm_hooks.optim.private.tickets import Claim, Tickets
+from comm_hooks.optim.private.tickets import Ticket, Tickets
 
 
 class Draws:
@@ -21,26 +20,27 @@ class Draws:
         self._planted = planted
         # By data set, which is kept alive.
         self._edits: dict[int, tuple[Any, Callable[[int, Any], Any]]] = {}
-        self._ticket: Any = None
-
-    def patches(self) -> list[Any]:
-        """Return what is to be patched."""
-        return [
-            around(PoissonLoader, "__init__", self._make_loader),
-            around(PoissonSampler, "__iter__", self._sample),
-            around(Tickets, "start", self._start_iteration),
-            around(Tickets, "issue", self._issue),
-            around(Claim, "spend", self._spend),
-        ]
+        # By what belongs to a loader: its rank, the number of ranks, and who was drawn for the
+        # batches that it has not passed on yet, by indices of the whole data set.
+        self._waiting: dict[object, tuple[int, int, deque[list[int]]]] = {}
+        self._drawn_for: dict[Ticket, list[int]] = {}
+        self._drawn: list[int] | None = None
+        self.observers: dict[str, Callable[..., Any]] = {
+            "loader": self._make_loader,
+            "draw": self._draw,
+            "iteration": self._start_iteration,
+            "batch": self._issue,
+            "step": self._spend,
+        }
 
     def take(self) -> list[int] | None:
         """Return who was drawn for the step that is being taken; None if that is not known."""
-        ticket, self._ticket = self._ticket, None
-        return getattr(ticket, "drawn", None)
+        drawn, self._drawn = self._drawn, None
+        return drawn
 
     def _make_loader(
         self,
-        original: Callable[..., None],
+        method: Callable[..., None],
         loader: PoissonLoader,
         dataset: Any,
         *args: Any,
@@ -52,47 +52,38 @@ class Draws:
             if id(dataset) not in self._edits:
                 self._edits[id(dataset)] = dataset, plant(dataset, self._planted)
             dataset = _Edited(dataset, self._edits[id(dataset)][1])
-        original(loader, dataset, *args, rank=rank, world_size=world_size, **options)
-        sampler: Any = loader.batch_sampler
-        tickets: Any = loader.tickets
-        sampler.drawn_by = tickets.drawn_by = _Waiting(rank, world_size)
+        method(loader, dataset, *args, rank=rank, world_size=world_size, **options)
+        waiting: tuple[int, int, deque[list[int]]] = (rank, world_size, deque())
+        self._waiting[loader.batch_sampler] = self._waiting[loader.tickets] = waiting
 
-    def _sample(
-        self, original: Callable[..., Iterator[list[int]]], sampler: Any
+    def _draw(
+        self, method: Callable[..., Iterator[list[int]]], sampler: PoissonSampler
     ) -> Iterator[list[int]]:
-        waiting: _Waiting | None = getattr(sampler, "drawn_by", None)
-        absent = None
-        if self._planted is not None and self._planted.kind == "absent":
-            absent = self._planted.index
-        for indices in original(sampler):
-            if waiting is None:
-                yield indices
-                continue
-            drawn = [waiting.rank + i * waiting.world_size for i in indices]
-            waiting.batches.append(drawn)
+        if sampler not in self._waiting:
+            yield from method(sampler)
+            return
+        rank, world_size, waiting = self._waiting[sampler]
+        planted = self._planted
+        absent = planted.index if planted is not None and planted.kind == "absent" else None
+        for indices in method(sampler):
+            drawn = [rank + i * world_size for i in indices]
+            waiting.append(drawn)
             yield [i for i, index in zip(indices, drawn, strict=True) if index != absent]
 
-    def _start_iteration(self, original: Callable[..., None], tickets: Any) -> None:
-        original(tickets)
-        if hasattr(tickets, "drawn_by"):
-            tickets.drawn_by.batches.clear()
+    def _start_iteration(self, method: Callable[..., None], tickets: Tickets) -> None:
+        method(tickets)
+        if tickets in self._waiting:
+            self._waiting[tickets][2].clear()
 
-    def _issue(self, original: Callable[..., None], tickets: Any, batch: Any) -> None:
-        original(tickets, batch)
-        if hasattr(tickets, "drawn_by"):
-            tickets._waiting[-1].drawn = tickets.drawn_by.batches.popleft()
+    def _issue(self, method: Callable[..., Ticket], tickets: Tickets, batch: Any) -> Ticket:
+        ticket = method(tickets, batch)
+        if tickets in self._waiting:
+            self._drawn_for[ticket] = self._waiting[tickets][2].popleft()
+        return ticket
 
-    def _spend(self, original: Callable[..., None], claim: Any, samples: int) -> None:
-        self._ticket = claim._ticket
-        original(claim, samples)
-
-
-class _Waiting:
-    """What a sampler has drawn, by indices of the whole data set, and the loader not yet passed."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.batches: deque[list[int]] = deque()
+    def _spend(self, method: Callable[..., None], tickets: Tickets, ticket: Ticket) -> None:
+        self._drawn = self._drawn_for.get(ticket)
+        method(tickets, ticket)
 
 
 class _Edited:

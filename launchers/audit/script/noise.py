@@ -4,12 +4,13 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import torch
+from scipy.stats import chi2
 
-from comm_hooks.launchers.audit.bounds import binomial_tail
+from comm_hooks.launchers.audit.attacks.bounds import binomial_tail
+from comm_hooks.launchers.audit.checks.chances import normal_limit
 from comm_hooks.launchers.audit.script.run import Run
 
 # Of a false alarm, for all tests of variances together, and for all of correlations.
@@ -107,35 +108,31 @@ def judge_size(noises: Sequence[Noise]) -> tuple[list[str], list[str], float]:
         if not elements:
             small.append(f"{noise.where[0]}: step {noise.steps[0] + 1} was released without noise")
             continue
-        groups = [("", float(noise.values.square().sum()), noise.values.numel())]
-        for number, where, row in zip(noise.steps, noise.where, noise.values, strict=True):
-            groups.append((f"{where}: in step {number + 1} ", float(row.square().sum()), elements))
+        of_steps, of_elements = (noise.values.square().sum(axis) for axis in (1, 0))
+        groups = [("the noise", float(of_steps.sum()), steps * elements)]
+        for number, where, energy in zip(noise.steps, noise.where, of_steps, strict=True):
+            groups.append((f"{where}: in step {number + 1} the noise", float(energy), elements))
         start = 0
         for name, size in noise.names:
-            part = noise.values[:, start : start + size]
-            groups.append((f"of {name} ", float(part.square().sum()), part.numel()))
+            energy = of_elements[start : start + size].sum()
+            groups.append((f"the noise of {name}", float(energy), steps * size))
             start += size
         tests = (len(groups) + elements) * len(noises)
-        found = [(name, x / k) for name, x, k in groups if _lower(x, k) < _CHANCE / tests]
+        found = [(name, x / k) for name, x, k in groups if chi2.cdf(x, k) < _CHANCE / tests]
         if found:
             # Of a part, if it is there that noise is missing.
             lowest = min(found, key=operator.itemgetter(1))
-            name, ratio = lowest if lowest[1] < 0.8 * found[0][1] else found[0]
+            what, ratio = lowest if lowest[1] < 0.8 * found[0][1] else found[0]
             small.append(
-                f"the noise {name}has {math.sqrt(ratio):.3g} times the standard deviation that "
-                "the ledger has"
-                if ":" not in name
-                else f"{name}the noise has {math.sqrt(ratio):.3g} times the standard deviation "
-                "that the ledger has"
+                f"{what} has {math.sqrt(ratio):.3g} times the standard deviation that the ledger "
+                "has"
             )
         elif steps >= 4:
-            of_elements = noise.values.square().sum(0)
-            tails = torch.special.gammainc(torch.tensor(steps / 2.0).double(), of_elements / 2)
-            bare = int((tails < _CHANCE / tests).sum())
+            bare = int((chi2.cdf(of_elements.numpy(), steps) < _CHANCE / tests).sum())
             if bare:
                 small.append(f"{bare} of {elements} elements have next to no noise")
         _, total, size = groups[0]
-        if not noise.discrete and _upper(total, size) < _CHANCE / len(noises):
+        if not noise.discrete and chi2.sf(total, size) < _CHANCE / len(noises):
             large.append(
                 f"the noise has {math.sqrt(total / size):.3g} times the standard deviation that "
                 "the ledger has: more is added than is accounted for"
@@ -159,32 +156,28 @@ def judge_correlation(
         elements = first.values.shape[1]
         if second.values.shape[1] != elements or elements < _FEWEST_ELEMENTS:
             continue
-        one, two = _normed(first.values), _normed(second.values)
-        found = one @ two.T
-        same = first is second
-        if same:
+        found = _normed(first.values) @ _normed(second.values).T
+        if first is second:
             found = found.triu(1)
-        tests = max(1, found.numel()) * len(pairs)
-        limit = math.tanh(NormalDist().inv_cdf(1 - _CHANCE / (2 * tests)) / math.sqrt(elements - 3))
-        highest = float(found.abs().max())
-        largest = max(largest or 0.0, highest)
-        if highest > limit:
-            place = int(found.abs().argmax())
-            i, j = divmod(place, found.shape[1])
-            value = float(found[i, j])
-            if same:
-                problems.append(
-                    f"{second.where[j]}: the noise of steps {first.steps[i] + 1} and "
-                    f"{second.steps[j] + 1} is correlated by {value:.2f}: their difference shows "
-                    "the data"
-                )
-            else:
-                problems.append(
-                    f"{first.where[i]}: the noise is the same in a process with another secret "
-                    f"(correlated by {value:.2f}): it follows from a seed, and who knows that can "
-                    "remove it"
-                )
-            break
+        allowed = _CHANCE / (max(1, found.numel()) * len(pairs))
+        i, j = divmod(int(found.abs().argmax()), found.shape[1])
+        value = float(found[i, j])
+        largest = max(largest or 0.0, abs(value))
+        if abs(value) <= math.tanh(normal_limit(allowed) / math.sqrt(elements - 3)):
+            continue
+        if first is second:
+            problems.append(
+                f"{second.where[j]}: the noise of steps {first.steps[i] + 1} and "
+                f"{second.steps[j] + 1} is correlated by {value:.2f}: their difference shows the "
+                "data"
+            )
+        else:
+            problems.append(
+                f"{first.where[i]}: the noise is the same in a process with another secret "
+                f"(correlated by {value:.2f}): it follows from a seed, and who knows that can "
+                "remove it"
+            )
+        break
     return problems, largest
 
 
@@ -231,14 +224,3 @@ def drawn_of(run: Run) -> list[list[int]]:
 def _normed(rows: torch.Tensor) -> torch.Tensor:
     centered = rows - rows.mean(1, keepdim=True)
     return centered / torch.linalg.vector_norm(centered, dim=1, keepdim=True).clamp(min=1e-30)
-
-
-def _lower(square: float, freedom: int) -> float:
-    """Return the probability of a chi-square below this."""
-    half = torch.tensor([freedom / 2, square / 2], dtype=torch.float64)
-    return float(torch.special.gammainc(half[0], half[1]))
-
-
-def _upper(square: float, freedom: int) -> float:
-    half = torch.tensor([freedom / 2, square / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))

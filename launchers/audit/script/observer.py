@@ -5,6 +5,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,11 @@ from torch.optim.optimizer import (
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.launchers.audit.script.clients import Clients
 from comm_hooks.launchers.audit.script.draws import Draws
-from comm_hooks.launchers.audit.script.patching import around, flat
 from comm_hooks.launchers.audit.script.places import Places
 from comm_hooks.launchers.audit.script.sources import Sources
-from comm_hooks.launchers.audit.script.watched import Watched, digest_of
-from comm_hooks.optim.private import dp_optimizer
+from comm_hooks.launchers.audit.script.watched import Watched, digest_of, flat
+from comm_hooks.optim.observed import observing
+from comm_hooks.optim.private.accounting import GaussianEvent
 from comm_hooks.optim.private.dp_optimizer import DPOptimizer
 from comm_hooks.optim.private.engine import PrivacyEngine
 from comm_hooks.optim.private.ledger import Ledger
@@ -90,40 +91,39 @@ class Observer:
         self._engines: list[PrivacyEngine] = []
         self._units: list[tuple[int, float]] = []
         self._sources = Sources(variant.varied_source, self.places.now)
-        self._patches: list[Any] = []
-        self._hooks: list[Any] = []
+        self._stepping: DPOptimizer | None = None
+        self._exits = ExitStack()
 
     def __enter__(self) -> "Observer":
         random.seed(_SEED)
         np.random.seed(_SEED)
         torch.manual_seed(_SEED)
         urandom = os.urandom
-        self._patches = [
-            mock.patch.object(os, "urandom", lambda size: self._draw(urandom, size)),
-            around(PrivacyEngine, "make_private", self._make_private),
-            around(PrivacyEngine, "private_participation", self._private_participation),
-            around(GaussianMechanism, "round", self._round),
-            around(GaussianMechanism, "_add_noise_", self._add_noise_),
-            around(Ledger, "__init__", self._open_ledger),
-            around(Ledger, "record", self._record_entry),
-            *self._draws.patches(),
-            *self._clients.patches(),
-        ]
-        for patch in self._patches:
-            patch.start()
-        self._hooks = [
+        observers: dict[str, Callable[..., Any]] = {
+            "training": self._make_private,
+            "participation": self._private_participation,
+            "release": self._round,
+            "noise": self._add_noise,
+            "ledger": self._open_ledger,
+            "entry": self._record_entry,
+            **self._draws.observers,
+            **self._clients.observers,
+        }
+        self._exits.enter_context(
+            mock.patch.object(os, "urandom", lambda size: self._draw(urandom, size))
+        )
+        self._exits.enter_context(observing(observers))
+        for hook in (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
-        ]
+        ):
+            self._exits.callback(hook.remove)
         self._sources.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._sources.stop()
-        for hook in self._hooks:
-            hook.remove()
-        for patch in reversed(self._patches):
-            patch.stop()
+        self._exits.close()
         if not isinstance(exception[1], Exception):
             self._events.append(
                 {"kind": "end", "where": "", "who": "", "after": self._watched.state()}
@@ -134,11 +134,12 @@ class Observer:
         torch.save(
             [r["released"] for r in self._releases], self._folder / f"released{self._rank}.pt"
         )
+        histories = [engine.state_dict()["events"] for engine in self._engines]
         return {
             "releases": self._releases,
             "events": self._events,
             "entries": len(self._entries),
-            "in ledger": sum(e.steps for engine in self._engines for e in engine._history()),
+            "in ledger": sum(event["steps"] for history in histories for event in history),
             "steps": self._taken,
             "engines": len(self._engines),
             "units": self._units,
@@ -156,7 +157,7 @@ class Observer:
             frame = frame.f_back
         if not modules[0].startswith("comm_hooks."):
             return urandom(size)
-        is_noise = any(name.endswith("private.mechanism") for name in modules)
+        is_noise = GaussianMechanism.__module__ in modules
         secret = ("noise", self._variant.noise) if is_noise else ("draws", self._variant.draws)
         self._randomness[secret[0]] = count = self._randomness.get(secret[0], 0) + 1
         label = f"{secret} {count} {self._rank}"
@@ -179,9 +180,10 @@ class Observer:
     # Steps
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._clients.playing or dp_optimizer._stepping.get() is optimizer:
+        if self._is_part_of_a_step(optimizer):
             return
         if isinstance(optimizer, DPOptimizer):
+            self._stepping = optimizer
             self._watched.add_optimizer(optimizer.inner)
             kind = "private"
         else:
@@ -198,11 +200,17 @@ class Observer:
         )
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._clients.playing or dp_optimizer._stepping.get() is optimizer or not self._events:
+        if self._is_part_of_a_step(optimizer) or not self._events:
             return
         self._events[-1]["after"] = self._watched.state()
         if isinstance(optimizer, DPOptimizer):
+            self._stepping = None
             self._end_step()
+
+    def _is_part_of_a_step(self, optimizer: Optimizer) -> bool:
+        """Return whether a step is a client's, or one that a private step takes."""
+        stepping = self._stepping
+        return self._clients.playing or (stepping is not None and optimizer is stepping.inner)
 
     def _end_step(self) -> None:
         self._events[-1]["randomness"] = self._start_generators()
@@ -211,9 +219,9 @@ class Observer:
             raise Stopped
 
     def _after_round(self, rounds: LocalRounds) -> None:
+        parameters = (p for group in rounds.inner.param_groups for p in group["params"])
         self._watched.add(
-            (f"parameter {name}", p)
-            for name, p in zip(rounds.names(), rounds._parameters, strict=True)
+            (f"parameter {name}", p) for name, p in zip(rounds.names(), parameters, strict=True)
         )
         self._events.append(
             {
@@ -230,12 +238,12 @@ class Observer:
     # Releases
 
     def _round(
-        self, original: Callable[..., Any], mechanism: GaussianMechanism, sums: Any
+        self, method: Callable[..., Any], mechanism: GaussianMechanism, sums: Any
     ) -> Iterator[Any]:
         exchange = mechanism.exchange
         self._noise = []
         clean = flat(sums.values())
-        released = yield from original(mechanism, sums)
+        released = yield from method(mechanism, sums)
         ranks = exchange.transport.world_size
         dense = not exchange.memory and all(
             isinstance(c, Identity) and c.bits >= 32
@@ -255,7 +263,7 @@ class Observer:
             ranks=ranks,
             noise=self._noise,
             drawn=self._draws.take(),
-            left_out=getattr(exchange.owner, "not_finite", 0),
+            left_out=self._stepping.not_finite if self._stepping else 0,
             discrete=mechanism.noise == "discrete",
             share=judge(mechanism.scheme()).std,
         )
@@ -280,23 +288,22 @@ class Observer:
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    def _add_noise_(
+    def _add_noise(
         self,
-        original: Callable[..., None],
+        method: Callable[..., None],
         mechanism: GaussianMechanism,
         tensors: Any,
         sensitivity: float,
-        elements: int,
-        stream: Any,
+        *args: Any,
     ) -> None:
         before = flat(tensors).double()
-        original(mechanism, tensors, sensitivity, elements, stream)
+        method(mechanism, tensors, sensitivity, *args)
         self._noise.append((sensitivity, (flat(tensors).double() - before).float()))
 
     # The ledger
 
     def _open_ledger(
-        self, original: Callable[..., None], ledger: Ledger, path: Any = None, **options: Any
+        self, method: Callable[..., None], ledger: Ledger, path: Any = None, **options: Any
     ) -> None:
         """Open a copy: what this run releases nobody sees."""
         if path is not None and os.fspath(path):
@@ -307,18 +314,18 @@ class Observer:
                     copy.write_bytes(Path(place).read_bytes())
                 self._ledgers[place] = str(copy)
             path = self._ledgers[place]
-        original(ledger, path, **options)
+        method(ledger, path, **options)
 
-    def _record_entry(self, original: Callable[..., None], ledger: Ledger, event: Any) -> None:
-        original(ledger, event)
-        # Not what another rank, a checkpoint or a torn line knew.
-        if sys._getframe(2).f_code.co_name == "enter":
-            self._entries += [event.mechanism] * event.steps
+    def _record_entry(
+        self, method: Callable[..., None], engine: PrivacyEngine, event: GaussianEvent
+    ) -> None:
+        method(engine, event)
+        self._entries += [event.mechanism] * event.steps
 
     # Samples
 
     def _make_private(
-        self, original: Callable[..., Any], engine: PrivacyEngine, **arguments: Any
+        self, method: Callable[..., Any], engine: PrivacyEngine, **arguments: Any
     ) -> Any:
         self._sources.stop()
         dataset: Any = getattr(arguments.get("data_loader"), "dataset", None)
@@ -326,7 +333,7 @@ class Observer:
             self._sources.look(dataset)
         if self._variant.varied_source is not None:
             raise Stopped
-        model, optimizer, loader = original(engine, **arguments)
+        model, optimizer, loader = method(engine, **arguments)
         if engine not in self._engines:
             self._engines.append(engine)
         self._watched.add_model(model)
@@ -335,10 +342,10 @@ class Observer:
         return model, optimizer, loader
 
     def _private_participation(
-        self, original: Callable[..., Any], engine: PrivacyEngine, **arguments: Any
+        self, method: Callable[..., Any], engine: PrivacyEngine, **arguments: Any
     ) -> Any:
         self._sources.stop()
         if engine not in self._engines:
             self._engines.append(engine)
         self._units.append((arguments["clients"], arguments["sample_rate"]))
-        return original(engine, **arguments)
+        return method(engine, **arguments)

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import runpy
 import shutil
-import socket
 import sys
 import time
 import traceback
@@ -18,6 +17,8 @@ import torch
 
 from comm_hooks.launchers.audit.script.observer import Observer, Stopped
 from comm_hooks.launchers.audit.script.planting import Plant
+from comm_hooks.launchers.endpoint import Endpoint, free_port, loopback_interface
+from comm_hooks.launchers.place import Place
 from comm_hooks.optim.private.errors import PrivacyError
 
 # One process imports torch, and those that run the script are forked from it.
@@ -107,9 +108,9 @@ def run_script(job: Job, variant: Variant, folder: Path, released: Path | None =
     workplace = folder / "work"
     _copy_folder(Path.cwd(), workplace)
     count = job.processes or 1
-    port = _free_port()
+    head = Endpoint("127.0.0.1", free_port())
     processes = [
-        _CONTEXT.Process(target=_run, args=(job, variant, folder, released, rank, port))
+        _CONTEXT.Process(target=_run, args=(job, variant, folder, released, rank, head))
         for rank in range(count)
     ]
     for process in processes:
@@ -171,7 +172,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _run(
-    job: Job, variant: Variant, folder: Path, released: Path | None, rank: int, port: int
+    job: Job, variant: Variant, folder: Path, released: Path | None, rank: int, head: Endpoint
 ) -> None:
     """Be one rank: run the script as ``__main__``, and leave what was observed."""
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT, 0o600)
@@ -181,7 +182,7 @@ def _run(
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     script = job.script.resolve()
     if job.processes is not None:
-        _be_rank(rank, job.processes, port)
+        _be_rank(rank, job.processes, head)
     torch.set_num_threads(1)
     # Workers of data loaders are started as in a process that was not forked from another one.
     multiprocessing.set_start_method(None, force=True)
@@ -214,14 +215,12 @@ def _run(
     os._exit(1 if error else 0)
 
 
-def _be_rank(rank: int, count: int, port: int) -> None:
+def _be_rank(rank: int, count: int, head: Endpoint) -> None:
     """Set what torchrun would."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank}
-    names |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "ROLE_WORLD_SIZE": count}
-    os.environ |= {name: str(value) for name, value in names.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ |= Place("torchrun", rank, count, rank, count).variables(head)
+    os.environ |= {"GROUP_RANK": "0", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(count)}
+    if interface := loopback_interface():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _wait_for_others(folder: Path, count: int) -> None:
@@ -231,13 +230,6 @@ def _wait_for_others(folder: Path, count: int) -> None:
         if all((folder / f"rank{rank}.pt").exists() for rank in range(count)):
             return
         time.sleep(0.01)
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
 
 
 def _copy_folder(source: Path, target: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -30,31 +31,23 @@ class Sources(TorchFunctionMode):
     def __init__(self, varied: int | None, where: Callable[[], str]) -> None:
         super().__init__()
         self._varied, self._where = varied, where
-        self._patches = [
-            mock.patch.object(owner, name, self._noting(owner, name))
-            for owner, names in (
-                (torch, ("load", "from_numpy")),
-                (np, ("load", "loadtxt", "genfromtxt")),
-            )
-            for name in names
-        ]
-        self._is_on = False
+        self._exits = ExitStack()
         self.found: dict[str, Any] = {"made": [], "rows": None}
 
     def start(self) -> None:
         """Begin to look."""
-        for patch in self._patches:
-            patch.start()
-        self.__enter__()
-        self._is_on = True
+        for owner, names in (
+            (torch, ("load", "from_numpy")),
+            (np, ("load", "loadtxt", "genfromtxt")),
+        ):
+            for name in names:
+                noting = self._noting(name, getattr(owner, name))
+                self._exits.enter_context(mock.patch.object(owner, name, noting))
+        self._exits.enter_context(self)
 
     def stop(self) -> None:
         """End it; may be called again."""
-        if self._is_on:
-            self._is_on = False
-            self.__exit__(None, None, None)
-            for patch in self._patches:
-                patch.stop()
+        self._exits.close()
 
     def look(self, dataset: Any) -> None:
         """Note the samples of a data set, the first time."""
@@ -71,9 +64,7 @@ class Sources(TorchFunctionMode):
             self._note(name, result)
         return result
 
-    def _noting(self, owner: Any, name: str) -> Callable[..., Any]:
-        original = getattr(owner, name)
-
+    def _noting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             self._note(name, result)

@@ -1,7 +1,7 @@
 """Two runs that differ in one sample: is all else the same, and that by no more than C?"""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,17 +51,18 @@ def compare(base: Run, run: Run, reference: Run, unit: str) -> Twins:
     drawn = [planted.index in indices for indices in drawn_of(reference)]
     problems: list[str] = []
     largest: float | None = None
-    for rank, (one, two) in enumerate(zip(base.ranks, run.ranks, strict=True)):
-        problem = _first_difference(one, two, f"{unit} {planted.index}")
-        if problem and problem[1] not in problems:
-            if len(run.ranks) > 1 and not problems:
-                problem = problem[0], f"{problem[1]} (rank {rank})"
-            problems.append(problem[1])
-    steps = min(len(r["releases"]) for r in (*base.ranks, *run.ranks))
-    known = min((_steps_before(a, b) for a, b in zip(base.ranks, run.ranks, strict=True)))
+    pairs = list(zip(base.ranks, run.ranks, strict=True))
+    comparable = min(len(r["releases"]) for r in (*base.ranks, *run.ranks))
+    for rank, (one, two) in enumerate(pairs):
+        found = _first_difference(one, two, f"{unit} {planted.index}")
+        if found:
+            comparable = min(comparable, found.releases)
+            if found.message not in problems:
+                of_rank = f" (rank {rank})" if len(pairs) > 1 and not problems else ""
+                problems.append(found.message + of_rank)
     same_shape = _has_as_many_rows(base) == _has_as_many_rows(run)
-    for step in range(min(steps, known)):
-        releases = [(a["releases"][step], b["releases"][step]) for a, b in _ranks(base, run)]
+    for step in range(comparable):
+        releases = [(a["releases"][step], b["releases"][step]) for a, b in pairs]
         where = releases[0][1]["where"]
         bound = releases[0][1]["settings"][1]
         differences = [b["sums"].double() - a["sums"].double() for a, b in releases]
@@ -96,17 +97,12 @@ def compare(base: Run, run: Run, reference: Run, unit: str) -> Twins:
 def are_alike(one: Run, other: Run) -> str | None:
     """Return where two runs with nothing changed between them differ, or None."""
     for a, b in zip(one.ranks, other.ranks, strict=True):
-        problem = _first_difference(a, b, "nothing")
-        if problem:
-            return problem[0]
+        if found := _first_difference(a, b, "nothing"):
+            return found.where
         for x, y in zip(a["releases"], b["releases"], strict=False):
             if not torch.equal(x["sums"], y["sums"]):
                 return f"{x['where']}: clipped sums"
     return None
-
-
-def _ranks(base: Run, run: Run) -> Any:
-    return zip(base.ranks, run.ranks, strict=True)
 
 
 def _has_as_many_rows(run: Run) -> bool:
@@ -139,47 +135,46 @@ def _norm(differences: list[torch.Tensor]) -> float:
     return of_sum if not of_sum <= of_all else of_all
 
 
-def _steps_before(one: dict[str, Any], other: dict[str, Any]) -> int:
-    """Return how many releases there were before something else was different."""
-    for a, b in zip(one["events"], other["events"], strict=False):
-        if _is_other(a, b) or _changed(a.get("before"), b.get("before")):
-            return int(a.get("releases", 0))
-        if _changed(a.get("after"), b.get("after")):
-            return int(a.get("releases", 0)) + (a["kind"] == "private")
-    return min(len(one["releases"]), len(other["releases"]))
+class _Difference(NamedTuple):
+    """Where two ranks' runs differ first in what is no sum, that in words, and after what."""
+
+    where: str
+    message: str
+    releases: int
 
 
 def _first_difference(
     one: dict[str, Any], other: dict[str, Any], sample: str
-) -> tuple[str, str] | None:
-    """Return where two ranks' runs differ first in what is no sum, and that in words."""
+) -> _Difference | None:
     shows = f"depends on {sample}"
     last = "the start"
     for a, b in zip(one["events"], other["events"], strict=False):
+        releases = int(a.get("releases", 0))
         if _is_other(a, b):
             at = [e["where"] or "the end" for e in (a, b)]
             what = f"{at[0]}: whether another step comes, or at {at[1]} instead, {shows}"
-            return at[0], what if at[0] != at[1] else f"{at[0]}: which step comes {shows}"
+            if at[0] == at[1]:
+                what = f"{at[0]}: which step comes {shows}"
+            return _Difference(at[0], what, releases)
+        where, is_private = b["where"], a["kind"] == "private"
         if names := _changed(a.get("before"), b.get("before")):
-            where = b["where"]
-            return where, f"{where}: {_named(names, a['before'], b['before'])} {shows}: it was " + (
-                f"changed after {last}, and not by a step of an optimizer"
-            )
-        if a["kind"] == "private":
-            problem = _other_settings(one, other, a)
-            if problem:
-                return a["where"], f"{a['where']}: {problem} {shows}"
+            what = f"{where}: {_named(names, a['before'], b['before'])} {shows}"
+            changed = f"it was changed after {last}, and not by a step of an optimizer"
+            return _Difference(where, f"{what}: {changed}", releases)
+        if is_private and (problem := _other_settings(one, other, a)):
+            return _Difference(a["where"], f"{a['where']}: {problem} {shows}", releases + 1)
         if names := _changed(a.get("after"), b.get("after")):
-            what = _named(names, a["after"], b["after"])
+            what = f"{_named(names, a['after'], b['after'])} {shows}"
             if a["kind"] == "end":
-                return last, f"{last}: {what} {shows}: it was changed after the last step"
-            where = b["where"]
-            by = f"it was changed by {b['who']}.step() at {where}"
-            ledger = "" if a["kind"] == "private" else ", which is not in the ledger"
-            return where, f"{where}: {what} {shows}: {by}{ledger}"
-        last = b["where"] or last
+                what = f"{last}: {what}: it was changed after the last step"
+                return _Difference(last, what, releases)
+            ledger = "" if is_private else ", which is not in the ledger"
+            by = f"it was changed by {b['who']}.step() at {where}{ledger}"
+            return _Difference(where, f"{where}: {what}: {by}", releases + is_private)
+        last = where or last
     if len(one["events"]) != len(other["events"]):
-        return last, f"{last}: the number of steps {shows}"
+        releases = min(len(one["releases"]), len(other["releases"]))
+        return _Difference(last, f"{last}: the number of steps {shows}", releases)
     return None
 
 

@@ -47,6 +47,11 @@ class Watched:
         return {name: look() for name, look in self._looks.items()}
 
 
+def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return a copy of all elements of some tensors in one row, float32."""
+    return torch.cat([t.detach().float().cpu().reshape(-1) for t in tensors])
+
+
 def digest(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's bits."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)

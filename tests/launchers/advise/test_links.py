@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comm_hooks.launchers.advise import links
 from comm_hooks.launchers.advise.cost_model import Link
 from comm_hooks.launchers.advise.links import (
     Measured,
@@ -21,8 +19,9 @@ from comm_hooks.launchers.advise.links import (
     network_of,
     nodes_of,
 )
-from comm_hooks.launchers.advise.ranks import Place, find_place, joined
+from comm_hooks.launchers.advise.ranks import joined
 from comm_hooks.launchers.netns import Bed, why_not
+from comm_hooks.launchers.place import find_place
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=9))
@@ -65,24 +64,8 @@ def test_the_network_is_as_slow_as_its_slowest_links() -> None:
     assert network_of(measured[2:], [[0, 1]], "gloo").ring == Link(1000.0, 0.02)
 
 
-def test_a_transfer_that_is_held_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    transfers: list[int] = []
-
-    def transfer(count: int, *arguments: object) -> float:
-        transfers.append(count)
-        is_held_up = transfers.count(count) == 2
-        return count / 1e6 * (5 if is_held_up else 1)
-
-    monkeypatch.setattr(links, "_transfer", transfer)
-    assert links._bandwidth(0, 0, 1, torch.device("cpu"), 0.0) == pytest.approx(1e6)
-    # They grow to one of 0.4 s, and only that one is repeated.
-    assert len(set(transfers)) == len(transfers) - 2
-    assert 0.4e6 <= transfers[-1] == transfers[-2] == transfers[-3] < 3.2e6
-
-
 def _measure() -> tuple[list[Measured], list[list[int]]]:
-    place = Place(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
-    return measure_links(place, torch.device("cpu"))
+    return measure_links(torch.device("cpu"))
 
 
 def test_all_ranks_learn_the_same(ranks_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +80,7 @@ def print_links() -> None:
     """Be one rank in a bed."""
     place = find_place()
     with joined(place, "gloo", 60.0):
-        measured, _ = measure_links(place, torch.device("cpu"))
+        measured, _ = measure_links(torch.device("cpu"))
     if place.rank == 0:
         print(json.dumps({m.source: 8e-6 * m.link.bandwidth for m in measured if not m.inside}))
 

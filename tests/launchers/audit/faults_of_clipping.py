@@ -5,13 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from comm_hooks.launchers.audit.stages import Stages
-from comm_hooks.optim.private.batches import LossFunction
-from comm_hooks.optim.private.clipped_sum import ClippedGradients, ClippedSum
+from comm_hooks.optim.private.clipped_sum import ClippedSum
 from comm_hooks.optim.private.clipping import clip_factors, sample_norms
 from comm_hooks.optim.private.per_sample import PerSampleGradients
+from tests.launchers.audit.parts import stages_with
 
 Gradients = list[torch.Tensor]
 Add = Callable[["Clipper", Gradients], None]
@@ -42,13 +41,7 @@ class Clipper(PerSampleGradients):
 
 
 def clipping_by(add: Add) -> type[Stages]:
-    class Faulty(Stages):
-        def gradients(self, model: nn.Module, loss_function: LossFunction) -> ClippedGradients:
-            kind = type("FaultyClipper", (Clipper,), {"add": staticmethod(add)})
-            made: ClippedGradients = kind(model, loss_function, self.configuration.max_grad_norm)
-            return made
-
-    return Faulty
+    return stages_with(type("FaultyClipper", (Clipper,), {"add": staticmethod(add)}))
 
 
 def means_of_micro_batches(self: Clipper, gradients: Gradients) -> None:

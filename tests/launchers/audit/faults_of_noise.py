@@ -10,9 +10,10 @@ import torch
 from comm_hooks.collectives.requests import Round
 from comm_hooks.exchange import Exchange
 from comm_hooks.launchers.audit.stages import Mechanism, Stages
-from comm_hooks.optim.private.mechanism import GaussianMechanism, Released
+from comm_hooks.optim.private.mechanism import Released
 from comm_hooks.optim.private.noise import add_noise_
 from comm_hooks.optim.private.secret import Secret
+from tests.launchers.audit.parts import library_mechanism
 
 Values = np.ndarray[Any, Any]
 Draw = Callable[["OwnNoise", Values], Values]
@@ -258,20 +259,6 @@ class _Misreporting:
     def round(self, sums: Mapping[str, torch.Tensor]) -> Round[Released]:
         released = yield from self._inner.round(sums)
         return replace(released, noise_variance=2 * (released.noise_variance or 0))
-
-
-def library_mechanism(
-    stages: Stages, exchange: Exchange, noise_multiplier: float, **options: Any
-) -> GaussianMechanism:
-    configuration = stages.configuration
-    return GaussianMechanism(
-        exchange,
-        place=configuration.placement,  # type: ignore[arg-type]
-        noise_multiplier=noise_multiplier,
-        max_grad_norm=configuration.max_grad_norm,
-        expected_batch_size=configuration.expected_batch_size,
-        **options,
-    )
 
 
 _DRAWS = (

@@ -9,6 +9,7 @@ import torch
 from comm_hooks.launchers.audit.stages import Stages
 from comm_hooks.optim.private.poisson import PoissonSampler
 from comm_hooks.optim.private.secret import Secret
+from tests.launchers.audit.parts import stages_with
 
 Masks = np.ndarray[Any, Any]
 Draw = Callable[["Drawing"], Iterator[Masks]]
@@ -168,21 +169,11 @@ class Repeating(PoissonSampler):
             yield rng.integers(0, self.num_samples, count).tolist()
 
 
-class WithReplacement(Stages):
-    def sampler(self, rank: int, num_samples: int, steps: int) -> PoissonSampler:
-        return Repeating(num_samples, self.configuration.sample_rate, steps)
-
-
 class WithoutEmpty(PoissonSampler):
     """Leaves empty batches out."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return (batch for batch in super().__iter__() if batch)
-
-
-class EmptyBatchesSkipped(Stages):
-    def sampler(self, rank: int, num_samples: int, steps: int) -> PoissonSampler:
-        return WithoutEmpty(num_samples, self.configuration.sample_rate, steps)
 
 
 class SameMasksOnAllRanks(Stages):
@@ -228,8 +219,8 @@ _DRAWS = (
 )
 FAULTS: dict[str, tuple[dict[str, Any], type[Stages]]] = {
     **{f"sampling: {draw.__name__}": ({}, sampling_by(draw)) for draw in _DRAWS},
-    "sampling: with replacement": ({}, WithReplacement),
-    "sampling: empty batches skipped": ({}, EmptyBatchesSkipped),
+    "sampling: with replacement": ({}, stages_with(Repeating)),
+    "sampling: empty batches skipped": ({}, stages_with(WithoutEmpty)),
     "sampling: same masks on all ranks": ({}, SameMasksOnAllRanks),
     "sampling: same masks after a restart": ({}, SameMasksAfterRestart),
 }

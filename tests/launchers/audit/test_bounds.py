@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comm_hooks.launchers.audit import epsilon_lower_bound, gaussian_lower_bound
-from comm_hooks.launchers.audit.bounds import (
+from comm_hooks.launchers.audit.attacks.bounds import (
     binomial_tail,
     error_rate_bound,
     gaussian_epsilon,

@@ -13,20 +13,20 @@ import pytest
 import torch
 
 from comm_hooks.launchers.audit import Configuration, Stages, audit_configuration
+from comm_hooks.launchers.audit.attacks.releases import audit_releases
+from comm_hooks.launchers.audit.attacks.training import audit_training
 from comm_hooks.launchers.audit.audit import Audit
-from comm_hooks.launchers.audit.chances import (
+from comm_hooks.launchers.audit.checks.chances import (
     MOST_FALSE_ALARMS,
     SHARES,
     largest_correlation,
     log_tail,
     smallest_energy,
 )
-from comm_hooks.launchers.audit.clipping import audit_clipping
-from comm_hooks.launchers.audit.memory import check_memory
-from comm_hooks.launchers.audit.noise import check_noise
-from comm_hooks.launchers.audit.releases import ReleaseAudit, audit_releases
-from comm_hooks.launchers.audit.sampling import check_sampling, examine
-from comm_hooks.launchers.audit.training import audit_training
+from comm_hooks.launchers.audit.checks.clipping import audit_clipping
+from comm_hooks.launchers.audit.checks.memory import check_memory
+from comm_hooks.launchers.audit.checks.noise import check_noise
+from comm_hooks.launchers.audit.checks.sampling import check_sampling, examine
 from tests.launchers.audit import planted
 from tests.launchers.audit.correct import correct_settings
 from tests.launchers.audit.faults import BY_CHECK, FAULTS, configuration, stages_of
@@ -37,7 +37,7 @@ from tests.launchers.audit.faults_of_sampling import SameMasksOnAllRanks
 
 MASK = {**REMEMBERING_MASK, "memory": "none"}
 CHECKS: dict[str, Callable[[Stages], Iterable[str]]] = {
-    "clipping": lambda stages: audit_clipping(stages).problems,
+    "clipping": lambda stages: audit_clipping(stages)[1],
     "noise": check_noise,
     "memory": check_memory,
     "sampling": check_sampling,
@@ -77,36 +77,30 @@ def test_ranks_that_turn_one_draw_are_found() -> None:
     assert "sample i of rank 0 and sample i+1 of rank 1 are drawn together more often" in problem
 
 
-def exceeds(found: ReleaseAudit) -> bool:
-    return found.mu > found.claimed_mu
-
-
-def is_alarm(found: ReleaseAudit) -> bool:
-    return found.surest_mu > found.claimed_mu
-
-
 def test_noise_on_one_rank_before_a_compressor_of_each() -> None:
     exchange = {**TOPK, "memory": "none", "collective": "all_gather"}
     found = audit_releases(NoiseOnRankZero(configuration(placement="local", exchange=exchange)))
-    assert is_alarm(found)
+    assert found.outcome == "violation"
     # What is sent clean is told from noise exactly, not only better than claimed.
-    assert found.mu > 2 * found.claimed_mu
+    assert found.details["mu"] > 2 * found.details["claimed_mu"]
 
 
 @pytest.mark.slow
 def test_noise_after_error_feedback_gives_samples_away() -> None:
-    assert exceeds(audit_releases(NoiseAfterFeedback(configuration(exchange=MASK))))
+    found = audit_releases(NoiseAfterFeedback(configuration(exchange=MASK)))
+    assert found.audited > found.claimed
 
 
 def test_less_noise_than_is_claimed_gives_samples_away() -> None:
-    assert exceeds(audit_releases(TooLittleNoise(configuration())))
+    found = audit_releases(TooLittleNoise(configuration()))
+    assert found.audited > found.claimed
 
 
 @pytest.mark.slow
 def test_the_same_masks_on_all_ranks_give_samples_away() -> None:
     settings = {"world_size": 8, "noise_multiplier": 1.0, "sample_rate": 0.02, "steps": 400}
     found = audit_training(SameMasksOnAllRanks(configuration(**settings)))
-    assert found.found.epsilon > found.claimed_epsilon
+    assert found.audited > found.claimed
 
 
 VALID = [
@@ -146,15 +140,15 @@ def test_alarms_by_chance_are_within_their_budget() -> None:
 
 
 def test_limits_of_chance_hold() -> None:
-    """Each for a probability of 1 %, in 20,000 trials."""
+    """Each for a probability of 1 %, in 20,000 trials; 1.3 % would be four deviations more."""
     rng = np.random.default_rng(3)
     trials = 20_000
     energies = rng.chisquare(50, trials) / 50
-    assert (energies < smallest_energy(50, 0.01)).mean() < 0.01
+    assert (energies < smallest_energy(50, 0.01)).mean() < 0.013
     vectors = rng.standard_normal((2, trials, 40))
     vectors /= np.linalg.norm(vectors, axis=2, keepdims=True)
     cosines = np.abs((vectors[0] * vectors[1]).sum(1))
-    assert (cosines > largest_correlation(40, 0.01)).mean() < 0.01
+    assert (cosines > largest_correlation(40, 0.01)).mean() < 0.013
     counts = rng.binomial(500, 0.02, trials)
     over = (counts > 10) & (log_tail(counts, 500, 0.02) < np.log(0.01))
     assert 0 < over.mean() < 0.01
@@ -164,11 +158,11 @@ def test_bounds_are_not_far_below_what_is_true() -> None:
     """An audit that proves nothing would never raise an alarm either."""
     stages = Stages(configuration())
     found = audit_releases(stages)
-    assert found.mu > 0.5 * found.claimed_mu
-    assert audit_clipping(stages).sensitivity == pytest.approx(1.0, rel=1e-3)
+    assert found.details["mu"] > 0.5 * found.details["claimed_mu"]
+    assert audit_clipping(stages)[0] == pytest.approx(1.0, rel=1e-3)
     everything = {"sample_rate": 1.0, "noise_multiplier": 4.0, "steps": 20}
     training = audit_training(Stages(configuration(**everything)))
-    assert training.found.epsilon > 0.2 * training.claimed_epsilon
+    assert training.audited > 0.2 * training.claimed
 
 
 @pytest.mark.slow
@@ -178,6 +172,6 @@ def test_audits_of_what_is_correct_exceed_the_claim_as_rarely_as_they_say() -> N
     excess = 0
     for _ in range(15):
         found = audit_releases(stages, confidence=0.8)
-        excess += exceeds(found)
-        assert not is_alarm(found)
+        excess += found.audited > found.claimed
+        assert found.outcome != "violation"
     assert excess < 12

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from comm_hooks.launchers.endpoint import Endpoint, parse_endpoint, wait_for_port
 from comm_hooks.launchers.launch.hostfile import read_hostfile
-from comm_hooks.launchers.launch.job import Endpoint, Job, parse_endpoint, parse_nodes
-from comm_hooks.launchers.launch.network import wait_for_port
+from comm_hooks.launchers.launch.job import Job, parse_nodes
 from comm_hooks.launchers.launch.steps import Command, WriteFile
 from comm_hooks.launchers.main import app
 from tests.launchers.launch.commands import complaint
@@ -22,7 +22,7 @@ NEEDS_MPIRUN = pytest.mark.skipif(not shutil.which("mpirun"), reason="there is n
 NEEDS_DEEPSPEED = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")
 HEAD = ["--head", "127.0.0.1"]
 IN_RANK = {"RANK": "1", "WORLD_SIZE": "4"}
-STEP = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
+STEP = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
 MPI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 

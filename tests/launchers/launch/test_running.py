@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,8 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from comm_hooks.launchers.launch.job import Endpoint
-from comm_hooks.launchers.launch.network import wait_for_port
+from comm_hooks.launchers.endpoint import Endpoint, free_port, wait_for_port
 from comm_hooks.launchers.main import app
 
 LAUNCH = [sys.executable, "-m", "comm_hooks.launchers.main", "launch"]
@@ -24,11 +22,6 @@ RESTART = str(Path(__file__).with_name("restart_once.py"))
 SHOW = str(Path(__file__).with_name("show_rank.py"))
 ARGUMENTS = ["--text", "it's a $test", ""]
 SECONDS = 200.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def start(*arguments: str, **variables: str) -> "subprocess.Popen[str]":

@@ -1,32 +1,17 @@
-"""Links: who measures with whom when, and what comes out on a real connection."""
+"""What comes out of a measurement on a real connection."""
 
-import itertools
 import socket
+import struct
 import threading
 import time
 
 import pytest
 
 from comm_hooks.launchers.preflight import links
-from comm_hooks.launchers.preflight.links import Link, Listener, make_rounds, send
+from comm_hooks.launchers.preflight.links import Link, Listener, send
 
 
-@pytest.mark.parametrize("nodes", range(1, 40))
-def test_everybody_is_measured_and_nobody_twice_at_once(nodes: int) -> None:
-    rounds = make_rounds(nodes)
-    for pairs in rounds:
-        busy = [node for pair in pairs for node in pair]
-        assert len(busy) == len(set(busy))
-    measured = [pair for pairs in rounds for pair in pairs]
-    assert len(measured) == len(set(measured))
-    if nodes <= 8:
-        assert set(measured) == set(itertools.combinations(range(nodes), 2))
-    else:
-        assert set(measured) == {tuple(sorted((i, (i + 1) % nodes))) for i in range(nodes)}
-        assert len(rounds) <= 3
-
-
-def measure(clock_offset: float = 0.0) -> tuple[Link, Link]:
+def measure() -> tuple[Link, Link]:
     """Return what the source and what the target of a link found, on this machine."""
     listener = Listener("127.0.0.1")
     received = Link(3, 5)
@@ -38,21 +23,22 @@ def measure(clock_offset: float = 0.0) -> tuple[Link, Link]:
     return sent, received
 
 
-def test_both_ends_find_their_part() -> None:
+def test_the_source_finds_the_figures() -> None:
     sent, received = measure()
-    assert sent.error is received.error is None
+    assert sent.error is None
+    assert received == Link(3, 5)
     assert sent.round_trip is not None
     assert 0 < sent.round_trip < 1
     assert sent.clock_offset == pytest.approx(0, abs=0.5)
-    assert received.bits_per_second is not None
-    assert received.bits_per_second > 1e6
+    assert sent.bits_per_second is not None
+    assert sent.bits_per_second > 1e6
 
 
 def test_a_clock_that_is_ahead_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     # The target asks for the time in a thread, the source in this one.
     here, now = threading.get_ident(), time.time
     monkeypatch.setattr(
-        links.time, "time", lambda: now() + (100.0 if threading.get_ident() != here else 0.0)
+        time, "time", lambda: now() + (100.0 if threading.get_ident() != here else 0.0)
     )
     sent, _ = measure()
     assert sent.clock_offset == pytest.approx(100, abs=0.5)
@@ -62,7 +48,7 @@ def test_somebody_else_who_connects_is_not_taken_for_the_source() -> None:
     listener = Listener("127.0.0.1")
     received = Link(3, 5)
     with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
-        stranger.sendall(links._NUMBER.pack(4))
+        stranger.sendall(struct.pack("!d", 4))
         thread = threading.Thread(target=listener.receive, args=(received,))
         thread.start()
         sent = send(Link(3, 5), "127.0.0.1", listener.port)

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from comm_hooks.launchers.endpoint import free_port
 from comm_hooks.launchers.main import app
 from tests.launchers.launch.commands import forget_launchers
 from tests.ranks import Ranks
@@ -26,11 +27,6 @@ def preflight(*arguments: str, **environment: str) -> tuple[int, str, str]:
     """Return exit code, standard output and standard error."""
     result = CliRunner().invoke(app, ["preflight", *arguments], env=environment)
     return result.exit_code, result.stdout, result.stderr
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def by_hand(node: int, port: int, *options: str) -> tuple[int, str, str]:

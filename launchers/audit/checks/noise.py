@@ -7,30 +7,21 @@ of large ones, and many starts; sums are zero, small and huge, and are subtracte
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
 
-from comm_hooks.launchers.audit.chances import (
+from comm_hooks.launchers.audit.checks.chances import (
     chance,
     largest_correlation,
     log_tail,
     normal_limit,
     smallest_energy,
+    strongest_lag,
 )
 from comm_hooks.launchers.audit.stages import Stages
-from comm_hooks.launchers.audit.world import Shapes, World
+from comm_hooks.launchers.audit.world import SHAPES, Shapes, World
 
-_LONG: Shapes = {
-    "stem.weight": (4, 3, 5, 5),
-    "stem.bias": (3,),
-    "scale": (1,),
-    "block.weight": (24, 32),
-    "block.1.weight": (24, 32),
-    "mix.weight": (3, 5, 7),
-    "head.weight": (30, 21),
-}
 _LONG_STEPS = (160, 40, 40)
 # Noise is drawn in pieces, of 2^16 elements here.
 _LARGE: Shapes = {"embedding.weight": (300, 350), "norm.weight": (7,), "head.weight": (70_001,)}
@@ -95,7 +86,7 @@ def check_noise(stages: Stages) -> Iterator[str]:
     ]
     missing = checks
     repeats = False
-    for shapes, steps in ((_LONG, _LONG_STEPS), (_LARGE, _LARGE_STEPS)):
+    for shapes, steps in ((SHAPES, _LONG_STEPS), (_LARGE, _LARGE_STEPS)):
         played = _play(stages, shapes, steps)
         # What is found in many steps is not said again of large parameters.
         checks, missing = missing, []
@@ -124,34 +115,29 @@ def _play(stages: Stages, shapes: Shapes, processes: Sequence[int]) -> _Played:
     released, clean, sent, clean_of_ranks = [], [], [], []
     labels, numbers = [], []
     place: int | None = None
-    for process, steps in enumerate(processes):
-        if process:
-            world.start()
-        for step in range(steps):
-            sums = world.sums()
-            if step % 3:
-                for of_rank in sums:
-                    vector = torch.from_numpy(rng.standard_normal(world.numel))
-                    length = _HUGE if step % 6 == 1 else rng.choice(_LENGTHS)
-                    length *= max(1.0, configuration.noise_multiplier)
-                    of_rank.copy_(vector * (length * norm / vector.norm()))
-            kept = sums.clone()
-            released.append(world.release())
-            clean.append(kept.sum(0))
-            numbers.append(step)
-            labels.append(f"step {step + 1} of process {process + 1}")
-            if configuration.placement in ("shares", "local") and world.sent:
-                if place is None:
-                    place = _find(world.sent[-1].sum(0), released[-1])
-                if place >= 0:
-                    sent.append(world.sent[-1][:, place : place + world.numel].clone())
-                    clean_of_ranks.append(kept)
-    ends = list(accumulate(int(np.prod(shape)) for shape in shapes.values()))
-    parts = list(zip(shapes, [0, *ends], ends, strict=False))
+    for process, step in world.steps(*processes):
+        sums = world.sums()
+        if step % 3:
+            for of_rank in sums:
+                vector = torch.from_numpy(rng.standard_normal(world.numel))
+                length = _HUGE if step % 6 == 1 else rng.choice(_LENGTHS)
+                length *= max(1.0, configuration.noise_multiplier)
+                of_rank.copy_(vector * (length * norm / vector.norm()))
+        kept = sums.clone()
+        released.append(world.release())
+        clean.append(kept.sum(0))
+        numbers.append(step)
+        labels.append(f"step {step + 1} of process {process + 1}")
+        if configuration.placement in ("shares", "local") and world.sent:
+            if place is None:
+                place = _find(world.sent[-1].sum(0), released[-1])
+            if place >= 0:
+                sent.append(world.sent[-1][:, place : place + world.numel].clone())
+                clean_of_ranks.append(kept)
     y, s = torch.stack(released), torch.stack(clean)
     gain = gain_of(y, s)
     values = (y / gain - s) / claimed_deviation(stages, configuration.noise_multiplier)
-    of_sum = Noise(values, s / norm, labels, numbers, parts)
+    of_sum = Noise(values, s / norm, labels, numbers, world.parts)
     of_ranks = None
     if sent:
         share = math.sqrt(ranks) if configuration.placement == "shares" else 1.0
@@ -159,14 +145,12 @@ def _play(stages: Stages, shapes: Shapes, processes: Sequence[int]) -> _Played:
         own = torch.cat(clean_of_ranks)
         rows = [f"rank {rank} in {label}" for label in labels for rank in range(ranks)]
         steps_of_rows = [number for number in numbers for _ in range(ranks)]
-        of_ranks = Noise(
-            (torch.cat(sent) - own) / deviation, own / norm, rows, steps_of_rows, parts
-        )
+        values = (torch.cat(sent) - own) / deviation
+        of_ranks = Noise(values, own / norm, rows, steps_of_rows, world.parts)
     reported = world.reported_variance
-    claimed = claimed_deviation(stages, configuration.noise_multiplier) ** 2
-    return _Played(
-        of_sum, of_ranks, None if reported is None else reported / claimed / gain**2, world.alike
-    )
+    if reported is not None:
+        reported /= (claimed_deviation(stages, configuration.noise_multiplier) * gain) ** 2
+    return _Played(of_sum, of_ranks, reported, world.alike)
 
 
 def gain_of(released: torch.Tensor, sums: torch.Tensor) -> float:
@@ -278,44 +262,27 @@ def _narrow(noise: Noise) -> list[str]:
 
 def _shifted(noise: Noise) -> list[str]:
     """Look for elements that are correlated with others at a fixed distance, in any step."""
-    z = _unit_rows(noise.values) * math.sqrt(noise.values.shape[1])
-    rows, numel = z.shape
-    size = 1 << (2 * numel - 1).bit_length()
-    spectra = torch.fft.rfft(z, n=size)
-    steps = torch.tensor(noise.steps)
-    first = (steps == 0).nonzero().flatten().tolist()
-    later = [i for i in range(rows) if i not in first]
-    again = [i for i in range(len(steps)) if i >= (first[1] if len(first) > 1 else rows)]
-    same_step = [int(steps[i]) for i in again]
-    kinds = [
-        ("within a step", torch.arange(rows), torch.arange(rows)),
-        ("of steps that follow each other", torch.tensor(later) - 1, torch.tensor(later)),
-        ("of a step and that after a restart", torch.tensor(same_step), torch.tensor(again)),
-    ]
-    problems = []
-    for what, one, other in kinds:
+    z = (_unit_rows(noise.values) * math.sqrt(noise.values.shape[1])).numpy()
+    steps = np.array(noise.steps)
+    starts = np.flatnonzero(steps == 0)
+    later = np.flatnonzero(steps)
+    again = np.arange(starts[1] if len(starts) > 1 else len(steps), len(steps))
+    for what, one, other in (
+        ("within a step", z, z),
+        ("of steps that follow each other", z[later - 1], z[later]),
+        ("of a step and that after a restart", z[steps[again]], z[again]),
+    ):
         if not len(one):
             continue
-        spectrum = (spectra[one].conj() * spectra[other]).sum(0)
-        sums = torch.fft.irfft(spectrum, n=size)
-        distance = torch.arange(size)
-        distance = torch.minimum(distance, size - distance)
-        terms = len(one) * (numel - distance).clamp(min=0)
-        usable = terms >= 500
-        if what == "within a step":
-            usable &= (distance > 0) & (torch.arange(size) <= size // 2)
-        elif one.shape:
-            usable &= distance > 0
-        deviations = torch.where(usable, sums / terms.clamp(min=1).sqrt(), 0.0)
-        limit = normal_limit(chance("noise: lags", 6 * int(usable.sum()))) + 0.5
-        place = int(deviations.abs().argmax())
-        if abs(float(deviations[place])) > limit:
-            problems.append(
-                f"the noise of elements {int(distance[place])} apart, {what}, is correlated "
-                f"({abs(float(deviations[place])):.0f} standard deviations of chance): draw every "
-                "element, of every parameter and rank, for itself"
-            )
-    return problems[:1]
+        found = strongest_lag(one, other, 500, chance("noise: lags", 3), forward=one is z)
+        if found:
+            shift, deviations = found
+            return [
+                f"the noise of elements {abs(shift)} apart, {what}, is correlated "
+                f"({abs(deviations):.0f} standard deviations of chance): draw every element, of "
+                "every parameter and rank, for itself"
+            ]
+    return []
 
 
 def _few_values(noise: Noise) -> list[str]:

@@ -5,10 +5,11 @@ here, and divides it by the number of comparisons it makes.
 """
 
 import math
-from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.stats import beta, chi2, norm
 
 Array = npt.NDArray[np.float64]
 
@@ -44,41 +45,33 @@ def chance(test: str, comparisons: int = 1) -> float:
 
 def normal_limit(chance: float) -> float:
     """Return what a standard normal variable exceeds, on either side, with this probability."""
-    return -NormalDist().inv_cdf(chance / 2)
+    return float(norm.isf(chance / 2))
 
 
 def smallest_energy(terms: int, chance: float) -> float:
     """Return below which the mean square of so many standard normal variables is by chance.
 
-    Chernoff's bound: P[mean < c] <= (c e^(1 - c))^(terms / 2) for c < 1.
-
     Example::
 
-        >>> from comm_hooks.launchers.audit.chances import smallest_energy
+        >>> from comm_hooks.launchers.audit.checks.chances import smallest_energy
         >>> round(smallest_energy(1000, 1e-6), 2)
-        0.78
+        0.8
     """
-    wanted = 2 * math.log(chance) / terms
-    # log c + 1 - c rises from minus infinity to 0.
-    low, high = wanted - 1, 0.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if middle + 1 - math.exp(middle) < wanted else (low, middle)
-    return math.exp(low)
+    return float(chi2.ppf(chance, terms) / terms)
 
 
 def largest_correlation(length: int, chance: float) -> float:
     """Return what two independent normal vectors' cosine exceeds, on either side, by chance.
 
-    Its square has a beta distribution: P[|cosine| > r] <= 2 (1 - r^2)^((length - 1) / 2).
+    Its square has a beta distribution of 1/2 and (length - 1) / 2.
 
     Example::
 
-        >>> from comm_hooks.launchers.audit.chances import largest_correlation
+        >>> from comm_hooks.launchers.audit.checks.chances import largest_correlation
         >>> round(largest_correlation(10_000, 1e-9), 3)
-        0.065
+        0.061
     """
-    return math.sqrt(-math.expm1(2 * math.log(chance / 2) / max(1, length - 1)))
+    return math.sqrt(beta.isf(chance, 0.5, max(1, length - 1) / 2))
 
 
 def log_tail(counts: npt.ArrayLike, trials: npt.ArrayLike, rate: npt.ArrayLike) -> Array:
@@ -88,7 +81,7 @@ def log_tail(counts: npt.ArrayLike, trials: npt.ArrayLike, rate: npt.ArrayLike) 
 
     Example::
 
-        >>> from comm_hooks.launchers.audit.chances import log_tail
+        >>> from comm_hooks.launchers.audit.checks.chances import log_tail
         >>> round(float(log_tail(70, 100, 0.5)), 2)
         -8.23
     """
@@ -102,7 +95,42 @@ def log_tail(counts: npt.ArrayLike, trials: npt.ArrayLike, rate: npt.ArrayLike) 
     return bound
 
 
-def too_many(counts: npt.ArrayLike, trials: npt.ArrayLike, rate: float, chance: float) -> bool:
-    """Return whether any of some binomial counts is larger than chance explains."""
-    over = np.asarray(counts) > np.asarray(trials) * rate
-    return bool((over & (log_tail(counts, trials, rate) < math.log(chance))).any())
+def strongest_lag(
+    one: npt.NDArray[Any],
+    other: npt.NDArray[Any],
+    least: float,
+    chance: float,
+    *,
+    forward: bool = False,
+) -> tuple[int, float] | None:
+    """Correlate the rows of two matrices (rows, d) of mean 0 and variance 1 at every shift.
+
+    Args:
+        least: how many products a shift must have to be looked at.
+        chance: the probability with which any of the shifts may be reported by mistake.
+        forward: whether to look at positive shifts only.
+
+    Returns:
+        The shift from 1 - d to d - 1 at which the sum over rows and i of
+        ``one[:, i] * other[:, i + shift]`` is farthest from 0, and by how many standard deviations;
+        None where that is chance.
+
+    Example::
+
+        >>> rows = np.random.default_rng(0).standard_normal((50, 100))
+        >>> strongest_lag(rows, np.roll(rows, 3, axis=1), 500, 1e-6)[0]
+        3
+    """
+    numel = one.shape[1]
+    size = 1 << (2 * numel - 1).bit_length()
+    spectrum = np.fft.rfft(one, n=size)
+    products = spectrum.conj() * (spectrum if other is one else np.fft.rfft(other, n=size))
+    shifts = np.arange(1 - numel, numel)
+    terms = len(one) * (numel - np.abs(shifts))
+    usable = (terms >= least) & ((shifts > 0) | (not forward))
+    deviations = np.fft.irfft(products.sum(0), n=size)[shifts] / np.sqrt(terms)
+    worst = int(np.where(usable, np.abs(deviations), 0.0).argmax())
+    # Sums of rare events have longer tails than normal variables.
+    limit = 1.15 * normal_limit(chance / max(1, int(usable.sum())))
+    found = float(deviations[worst])
+    return (int(shifts[worst]), found) if usable[worst] and abs(found) > limit else None

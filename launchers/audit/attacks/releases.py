@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from comm_hooks.launchers.audit.bounds import gaussian_lower_bound
-from comm_hooks.launchers.audit.chances import SHARES
+from comm_hooks.launchers.audit.attacks import Attack
+from comm_hooks.launchers.audit.attacks.bounds import gaussian_epsilon, gaussian_lower_bound
+from comm_hooks.launchers.audit.attacks.one_run import fair_coins
+from comm_hooks.launchers.audit.checks.chances import SHARES
 from comm_hooks.launchers.audit.configuration import Configuration
-from comm_hooks.launchers.audit.one_run import fair_coins
 from comm_hooks.launchers.audit.stages import Stages
-from comm_hooks.launchers.audit.world import World, alike
+from comm_hooks.launchers.audit.world import World
 
 _MOST_CANARIES = 1024
 _SIDE = 16
@@ -31,34 +32,13 @@ _LEAST_CHANGE, _MOST_CHANGE = 1e-3, 10.0
 _THRESHOLDS = 64
 
 
-@dataclass(frozen=True)
-class ReleaseAudit:
-    """What releases showed.
-
-    Attributes:
-        mu: lower bound of the mu of Gaussian differential privacy, at the confidence asked for.
-        surest_mu: the same at the confidence of an alarm.
-        claimed_mu: sqrt(steps) / sigma.
-        sensitivity: by how much one sample can change what is clipped, over C; claimed is 1.
-        steps: how many releases each canary was in.
-        canaries: how many there were.
-    """
-
-    mu: float
-    surest_mu: float
-    claimed_mu: float
-    sensitivity: float
-    steps: int
-    canaries: int
-
-
 def audit_releases(
     stages: Stages,
     sensitivity: float = 1.0,
     *,
     confidence: float = 0.95,
     alarm_confidence: float = 1 - SHARES["releases: bound"],
-) -> ReleaseAudit:
+) -> Attack:
     r"""Attack the clipping, the noise, the compressor and the feedback, without the sampling.
 
     1. the largest change that one sample makes to a clipped sum has been found by trying;
@@ -73,7 +53,7 @@ def audit_releases(
        is released without noise;
     6. a quarter of the canaries chooses a threshold, the others count its errors, for those of each
        rank and for all together;
-    7. :func:`~comm_hooks.launchers.audit.bounds.gaussian_lower_bound` makes mu of them.
+    7. :func:`~comm_hooks.launchers.audit.attacks.bounds.gaussian_lower_bound` makes mu of them.
 
     What is claimed is sqrt(T) / sigma.  With a sigma that makes it more than 1.4 a larger one is
     played, because a few hundred canaries prove no more than a mu of 3.
@@ -86,6 +66,10 @@ def audit_releases(
         stages: what makes the parts.
         sensitivity: that change, over C.
         confidence, alarm_confidence: of the two bounds.
+
+    Returns:
+        The attack; its details have mu at both confidences and as it is claimed, the sensitivity,
+        how many releases each canary was in, and how many canaries there were.
     """
     configuration = stages.configuration
     sensitivity = min(max(sensitivity, _LEAST_CHANGE), _MOST_CHANGE)
@@ -116,7 +100,21 @@ def audit_releases(
             )
         )
     claimed = math.sqrt(plan.steps) / plan.noise_multiplier
-    return ReleaseAudit(bounds[0], bounds[1], claimed, sensitivity, plan.steps, len(coins))
+    mu, surest_mu = bounds
+    return Attack(
+        "releases, where it is known who was drawn",
+        gaussian_epsilon(mu, configuration.delta),
+        gaussian_epsilon(claimed, configuration.delta),
+        surest_mu > claimed,
+        {
+            "mu": mu,
+            "surest_mu": surest_mu,
+            "claimed_mu": claimed,
+            "sensitivity": sensitivity,
+            "steps": plan.steps,
+            "canaries": len(coins),
+        },
+    )
 
 
 @dataclass(frozen=True)
@@ -146,18 +144,17 @@ def _play(
     stages: Stages, plan: _Plan, places: torch.Tensor, values: torch.Tensor, noise: float
 ) -> torch.Tensor:
     """Return what is released at every canary's place, (steps, canaries), signs undone."""
-    world = World(stages, alike(plan.canaries, (_SIDE, _SIDE)), noise)
+    shapes = {f"parameter {i}": (_SIDE, _SIDE) for i in range(plan.canaries)}
+    world = World(stages, shapes, noise)
     canaries = torch.arange(plan.canaries)
     ranks = canaries % stages.configuration.world_size
     elements = canaries * _SIDE**2 + places
-    seen = torch.zeros(plan.steps, plan.canaries)
-    for step in range(plan.steps):
-        if step == plan.steps // 2:
-            world.start()
-        sign = 1.0 if step < plan.steps // 2 else -1.0
+    seen = []
+    for process, _ in world.steps(plan.steps // 2, plan.steps - plan.steps // 2):
+        sign = -1.0 if process else 1.0
         world.sums()[ranks, elements] = sign * values
-        seen[step] = sign * world.release()[elements]
-    return seen
+        seen.append(sign * world.release()[elements])
+    return torch.stack(seen)
 
 
 def _scores(expected: torch.Tensor, released: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,17 @@ who is in which step, of which rank, of which process.
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from comm_hooks.launchers.audit.chances import SHARES, chance, log_tail, normal_limit
+from comm_hooks.launchers.audit.checks.chances import (
+    SHARES,
+    chance,
+    log_tail,
+    normal_limit,
+    strongest_lag,
+)
 from comm_hooks.launchers.audit.stages import Stages
 from comm_hooks.launchers.audit.world import user_seed
 
@@ -24,14 +29,6 @@ _MOST_ROWS = 1600
 _STARTS = 900
 _BLOCKS = (1, 10, 100, 1000)
 _MOST_SAMPLES = 6000
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Who was drawn: masks (processes, ranks, steps, samples), and what was wrong on the way."""
-
-    masks: Masks
-    problems: list[str]
 
 
 def check_sampling(stages: Stages) -> list[str]:
@@ -48,12 +45,12 @@ def check_sampling(stages: Stages) -> list[str]:
     samples = min(max(600, round(30 / rate)), _MOST_SAMPLES)
     rows = min(_MOST_ROWS, _MOST_WORK // samples)
     steps = max(20, rows // (_PROCESSES * ranks) // 2 * 2)
-    drawn = collect(draw, ranks, samples, steps, _PROCESSES)
-    problems = drawn.problems or examine(drawn.masks, rate)
-    few = max(1, round(0.7 / rate))
-    small = collect(draw, 1, few, 300, 1)
+    masks, problems = _collect(draw, ranks, samples, steps, _PROCESSES)
+    problems = problems or examine(masks, rate)
     if not problems:
-        problems += small.problems or _sizes(small.masks, rate, exact=True)
+        few = max(1, round(0.7 / rate))
+        masks, problems = _collect(draw, 1, few, 300, 1)
+        problems = problems or _sizes(masks, rate, exact=True)
 
     enough = min(20_000, math.ceil(25 / (rate * (1 - rate)))) if rate < 1 else 1
 
@@ -69,40 +66,39 @@ def check_sampling(stages: Stages) -> list[str]:
     return problems
 
 
-def collect(
+def _collect(
     draw: Callable[[int, int, int], list[list[int]]],
     ranks: int,
     samples: int,
     steps: int,
     processes: int,
-) -> Drawn:
+) -> tuple[Masks, list[str]]:
     """Draw batches on all ranks in several processes.
 
     Args:
         draw: makes twice as many batches as asked for, of a rank and a number of samples.
+
+    Returns:
+        Who was drawn, (processes, ranks, steps, samples), and what was wrong on the way.
     """
     masks = np.zeros((processes, ranks, steps, samples), dtype=np.bool_)
     for process, rank in itertools.product(range(processes), range(ranks)):
         batches = draw(rank, samples, steps // 2)
         if len(batches) != steps:
-            return Drawn(
-                masks,
-                [
-                    f"rank {rank} draws {len(batches)} batches where {steps} were asked for: steps "
-                    "are counted beforehand, and empty batches are steps, too"
-                ],
+            problem = (
+                f"rank {rank} draws {len(batches)} batches where {steps} were asked for: steps are "
+                "counted beforehand, and empty batches are steps, too"
             )
+            return masks, [problem]
         for step, indices in enumerate(batches):
             if len(set(indices)) < len(indices):
-                return Drawn(
-                    masks,
-                    [
-                        f"rank {rank} draws a sample twice for step {step + 1}: it would count "
-                        "twice in the sum, by 2 C"
-                    ],
+                problem = (
+                    f"rank {rank} draws a sample twice for step {step + 1}: it would count twice "
+                    "in the sum, by 2 C"
                 )
+                return masks, [problem]
             masks[process, rank, step, indices] = True
-    return Drawn(masks, [])
+    return masks, []
 
 
 def examine(masks: Masks, rate: float) -> list[str]:
@@ -290,19 +286,12 @@ def _together(masks: Masks) -> list[str]:
     rows = masks.reshape(-1, samples)
     rate = float(rows.mean())
     centred = (rows - rate) / math.sqrt(rate * (1 - rate))
-    size = 1 << (2 * samples - 1).bit_length()
-    spectrum = (np.abs(np.fft.rfft(centred, n=size, axis=1)) ** 2).sum(0)
-    distances = np.arange(1, samples - samples // 20)
-    terms = len(rows) * (samples - distances)
-    usual = terms * rate * rate >= 50
-    deviations = np.fft.irfft(spectrum, n=size)[distances] / np.sqrt(terms)
-    deviations = np.where(usual, deviations, 0.0)
-    worst = int(np.abs(deviations).argmax())
-    if abs(deviations[worst]) > 1.15 * normal_limit(chance("sampling: samples", 4 * samples)):
-        kind = "more" if deviations[worst] > 0 else "less"
+    allowed = chance("sampling: samples", 4)
+    if found := strongest_lag(centred, centred, 50 / rate**2, allowed, forward=True):
+        distance, deviations = found
         return [
-            f"samples {distances[worst]} apart are drawn together {kind} often than chance has it "
-            f"({abs(deviations[worst]):.0f} standard deviations): each is to be drawn for itself"
+            f"samples {distance} apart are drawn together {_more(deviations)} often than chance "
+            f"has it ({abs(deviations):.0f} standard deviations): each is to be drawn for itself"
         ]
     some = rows[:, : min(samples, 1500)].astype(np.float32)
     common = np.triu(some.T @ some, 1)
@@ -325,24 +314,21 @@ def _shifted(masks: Masks) -> list[str]:
     pairs = list(itertools.combinations(range(ranks), 2))
     by_rank = masks.swapaxes(0, 1).reshape(ranks, -1, samples)
     rate = float(masks.mean())
-    size = 1 << (2 * samples - 1).bit_length()
-    shifts = np.arange(-(samples - samples // 20) + 1, samples - samples // 20)
-    terms = by_rank.shape[1] * (samples - np.abs(shifts))
-    usual = terms * rate * rate >= 50
-    limit = 1.15 * normal_limit(chance("sampling: shifts", len(pairs) * len(shifts)))
-    spectra = np.fft.rfft((by_rank - rate) / math.sqrt(rate * (1 - rate)), n=size)
+    centred = (by_rank - rate) / math.sqrt(rate * (1 - rate))
+    allowed = chance("sampling: shifts", len(pairs))
     for one, other in pairs:
-        products = np.fft.irfft((spectra[one].conj() * spectra[other]).sum(0), n=size)[shifts]
-        deviations = np.where(usual, products / np.sqrt(terms), 0.0)
-        worst = int(np.abs(deviations).argmax())
-        if abs(deviations[worst]) > limit:
-            kind = "more" if deviations[worst] > 0 else "less"
+        if found := strongest_lag(centred[one], centred[other], 50 / rate**2, allowed):
+            shift, deviations = found
             return [
-                f"sample i of rank {one} and sample i{shifts[worst]:+d} of rank {other} are drawn "
-                f"together {kind} often than chance has it ({abs(deviations[worst]):.0f} standard "
+                f"sample i of rank {one} and sample i{shift:+d} of rank {other} are drawn together "
+                f"{_more(deviations)} often than chance has it ({abs(deviations):.0f} standard "
                 "deviations): every rank is to draw for itself"
             ]
     return []
+
+
+def _more(deviations: float) -> str:
+    return "more" if deviations > 0 else "less"
 
 
 def _few_seeds(firsts: list[bytes], known: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from comm_hooks.launchers.audit.bounds import epsilon_lower_bound
+from comm_hooks.launchers.audit.attacks.bounds import epsilon_lower_bound
 
 # How many of m canaries to guess, half of them as present.  Few guesses are surer, many prove more.
 _SHARES_GUESSED = (1 / 16, 1 / 4)

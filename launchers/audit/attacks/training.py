@@ -1,12 +1,12 @@
 """The attack on a whole training: who was drawn is secret, and is found out where it can be."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 
-from comm_hooks.launchers.audit.chances import SHARES
-from comm_hooks.launchers.audit.one_run import OneRunAudit, fair_coins, guess
+from comm_hooks.launchers.audit.attacks import Attack
+from comm_hooks.launchers.audit.attacks.one_run import OneRunAudit, fair_coins, guess
+from comm_hooks.launchers.audit.checks.chances import SHARES
 from comm_hooks.launchers.audit.stages import Stages
 from comm_hooks.launchers.audit.world import World, user_seed
 from comm_hooks.optim.private.accounting import GaussianEvent
@@ -17,31 +17,12 @@ _MOST_STEPS = 400
 _MOST_WORK = 6_600_000
 
 
-@dataclass(frozen=True)
-class TrainingAudit:
-    """What one run showed.
-
-    Attributes:
-        found: the bound, at the confidence asked for.
-        claimed_epsilon: the accountant's for these steps.
-        surest: a bound at the confidence of an alarm, for a hundredth of delta.
-        claimed_surest: what is claimed for that.
-        steps: how many were taken.
-    """
-
-    found: OneRunAudit
-    claimed_epsilon: float
-    surest: OneRunAudit
-    claimed_surest: float
-    steps: int
-
-
 def audit_training(
     stages: Stages,
     *,
     confidence: float = 0.95,
     alarm_confidence: float = 1 - SHARES["training: bound"],
-) -> TrainingAudit:
+) -> Attack:
     r"""Attack a whole training, sampling included, by one-run auditing.
 
     1. canary j is sample j of rank j mod N, is in the dataset by a fair coin, and has a gradient of
@@ -87,11 +68,20 @@ def audit_training(
         found = guess(torch.stack(scores), coins, delta=delta, confidence=level)
         return found, accountant.epsilon([event], delta)
 
+    found, claimed = bound(configuration.delta, confidence)
     # With delta itself the theorem proves nothing at a high confidence, for want of 2 m delta.
-    return TrainingAudit(
-        *bound(configuration.delta, confidence),
-        *bound(configuration.delta / 100, alarm_confidence),
-        steps,
+    surest, claimed_surest = bound(configuration.delta / 100, alarm_confidence)
+    return Attack(
+        "training, where it is not",
+        found.epsilon,
+        claimed,
+        surest.epsilon > claimed_surest,
+        {
+            "steps": steps,
+            "canaries": found.canaries,
+            "guesses": found.guesses,
+            "correct": found.correct,
+        },
     )
 
 

@@ -5,14 +5,13 @@ All bounds are lower ones, of the true epsilon, and hold with the confidence tha
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
-from statistics import NormalDist
 
 import numpy as np
-import numpy.typing as npt
+from scipy.optimize import brentq
+from scipy.special import expit
+from scipy.stats import beta, binom, norm
 
 _MOST_EPSILON = 100.0
-_HALVINGS = 50
 
 
 def epsilon_lower_bound(
@@ -46,7 +45,7 @@ def epsilon_lower_bound(
 
     Example::
 
-        >>> from comm_hooks.launchers.audit.bounds import epsilon_lower_bound
+        >>> from comm_hooks.launchers.audit.attacks.bounds import epsilon_lower_bound
         >>> round(epsilon_lower_bound(correct=98, guesses=100, canaries=1000, delta=1e-5), 2)
         2.71
     """
@@ -59,15 +58,14 @@ def epsilon_lower_bound(
         raise ValueError(f"delta must be in [0, 1), got {delta!r}")
     chance = 1 - _require_confidence(confidence)
 
-    def is_refuted(epsilon: float) -> bool:
-        right = 1 / (1 + math.exp(-epsilon))
-        masses = _binomial(guesses, right)
-        beta = float(masses[correct:].sum())
+    def excess(epsilon: float) -> float:
+        """Return by how much 3. exceeds the chance."""
+        masses = binom.pmf(np.arange(guesses + 1), guesses, expit(epsilon))
         below = np.cumsum(masses[:correct][::-1]) / np.arange(1, correct + 1)
-        alpha = float(below.max(initial=0.0))
-        return beta + 2 * canaries * delta * alpha < chance
+        right = masses[correct:].sum() + 2 * canaries * delta * below.max(initial=0.0)
+        return float(right) - chance
 
-    return _last_refuted(is_refuted, _MOST_EPSILON)
+    return _root(excess, _MOST_EPSILON)
 
 
 def gaussian_lower_bound(
@@ -99,12 +97,11 @@ def gaussian_lower_bound(
 
     Example::
 
-        >>> from comm_hooks.launchers.audit.bounds import gaussian_lower_bound
+        >>> from comm_hooks.launchers.audit.attacks.bounds import gaussian_lower_bound
         >>> round(gaussian_lower_bound(31, 100, 31, 100), 2)  # the truth may be 1
         0.45
     """
     each = 1 - (1 - _require_confidence(confidence)) / 2
-    standard = NormalDist()
     errors = []
     for wrong, trials in ((false_positives, absent), (false_negatives, present)):
         if not 0 <= wrong <= trials:
@@ -112,7 +109,7 @@ def gaussian_lower_bound(
         errors.append(error_rate_bound(wrong, trials, each))
     if not 0 < max(errors) < 1:
         return 0.0
-    return max(0.0, -standard.inv_cdf(errors[0]) - standard.inv_cdf(errors[1]))
+    return max(0.0, float(norm.isf(errors).sum()))
 
 
 def error_rate_bound(wrong: int, trials: int, confidence: float) -> float:
@@ -120,18 +117,11 @@ def error_rate_bound(wrong: int, trials: int, confidence: float) -> float:
 
     Example::
 
-        >>> from comm_hooks.launchers.audit.bounds import error_rate_bound
+        >>> from comm_hooks.launchers.audit.attacks.bounds import error_rate_bound
         >>> round(error_rate_bound(wrong=0, trials=100, confidence=0.95), 3)
         0.03
     """
-    if wrong == trials:
-        return 1.0
-    chance = 1 - confidence
-    return _last_refuted(
-        # Rates that would make so few wrong answers too likely are not yet the limit.
-        lambda rate: float(_binomial(trials, rate)[: wrong + 1].sum()) > chance,
-        1.0,
-    )
+    return 1.0 if wrong == trials else float(beta.ppf(confidence, wrong + 1, trials - wrong))
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
@@ -142,21 +132,20 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
     Example::
 
-        >>> from comm_hooks.launchers.audit.bounds import gaussian_epsilon
+        >>> from comm_hooks.launchers.audit.attacks.bounds import gaussian_epsilon
         >>> round(gaussian_epsilon(1.0, delta=1e-5), 2)
         4.38
     """
     if mu <= 0:
         return 0.0
 
-    def exceeds(epsilon: float) -> bool:
-        upper = _normal_cdf(mu / 2 - epsilon / mu)
-        lower = _normal_cdf(-mu / 2 - epsilon / mu)
+    def excess(epsilon: float) -> float:
+        """Return by how much delta exceeds what this epsilon needs."""
+        upper, lower = norm.logcdf(np.array([1, -1]) * mu / 2 - epsilon / mu)
         # e^epsilon alone may overflow where the product is small.
-        product = math.exp(epsilon + math.log(lower)) if lower else 0.0
-        return upper - product > delta
+        return delta - math.exp(upper) + math.exp(epsilon + lower)
 
-    return _last_refuted(exceeds, mu * mu / 2 + 40 * mu)
+    return _root(excess, mu * mu / 2 + 40 * mu)
 
 
 def binomial_tail(at_least: int, trials: int, probability: float) -> float:
@@ -164,44 +153,16 @@ def binomial_tail(at_least: int, trials: int, probability: float) -> float:
 
     Example::
 
-        >>> from comm_hooks.launchers.audit.bounds import binomial_tail
+        >>> from comm_hooks.launchers.audit.attacks.bounds import binomial_tail
         >>> round(binomial_tail(9, 10, 0.5), 4)
         0.0107
     """
-    return float(_binomial(trials, probability)[max(0, at_least) :].sum())
+    return float(binom.sf(at_least - 1, trials, probability))
 
 
-def _binomial(trials: int, probability: float) -> npt.NDArray[np.float64]:
-    """Return P[W = w] for w = 0 ... trials."""
-    w = np.arange(trials + 1)
-    if not 0 < probability < 1:
-        return (w == (trials if probability >= 1 else 0)).astype(np.float64)
-    logs = w * math.log(probability) + (trials - w) * math.log1p(-probability)
-    masses: npt.NDArray[np.float64] = np.exp(_log_choose(trials) + logs)
-    return masses
-
-
-@lru_cache(maxsize=16)
-def _log_choose(trials: int) -> npt.NDArray[np.float64]:
-    factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, trials + 1)))])
-    chosen: npt.NDArray[np.float64] = factorials[-1] - factorials - factorials[::-1]
-    return chosen
-
-
-def _normal_cdf(x: float) -> float:
-    # statistics.NormalDist loses the lower tail to rounding.
-    return math.erfc(-x / math.sqrt(2)) / 2
-
-
-def _last_refuted(is_refuted: Callable[[float], bool], most: float) -> float:
-    """Return where a property that holds for small values ceases to, from 0 to ``most``."""
-    if not is_refuted(0.0):
-        return 0.0
-    low, high = 0.0, most
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if is_refuted(middle) else (low, middle)
-    return low
+def _root(excess: Callable[[float], float], most: float) -> float:
+    """Return where something that is negative for small values becomes positive, from 0 on."""
+    return 0.0 if excess(0.0) >= 0 else float(brentq(excess, 0.0, most, xtol=1e-9))
 
 
 def _require_confidence(confidence: float) -> float:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,20 +31,7 @@ _WORLDS = 4
 _SLACK = 1e-3
 
 
-@dataclass(frozen=True)
-class ClippingAudit:
-    """What was found by trying.
-
-    Attributes:
-        sensitivity: the largest change of a clipped sum by one sample, over C; claimed is 1.
-        problems: in words.
-    """
-
-    sensitivity: float
-    problems: list[str]
-
-
-def audit_clipping(stages: Stages) -> ClippingAudit:
+def audit_clipping(stages: Stages) -> tuple[float, list[str]]:
     """Add samples to batches and compare clipped sums, which may change by C at most.
 
     Samples point along all coordinates, one parameter or one element, and are from half of C to
@@ -53,6 +39,10 @@ def audit_clipping(stages: Stages) -> ClippingAudit:
     passed whole or in parts, in models of several dtypes.  Two of what clips go through the same
     steps, with the sample in three steps of four of one of them: whatever differs in the other
     steps was remembered.
+
+    Returns:
+        The largest change of a clipped sum by one sample, over C (claimed is 1), and what is wrong,
+        in words.
     """
     rng = np.random.default_rng()
     worst, remembered = (0.0, ""), (0.0, "")
@@ -83,7 +73,7 @@ def audit_clipping(stages: Stages) -> ClippingAudit:
             "clips must keep nothing from step to step "
             f"(step {remembered[1].rsplit(', step ', 1)[1]})"
         )
-    return ClippingAudit(worst[0], problems)
+    return worst[0], problems
 
 
 def _times(change: float) -> str:

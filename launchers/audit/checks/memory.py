@@ -5,28 +5,25 @@ exactly what the change did, without any noise.  Played by other secrets, nothin
 """
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from comm_hooks.compressors.identity import Identity
-from comm_hooks.launchers.audit.chances import chance, smallest_energy
-from comm_hooks.launchers.audit.noise import claimed_deviation, gain_of
+from comm_hooks.launchers.audit.checks.chances import chance, smallest_energy
+from comm_hooks.launchers.audit.checks.noise import claimed_deviation, gain_of
 from comm_hooks.launchers.audit.stages import Stages
-from comm_hooks.launchers.audit.world import Shapes, World, fixed_secrets, twins, user_seed
+from comm_hooks.launchers.audit.world import (
+    SHAPES,
+    World,
+    fixed_secrets,
+    parts_of,
+    twins,
+    user_seed,
+)
 
-_SHAPES: Shapes = {
-    "stem.weight": (4, 3, 3, 3),
-    "stem.bias": (3,),
-    "scale": (1,),
-    "block.weight": (24, 32),
-    "mix.weight": (3, 5, 7),
-    "head.weight": (30, 21),
-}
 _PROCESSES = (60, 30)
 _FEW = (7, 4)
 _REPLAYED = (5, 4)
@@ -52,42 +49,31 @@ def check_memory(stages: Stages) -> list[str]:
     return problems + _without_noise(stages)
 
 
-@dataclass(frozen=True)
-class _Script:
-    """What goes into each step: sums (steps, N, d), changes of them, and when processes start."""
-
-    sums: torch.Tensor
-    changes: torch.Tensor
-    starts: set[int]
-
-    @classmethod
-    def invent(cls, stages: Stages) -> "_Script":
-        configuration = stages.configuration
-        rng = np.random.default_rng()
-        numels = [int(np.prod(shape)) for shape in _SHAPES.values()]
-        starts = [0, *accumulate(numels)]
-        steps, ranks, numel = sum(_PROCESSES), configuration.world_size, starts[-1]
-        sums = torch.zeros(steps, ranks, numel)
-        changes = torch.zeros(steps, ranks, numel)
-        for step in range(steps):
-            for rank in range(ranks):
-                length = 1e4 if step == 1 else float(rng.choice([0.0, 0.0, 0.5, 3.0, 20.0]))
-                sums[step, rank] = _of_length(rng, numel) * length
-            # What is saved last is what a restart brings back.
-            is_last, is_first = step == _PROCESSES[0] - 1, step == _PROCESSES[0]
-            if is_last or (step != 1 and not is_first and rng.random() < 0.25):
-                part = int(rng.integers(len(numels)))
-                begin, end = starts[part], starts[part + 1]
-                change = changes[step, int(rng.integers(ranks))]
-                kind = rng.integers(3)
-                if kind == 0:
-                    change.copy_(_of_length(rng, numel))
-                elif kind == 1:
-                    change[begin:end] = _of_length(rng, end - begin)
-                else:
-                    change[end - 1] = 1.0
-        norm = configuration.max_grad_norm
-        return cls(sums * norm, changes * norm, {_PROCESSES[0]})
+def _invent(stages: Stages) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return sums for each step, (steps, N, d), and changes of some of them."""
+    rng = np.random.default_rng()
+    parts = parts_of(SHAPES)
+    steps, ranks, numel = sum(_PROCESSES), stages.configuration.world_size, parts[-1][2]
+    sums = torch.zeros(steps, ranks, numel)
+    changes = torch.zeros(steps, ranks, numel)
+    for step in range(steps):
+        for rank in range(ranks):
+            length = 1e4 if step == 1 else float(rng.choice([0.0, 0.0, 0.5, 3.0, 20.0]))
+            sums[step, rank] = _of_length(rng, numel) * length
+        # What is saved last is what a restart brings back.
+        is_last, is_first = step == _PROCESSES[0] - 1, step == _PROCESSES[0]
+        if is_last or (step != 1 and not is_first and rng.random() < 0.25):
+            _, begin, end = parts[int(rng.integers(len(parts)))]
+            change = changes[step, int(rng.integers(ranks))]
+            kind = rng.integers(3)
+            if kind == 0:
+                change.copy_(_of_length(rng, numel))
+            elif kind == 1:
+                change[begin:end] = _of_length(rng, end - begin)
+            else:
+                change[end - 1] = 1.0
+    norm = stages.configuration.max_grad_norm
+    return sums * norm, changes * norm
 
 
 def _of_length(rng: np.random.Generator, numel: int) -> torch.Tensor:
@@ -95,34 +81,25 @@ def _of_length(rng: np.random.Generator, numel: int) -> torch.Tensor:
     return (vector / vector.norm()).float()
 
 
-def _twins(play: Callable[[bool, float], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return twins, or what is next to them without noise."""
-    return twins(lambda changed: play(changed, 1.0)) or (
-        play(False, _NO_NOISE),
-        play(True, _NO_NOISE),
-    )
-
-
 def _changes(stages: Stages, *, dense: bool) -> list[str]:
     """Change some sums, and look at what is released in all steps."""
-    script = _Script.invent(stages)
+    sums, changes = _invent(stages)
     sigma, norm = stages.configuration.noise_multiplier, stages.configuration.max_grad_norm
 
-    def play(changed: bool, noise: float) -> torch.Tensor:
-        world = World(stages, _SHAPES, sigma * noise, dense=dense)
+    def play(changed: bool, noise: float = 1.0) -> torch.Tensor:
+        world = World(stages, SHAPES, sigma * noise, dense=dense)
         released = []
-        for step, sums in enumerate(script.sums):
-            if step in script.starts:
-                world.start()
-            world.sums().copy_(sums + script.changes[step] if changed else sums)
+        for _, clean, change in zip(world.steps(*_PROCESSES), sums, changes, strict=True):
+            world.sums().copy_(clean + change if changed else clean)
             released.append(world.release())
         return torch.stack(released)
 
-    without, with_it = _twins(play)
-    factor = abs(gain_of(without, script.sums.sum(1))) if dense else 1.0
+    # Where draws cannot be fixed there are no twins: then with next to no noise.
+    without, with_it = twins(play) or (play(False, _NO_NOISE), play(True, _NO_NOISE))
+    factor = abs(gain_of(without, sums.sum(1))) if dense else 1.0
     rounding = _ROUNDING * torch.linalg.vector_norm(without, dim=1) / factor
     found = torch.linalg.vector_norm(with_it - without, dim=1) / factor - rounding
-    is_in = script.changes.flatten(1).any(1)
+    is_in = changes.flatten(1).any(1)
     again = torch.where(is_in, 0.0, found).nan_to_num(torch.inf) / norm
     problems = []
     if again.max() > _SLACK:
@@ -136,7 +113,7 @@ def _changes(stages: Stages, *, dense: bool) -> list[str]:
     most = torch.where(is_in, found, 0.0).nan_to_num(torch.inf) / norm
     if dense and not problems and most.max() > 1 + _SLACK:
         step = int(most.argmax())
-        rank = int(script.changes[step].any(1).nonzero()[0])
+        rank = int(changes[step].any(1).nonzero()[0])
         problems.append(
             f"a change of C in the sum of rank {rank} changes what is released by "
             f"{float(most[step]):.3g} C: noise must depend on no data, and ranks count alike "
@@ -155,16 +132,15 @@ def _masked_noise(stages: Stages) -> list[str]:
     sigma, ranks = configuration.noise_multiplier, configuration.world_size
     steps = sum(_FEW)
     rng = np.random.default_rng()
-    numel = sum(int(np.prod(shape)) for shape in _SHAPES.values())
+    parts = parts_of(SHAPES)
+    numel = parts[-1][2]
     of_rank = torch.arange(numel) % ranks
     sizes = torch.from_numpy(rng.uniform(0.5, 2.0, (2, numel))).float()
 
     def play(at: int | None, size: torch.Tensor, noise: float) -> torch.Tensor:
-        world = World(stages, _SHAPES, sigma * noise)
+        world = World(stages, SHAPES, sigma * noise)
         released = []
-        for step in range(steps):
-            if step == _FEW[0]:
-                world.start()
+        for step, _ in enumerate(world.steps(*_FEW)):
             sums = world.sums()
             if step == at:
                 sums[of_rank, torch.arange(numel)] = size * configuration.max_grad_norm
@@ -183,8 +159,7 @@ def _masked_noise(stages: Stages) -> list[str]:
     white = (vectors.transpose(1, 2) @ noise[:, :, None])[:, :, 0]
     seen = values > 1e-2
     energy = torch.where(seen, white.square() / values.clamp(min=1e-2), 0.0)
-    ends = list(accumulate(int(np.prod(shape)) for shape in _SHAPES.values()))
-    groups = [("", 0, numel), *zip(_SHAPES, [0, *ends], ends, strict=False)]
+    groups = [("", 0, numel), *parts]
     allowed = chance("compressed: energy", len(groups))
     for name, start, end in groups:
         terms = int(seen[start:end].sum())
@@ -203,18 +178,16 @@ def _without_noise(stages: Stages) -> list[str]:
     configuration = stages.configuration
     rng = np.random.default_rng()
     steps = sum(_REPLAYED)
-    numel = sum(int(np.prod(shape)) for shape in _SHAPES.values())
+    numel = parts_of(SHAPES)[-1][2]
     deviation = configuration.noise_multiplier * configuration.max_grad_norm
     shape = (2, steps, configuration.world_size, numel)
     data = torch.from_numpy(rng.standard_normal(shape)).float() * deviation
     data[:, _BUSY:] = 0
 
     def play(sums: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        world = World(stages, _SHAPES, configuration.noise_multiplier)
+        world = World(stages, SHAPES, configuration.noise_multiplier)
         seen = []
-        for step in range(steps):
-            if step == _REPLAYED[0]:
-                world.start()
+        for step, _ in enumerate(world.steps(*_REPLAYED)):
             world.sums().copy_(sums[step])
             seen.append((f"is released in step {step + 1}", world.release()))
             if configuration.placement in ("shares", "local"):

@@ -1,0 +1,1 @@
+"""Checks of a private step: each looks for one property, and says in words what is wrong."""

@@ -1,0 +1,127 @@
+"""The speed of a link between two processes, over whatever joins them."""
+
+import itertools
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+_PINGS = 30
+_FIRST_BYTES = 1 << 14
+_MOST_BYTES = 1 << 28
+# A transfer of this length is past TCP's slow start on links down to a few Mbit, and past what
+# shapers let through after a pause.
+_ENOUGH_SECONDS = 0.4
+
+
+class Channel(Protocol):
+    """One end of a link; each call returns once the other end can do its part."""
+
+    def send(self, count: int) -> None:
+        """Send so many bytes, whatever they are."""
+
+    def receive(self, count: int) -> None:
+        """Wait for so many bytes."""
+
+    def tell(self, number: float) -> None:
+        """Send a number."""
+
+    def hear(self) -> float:
+        """Wait for a number."""
+
+
+@dataclass(frozen=True)
+class Delay:
+    """What small messages showed.
+
+    Attributes:
+        latency: seconds, half of the median round trip.
+        round_trip: seconds, the shortest of 30.
+        clock_offset: seconds by which the other end's clock is ahead.
+    """
+
+    latency: float
+    round_trip: float
+    clock_offset: float
+
+
+def measure_delay(channel: Channel) -> Delay:
+    """Send pings to the other end, which calls :func:`answer`."""
+    pings = []
+    for _ in range(_PINGS):
+        wall, started = time.time(), time.perf_counter()
+        channel.send(1)
+        theirs = channel.hear()
+        seconds = time.perf_counter() - started
+        pings.append((seconds, theirs - (wall + seconds / 2)))
+    median = statistics.median(seconds for seconds, _ in pings)
+    return Delay(median / 2, *min(pings))
+
+
+def measure_bandwidth(channel: Channel, latency: float, *, repeat: int) -> float:
+    """Return the bytes per second to the other end, after :func:`measure_delay`.
+
+    Transfers grow until one takes 0.4 s or has 256 MiB.  Other traffic on the link is part of what
+    is measured.
+
+    Args:
+        channel: to the other end, which is in :func:`answer`, and leaves it at the end of this.
+        latency: one way, in seconds.
+        repeat: transfers of the last size, of which the median counts: one alone may fall into a
+            moment when a machine is busy.
+    """
+
+    def transfer() -> float:
+        channel.tell(count)
+        started = time.perf_counter()
+        channel.send(count)
+        channel.hear()  # it has arrived
+        return max(1e-9, time.perf_counter() - started - 2 * latency)
+
+    count = _FIRST_BYTES
+    while (seconds := transfer()) < _ENOUGH_SECONDS and count < _MOST_BYTES:
+        growth = min(8.0, max(2.0, 1.2 * _ENOUGH_SECONDS / seconds))
+        count = min(_MOST_BYTES, int(growth * count))
+    takes = [seconds, *(transfer() for _ in range(repeat - 1))]
+    channel.tell(0)
+    return count / statistics.median(takes)
+
+
+def answer(channel: Channel) -> None:
+    """Be the other end of :func:`measure_delay` and then :func:`measure_bandwidth`."""
+    for _ in range(_PINGS):
+        channel.receive(1)
+        channel.tell(time.time())
+    while count := int(channel.hear()):
+        channel.receive(count)
+        channel.tell(0.0)
+
+
+def make_rounds(nodes: int, all_pairs_up_to: int) -> list[list[tuple[int, int]]]:
+    """Return pairs of nodes in rounds; in a round no node is in two pairs.
+
+    Every pair up to so many nodes (a round-robin tournament, as chess clubs have it), else each
+    node with its two neighbours on a ring: a node with a bad link still shows.
+
+    Example::
+
+        >>> make_rounds(4, all_pairs_up_to=8)
+        [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+        >>> make_rounds(5, all_pairs_up_to=3)
+        [[(0, 1), (2, 3)], [(1, 2), (3, 4)], [(0, 4)]]
+    """
+    if nodes < 2:
+        return []
+    if nodes > all_pairs_up_to:
+        ring = list(itertools.pairwise([*range(nodes), 0]))
+        last = [ring.pop()] if nodes % 2 else []
+        rounds = [ring[0::2], ring[1::2], last]
+        return [[(min(p), max(p)) for p in pairs] for pairs in rounds if pairs]
+    # One stays, the others move on by a seat; with an odd number somebody plays nobody.
+    players = [*range(nodes), *([-1] if nodes % 2 else [])]
+    half, rounds = len(players) // 2, []
+    for _ in range(len(players) - 1):
+        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+        rounds.append(sorted((min(p), max(p)) for p in pairs if -1 not in p))
+        players = [players[0], players[-1], *players[1:-1]]
+    return rounds

@@ -1,0 +1,254 @@
+"""Where this process stands among those that a launcher started, by its environment variables."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from comm_hooks.launchers.endpoint import Endpoint
+
+# The ids that Slurm gives to what is no step of srun: batch script, interactive shell, the like.
+_FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+
+
+class _Variables(NamedTuple):
+    """The names under which a launcher tells a process its place; of several the first counts."""
+
+    launcher: str
+    rank: str
+    world_size: tuple[str, ...]
+    local_rank: str
+    local_size: tuple[str, ...]
+    node: tuple[str, ...] = ()
+
+
+# What was started last comes first: it is what starts ranks.
+_LAUNCHERS = (
+    _Variables(
+        "torchrun",
+        "RANK",
+        ("WORLD_SIZE",),
+        "LOCAL_RANK",
+        ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+        ("GROUP_RANK", "CROSS_RANK"),
+    ),
+    _Variables(
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Variables(
+        "mpirun",
+        "PMI_RANK",
+        ("PMI_SIZE",),
+        "MPI_LOCALRANKID",
+        ("MPI_LOCALNRANKS",),
+        ("PMI_HOSTNAME",),
+    ),
+    _Variables(
+        "srun",
+        "SLURM_PROCID",
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        "SLURM_LOCALID",
+        (),
+        ("SLURM_NODEID",),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among those of a launcher; by default alone, without one.
+
+    Args:
+        launcher: ``"torchrun"`` (also deepspeed and accelerate, which set the same variables),
+            ``"mpirun"``, ``"srun"`` or None.
+        rank: of this process among all.
+        world_size: how many there are.
+        local_rank: of this process on its node.
+        local_size: how many there are on its node.
+        node: the number or name of its node, or None where the launcher does not say.
+    """
+
+    launcher: str | None = None
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: str | None = None
+
+    def variables(self, head: Endpoint) -> dict[str, str]:
+        """Return what ``torch.distributed`` reads at this place, where all meet at ``head``."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": head.host,
+            "MASTER_PORT": str(head.port),
+        }
+
+
+def find_place(environment: Mapping[str, str] | None = None) -> Place:
+    """Return this process's place by what its launcher tells.
+
+    Torchrun's variables count before mpirun's, and those before Slurm's.
+
+    Args:
+        environment: ``os.environ`` if None.
+
+    Raises:
+        ValueError: if variables contradict each other or are no numbers.
+
+    Example::
+
+        >>> find_place({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2",
+        ...             "MPI_LOCALRANKID": "1", "PMI_HOSTNAME": "a"})
+        Place(launcher='mpirun', rank=1, world_size=2, local_rank=1, local_size=2, node='a')
+    """
+    environment = os.environ if environment is None else environment
+    for names in _LAUNCHERS:
+        told = [name for name in names.world_size if name in environment]
+        if names.rank not in environment or not told:
+            continue
+        # srun sets PMI's variables, too, but tells the local rank by its own.
+        if names.rank == "PMI_RANK" and _is_step(environment):
+            if "MPI_LOCALNRANKS" not in environment:
+                continue
+        if names.launcher == "srun" and not _is_step(environment):
+            continue
+        rank, size = _number(environment, names.rank), _number(environment, told[0])
+        if not 0 <= rank < size:
+            raise ValueError(
+                f"{names.launcher} set {names.rank}={rank} and {told[0]}={size}: a rank lies "
+                "between 0 and the number of ranks less 1"
+            )
+        local_size = {"torchrun": size, "mpirun": 1}.get(names.launcher)
+        if local_size is None:
+            nodes = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+            local_size = size // _number(environment, *nodes, default=1)
+        return Place(
+            names.launcher,
+            rank,
+            size,
+            _number(environment, names.local_rank),
+            _number(environment, *names.local_size, default=local_size),
+            next((environment[name] for name in names.node if name in environment), None),
+        )
+    return Place()
+
+
+def expected_world_size(environment: Mapping[str, str] | None = None) -> tuple[int, str] | None:
+    """Return how many processes mpirun or srun started, and the variable that says so.
+
+    Args:
+        environment: ``os.environ`` if None.
+
+    Returns:
+        The number and the variable; None where no such launcher was at work.
+
+    Example::
+
+        >>> expected_world_size({"SLURM_NTASKS": "2"})
+        (2, 'SLURM_NTASKS')
+    """
+    environment = os.environ if environment is None else environment
+    for names in _LAUNCHERS:
+        for name in names.world_size:
+            if name in environment and names.launcher != "torchrun":
+                return _number(environment, name), name
+    return None
+
+
+def check_world_size(
+    world_size: int | None = None, environment: Mapping[str, str] | None = None
+) -> None:
+    """Raise unless at least as many ranks have met as mpirun or srun started.
+
+    ``srun -n 2 python train.py`` starts two processes that know of each other only if something
+    reads what Slurm tells them.  DeepSpeed asks mpi4py; one that was built for another MPI than
+    srun speaks calls each process the only one.  Both then train, without an error, and write the
+    same checkpoint.
+
+    Call it after ``init_process_group()`` or ``deepspeed.initialize()``.  More ranks are fine: one
+    task of srun may be torchrun, which starts several.
+
+    Args:
+        world_size: by default that of ``torch.distributed``, which is 1 if it is not initialized.
+        environment: ``os.environ`` if None.
+
+    Raises:
+        RuntimeError: if there are fewer: they train apart from each other.
+
+    Example::
+
+        >>> check_world_size(16, {"SLURM_NTASKS": "2"})
+        >>> check_world_size(1, {"SLURM_NTASKS": "2"})
+        Traceback (most recent call last):
+            ...
+        RuntimeError: SLURM_NTASKS is 2, but only 1 rank has met: each process would train alone. \
+Let torchrun start the ranks (srun --ntasks-per-node=1 comm-hooks launch ...), or use the mpirun \
+that mpi4py was built for
+    """
+    expected = expected_world_size(environment)
+    if world_size is None:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if expected is None or world_size >= expected[0]:
+        return
+    met = "1 rank has" if world_size == 1 else f"{world_size} ranks have"
+    raise RuntimeError(
+        f"{expected[1]} is {expected[0]}, but only {met} met: each process would train alone. Let "
+        "torchrun start the ranks (srun --ntasks-per-node=1 comm-hooks launch ...), or use the "
+        "mpirun that mpi4py was built for"
+    )
+
+
+def in_allocation(environment: Mapping[str, str]) -> bool:
+    """Return whether this is a Slurm job's script or shell, where srun starts tasks."""
+    return "SLURM_JOB_ID" in environment and not _is_step(environment)
+
+
+def first_host(environment: Mapping[str, str]) -> str:
+    """Return the name of the first node of this Slurm job, or of this step.
+
+    Raises:
+        ValueError: if the list cannot be expanded here.
+    """
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    if re.fullmatch(r"[\w.-]+", nodes):
+        return nodes
+    if not shutil.which("scontrol"):
+        raise ValueError(
+            f"the first node of {nodes!r} cannot be found: there is no scontrol here; give --head"
+        )
+    expanded = subprocess.run(
+        ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False
+    )
+    if expanded.returncode or not expanded.stdout.strip():
+        raise ValueError(f"scontrol cannot expand {nodes!r}: give --head")
+    return expanded.stdout.split()[0]
+
+
+def _is_step(environment: Mapping[str, str]) -> bool:
+    if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
+        return False
+    return _number(environment, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
+
+
+def _number(environment: Mapping[str, str], *names: str, default: int = 0) -> int:
+    for name in names:
+        if name in environment:
+            try:
+                return int(environment[name])
+            except ValueError:
+                raise ValueError(
+                    f"{name}={environment[name]!r} in the environment is not a number"
+                ) from None
+    return default
