@@ -136,6 +136,29 @@ class Exchange:
         self._numels: dict[str, int] = {}  # of all parameters that the memory may know
         self._bytes = self._bytes_between_nodes = self._bytes_uncompressed = 0
 
+    @classmethod
+    def of(
+        cls,
+        compressor: Compressor | str,
+        /,
+        *,
+        transport: Transport | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> Exchange:
+        """Return an exchange from names as well as objects.
+
+        Args:
+            compressor, options: see :meth:`ExchangeSettings.of`.
+            transport, process_group: see above.
+
+        Raises:
+            ValueError: as :meth:`ExchangeSettings.of`.
+        """
+        settings = ExchangeSettings.of(compressor, **options)
+        values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+        return cls(**values, transport=transport, process_group=process_group)
+
     def __repr__(self) -> str:
         own = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)[1:]}
         if self.settings.collective != "hierarchical":

@@ -31,6 +31,7 @@ from comm_hooks.collectives import Simulated, TorchDistributed
 from comm_hooks.compressors import Compressor
 from comm_hooks.exchange.layout import Segment
 from comm_hooks.exchange.resuming import seal_own
+from comm_hooks.exchange.routes import Hierarchical
 from comm_hooks.memory import Memory
 from tests.ranks import Ranks
 
@@ -281,10 +282,14 @@ def test_a_state_of_other_nodes_is_refused() -> None:
 
 
 def test_auto_never_means_it() -> None:
-    assert World(2, 2).exchanges[0].nodes.exchange.settings.collective == "auto"
-    exchange = Exchange(Sign(), transport=Simulated(4)[0])
-    layout = exchange.bucket([Segment("w", (64, 64), False)], torch.device("cpu"))
-    assert "hierarchical" not in type(exchange._route(layout, True, None)).__name__.lower()
+    for exchange, hierarchies in (
+        (Exchange(Sign(), transport=Simulated(4)[0]), 0),
+        (World(2, 2).exchanges[0], 1),
+    ):
+        bucket = exchange.bucket([Segment("w", (64, 64), False)], torch.device("cpu"))
+        route: Any = exchange._route(bucket, True, None)
+        assert isinstance(route, Hierarchical) == hierarchies
+        assert not isinstance(getattr(route, "_between", None), Hierarchical)
 
 
 # On real ranks.

@@ -338,8 +338,7 @@ def register(
     """
     replicas = DataParallelModel(model)
     state = CompressionState(
-        ExchangeSettings.of(compressor, **settings),
-        process_group=replicas.process_group,
+        Exchange.of(compressor, process_group=replicas.process_group, **settings),
         named_parameters=replicas.named_parameters(),
         loss_scale=loss_scale or replicas.loss_scale,
     )

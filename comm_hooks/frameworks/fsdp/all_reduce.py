@@ -13,15 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.exchange import Exchange, ExchangeSettings
+from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import check_agreement
 from comm_hooks.frameworks.fsdp.units import (
     Replicas,
     Unit,
-    build_inner_exchange,
     check_names,
     count_step,
     find_units,
+    settle_model,
     warn_of_unsharded,
 )
 
@@ -112,9 +112,8 @@ def compress_all_reduce(
                 f"{caller}: {unit.title} has an all-reduce hook already: register one only"
             )
     group = _replicas(mesh, units[0].shard_group)
-    exchange = build_inner_exchange(
-        caller, units, ExchangeSettings.of(compressor, **settings), group
-    )
+    exchange = Exchange.of(compressor, process_group=group, **settings)
+    settle_model(exchange, units, caller)
     state = CompressedAllReduce(exchange, units, group, loss_scale)
     state.agree()
     warn_of_unsharded(model, units)

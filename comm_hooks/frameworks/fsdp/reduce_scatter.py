@@ -8,16 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from comm_hooks.collectives.requests import Round
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.exchange import Exchange, ExchangeSettings
+from comm_hooks.exchange import Exchange
 from comm_hooks.frameworks.fsdp.units import (
     Replicas,
     Unit,
-    build_inner_exchange,
     check_names,
     count_step,
     find_units,
+    settle_model,
     warn_of_unsharded,
 )
 
@@ -102,8 +103,9 @@ def compress_reduce_scatter(
                 f"{caller}: {unit.title} has a custom reduce-scatter already: register one only"
             )
     # The payloads never travel so, but whatever can be gathered can be exchanged.
-    own = ExchangeSettings.of(compressor, **settings, collective="all_gather")
-    exchange = build_inner_exchange(caller, units, own, units[0].shard_group)
+    settings["collective"] = "all_gather"
+    exchange = Exchange.of(compressor, process_group=units[0].shard_group, **settings)
+    settle_model(exchange, units, caller)
     exchange.agree_now()
     state = CompressedReduceScatter(exchange, units, loss_scale)
     warn_of_unsharded(model, units)
@@ -166,28 +168,28 @@ class CompressedReduceScatter:
         self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, *, mean: bool
     ) -> None:
         """Put the mean over ranks, or the sum, of this rank's part of ``flat`` into ``output``."""
-        exchange, pieces = self.exchange, unit.pieces()
-        transport, exempts = exchange.transport, exchange.settings.exempts
-        ranks = transport.world_size
         if self._replicas:
-            self._replicas.compare(exchange)
+            self._replicas.compare(self.exchange)
+        self.exchange.transport.run(self._round(unit, output, flat, mean=mean))
+        count_step(self.exchange)
+
+    def _round(
+        self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, *, mean: bool
+    ) -> Round[None]:
+        exchange, pieces = self.exchange, unit.pieces()
+        exempts, ranks = exchange.settings.exempts, exchange.transport.world_size
         shards, tensors = [], []
         for shard, part in enumerate(flat.view(ranks, -1)):
             segments, views = unit.views(pieces, part, shard, exempts)
             shards.append(exchange.bucket(segments, flat.device))
             tensors.append(views)
+        own = unit.views(pieces, output, exchange.transport.rank, exempts)[1]
         # The padding of the shard is reduced again where FSDP has replicas.
         output.zero_()
-        round_ = exchange.reduce_scatter_round(
-            shards,
-            tensors,
-            unit.views(pieces, output, transport.rank, exempts)[1],
-            scale=float(self._loss_scale()) if self._loss_scale else 1.0,
-            factor=1 if mean else ranks,
-        )
-        transport.run(round_)
         exchange.count_traffic(0, (ranks - 1) * flat.numel() * flat.element_size() // ranks)
-        count_step(exchange)
+        scale = float(self._loss_scale()) if self._loss_scale else 1.0
+        factor = 1 if mean else ranks
+        yield from exchange.reduce_scatter_round(shards, tensors, own, scale=scale, factor=factor)
 
 
 class _ReduceScatter:

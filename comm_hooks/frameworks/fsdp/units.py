@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
-from comm_hooks.exchange import Exchange, ExchangeSettings
+from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.layout import Segment
 from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.wire.checksum import fingerprint
@@ -226,15 +226,13 @@ def warn_of_unsharded(model: nn.Module, units: Sequence[Unit]) -> None:
         )
 
 
-def build_inner_exchange(
-    caller: str,
-    units: list[Unit],
-    settings: ExchangeSettings,
-    group: dist.ProcessGroup,
-) -> Exchange:
-    """Return the exchange for a model's gradients, whose ranks must agree about the model."""
-    require_gradients(settings, caller)
-    exchange = Exchange(settings, process_group=group)
+def settle_model(exchange: Exchange, units: Sequence[Unit], caller: str) -> None:
+    """Let ranks agree on the model, too.
+
+    Raises:
+        ValueError: if rounds of the exchange return no means of gradients.
+    """
+    require_gradients(exchange.settings, caller)
     shapes = [(unit.name, p.name, p.shape) for unit in units for p in unit.pieces()]
     exchange.agree_on(
         {
@@ -242,7 +240,6 @@ def build_inner_exchange(
             "shards": units[0].group.mesh_info.shard_mesh_size,
         }
     )
-    return exchange
 
 
 def first_of(names: Sequence[str]) -> str:

@@ -131,9 +131,9 @@ def under_deepspeed_and_ddp(stage: int, accumulation: int) -> dict[str, Any]:
     buckets = []
     run_round = engine.comm_hooks.exchange.bucket_round
 
-    def count(layout: Any, *args: Any, **kwargs: Any) -> Any:
-        buckets.append(layout.names)
-        return run_round(layout, *args, **kwargs)
+    def count(bucket: Any, *args: Any, **kwargs: Any) -> Any:
+        buckets.append(bucket.layout.names)
+        return run_round(bucket, *args, **kwargs)
 
     engine.comm_hooks.exchange.bucket_round = count
     train(engine, 4)
@@ -339,8 +339,9 @@ def buckets_of_whole_gradients() -> dict[str, Any]:
         gradients[name] = parameter.grad
     seen = []
     run_round = engine.comm_hooks.exchange.bucket_round
-    engine.comm_hooks.exchange.bucket_round = lambda layout, tensors, **k: (
-        seen.append((tensors[0].dtype, sorted(layout.names))) or run_round(layout, tensors, **k)
+    engine.comm_hooks.exchange.bucket_round = lambda bucket, tensors, **k: (
+        seen.append((tensors[0].dtype, sorted(bucket.layout.names)))
+        or run_round(bucket, tensors, **k)
     )
     engine._reduce_non_expert_gradients(list(gradients.values()), elements_per_buffer=900)
     return {
