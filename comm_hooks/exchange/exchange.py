@@ -31,11 +31,10 @@ from comm_hooks.exchange.resuming import (
     merge_memories,
     seal_own,
 )
-from comm_hooks.exchange.routes import Hierarchical, RaggedShards, Route, cheapest_route
-from comm_hooks.exchange.safeguard import COLLECTIVE_OF, Place, Safeguard
+from comm_hooks.exchange.routes import RaggedShards, Route, choose_route
+from comm_hooks.exchange.safeguard import Safeguard
 from comm_hooks.exchange.settings import Collective, ExchangeSettings
 from comm_hooks.memory.base import Memory
-from comm_hooks.randomness import derive_key
 from comm_hooks.requirements import require_dense_floats, require_kind
 from comm_hooks.wire.checksum import fingerprint
 from comm_hooks.wire.stamp import WIRE_VERSION, Stamp, digest
@@ -492,7 +491,8 @@ class Exchange:
             layouts = [bucket.layout for bucket in shards]
             for layout, of_shard in zip(layouts, tensors, strict=True):
                 layout.load(of_shard)
-            compressors = [self._compressors(layout, self.compressor) for layout in layouts]
+            exempt = self.settings.exempt
+            compressors = [layout.compressors(self.compressor, exempt) for layout in layouts]
             route = RaggedShards(layouts, compressors, self.transport, self.settings.seed)
             self._bytes += route.traffic
             yield from route.travel(terms, factor=factor)
@@ -671,63 +671,18 @@ class Exchange:
         place = safeguard.place if safeguard else None
         key = compress, place
         if key not in bucket.routes:
-            bucket.routes[key] = self._new_route(bucket.layout, compress, place)
-        return bucket.routes[key]
-
-    def _new_route(self, layout: Layout, compress: bool | Compressor, place: Place | None) -> Route:
-        settings = self.settings
-        compressor = self.compressor if compress is True else compress or Identity()
-        if settings.collective == "hierarchical" and compress:
-            if place:
-                raise ValueError(
-                    "a safeguard cannot be used with collective='hierarchical', where nodes "
-                    "average vectors before it sees them"
-                )
-            return self._route_over_nodes(layout, compressor)
-        collectives = ["all_reduce"]
-        if compress or place:
-            collectives = settings.carriers(compressor)
-            wanted = {settings.collective, COLLECTIVE_OF[place] if place else "auto"} - {"auto"}
-            collectives = [c for c in collectives if wanted <= {c}]
-        if not collectives:
-            assert place
-            raise ValueError(
-                f"a safeguard at the {place} needs collective={COLLECTIVE_OF[place]!r}, which "
-                f"{compressor} with collective={settings.collective!r} cannot have"
-            )
-        exempt = settings.exempt if compress else Identity()
-        return cheapest_route(
-            layout,
-            layout.compressors(compressor, exempt),
-            collectives,
-            self.transport,
-            settings.seed,
-            self._server_memory,
-            exact_uplink=place == "owner",
-        )
-
-    def _route_over_nodes(self, layout: Layout, compressor: Compressor) -> Route:
-        """Return the route of a bucket that is compressed between nodes only."""
-        ranks_per_node = self._require_ranks_per_node()
-        if ranks_per_node == self.transport.world_size:
-            # Exact, and passes on what is still remembered of a run on more nodes.
-            compressor = Identity()
-
-        def between(shards: Layout, across: Transport) -> Route:
-            place = self.transport.rank % ranks_per_node
-            return cheapest_route(
-                shards,
-                self._compressors(shards, compressor),
-                self.settings.carriers(compressor),
-                across,
-                derive_key(self.settings.seed, 0, f"place {place} of a node"),
+            compressor = self.compressor if compress is True else compress or None
+            over_nodes = self.settings.collective == "hierarchical" and compressor
+            bucket.routes[key] = choose_route(
+                bucket.layout,
+                self.settings,
+                compressor,
+                self.transport,
                 self._server_memory,
+                place=place,
+                ranks_per_node=self._require_ranks_per_node() if over_nodes else None,
             )
-
-        return Hierarchical(layout, self.transport, ranks_per_node, between)
-
-    def _compressors(self, layout: Layout, compressor: Compressor) -> list[Compressor]:
-        return layout.compressors(compressor, self.settings.exempt)
+        return bucket.routes[key]
 
     def _require_ranks_per_node(self) -> int:
         """Return how many ranks share a node.

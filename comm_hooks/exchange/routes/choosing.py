@@ -1,0 +1,129 @@
+"""What decides between one all-reduce, one all-gather, and shards."""
+
+import logging
+from collections.abc import Sequence
+
+from comm_hooks.collectives.base import Transport
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.identity import Identity
+from comm_hooks.exchange.layout import Layout
+from comm_hooks.exchange.routes.hierarchical import Hierarchical
+from comm_hooks.exchange.routes.one_shot import Gathered, Summed
+from comm_hooks.exchange.routes.route import Route
+from comm_hooks.exchange.routes.sharded import Sharded
+from comm_hooks.exchange.safeguard import COLLECTIVE_OF, Place
+from comm_hooks.exchange.settings import ExchangeSettings
+from comm_hooks.memory.base import Memory
+from comm_hooks.randomness import derive_key
+
+logger = logging.getLogger(__name__)
+
+
+def choose_route(
+    layout: Layout,
+    settings: ExchangeSettings,
+    compressor: Compressor | None,
+    transport: Transport,
+    server_memory: Memory | None,
+    *,
+    place: Place | None = None,
+    ranks_per_node: int | None = None,
+) -> Route:
+    """Return how the vectors of a bucket travel.
+
+    Args:
+        compressor: None averages exactly.
+        transport: between all ranks.
+        server_memory: what the owner of a shard remembers.
+        place: of a safeguard on the way, if there is one.
+        ranks_per_node: what is given compresses between nodes only.
+
+    Raises:
+        ValueError: if no route of these settings has that place.
+    """
+    if ranks_per_node is not None:
+        if place:
+            raise ValueError(
+                "a safeguard cannot be used with collective='hierarchical', where nodes average "
+                "vectors before it sees them"
+            )
+        assert compressor
+        return _over_nodes(layout, settings, compressor, transport, server_memory, ranks_per_node)
+    carriers = ["all_reduce"]
+    if compressor or place:
+        wanted = {settings.collective, COLLECTIVE_OF[place] if place else "auto"} - {"auto"}
+        carriers = [c for c in settings.carriers(compressor or Identity()) if wanted <= {c}]
+    if not carriers:
+        assert place
+        raise ValueError(
+            f"a safeguard at the {place} needs collective={COLLECTIVE_OF[place]!r}, which "
+            f"{compressor} with collective={settings.collective!r} cannot have"
+        )
+    compressors = layout.compressors(
+        compressor or Identity(), settings.exempt if compressor else Identity()
+    )
+    return _cheapest(
+        layout,
+        compressors,
+        carriers,
+        transport,
+        settings.seed,
+        server_memory,
+        exact_uplink=place == "owner",
+    )
+
+
+def _over_nodes(
+    layout: Layout,
+    settings: ExchangeSettings,
+    compressor: Compressor,
+    transport: Transport,
+    server_memory: Memory | None,
+    ranks_per_node: int,
+) -> Route:
+    if ranks_per_node == transport.world_size:
+        # Exact, and passes on what is still remembered of a run on more nodes.
+        compressor = Identity()
+
+    def between(shards: Layout, across: Transport) -> Route:
+        place = transport.rank % ranks_per_node
+        return _cheapest(
+            shards,
+            shards.compressors(compressor, settings.exempt),
+            settings.carriers(compressor),
+            across,
+            derive_key(settings.seed, 0, f"place {place} of a node"),
+            server_memory,
+        )
+
+    return Hierarchical(layout, transport, ranks_per_node, between)
+
+
+def _cheapest(
+    layout: Layout,
+    compressors: Sequence[Compressor],
+    collectives: Sequence[str],
+    transport: Transport,
+    seed: int,
+    server_memory: Memory | None,
+    *,
+    exact_uplink: bool = False,
+) -> Route:
+    """Return the route over one of ``collectives`` that moves the fewest bytes.
+
+    Where payloads can be summed they are: gathered ones, or shards, would move as many bytes at
+    least, but for rounding and headers, and take more arithmetic.
+    """
+    routes: dict[str, Route] = {}
+    for collective in ["all_reduce"] if "all_reduce" in collectives else collectives:
+        if collective == "sharded":
+            routes[collective] = Sharded(
+                layout, compressors, transport, seed, server_memory, exact_uplink=exact_uplink
+            )
+        else:
+            kind = Summed if collective == "all_reduce" else Gathered
+            routes[collective] = kind(layout, compressors, transport, seed)
+    # min() keeps the first of equals, and the simplest routes come first.
+    chosen = min(routes, key=lambda name: routes[name].traffic)
+    logger.info("%d elements travel by %s", layout.work.numel(), chosen)
+    return routes[chosen]
