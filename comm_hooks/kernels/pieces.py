@@ -113,13 +113,13 @@ def in_blocks(
         >>> [tuple(block.shape) for block, value in parts]
         [(3, 2, 8), (3, 1, 4)]
     """
-    numel = matrices[0].shape[1]
+    n, numel = matrices[0].shape
     full, rest = divmod(numel, size)
     for start, blocks, length in ((0, full, size), (full * size, min(1, rest), rest)):
         if blocks:
-            columns = slice(start, start + blocks * length)
+            columns, shape = slice(start, start + blocks * length), (n, blocks, length)
             first = start // size
             yield [
-                *(matrix[:, columns].unflatten(1, (blocks, length)) for matrix in matrices),
-                *(value[:, first : first + blocks, None] for value in values),
+                *(matrix[:, columns].view(shape) for matrix in matrices),
+                *(value[:, first : first + blocks].unsqueeze(2) for value in values),
             ]

@@ -7,6 +7,7 @@ round with the same words.
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -83,7 +84,7 @@ def refuse_disagreement(stamps: Sequence[Words], senders: Sequence[str]) -> None
             norm = max((v for v in of_value if v is not None), key=lambda v: len(of_value[v]))
             odd = next(value for value in of_value if value != norm)
             who, others = _listed(of_value[odd]), _listed(of_value[norm])
-            raise PayloadError(_disagreement(number, who, others, odd, norm))
+            _refuse_field(number, who, others, odd, norm)
 
 
 def _listed(senders: Sequence[str]) -> str:
@@ -93,36 +94,39 @@ def _listed(senders: Sequence[str]) -> str:
     return f"{kind}s {', '.join(sender.rpartition(' ')[2] for sender in senders)}"
 
 
-def _disagreement(number: int, who: str, others: str, odd: int | None, norm: int) -> str:
-    """Return what is said if ``who`` has other words in the field of this number of a stamp."""
+def _refuse_field(number: int, who: str, others: str, odd: int | None, norm: int) -> NoReturn:
+    """Say that ``who`` has other words than others in the field of this number of a stamp."""
     if number == 0:
         magic = ~_VERSION_MASK & _MASK
         if odd is None or (odd ^ norm) & magic:
             # Whoever has the right one is no stranger.
             stranger = others if odd is not None and odd & magic == MAGIC & magic else who
-            return (
+            raise PayloadError(
                 f"the payload of {stranger} is not one of comm-hooks: all ranks must take part in "
                 "the same round"
             )
-        return (
+        raise PayloadError(
             f"the payload of {who} is of version {odd >> 16 & 0xFF}, that of {others} of "
             f"{norm >> 16 & 0xFF}: install the same comm-hooks on all ranks"
         )
-    steps = (
-        f"another step than that of {others}"
-        if odd is None
-        else f"step {odd}, that of {others} to step {norm}"
+    if number == 2 and odd is not None:
+        raise PayloadError(
+            f"the payload of {who} belongs to step {odd}, that of {others} to step {norm}: let all "
+            "ranks take the same steps, from states of the same step"
+        )
+    raise PayloadError(
+        (
+            f"the payload of {who} was made with other settings or of other parameters than that "
+            f"of {others}: give every rank the same settings and the same tensors in the same "
+            "order",
+            f"the payload of {who} belongs to another step than that of {others}: let all ranks "
+            "take the same steps, from states of the same step",
+            f"{who} has loaded a state by itself, {others} not: load one on all ranks, between the "
+            "same steps, or on none",
+            f"the optimizer of {who} has other hyperparameters in this step than that of "
+            f"{others}: schedule the learning rate and everything else alike on all ranks",
+            f"the parameters of {who} are not those of {others}: something has changed them on one "
+            "side only; resume from a checkpoint (verify_every=0 does not look, for machines whose "
+            "arithmetic differs)",
+        )[number - 1]
     )
-    return (
-        f"the payload of {who} was made with other settings or of other parameters than that of "
-        f"{others}: give every rank the same settings and the same tensors in the same order",
-        f"the payload of {who} belongs to {steps}: let all ranks take the same steps, from states "
-        "of the same step",
-        f"{who} has loaded a state by itself, {others} not: load one on all ranks, between the "
-        "same steps, or on none",
-        f"the optimizer of {who} has other hyperparameters in this step than that of {others}: "
-        "schedule the learning rate and everything else alike on all ranks",
-        f"the parameters of {who} are not those of {others}: something has changed them on one "
-        "side only; resume from a checkpoint (verify_every=0 does not look, for machines whose "
-        "arithmetic differs)",
-    )[number - 1]

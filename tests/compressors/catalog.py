@@ -44,6 +44,7 @@ ALL: list[Compressor] = [
     PermK(),
     Sign(),
     Sign(block_size=64),
+    Sign(block_size=12),
     Sign(block_size=None),
     Sign(block_size=None, scale="rms"),
     Sign(block_size=64, scale="rms"),

@@ -9,13 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comm_hooks import Compressor, Identity
+from comm_hooks import Cocktail, Compressor, DCTTopK, Identity, TopK
+from comm_hooks.compressors import sparse
+from comm_hooks.kernels.residual import Residual
 from comm_hooks.randomness import Draw
+from comm_hooks.wire.index_codes import INDEX_CODES, IndexCode
+from comm_hooks.wire.values import VALUE_BITS
 from tests.compressors.catalog import ALL
 
 every_compressor = pytest.mark.parametrize("compressor", ALL, ids=repr)
 numels = st.one_of(st.integers(1, 70), st.sampled_from([100, 129, 4096, 4097, 9000]))
 keys = st.integers(0, 2**64 - 1)
+members = st.floats(-1e6, 1e6, width=32).map(lambda x: x if abs(x) > 1e-15 else 0.0)
 
 
 def gaussian(numel: int, seed: int = 0) -> torch.Tensor:
@@ -96,6 +101,46 @@ def test_decoding_scales_and_adds(compressor: Compressor, alpha: float) -> None:
     assert torch.equal(payload, kept), "a payload is still to be sent, or shared by all ranks"
 
 
+@every_compressor
+@pytest.mark.parametrize("factor", [None, 0.5, torch.tensor([[0.0], [-2.0]])], ids=str)
+@pytest.mark.parametrize("numel", [7, 640, 5000])
+def test_what_is_extracted_is_what_arrives(
+    compressor: Compressor, factor: float | torch.Tensor | None, numel: int
+) -> None:
+    vectors, added = gaussian(4 * numel).view(2, 2, numel)
+    residual = None if factor is None else Residual(added, factor)
+    rest, draw = vectors.clone(), Draw([3, 4])
+    payloads = compressor.extract(rest, draw, residual)
+    if residual:
+        residual.add_to(vectors)
+    assert torch.equal(payloads, compressor.encode(vectors, draw))
+    compressor.decode(vectors, payloads.view(torch.uint8), draw, alpha=-1.0, add=True)
+    torch.testing.assert_close(rest, vectors)
+
+
+@every_compressor
+@pytest.mark.parametrize("ranks", [1, 3, sparse._RANKS_AT_ONCE + 1])
+@pytest.mark.parametrize("entries_at_once", [1, 1 << 15])
+def test_a_sum_is_that_of_rank_after_rank(
+    compressor: Compressor, ranks: int, entries_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: the mean must be the same on ranks that compute it in one way or the other."""
+    monkeypatch.setattr(sparse, "_ENTRIES_AT_ONCE", entries_at_once)
+    vectors = gaussian(ranks * 1000).view(ranks, 2, 500)
+    vectors[0, 0, 7:] = 0
+    draws = [Draw([3, 4], rank, ranks) for rank in range(ranks)]
+    coded = [compressor.encode(*pair) for pair in zip(vectors, draws, strict=True)]
+    payloads = torch.stack(coded).view(torch.uint8)
+    # In a message of several parts a part's payloads are not contiguous.
+    message = torch.nn.functional.pad(payloads.flatten(1), (16, 8))
+    payloads = message[:, 16:-8].unflatten(1, (2, -1))
+    out, expected = torch.full((2, 2, 500), torch.nan)
+    for octets, draw in zip(payloads, draws, strict=True):
+        compressor.decode(expected, octets, draw, alpha=1 / ranks, add=draw.rank > 0)
+    compressor.decode_sum(out, payloads, draws[-1], alpha=1 / ranks)
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("compressor", [c for c in ALL if c.linear], ids=repr)
 @given(numel=numels, key=keys)
 def test_linear_payloads_may_be_summed(compressor: Compressor, numel: int, key: int) -> None:
@@ -145,6 +190,35 @@ def test_contractive_means_contractive(
     error = compressor.decompress(payload, numel, key=key) - vector
     # Rounding of values to bfloat16 may add a little to a vector that is kept whole.
     assert error.norm() <= vector.norm() * (1 + 1e-6) + 1e-6
+
+
+@pytest.mark.parametrize("value_bits", VALUE_BITS)
+@given(
+    members=st.lists(members, min_size=1, max_size=80),
+    key=keys,
+    size=st.integers(1, 12),
+    mask=st.floats(0.01, 1),
+    density=st.one_of(st.floats(0.01, 1), st.sampled_from([0.01, 0.1, 0.3, 0.9, 1.0])),
+    index_code=st.sampled_from(INDEX_CODES),
+)
+def test_coarse_values_are_contractive_for_any_vector(
+    value_bits: int,
+    members: list[float],
+    key: int,
+    size: int,
+    mask: float,
+    density: float,
+    index_code: IndexCode,
+) -> None:
+    vector = torch.tensor(members)
+    for compressor, tolerance in (
+        (TopK(density, size, value_bits, index_code), 1e-6),
+        (Cocktail(mask, density, value_bits, block_size=16), 1e-6),
+        (DCTTopK(size, density, value_bits), 1e-5),
+    ):
+        payload = compressor.compress(vector, key=key)
+        error = compressor.decompress(payload, len(vector), key=key) - vector
+        assert error.double().norm() <= vector.double().norm() * (1 + tolerance)
 
 
 @pytest.mark.parametrize("compressor", [c for c in ALL if c.linear], ids=repr)

@@ -124,29 +124,6 @@ def test_long_rows_draw_signs_for_every_window() -> None:
     assert products.var() < 1.25 * 2 / sketch.width(numel)
 
 
-@pytest.mark.parametrize("batch", [1, 100, 1 << 16])
-@pytest.mark.parametrize(("numel", "width"), [(1, 1), (50, 1), (96, 8), (1000, 33), (999, 400)])
-def test_rows_at_once_are_what_they_are_one_by_one(
-    numel: int, width: int, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sketch = CountSketch(ratio=width / numel)
-    vectors = torch.randn(3, numel, generator=torch.Generator().manual_seed(3))
-    draw = Draw([4, 5, 6])
-
-    def there_and_back() -> tuple[torch.Tensor, torch.Tensor]:
-        payloads = sketch.encode(vectors, draw)
-        out = vectors.clone()
-        sketch.decode(out, payloads.view(torch.uint8), draw, alpha=0.5, add=True)
-        return payloads, out
-
-    monkeypatch.setattr("comm_hooks.kernels.count_sketch._BATCH", batch)
-    payloads, out = there_and_back()
-    assert payloads.shape == (3, width)
-    monkeypatch.setattr("comm_hooks.kernels.count_sketch._NARROW", 0)
-    for actual, expected in zip((payloads, out), there_and_back(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_draws_differ_between_steps_and_parameters() -> None:
     sketch, vector = CountSketch(ratio=0.1), VECTORS["gaussian"]
     payloads = {tuple(sketch.compress(vector, key=key).tolist()) for key in range(20)}

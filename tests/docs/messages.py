@@ -9,6 +9,9 @@ GAP = "…"
 """What stands for a value in a message."""
 
 
+# Where requirements are worded: what is required stands in the calls, as the third argument.
+_SHARED = ("requirements.py", "_refuse")
+
 KINDS = ("ValueError", "ConfigMismatchError", "PayloadError", "PeerError", "PrivacyError")
 
 
@@ -26,7 +29,18 @@ def messages(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
             for node in tree.body
             if isinstance(node, ast.Assign)
         }
+        shared = {
+            id(inner)
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and (file.name, node.name) == _SHARED
+            for inner in ast.walk(node)
+        }
         for node in ast.walk(tree):
+            if id(node) in shared:
+                continue
+            if isinstance(node, ast.Call) and shared and _name(node.func) == _SHARED[1]:
+                yield f"{file.name}:{node.lineno}", f"{_text(node.args[2])}, got {GAP}"
+                continue
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 call = node.exc
                 if _name(call.func) not in KINDS:
@@ -40,9 +54,15 @@ def messages(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
             else:
                 continue
             argument = call.args[0] if call.args else call
-            message = _text(constants.get(ast.unparse(argument), argument))
-            if re.search(r"\w", message):
-                yield f"{file.name}:{call.lineno}", message
+            argument = constants.get(ast.unparse(argument), argument)
+            # One of several.
+            is_choice = isinstance(argument, ast.Subscript) and isinstance(
+                argument.value, ast.Tuple
+            )
+            for choice in argument.value.elts if is_choice else [argument]:
+                message = _text(choice)
+                if re.search(r"\w", message):
+                    yield f"{file.name}:{call.lineno}", message
 
 
 def _name(function: ast.expr) -> str:

@@ -1,24 +1,16 @@
 """Codes between a block's extremes: the fast path is the reference, draws included."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comm_hooks.kernels import pieces
 from comm_hooks.kernels.min_max import (
     decode_min_max,
     encode_min_max,
 )
-from tests.kernels.vectors import matrices
+from tests.kernels.vectors import cut_into, piece_sizes, sizes, vectors
 
-vectors = matrices(
-    st.integers(1, 4),
-    st.one_of(st.integers(1, 70), st.sampled_from([1000, 4096, 5001])),
-)
-sizes = st.one_of(st.integers(1, 80), st.sampled_from([256, 4096]))
 widths = st.sampled_from([1, 2, 4, 8])
-piece_sizes = st.sampled_from([1, 100, 5000, pieces.PIECE])
 
 
 @given(rows=vectors, size=sizes, bits=widths, piece=piece_sizes, seeded=st.booleans())
@@ -27,8 +19,7 @@ def test_encoding_is_the_reference(
 ) -> None:
     seeds = range(5, 5 + len(rows)) if seeded else None
     before = rows.clone()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE", piece)
+    with cut_into(piece):
         parts = encode_min_max(rows, size, bits, seeds)
     assert torch.equal(rows, before)
     for actual, expected in zip(
@@ -52,8 +43,7 @@ def test_decoding_is_the_reference(
     # As in a payload, where other bytes may follow.
     octets = torch.nn.functional.pad(octets, (0, 3), value=255)
     out, expected = rows.clone(), rows.clone()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE", piece)
+    with cut_into(piece):
         decode_min_max(out, low, unit, octets, size, bits, alpha=alpha, add=add)
     decode_min_max.reference(expected, low, unit, octets, size, bits, alpha=alpha, add=add)
     assert torch.equal(out, expected)

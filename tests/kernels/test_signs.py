@@ -5,29 +5,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comm_hooks import Sign
-from comm_hooks.kernels import pieces, signs
+from comm_hooks.kernels import signs
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.signs import (
     decode_signs,
     encode_signs,
     mean_magnitudes,
 )
-from comm_hooks.randomness import Draw
-from tests.kernels.vectors import matrices
-
-vectors = matrices(
-    st.integers(1, 4),
-    st.one_of(st.integers(1, 70), st.sampled_from([1000, 4096, 5001, 9000])),
-)
-sizes = st.one_of(st.integers(1, 80), st.sampled_from([256, 4096]))
-piece_sizes = st.sampled_from([1, 100, 5000, pieces.PIECE])
+from tests.kernels.vectors import cut_into, matrices, piece_sizes, sizes, vectors
 
 
 @given(rows=vectors, size=sizes, piece=piece_sizes)
 def test_encoding_is_the_reference(rows: torch.Tensor, size: int, piece: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE", piece)
+    with cut_into(piece):
         scales, octets = encode_signs(rows, size)
     expected_scales, expected_octets = encode_signs.reference(rows, size)
     assert scales.shape == expected_scales.shape == (len(rows), -(-rows.shape[1] // size))
@@ -50,8 +40,7 @@ def test_decoding_is_the_reference(
     # As in a payload, where other bytes may follow.
     octets = torch.nn.functional.pad(octets, (0, 3), value=255)
     out, expected = rows.clone(), rows.clone()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE", piece)
+    with cut_into(piece):
         decode_signs(out, scales[None], octets[None], size, alpha=alpha, add=add)
     decode_signs.reference(expected, scales[None], octets[None], size, alpha=alpha, add=add)
     assert torch.equal(out, expected)
@@ -89,8 +78,7 @@ def test_a_sum_is_that_of_rank_after_rank(
 @given(rows=vectors, size=sizes, piece=piece_sizes)
 def test_what_is_subtracted_is_what_is_decoded(rows: torch.Tensor, size: int, piece: int) -> None:
     left, expected = rows.clone(), rows.clone()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE", piece)
+    with cut_into(piece):
         scales, octets = encode_signs(left, size, subtract=True)
     unchanged, same = encode_signs(rows, size)
     assert torch.equal(scales, unchanged)
@@ -110,8 +98,7 @@ def test_residuals_are_added_first(
     residual = Residual(added, data.draw(st.sampled_from([1.0, powers])))
     found, expected = rows.clone(), rows.clone()
     residual.add_to(expected)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE", piece)
+    with cut_into(piece):
         coded = encode_signs(found, size, residual=residual, subtract=subtract)
         reference = encode_signs(expected, size, subtract=subtract)
     assert torch.equal(found, expected)
@@ -123,8 +110,7 @@ def test_residuals_are_added_first(
 def test_scales_may_be_given(rows: torch.Tensor, size: int, piece: int, subtract: bool) -> None:
     scales = torch.arange(1.0, 1 + len(rows) * -(-rows.shape[1] // size)).view(len(rows), -1)
     left, expected = rows.clone(), rows.clone()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE", piece)
+    with cut_into(piece):
         coded = encode_signs(left, size, subtract=subtract, scales=scales)
     reference = encode_signs.reference(expected, size, subtract=subtract, scales=scales)
     assert torch.equal(left, expected)
@@ -173,14 +159,3 @@ def test_a_block_that_is_not_finite_leaves_others_alone() -> None:
 def test_the_scale_of_a_shorter_last_block_is_its_own_mean() -> None:
     scales, _ = encode_signs(torch.tensor([[1.0, -3.0, 5.0, -7.0, 10.0]]), 4)
     assert scales.tolist() == [[4.0, 10.0]]
-
-
-@pytest.mark.parametrize("numel", [7, 64, 5000])
-def test_extracting_leaves_what_is_not_sent(numel: int) -> None:
-    sign, draw = Sign(block_size=64), Draw([1, 2, 3])
-    rows = torch.randn(3, numel, generator=torch.Generator().manual_seed(1))
-    left = rows.clone()
-    payloads = sign.extract(left, draw)
-    assert torch.equal(payloads, sign.encode(rows, draw))
-    sign.decode(rows, payloads, draw, alpha=-1.0, add=True)
-    assert torch.equal(left, rows)

@@ -44,49 +44,6 @@ def test_what_is_retained_comes_back(bits: int) -> None:
     assert abs(memory.norm() - values.norm()) <= 0.05 * values.norm()
 
 
-@every_width
-def test_residuals_follow_their_names_into_another_layout(bits: int) -> None:
-    memory, before = ErrorFeedback(bits), rows("a", "b", "c")
-    remember(memory, before, torch.randn(3, 600))
-    stored = recall(memory, before)
-    assert torch.equal(recall(memory, rows("c", "new")), torch.stack([stored[2], torch.zeros(600)]))
-    assert torch.equal(recall(memory, rows("b", "a")), stored[[1, 0]])
-
-
-def test_a_layout_that_comes_back_does_not_bring_old_residuals() -> None:
-    memory, first, second = ErrorFeedback(), rows("a", "b"), rows("b", "c")
-    remember(memory, first, torch.full((2, 600), 1.0))
-    remember(memory, second, torch.full((2, 600), 2.0))
-    assert recall(memory, first)[:, 0].tolist() == [1, 2]
-    remember(memory, first, torch.full((2, 600), 3.0))
-    assert recall(memory, second)[:, 0].tolist() == [3, 2]
-
-
-@every_width
-def test_state_survives_saving(bits: int, tmp_path: object) -> None:
-    memory, place = ErrorFeedback(bits), rows("a", "b")
-    remember(memory, place, torch.randn(2, 600))
-    file = f"{tmp_path}/state.pt"
-    torch.save(memory.state_dict(), file)
-    restored = ErrorFeedback(bits)
-    restored.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(recall(restored, rows("b", "a")), recall(memory, place)[[1, 0]])
-
-    saved = recall(memory, place)
-    remember(memory, place, torch.randn(2, 600))
-    memory.load_state_dict(restored.state_dict())
-    assert torch.equal(recall(memory, place), saved), "a rollback in place"
-
-
-@every_width
-def test_rows_that_are_not_accepted_keep_what_they_had(bits: int) -> None:
-    memory, place = ErrorFeedback(bits), rows("a", "b")
-    remember(memory, place, torch.ones(2, 600))
-    place.matrix.fill_(5)
-    memory.retain(place, torch.tensor([[True], [False]]), 1.0, key=0)
-    assert recall(memory, place)[:, 0].tolist() == [5, 1]
-
-
 def test_inactive_rows_are_left_alone() -> None:
     memory, place = ErrorFeedback(), rows("a", "b")
     remember(memory, place, torch.ones(2, 600))
@@ -119,16 +76,6 @@ def test_four_bits_cost_about_half_a_byte() -> None:
     memory, place = ErrorFeedback(bits=4), rows("a", numel=1 << 16)
     remember(memory, place, torch.randn(1, 1 << 16))
     assert memory.state_dict()["a"].nbytes <= 0.54 * (1 << 16)
-
-
-def test_foreign_state_is_refused_and_changes_nothing() -> None:
-    memory, place = ErrorFeedback(), rows("a")
-    remember(memory, place, torch.ones(1, 600))
-    with pytest.raises(ValueError, match=r"saved residual of 'a' is torch\.bfloat16"):
-        memory.load_state_dict({"a": torch.zeros(600, dtype=torch.bfloat16)})
-    assert recall(memory, place).unique().tolist() == [1]
-    with pytest.raises(ValueError, match="residual of 'a' has 600 elements"):
-        recall(memory, rows("a", numel=700))
 
 
 @pytest.mark.parametrize("bits", [8, 0, "4", True])
