@@ -23,7 +23,7 @@ def test_an_observer_may_change_what_a_method_gets_and_returns() -> None:
 
 def test_an_event_that_is_gone_is_refused() -> None:
     unknown = observed.observing({"sample": print})
-    with pytest.raises(ValueError, match="nothing can be observed as sample"), unknown:
+    with pytest.raises(KeyError, match="sample"), unknown:
         pass
 
 
