@@ -29,7 +29,7 @@ def test_an_event_that_is_gone_is_refused() -> None:
 
 def test_the_audit_observes_every_event(tmp_path: Path) -> None:
     before = {event: _current(event) for event in observed.EVENTS}
-    with Observer(tmp_path / "train.py", Variant("as it is"), 1, tmp_path, 0, None):
+    with Observer(tmp_path / "train.py", Variant("as it is"), 1, tmp_path, 0, None).watching():
         assert [event for event, method in before.items() if _current(event) is method] == []
     assert {event: _current(event) for event in observed.EVENTS} == before
 
