@@ -3,6 +3,7 @@
 import itertools
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -95,6 +96,20 @@ def answer(channel: Channel) -> None:
     while count := int(channel.hear()):
         channel.receive(count)
         channel.tell(0.0)
+
+
+def nodes_of(labels: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each node, given what each rank calls its node.
+
+    Example::
+
+        >>> nodes_of(["a", "a", "b", "b"])
+        [[0, 1], [2, 3]]
+    """
+    nodes: dict[str, list[int]] = {}
+    for rank, label in enumerate(labels):
+        nodes.setdefault(label, []).append(rank)
+    return list(nodes.values())
 
 
 def make_rounds(nodes: int, all_pairs_up_to: int) -> list[list[tuple[int, int]]]:

@@ -1,7 +1,7 @@
 """Where all commands print, and where they write."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +30,13 @@ def say(line: str, console: Console | None = None) -> None:
 def complain(command: str, message: object) -> None:
     """Tell what is wrong, in one line on standard error."""
     typer.echo(f"comm-hooks {command}: {message}", err=True)
+
+
+def require_positive(options: Mapping[str, float | None]) -> None:
+    """Raise ``ValueError`` for an option that is given and not above 0."""
+    for option, value in options.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{option} must be positive, got {value:g}")
 
 
 @contextmanager

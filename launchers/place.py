@@ -114,35 +114,39 @@ def find_place(environment: Mapping[str, str] | None = None) -> Place:
         Place(launcher='mpirun', rank=1, world_size=2, local_rank=1, local_size=2, node='a')
     """
     environment = os.environ if environment is None else environment
-    for names in _LAUNCHERS:
-        told = [name for name in names.world_size if name in environment]
-        if names.rank not in environment or not told:
-            continue
-        # srun sets PMI's variables, too, but tells the local rank by its own.
-        if names.rank == "PMI_RANK" and _is_step(environment):
-            if "MPI_LOCALNRANKS" not in environment:
-                continue
-        if names.launcher == "srun" and not _is_step(environment):
-            continue
-        rank, size = _number(environment, names.rank), _number(environment, told[0])
-        if not 0 <= rank < size:
-            raise ValueError(
-                f"{names.launcher} set {names.rank}={rank} and {told[0]}={size}: a rank lies "
-                "between 0 and the number of ranks less 1"
-            )
-        local_size = {"torchrun": size, "mpirun": 1}.get(names.launcher)
-        if local_size is None:
-            nodes = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
-            local_size = size // _number(environment, *nodes, default=1)
-        return Place(
-            names.launcher,
-            rank,
-            size,
-            _number(environment, names.local_rank),
-            _number(environment, *names.local_size, default=local_size),
-            next((environment[name] for name in names.node if name in environment), None),
+    names = _innermost(environment)
+    if names is None:
+        return Place()
+    size_name = next(name for name in names.world_size if name in environment)
+    rank, size = _number(environment, names.rank), _number(environment, size_name)
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"{names.launcher} set {names.rank}={rank} and {size_name}={size}: a rank lies between "
+            "0 and the number of ranks less 1"
         )
-    return Place()
+    nodes = _number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
+    untold = {"torchrun": size, "mpirun": 1, "srun": size // nodes}[names.launcher]
+    return Place(
+        names.launcher,
+        rank,
+        size,
+        _number(environment, names.local_rank),
+        _number(environment, *names.local_size, default=untold),
+        next((environment[name] for name in names.node if name in environment), None),
+    )
+
+
+def _innermost(environment: Mapping[str, str]) -> _Variables | None:
+    """Return the variables of the launcher that started this process last, if one did."""
+    is_step = _is_step(environment)
+    for names in _LAUNCHERS:
+        is_told = names.rank in environment and any(n in environment for n in names.world_size)
+        if names.rank == "PMI_RANK" and is_step:
+            # srun sets PMI's variables, too, but tells the local rank by its own.
+            is_told &= "MPI_LOCALNRANKS" in environment
+        if is_told and (is_step or names.launcher != "srun"):
+            return names
+    return None
 
 
 def expected_world_size(environment: Mapping[str, str] | None = None) -> tuple[int, str] | None:

@@ -36,7 +36,7 @@ def observing(observers: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
             method would.
 
     Raises:
-        ValueError: for an event that no imported module has.
+        KeyError: for an event that no imported module has.
 
     Example::
 
@@ -46,8 +46,6 @@ def observing(observers: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
         ...     len(sampler.__iter__())
         2
     """
-    if unknown := sorted(observers.keys() - EVENTS.keys()):
-        raise ValueError(f"nothing can be observed as {', '.join(unknown)}: there is no such event")
     with ExitStack() as exits:
         for event, observer in observers.items():
             method = EVENTS[event]

@@ -25,7 +25,7 @@ from comm_hooks.launchers.advise.report import (
 )
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.compare.methods import Method, parse_methods
-from comm_hooks.launchers.output import BAD_INPUT, complain, make_console, say
+from comm_hooks.launchers.output import BAD_INPUT, complain, make_console, require_positive, say
 from comm_hooks.launchers.place import Place, find_place
 from comm_hooks.launchers.rates import parse_rate
 
@@ -157,8 +157,7 @@ def _check(
             f"--zero-stage must be 0, 1 or 2, got {zero_stage}: stage 3 gathers parameters all "
             "through the step, which is not predicted here"
         )
-    if timeout <= 0:
-        raise ValueError(f"--timeout must be positive, got {timeout:g}")
+    require_positive({"--timeout": timeout})
     if not plot.absolute().parent.is_dir():
         raise ValueError(f"--plot {plot}: there is no such folder")
     if (given.ranks if given else place.world_size) == 1:

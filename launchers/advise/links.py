@@ -11,7 +11,13 @@ from comm_hooks.collectives import TorchDistributed
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.launchers.advise.cost_model import Link, Network
 from comm_hooks.launchers.clock import synchronize
-from comm_hooks.launchers.links import answer, make_rounds, measure_bandwidth, measure_delay
+from comm_hooks.launchers.links import (
+    answer,
+    make_rounds,
+    measure_bandwidth,
+    measure_delay,
+    nodes_of,
+)
 from comm_hooks.launchers.place import find_place
 
 
@@ -23,20 +29,6 @@ class Measured:
     target: int
     inside: bool
     link: Link
-
-
-def nodes_of(labels: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each node, given what each rank calls its node.
-
-    Example::
-
-        >>> nodes_of(["a", "a", "b", "b"])
-        [[0, 1], [2, 3]]
-    """
-    nodes: dict[str, list[int]] = {}
-    for rank, label in enumerate(labels):
-        nodes.setdefault(label, []).append(rank)
-    return list(nodes.values())
 
 
 def edges_of(nodes: Sequence[Sequence[int]]) -> list[list[tuple[int, int, bool]]]:

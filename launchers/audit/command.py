@@ -18,7 +18,7 @@ from comm_hooks.launchers.audit.report import (
 )
 from comm_hooks.launchers.audit.script.audit import ScriptAudit, audit_script
 from comm_hooks.launchers.audit.script.run import Job, ScriptFailed
-from comm_hooks.launchers.output import complain, refusing
+from comm_hooks.launchers.output import complain, refusing, require_positive
 from comm_hooks.optim.private.accounting import RDPAccountant
 from comm_hooks.optim.private.accounting.accountant import require_delta
 from comm_hooks.optim.private.errors import PrivacyError
@@ -120,13 +120,8 @@ def _audit_script(job: Job, json_: bool) -> ScriptAudit:
     Raises:
         ValueError: for settings out of range.
     """
-    for option, value in (
-        ("--nproc-per-node", 1 if job.processes is None else job.processes),
-        ("--steps", job.steps),
-        ("--timeout", job.timeout),
-    ):
-        if not value > 0:
-            raise ValueError(f"{option} must be positive, got {value:g}")
+    counts = {"--nproc-per-node": job.processes, "--steps": job.steps}
+    require_positive({**counts, "--timeout": job.timeout})
     try:
         found = audit_script(job)
     except ScriptFailed as failed:

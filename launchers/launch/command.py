@@ -10,10 +10,9 @@ from comm_hooks.config import unknown
 from comm_hooks.launchers.endpoint import parse_endpoint, wait_for_port
 from comm_hooks.launchers.launch.hostfile import read_hostfile
 from comm_hooks.launchers.launch.job import Job, parse_nodes, parse_variables
-from comm_hooks.launchers.launch.kubernetes import RUNTIME
-from comm_hooks.launchers.launch.plan import LAUNCHERS, Plan, make_plan
+from comm_hooks.launchers.launch.plan import LAUNCHERS, Plan, make_plan, render_file
 from comm_hooks.launchers.launch.steps import Command, Step
-from comm_hooks.launchers.launch.submission import Submission
+from comm_hooks.launchers.launch.submission import RUNTIME, Submission
 from comm_hooks.launchers.output import complain, refusing
 
 
@@ -99,8 +98,6 @@ def launch(
     with refusing("launch"):
         if launcher not in LAUNCHERS:
             raise ValueError(f"--launcher: {unknown('launcher', launcher, LAUNCHERS)}")
-        if config and not preflight:
-            raise ValueError("--config is what --preflight compares: add --preflight")
         job = Job(
             tuple(target),
             module=module,
@@ -111,6 +108,7 @@ def launch(
             interface=interface,
             variables=parse_variables(env or ()),
             restarts=max_restarts,
+            check=preflight,
             config=config,
             gpus=not cpu,
         )
@@ -123,10 +121,10 @@ def launch(
                     "--launcher, --hostfile and --node-rank do not go with --slurm and "
                     "--kubernetes: the scheduler starts torchrun on its nodes"
                 )
-            text = submission.render(job, check=preflight)
+            text = render_file(job, submission)
             typer.echo(text.rstrip("\n") if dry_run else submission.write(text))
             return
-        plan = make_plan(job, launcher, hostfile, os.environ, check=preflight)
+        plan = make_plan(job, launcher, hostfile, os.environ)
         if plan.runs_here and not dry_run:
             job.require_target()
     for note in plan.notes:

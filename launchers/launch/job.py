@@ -11,9 +11,6 @@ from pathlib import Path
 
 from comm_hooks.launchers.endpoint import Endpoint
 
-MARK = "Written by comm-hooks launch"
-"""What files for schedulers say, so that none of somebody else's is written over."""
-
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -31,6 +28,7 @@ class Job:
         interface: the network interface to use, or None for the one that leads to the head.
         variables: environment variables for all ranks.
         restarts: how often torchrun starts all ranks again after a failure.
+        check: whether the preflight comes first.
         config: a file that must be the same on all nodes; the preflight compares it.
         gpus: whether a scheduler is asked for GPUs, one for each process.
     """
@@ -44,10 +42,13 @@ class Job:
     interface: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     restarts: int = 0
+    check: bool = False
     config: str | None = None
     gpus: bool = True
 
     def __post_init__(self) -> None:
+        if self.config and not self.check:
+            raise ValueError("--config is what --preflight compares: add --preflight")
         fewest, most = self.nodes
         if not 1 <= fewest <= most:
             raise ValueError(
@@ -102,6 +103,19 @@ class Job:
         hint = f": did you mean {str(path.with_name(nearest[0]))!r}?" if nearest else ""
         what = "is a folder without __main__.py" if path.is_dir() else "there is no such file"
         raise ValueError(f"{name}: {what} here ({here}){hint}")
+
+    def fixed_size(self, option: str) -> tuple[int, int]:
+        """Return the numbers of nodes and of processes on each, for a scheduler's file.
+
+        Raises:
+            ValueError: without a number of processes, and for a range of nodes.
+        """
+        nodes = self.fixed_nodes(option)
+        if self.processes is None:
+            raise ValueError(
+                f"{option} needs --nproc: processes per node, each with a GPU unless --cpu"
+            )
+        return nodes, self.processes
 
     def fixed_nodes(self, option: str) -> int:
         """Return the number of nodes for what cannot change it.

@@ -5,41 +5,25 @@ from typing import Any
 
 import yaml
 
-from comm_hooks.launchers.launch.job import MARK, Job
+from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.steps import options
-
-RUNTIME = "torch-distributed"
-"""The runtime that Kubeflow Trainer installs for PyTorch."""
+from comm_hooks.launchers.launch.submission import MARK, Submission
 
 
-def render_train_job(
-    job: Job, name: str, image: str | None, cpus: int | None, runtime: str, check: bool
-) -> str:
+def render_train_job(job: Job, name: str, submission: Submission) -> str:
     """Return a TrainJob as YAML.
 
     The runtime tells torchrun by ``PET_*`` variables how many nodes there are, which one it is and
     where they meet, so the command only names the script.
 
-    Args:
-        job: with ``processes`` and a fixed number of nodes.
-        name: of the TrainJob.
-        image: with the script and comm-hooks in it; None for the runtime's own.
-        cpus: cores for each process; None to request none.
-        runtime: the ClusterTrainingRuntime.
-        check: whether to run the preflight in all pods first.
-
     Raises:
         ValueError: without a number of processes, with a range of nodes, and for what a TrainJob
             cannot say.
     """
-    nodes = job.fixed_nodes("--kubernetes")
+    nodes, processes = job.fixed_size("--kubernetes")
     for option, value in (("--head", job.head), ("--interface", job.interface)):
         if value is not None:
             raise ValueError(f"{option} does not go with --kubernetes: the runtime decides that")
-    if job.processes is None:
-        raise ValueError(
-            "--kubernetes needs --nproc: processes per node, each with a GPU unless --cpu"
-        )
     if job.restarts:
         raise ValueError(
             "--max-restarts does not go with --kubernetes: its runtime fixes the order of nodes, "
@@ -47,15 +31,15 @@ def render_train_job(
             "a checkpoint"
         )
     resources: dict[str, Any] = {}
-    if cpus is not None:
-        resources["requests"] = {"cpu": str(cpus * job.processes)}
+    if submission.cpus is not None:
+        resources["requests"] = {"cpu": str(submission.cpus * processes)}
     if job.gpus:
-        resources["limits"] = {"nvidia.com/gpu": job.processes}
+        resources["limits"] = {"nvidia.com/gpu": processes}
     trainer: dict[str, Any] = {
-        **({"image": image} if image else {}),
+        **({"image": submission.image} if submission.image else {}),
         "numNodes": nodes,
-        "numProcPerNode": job.processes,
-        "command": _command(job, check),
+        "numProcPerNode": processes,
+        "command": _command(job),
     }
     if job.variables:
         trainer["env"] = [{"name": k, "value": v} for k, v in job.variables.items()]
@@ -69,7 +53,7 @@ def render_train_job(
             "runtimeRef": {
                 "apiGroup": "trainer.kubeflow.org",
                 "kind": "ClusterTrainingRuntime",
-                "name": runtime,
+                "name": submission.runtime,
             },
             "trainer": trainer,
         },
@@ -77,9 +61,9 @@ def render_train_job(
     return f"# {MARK}\n{yaml.safe_dump(document, sort_keys=False)}"
 
 
-def _command(job: Job, check: bool) -> list[str]:
+def _command(job: Job) -> list[str]:
     train = ["torchrun", *job.words("-m")]
-    if not check:
+    if not job.check:
         return train
     config = options({"--config": job.config})
     first = ["torchrun", "-m", "comm_hooks.launchers.preflight", *config]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from comm_hooks.launchers.endpoint import Endpoint
-from comm_hooks.launchers.launch import deepspeed, mpi, slurm, torchrun
+from comm_hooks.launchers.launch import deepspeed, kubernetes, mpi, slurm, torchrun
 from comm_hooks.launchers.launch.hostfile import (
     DEEPSPEED_HOSTFILE,
     Host,
@@ -19,6 +19,7 @@ from comm_hooks.launchers.launch.hostfile import (
 from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.network import Route, find_route
 from comm_hooks.launchers.launch.steps import Command, Step, options, program
+from comm_hooks.launchers.launch.submission import Submission, job_name
 from comm_hooks.launchers.place import Place, find_place, in_allocation
 
 LAUNCHERS = ("auto", "torchrun", "deepspeed", "mpirun", "mpich", "openmpi")
@@ -49,8 +50,19 @@ class Plan:
     runs_here: bool = False
 
 
+def render_file(job: Job, submission: Submission) -> str:
+    """Return the text of a file for a scheduler.
+
+    Raises:
+        ValueError: for a job that the scheduler cannot run as told.
+    """
+    name = submission.name or job_name(job.target[0])
+    render = kubernetes.render_train_job if submission.kubernetes else slurm.render_batch_file
+    return render(job, name, submission)
+
+
 def make_plan(
-    job: Job, launcher: str, hostfile: Path | None, environment: Mapping[str, str], *, check: bool
+    job: Job, launcher: str, hostfile: Path | None, environment: Mapping[str, str]
 ) -> Plan:
     """Choose the launcher, unless told, and return what to run.
 
@@ -66,7 +78,6 @@ def make_plan(
         launcher: one of :data:`LAUNCHERS`.
         hostfile: for deepspeed and mpirun.
         environment: ``os.environ``.
-        check: whether the preflight comes first.
 
     Raises:
         ValueError: for what does not go together or is not there.
@@ -84,12 +95,12 @@ def make_plan(
         )
     if launcher == "auto":
         if place.launcher == "mpirun":
-            return Plan([_rank(job, place, check)], quiet=place.rank > 0, runs_here=True)
+            return Plan([_rank(job, place)], quiet=place.rank > 0, runs_here=True)
         if place.launcher:
-            return _torchrun(slurm.fill_in(job, place, environment), environment, check)
+            return _torchrun(slurm.fill_in(job, place, environment), environment)
         nodes = int(environment.get("SLURM_NNODES", 1))
         if in_allocation(environment) and nodes > 1:
-            return Plan([slurm.build_srun(job, nodes, check)])
+            return Plan([slurm.build_srun(job, nodes)])
         if hostfile is None and DEEPSPEED_HOSTFILE.is_file() and find_spec("deepspeed"):
             hostfile = DEEPSPEED_HOSTFILE
         launcher = "deepspeed" if hostfile else "torchrun"
@@ -99,18 +110,18 @@ def make_plan(
                 "--hostfile is for deepspeed and mpirun: torchrun is started on each node, with "
                 "--nnodes, --head and --node-rank"
             )
-        return _torchrun(job, environment, check)
+        return _torchrun(job, environment)
     if job.restarts:
         raise ValueError(f"--max-restarts is torchrun's: {launcher} has nothing like it")
     if launcher == "deepspeed":
-        return _deepspeed(job, hostfile, check)
-    return _mpirun(job, launcher, hostfile, check)
+        return _deepspeed(job, hostfile)
+    return _mpirun(job, launcher, hostfile)
 
 
-def _torchrun(job: Job, environment: Mapping[str, str], check: bool) -> Plan:
+def _torchrun(job: Job, environment: Mapping[str, str]) -> Plan:
     job, notes = _count_processes(job)
     if job.nodes == (1, 1):
-        steps = [*_preflight(job, None, check), torchrun.build_single_node(job)]
+        steps = [*_preflight(job, None), torchrun.build_single_node(job)]
         return Plan(steps, notes=notes, runs_here=True)
     if job.head is None:
         raise ValueError(
@@ -125,7 +136,7 @@ def _torchrun(job: Job, environment: Mapping[str, str], check: bool) -> Plan:
         )
     job_id = environment.get("SLURM_JOB_ID", "comm-hooks")
     steps = [
-        *_preflight(job, job.head, check),
+        *_preflight(job, job.head),
         torchrun.build_multi_node(job, job.head, route, job_id),
     ]
     hosts = route.is_head if job.node_rank is None else job.node_rank == 0
@@ -133,19 +144,19 @@ def _torchrun(job: Job, environment: Mapping[str, str], check: bool) -> Plan:
     return Plan(steps, head, route, notes, runs_here=True)
 
 
-def _deepspeed(job: Job, hostfile: Path | None, check: bool) -> Plan:
+def _deepspeed(job: Job, hostfile: Path | None) -> Plan:
     if not find_spec("deepspeed"):
         raise ValueError('--launcher deepspeed: not installed: pip install "comm-hooks[deepspeed]"')
     if hostfile is None:
         if job.nodes != (1, 1):
             raise ValueError("--launcher deepspeed with several nodes needs --hostfile")
-        steps = [*_preflight(job, None, check), *deepspeed.build_single_node(job)]
+        steps = [*_preflight(job, None), *deepspeed.build_single_node(job)]
         return Plan(steps, runs_here=True)
     hosts = read_hostfile(hostfile)
     _check_count(job, hosts, hostfile)
     if job.node_rank is None:
         steps = deepspeed.build_over_ssh(job, hostfile, hosts)
-        if check:
+        if job.check:
             config = options({"--config": job.config})
             first = replace(job, target=(_PREFLIGHT, *config), module=True)
             steps = [*deepspeed.build_over_ssh(first, hostfile, hosts), steps[-1]]
@@ -154,14 +165,14 @@ def _deepspeed(job: Job, hostfile: Path | None, check: bool) -> Plan:
     head = job.head or Endpoint(hosts[0].name)
     route = find_route(head.host, job.interface)
     steps = [
-        *_preflight(job, head, check),
+        *_preflight(job, head),
         *deepspeed.build_by_hand(job, hostfile, head, route),
     ]
     # The script itself opens the port, whenever it comes to that: nothing to wait for.
     return Plan(steps, runs_here=True)
 
 
-def _mpirun(job: Job, launcher: str, hostfile: Path | None, check: bool) -> Plan:
+def _mpirun(job: Job, launcher: str, hostfile: Path | None) -> Plan:
     flavour = mpi.FLAVOURS.get(launcher) or mpi.find_flavour()
     if job.node_rank is not None:
         raise ValueError("--node-rank does not go with mpirun, which starts all nodes itself")
@@ -178,7 +189,7 @@ def _mpirun(job: Job, launcher: str, hostfile: Path | None, check: bool) -> Plan
         job, notes = _count_processes(job)
         hosts, slots = [], [job.processes or 1]
     targets = [mpi.rank_target(job, head)]
-    if check:
+    if job.check:
         arguments = options({"--head": head, "--config": job.config})
         targets.insert(0, (sys.executable, "-m", _PREFLIGHT, *arguments))
     steps = [mpi.build_command(job, flavour, hosts, slots, target) for target in targets]
@@ -193,9 +204,9 @@ def _check_count(job: Job, hosts: list[Host], hostfile: Path) -> None:
         )
 
 
-def _preflight(job: Job, head: Endpoint | None, check: bool) -> list[Step]:
+def _preflight(job: Job, head: Endpoint | None) -> list[Step]:
     """Return the preflight as one process on each node, started as the job is."""
-    if not check:
+    if not job.check:
         return []
     command = [*program("comm-hooks", "comm_hooks.launchers.main"), "preflight"]
     nodes = job.fixed_nodes("--preflight")
@@ -207,8 +218,8 @@ def _preflight(job: Job, head: Endpoint | None, check: bool) -> list[Step]:
     return [Command(tuple(command), job.variables)]
 
 
-def _rank(job: Job, place: Place, check: bool) -> Command:
-    if check and place.world_size > 1:
+def _rank(job: Job, place: Place) -> Command:
+    if job.check and place.world_size > 1:
         raise ValueError(
             "--preflight must come before the ranks: comm-hooks launch --launcher mpirun "
             "--preflight, or mpirun ... comm-hooks preflight"

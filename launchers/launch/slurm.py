@@ -2,12 +2,13 @@
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from comm_hooks.launchers.endpoint import Endpoint
-from comm_hooks.launchers.launch.job import MARK, Job
+from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.steps import Command, options, program
+from comm_hooks.launchers.launch.submission import MARK, Submission
 from comm_hooks.launchers.place import Place, first_host
 
 # Two jobs that share a node must not meet at one port.
@@ -15,35 +16,30 @@ _FIRST_PORT = 20000
 _PORTS = 20000
 
 
-def render_batch_file(job: Job, name: str, cpus: int, options: Sequence[str], check: bool) -> str:
+def render_batch_file(job: Job, name: str, submission: Submission) -> str:
     """Return a batch file for sbatch.
 
     One task per node, which is ``comm-hooks launch``: it finds the interface of its own node and
     becomes torchrun, which starts the ranks.
 
-    Args:
-        job: with ``processes`` and a fixed number of nodes.
-        name: of the job.
-        cpus: cores for each process.
-        options: more for sbatch, each without its dashes, such as ``"time=01:00:00"``.
-        check: whether to run the preflight on all nodes first.
-
     Raises:
-        ValueError: without a number of processes, or with a range of nodes.
+        ValueError: without a number of processes or of cores, or with a range of nodes.
     """
-    nodes = job.fixed_nodes("--slurm")
-    if job.processes is None:
-        raise ValueError("--slurm needs --nproc: processes per node, each with a GPU unless --cpu")
+    nodes, processes = job.fixed_size("--slurm")
+    if submission.cpus is None:
+        raise ValueError(
+            "--slurm needs --cpus: cores per process (Slurm gives a task one core if not asked)"
+        )
     requests = [
         f"job-name={name}",
         f"nodes={nodes}",
         "ntasks-per-node=1",
-        f"cpus-per-task={cpus * job.processes}",
-        *([f"gpus-per-node={job.processes}"] if job.gpus else []),
-        *options,
+        f"cpus-per-task={submission.cpus * processes}",
+        *([f"gpus-per-node={processes}"] if job.gpus else []),
+        *submission.sbatch,
     ]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in job.variables.items()]
-    launch = shlex.join(_launch(replace(job, variables={}, head=None), check, head=False))
+    launch = shlex.join(_launch(replace(job, variables={}, head=None)))
     target = shlex.join(job.words("--module"))
     return "\n".join(
         [
@@ -66,13 +62,13 @@ def render_batch_file(job: Job, name: str, cpus: int, options: Sequence[str], ch
     )
 
 
-def build_srun(job: Job, nodes: int, check: bool) -> Command:
+def build_srun(job: Job, nodes: int) -> Command:
     """Return the srun that starts ``comm-hooks launch`` on each node of this allocation."""
     arguments = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     arguments.append("--kill-on-bad-exit=1")
     if "SLURM_CPUS_PER_TASK" in os.environ:
         arguments.append(f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}")
-    return Command((*arguments, *_launch(job, check, head=True), *job.words("--module")))
+    return Command((*arguments, *_launch(job), *job.words("--module")))
 
 
 def fill_in(job: Job, place: Place, environment: Mapping[str, str]) -> Job:
@@ -96,17 +92,17 @@ def fill_in(job: Job, place: Place, environment: Mapping[str, str]) -> Job:
     return replace(job, nodes=(place.world_size,) * 2, node_rank=node_rank, head=head)
 
 
-def _launch(job: Job, check: bool, *, head: bool) -> list[str]:
+def _launch(job: Job) -> list[str]:
     arguments = [*program("comm-hooks", "comm_hooks.launchers.main"), "launch"]
     for name, value in job.variables.items():
         arguments += ["--env", f"{name}={value}"]
     return arguments + options(
         {
-            "--head": job.head if head else None,
+            "--head": job.head,
             "--nproc": job.processes,
             "--interface": job.interface,
             "--max-restarts": job.restarts,
-            "--preflight": check,
+            "--preflight": job.check,
             "--config": job.config,
         }
     )

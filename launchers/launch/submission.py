@@ -1,13 +1,15 @@
-"""A file for a scheduler: what the options say about it, checked and written."""
+"""What the options say about a file for a scheduler."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from comm_hooks.launchers.launch.job import MARK, Job
-from comm_hooks.launchers.launch.kubernetes import RUNTIME, render_train_job
-from comm_hooks.launchers.launch.slurm import render_batch_file
+RUNTIME = "torch-distributed"
+"""The runtime that Kubeflow Trainer installs for PyTorch."""
+
+MARK = "Written by comm-hooks launch"
+"""What a file of ours says, so that none of somebody else's is written over."""
 
 _FORBIDDEN = re.compile(r"[^a-z0-9-]+")
 
@@ -15,6 +17,15 @@ _FORBIDDEN = re.compile(r"[^a-z0-9-]+")
 @dataclass(frozen=True)
 class Submission:
     """The options of ``comm-hooks launch`` that are about schedulers.
+
+    Args:
+        slurm, kubernetes: the file to write.
+        name: of the job; by default made of the script's.
+        cpus: cores for each process.
+        cpu: whether to ask for no GPUs.
+        sbatch: more for sbatch, each without its dashes, such as ``"time=01:00:00"``.
+        image: with the script and comm-hooks in it; None for the runtime's own.
+        runtime: the ClusterTrainingRuntime.
 
     Raises:
         ValueError: for options that would be ignored, or cannot be.
@@ -58,21 +69,6 @@ class Submission:
     @property
     def wanted(self) -> bool:
         return bool(self.slurm or self.kubernetes)
-
-    def render(self, job: Job, *, check: bool) -> str:
-        """Return the file's text.
-
-        Raises:
-            ValueError: for a job that the scheduler cannot run as told.
-        """
-        name = self.name or job_name(job.target[0])
-        if self.kubernetes:
-            return render_train_job(job, name, self.image, self.cpus, self.runtime, check)
-        if self.cpus is None:
-            raise ValueError(
-                "--slurm needs --cpus: cores per process (Slurm gives a task one core if not asked)"
-            )
-        return render_batch_file(job, name, self.cpus, self.sbatch, check)
 
     def write(self, text: str) -> str:
         """Write the file, over an older one of ours, and return the command that submits it.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comm_hooks.launchers.links import make_rounds
+from comm_hooks.launchers.links import make_rounds, nodes_of
 from comm_hooks.launchers.preflight.facts import Facts
 from comm_hooks.launchers.preflight.links import Link, Listener, send
 from comm_hooks.launchers.preflight.meeting import Meeting, MeetingError, prefixed
@@ -94,13 +94,13 @@ def check(
 def _judge(meeting: Meeting, listener: Listener | None, limits: Limits, interface: str) -> Verdict:
     heard, missing = meeting.hear("facts", range(meeting.size), limits.seconds)
     facts = {rank: Facts.from_json(text) for rank, text in sorted(heard.items())}
-    leaders = _leaders(facts)
-    nodes = [facts[rank] for rank in leaders]
     if missing:
         meeting.tell("plan", None)
         came = ", ".join(f"{rank} ({facts[rank].host})" for rank in list(facts)[:8])
         late = f"{meeting.member} {', '.join(map(str, missing[:8]))} of {meeting.size}"
         return Verdict([f"{late} did not come within {limits.seconds:g} s; here are: {came}"])
+    leaders = [ranks[0] for ranks in nodes_of([facts[rank].node for rank in sorted(facts)])]
+    nodes = [facts[rank] for rank in leaders]
     problems = find_problems(nodes)
     # What only one process of a node can know, such as that it is alone.
     others = [f for rank, f in facts.items() if rank not in leaders]
@@ -151,14 +151,6 @@ def _from_rank_0(meeting: Meeting, what: str, seconds: float) -> Any:
     if missing:
         raise MeetingError(f"{meeting.member} 0 has not answered for {seconds:g} s")
     return heard[0]
-
-
-def _leaders(facts: dict[int, Facts]) -> list[int]:
-    """Return the first rank of each node, in the order of ranks."""
-    first: dict[str, int] = {}
-    for rank, process in facts.items():
-        first.setdefault(process.node, rank)
-    return list(first.values())
 
 
 def _measure(

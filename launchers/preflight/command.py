@@ -12,7 +12,7 @@ from comm_hooks.launchers.endpoint import Endpoint, is_loopback, parse_endpoint
 from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.mpi import meeting_point
 from comm_hooks.launchers.launch.network import find_route
-from comm_hooks.launchers.output import complain, refusing
+from comm_hooks.launchers.output import complain, refusing, require_positive
 from comm_hooks.launchers.place import Place, check_world_size, find_place
 from comm_hooks.launchers.preflight.check import Limits, check
 from comm_hooks.launchers.preflight.facts import (
@@ -68,13 +68,8 @@ def preflight(
     problem, or tables. Exit codes, alike on all nodes: 0, 1 for problems, 2 for bad input.
     """
     with refusing("preflight"):
-        for option, value in (
-            ("--timeout", timeout),
-            ("--min-bandwidth", min_bandwidth),
-            ("--max-clock-offset", max_clock_offset),
-        ):
-            if value is not None and value <= 0:
-                raise ValueError(f"{option} must be positive, got {value:g}")
+        waits = {"--timeout": timeout, "--max-clock-offset": max_clock_offset}
+        require_positive({**waits, "--min-bandwidth": min_bandwidth})
         endpoint = parse_endpoint(head) if head else None
         settings = read_config(config) if config else {}
         party = _find_party(endpoint, nnodes, node_rank, nproc)

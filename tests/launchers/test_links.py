@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from comm_hooks.launchers import links
-from comm_hooks.launchers.links import make_rounds, measure_bandwidth, measure_delay
+from comm_hooks.launchers.links import make_rounds, measure_bandwidth, measure_delay, nodes_of
 
 
 @pytest.mark.parametrize("nodes", range(1, 40))
@@ -21,6 +21,10 @@ def test_everybody_is_measured_and_nobody_twice_at_once(nodes: int) -> None:
     else:
         assert set(measured) == {tuple(sorted((i, (i + 1) % nodes))) for i in range(nodes)}
         assert len(rounds) <= 3
+
+
+def test_ranks_of_a_node_need_not_be_neighbours() -> None:
+    assert nodes_of(["a", "b", "a", "b"]) == [[0, 2], [1, 3]]
 
 
 class Wire:

@@ -84,7 +84,7 @@ def test_other_rates_are_refused(rate: str) -> None:
 @given(st.integers(1, 10**5))
 def test_hardly_anything_passes_for_free(megabits: int) -> None:
     """The bucket is one millisecond's worth, but two frames at least: one could not leave."""
-    free = burst_bytes(f"{megabits}mbit", 1500)
+    free = burst_bytes(f"{megabits}mbit")
     assert free == max(2 * 1514, megabits * 125)
 
 

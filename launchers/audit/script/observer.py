@@ -5,7 +5,8 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ class Stopped(BaseException):
 class Observer:
     """Watches a script in this process, and makes it one of several that are compared.
 
-    While it is entered, this process draws what :mod:`comm_hooks` asks the operating system for
+    While it is watching, this process draws what :mod:`comm_hooks` asks the operating system for
     from numbers that are the same in other runs, or not, as the variant says.  What is released is
     recorded, and the script goes on with what the run that is followed has released: given what
     was released before, all else must not depend on a sample.  So that augmentation and dropout
@@ -92,13 +93,13 @@ class Observer:
         self._units: list[tuple[int, float]] = []
         self._sources = Sources(variant.varied_source, self.places.now)
         self._stepping: DPOptimizer | None = None
-        self._exits = ExitStack()
 
-    def __enter__(self) -> "Observer":
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what this process does."""
         random.seed(_SEED)
         np.random.seed(_SEED)
         torch.manual_seed(_SEED)
-        urandom = os.urandom
         observers: dict[str, Callable[..., Any]] = {
             "training": self._make_private,
             "participation": self._private_participation,
@@ -109,25 +110,21 @@ class Observer:
             **self._draws.observers,
             **self._clients.observers,
         }
-        self._exits.enter_context(
-            mock.patch.object(os, "urandom", lambda size: self._draw(urandom, size))
-        )
-        self._exits.enter_context(observing(observers))
-        for hook in (
+        draw = partial(self._draw, os.urandom)
+        hooks = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
-        ):
-            self._exits.callback(hook.remove)
-        self._sources.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._sources.stop()
-        self._exits.close()
-        if not isinstance(exception[1], Exception):
-            self._events.append(
-                {"kind": "end", "where": "", "who": "", "after": self._watched.state()}
-            )
+        ]
+        with mock.patch.object(os, "urandom", draw), observing(observers):
+            self._sources.start()
+            try:
+                yield
+            finally:
+                self._sources.stop()
+                for hook in hooks:
+                    hook.remove()
+        after = self._watched.state()
+        self._events.append({"kind": "end", "where": "", "who": "", "after": after})
 
     def record(self) -> dict[str, Any]:
         """Return all that was seen; what was released is left in the folder, too."""
@@ -150,7 +147,7 @@ class Observer:
 
     def _draw(self, urandom: Callable[[int], bytes], size: int) -> bytes:
         """Return what the operating system draws; for the library, what the variant says."""
-        frame: FrameType | None = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(1)
         modules: list[str] = []
         while frame is not None and len(modules) < 3:
             modules.append(frame.f_globals.get("__name__", ""))

@@ -191,7 +191,7 @@ def _run(
     sys.argv = [str(job.script), *job.arguments]
     sys.path.insert(0, str(script.parent))
     error, trace, refused = "", "", None
-    with observer:
+    with observer.watching():
         try:
             runpy.run_path(str(script), run_name="__main__")
         except Stopped:

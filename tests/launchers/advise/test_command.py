@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,8 @@ from comm_hooks.launchers.advise import rehearsal
 from comm_hooks.launchers.advise.command import advise
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.clock import Starvation
+from comm_hooks.launchers.endpoint import Endpoint, free_port
+from comm_hooks.launchers.place import Place
 from tests.torchrun import Torchrun
 
 MODEL = ("--params", "3e5", "--step-ms", "50")
@@ -179,10 +180,7 @@ def test_under_torchrun(torchrun: Torchrun) -> None:
 
 
 def test_ranks_that_do_not_come() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = str(unused.getsockname()[1])
-    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = Place("torchrun", 1, 2).variables(Endpoint("127.0.0.1", free_port()))
     done = subprocess.run(
         [sys.executable, "-m", "comm_hooks.launchers.main", "advise", *MODEL, "--timeout", "1"],
         env={**os.environ, **place},

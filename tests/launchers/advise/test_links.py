@@ -17,9 +17,9 @@ from comm_hooks.launchers.advise.links import (
     edges_of,
     measure_links,
     network_of,
-    nodes_of,
 )
 from comm_hooks.launchers.advise.ranks import joined
+from comm_hooks.launchers.links import nodes_of
 from comm_hooks.launchers.netns import Bed, why_not
 from comm_hooks.launchers.place import find_place
 
@@ -42,10 +42,6 @@ def test_every_neighbour_is_measured_and_no_rank_twice_at_once(sizes: list[int])
     ring = {frozenset(pair) for pair in zip(first, [*first[1:], first[0]], strict=True)}
     assert between == {pair for pair in ring if len(pair) == 2}
     assert len(edges) == len(inside) + len(between)
-
-
-def test_ranks_of_a_node_need_not_be_neighbours() -> None:
-    assert nodes_of(["a", "b", "a", "b"]) == [[0, 2], [1, 3]]
 
 
 def test_the_network_is_as_slow_as_its_slowest_links() -> None:

@@ -1,18 +1,15 @@
 """What is said when ranks do not find each other."""
 
-import socket
-
 import pytest
 
 from comm_hooks.launchers.advise.ranks import joined
+from comm_hooks.launchers.endpoint import free_port
 from comm_hooks.launchers.place import Place
 
 
 @pytest.fixture
 def closed_port(monkeypatch: pytest.MonkeyPatch) -> str:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = str(unused.getsockname()[1])
+    port = str(free_port())
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", port)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

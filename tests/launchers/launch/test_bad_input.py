@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from comm_hooks.launchers.endpoint import Endpoint, parse_endpoint, wait_for_port
+from comm_hooks.launchers.endpoint import Endpoint, free_port, parse_endpoint, wait_for_port
 from comm_hooks.launchers.launch.hostfile import read_hostfile
 from comm_hooks.launchers.launch.job import Job, parse_nodes
 from comm_hooks.launchers.launch.steps import Command, WriteFile
@@ -191,23 +191,14 @@ def test_a_name_that_is_the_machines_own_loopback_is_refused(
 
 
 def test_a_head_that_does_not_listen_is_named_before_torchrun_waits_for_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     command = ["--nproc", "1", "--nnodes", "2", "--node-rank", "1", "--wait", "0"]
-    result = _run(*command, "--head", f"127.0.0.1:{port}", "-m", "json.tool")
-    assert result[0] == 2
-    assert f"cannot reach the head at 127.0.0.1:{port} from 127.0.0.1 (lo): connection" in result[1]
-
-
-def _run(*arguments: str) -> tuple[int, str]:
-    from typer.testing import CliRunner
-
-    from comm_hooks.launchers.main import app
-
-    result = CliRunner().invoke(app, ["launch", *arguments])
-    command, reason = result.stderr.splitlines()
-    assert "torchrun" in command or "torch.distributed.run" in command
-    return result.exit_code, reason
+    command += ["--head", f"127.0.0.1:{port}", "-m", "json.tool"]
+    result = CliRunner().invoke(app, ["launch", *command])
+    shown, reason = result.stderr.splitlines()
+    assert "torchrun" in shown or "torch.distributed.run" in shown
+    assert result.exit_code == 2
+    assert f"cannot reach the head at 127.0.0.1:{port} from 127.0.0.1 (lo): connection" in reason
 
 
 def test_waiting_for_a_port_ends_when_somebody_listens() -> None:
