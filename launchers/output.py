@@ -1,9 +1,19 @@
-"""Where all commands print, and where they write."""
+"""How all commands print, write and end."""
 
+import signal
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import typer
 from rich.console import Console
+
+# Exit codes.
+FAILED = 1
+BAD_INPUT = 2
+SKIPPED = 77  # as automake and others have it
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 _LOG_WIDTH = 140
 
@@ -13,6 +23,40 @@ def make_console(*, quiet: bool = False) -> Console:
     console = Console(quiet=quiet)
     # Where nobody looks at a terminal, its width is no limit, and logs should not be wrapped.
     return console if console.is_terminal else Console(width=_LOG_WIDTH, quiet=quiet)
+
+
+@contextmanager
+def bad_input(command: str) -> Iterator[None]:
+    """End with one line and exit code 2 if there is a ``ValueError``."""
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"{command}: {error}", err=True)
+        raise typer.Exit(BAD_INPUT) from None
+
+
+class Interruption:
+    """Lets what is finished be reported when the rest is interrupted.
+
+    Being asked to end (by timeout, CI or a scheduler) is treated as Ctrl-C is.
+
+    Example::
+
+        >>> with Interruption() as interruption:
+        ...     raise KeyboardInterrupt
+        >>> interruption.happened
+        True
+    """
+
+    happened = False
+
+    def __enter__(self) -> "Interruption":
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self.happened = kind is KeyboardInterrupt
+        return self.happened
 
 
 def prepare_folder(out: Path, *inner: str) -> None:

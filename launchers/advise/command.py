@@ -25,7 +25,7 @@ from comm_hooks.launchers.advise.report import (
     print_zero_notes,
 )
 from comm_hooks.launchers.advise.step import Step
-from comm_hooks.launchers.compare.methods import Method, parse_methods
+from comm_hooks.launchers.lab.methods import Method, parse_methods
 from comm_hooks.launchers.output import make_console
 
 _BAD_INPUT = 2

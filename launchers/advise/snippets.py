@@ -10,10 +10,10 @@ from torch import nn
 
 from comm_hooks import Exchange
 from comm_hooks.config import COMPRESSORS, MEMORIES
-from comm_hooks.launchers.compare.crossings import build_exchange
-from comm_hooks.launchers.compare.methods import Method
-from comm_hooks.launchers.compare.optimizers import OPTIMIZERS
-from comm_hooks.launchers.compare.runs import Settings
+from comm_hooks.launchers.lab.crossings import build_exchange
+from comm_hooks.launchers.lab.methods import Method
+from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
+from comm_hooks.launchers.lab.runs import Settings
 from comm_hooks.optim import LocalRounds, Marina
 
 # Rounds end between an engine's steps, and Marina needs two gradients of one minibatch.
@@ -28,7 +28,7 @@ def python_line(method: Method) -> str:
 
     Example::
 
-        >>> from comm_hooks.launchers.compare.methods import parse_method
+        >>> from comm_hooks.launchers.lab.methods import parse_method
         >>> python_line(parse_method("topk"))
         "register(ddp_model, 'topk')"
     """

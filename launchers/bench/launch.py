@@ -2,7 +2,6 @@
 
 import contextlib
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,14 +9,18 @@ from typing import Any
 
 from comm_hooks.launchers.bench.rates import UNSHAPED
 from comm_hooks.launchers.bench.results import Result, Timing
-from comm_hooks.launchers.compare.events import Event, EventReader, StalledError
-from comm_hooks.launchers.compare.launch import cause_of_failure, find_killed_rank, record_event
-from comm_hooks.launchers.compare.methods import Method
-from comm_hooks.launchers.compare.plain import rebuild
-from comm_hooks.launchers.compare.runs import Run, Settings
+from comm_hooks.launchers.lab import processes
+from comm_hooks.launchers.lab.events import Event, EventReader, StalledError
+from comm_hooks.launchers.lab.methods import Method
+from comm_hooks.launchers.lab.plain import rebuild
+from comm_hooks.launchers.lab.processes import (
+    cause_of_failure,
+    find_killed_rank,
+    record_event,
+    worker_command,
+)
+from comm_hooks.launchers.lab.runs import Run, Settings
 from comm_hooks.launchers.netns import Bed, NetnsError
-
-_TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 def run_method(
@@ -27,8 +30,9 @@ def run_method(
     timing_steps: int,
     corpus: Path,
     log: Path,
-    stall_timeout: float,
     watch: Callable[[Event], None],
+    *,
+    timeout: float,
 ) -> Result:
     """Train with ``method``, each rank in a network namespace, then time it at each rate.
 
@@ -39,8 +43,8 @@ def run_method(
         timing_steps: steps at each rate.
         corpus: the file with the text.
         log: where the output of rank 0 goes; that of rank r goes to a file next to it.
-        stall_timeout: seconds without any event after which the method counts as hung.
         watch: called with each event as it happens.
+        timeout: seconds without any event after which the method counts as hung.
 
     Returns:
         What was measured; the run has a ``failure`` if a rank failed or hung, also if that was
@@ -58,7 +62,7 @@ def run_method(
     }
     try:
         with _start(settings.nproc, logs, arguments) as job:
-            for event in job.events.follow(job.is_running, stall_timeout):
+            for event in job.events.follow(job.is_running, timeout):
                 if event["event"] == "rate":
                     job.set_rate(event["rate"])
                 elif event["event"] == "timing":
@@ -113,10 +117,7 @@ def _start(nproc: int, logs: list[Path], arguments: Mapping[str, str]) -> Iterat
     """Make a network and start a torchrun in each namespace; on leaving, both are gone."""
     with tempfile.TemporaryDirectory(prefix="comm-hooks-") as scratch:
         path = Path(scratch, "events.jsonl")
-        command = [
-            *(*_TORCHRUN, "-m", "comm_hooks.launchers.bench.worker"),
-            *(f"--{name}={value}" for name, value in {**arguments, "events": path}.items()),
-        ]
+        worker = worker_command("comm_hooks.launchers.bench.worker", {**arguments, "events": path})
         with contextlib.closing(EventReader(path)) as events, Bed(nproc) as bed:
             ranks = []
             for rank, log in enumerate(logs):
@@ -125,6 +126,12 @@ def _start(nproc: int, logs: list[Path], arguments: Mapping[str, str]) -> Iterat
                     streams["stdin"] = subprocess.PIPE  # for the worker, see its module
                     environment = {**bed.environment(rank), "PET_LOG_DIR": scratch}
                     ranks.append(
-                        bed.start(rank, command, environment=environment, bufsize=0, **streams)
+                        bed.start(
+                            rank,
+                            [*processes.TORCHRUN, *worker],
+                            environment=environment,
+                            bufsize=0,
+                            **streams,
+                        )
                     )
             yield _Job(bed, ranks, events)

@@ -10,8 +10,8 @@ from benchmarks.studies.private_compressed.schemes import SCHEMES
 from benchmarks.studies.private_optimizers import methods
 from benchmarks.studies.private_optimizers.methods import METHODS, NOT_PRIVATE
 from benchmarks.studies.private_optimizers.models import wide_resnet
-from tests.benchmarks.published import write_cifar10
 from tests.benchmarks.test_studies import complaint, invoke
+from tests.launchers.lab.published import write_cifar10
 
 BAD: list[tuple[str, list[str], str]] = [
     ("private_optimizers", ["--task", "mnist"], "--task: unknown name 'mnist'"),

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from benchmarks.studies.private_toy_regression.__main__ import app
 from benchmarks.studies.private_toy_regression.methods import Study, make_methods
 from benchmarks.studies.private_toy_regression.problem import ClippedRegression, draw
-from benchmarks.studies.runs import Diverged, Method
+from comm_hooks.launchers.lab.outcomes import Diverged, Method
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 from tests.benchmarks.studying import nothing
 

@@ -24,11 +24,16 @@ from benchmarks.studies.scale.predicted import (
     predict_all,
 )
 from benchmarks.studies.scale.training import Setup, Trained, train
-from benchmarks.studies.tasks import build_task
-from benchmarks.studies.training import batch_generator, cosine, known_warnings_ignored, new_model
 from comm_hooks import Exchange
 from comm_hooks.collectives import Simulated
 from comm_hooks.launchers.advise.step import Step
+from comm_hooks.launchers.lab.simulated import (
+    batch_generator,
+    cosine,
+    known_warnings_ignored,
+    new_model,
+)
+from comm_hooks.launchers.lab.tasks import build_task
 from comm_hooks.wire.gathered_header import HEADER_NBYTES
 from tests.benchmarks.studying import NUMEL, nothing
 from tests.benchmarks.test_studies import complaint, invoke

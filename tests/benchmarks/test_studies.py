@@ -3,20 +3,19 @@
 import importlib
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks.studies.report import conduct
-from benchmarks.studies.runs import Outcome
+from benchmarks.studies.cli import Comparison, Place
 from benchmarks.studies.safl.peers import PEERS
-from benchmarks.studies.tables import make_table
-from tests.benchmarks.small import write_text
-from tests.benchmarks.studying import outcome_of, straight
+from comm_hooks.launchers.lab.outcomes import Advance, Method, Point, Settings
+from comm_hooks.launchers.lab.tables import make_table
+from tests.benchmarks.studying import straight
+from tests.launchers.lab.small import write_text
 
 STUDIES = ("safl", "fed_lamb", "local_steps")
 
@@ -185,20 +184,22 @@ def test_a_study_repeated_gives_the_same_figures(tmp_path: Path, text: Path) -> 
 def test_an_interrupted_study_tells_what_is_finished(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def outcomes() -> Iterator[Outcome]:
-        yield outcome_of("done", straight(0.1))
-        raise KeyboardInterrupt
+    def method(name: str) -> Method:
+        def train(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+            if name == "interrupted":
+                raise KeyboardInterrupt
+            return straight(0.1)
+
+        return Method(name, {}, train, start=1.0)
 
     def conducted() -> None:
-        conduct(
-            "study",
-            outcomes(),
-            {},
-            tmp_path,
-            Console(quiet=True),
+        comparison = Comparison(
+            [method("done"), method("interrupted")],
+            rounds=1,
             make_tables=lambda done: [make_table("", ["method"], [[o.name] for o in done])],
             write_plots=lambda done, out: [],
         )
+        comparison(Place("study", {"seeds": 1}, tmp_path))
 
     with pytest.raises(Exception, match="130") as ended:
         conducted()

@@ -1,13 +1,12 @@
 """The tables and the plots of the moments."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from rich.table import Table
 
-from benchmarks.studies.plots import BLACK, COLOURS, new_figure, save, style
 from benchmarks.studies.private_moments.measure import (
     ALPHA,
     Moments,
@@ -16,35 +15,29 @@ from benchmarks.studies.private_moments.measure import (
     Steps,
     effective_steps,
 )
-from benchmarks.studies.tables import make_table
+from comm_hooks.launchers.lab.plots import BLACK, COLOURS, new_figure, save, style
+from comm_hooks.launchers.lab.tables import make_table, tabulate
 
 
 def make_tables(rows: Sequence[Row], steps: Sequence[Steps], setup: Setup) -> list[Table]:
     """Return the table of second moments, and that of the lengths of steps."""
-    columns = (
-        *("step", "clean/Phi", "v_hat", "bias", "spread %", "theory %", "error", "theory"),
-        *("bound", f"{1 - ALPHA:.0%} within", "beyond %", "floored %"),
+    columns: dict[str, Callable[[Row], str]] = {
+        "step": lambda row: str(row.step),
+        "clean/Phi": lambda row: f"{row.strength:g}",
+        "v_hat": lambda row: f"{row.v_hat:.4f}",
+        "bias": lambda row: f"{row.bias:+.4f}",
+        "spread %": lambda row: f"{100 * row.spread:.3f}",
+        "theory %": lambda row: f"{100 * row.theory:.3f}",
+        "error": lambda row: f"{row.error:.4f}",
+        "theory": lambda row: f"{row.error_theory:.4f}",
+        "bound": lambda row: f"{row.bound:.4f}",
+        f"{1 - ALPHA:.0%} within": lambda row: f"{row.quantile:.4f}",
+        "beyond %": lambda row: f"{100 * row.beyond:.2f}",
+        "floored %": lambda row: f"{100 * row.floored:.1f}",
+    }
+    title = (
+        f"Second moments in units of Phi = {setup.noise_variance:.3e}; error: v_hat - Phi - clean"
     )
-    cells: list[Sequence[str]] = []
-    for row in rows:
-        if cells and row.strength == setup.strengths[0]:
-            cells.append(())
-        cells.append(
-            (
-                str(row.step),
-                f"{row.strength:g}",
-                f"{row.v_hat:.4f}",
-                f"{row.bias:+.4f}",
-                f"{100 * row.spread:.3f}",
-                f"{100 * row.theory:.3f}",
-                f"{row.error:.4f}",
-                f"{row.error_theory:.4f}",
-                f"{row.bound:.4f}",
-                f"{row.quantile:.4f}",
-                f"{100 * row.beyond:.2f}",
-                f"{100 * row.floored:.1f}",
-            )
-        )
     lengths = [
         (
             "Adam without noise" if each.gamma is None else f"{each.gamma:g}",
@@ -52,11 +45,8 @@ def make_tables(rows: Sequence[Row], steps: Sequence[Steps], setup: Setup) -> li
         )
         for each in steps
     ]
-    title = (
-        f"Second moments in units of Phi = {setup.noise_variance:.3e}; error: v_hat - Phi - clean"
-    )
     return [
-        make_table(title, columns, cells),
+        tabulate(title, columns, rows, lambda row: row.step),
         make_table(
             "Root mean square of a step, in learning rates, by the strength of the gradients",
             ("gamma/Phi", *(f"{strength:g}" for strength in setup.strengths)),
@@ -93,12 +83,11 @@ def _histograms(moments: Moments, setup: Setup, path: Path) -> Path:
         axes.set_title(f"clean = {strength:g} Phi", fontsize="medium")
         axes.set_xlabel("second moment / Phi")
     panels[0].set_ylabel(f"coordinates of {setup.coordinates:,}")
-    return save(figure, panels, path)
+    return save(figure, path)
 
 
 def _spread(rows: Sequence[Row], setup: Setup, path: Path) -> Path:
-    figure, panels = new_figure(1, width=6)
-    axes = panels[0]
+    figure, (axes,) = new_figure(width=6)
     last = rows[-1].step
     grid = [round(math.exp(i / 40 * math.log(last))) for i in range(41)]
     theory = [100 * math.sqrt(2 / effective_steps(setup.beta2, t)) for t in grid]
@@ -112,4 +101,4 @@ def _spread(rows: Sequence[Row], setup: Setup, path: Path) -> Path:
     axes.set_yscale("log")
     axes.set_xlabel("step")
     axes.set_ylabel("relative standard deviation of v_hat (%)")
-    return save(figure, panels, path)
+    return save(figure, path)

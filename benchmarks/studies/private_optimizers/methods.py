@@ -11,14 +11,13 @@ from torch.optim import Adam, Optimizer
 from benchmarks.studies.private_optimizers.models import small_cnn, wide_resnet
 from benchmarks.studies.private_training import (
     PrivatePlan,
-    PrivatePoint,
     diverging_ignored,
     train_privately,
 )
-from benchmarks.studies.runs import Advance, Method, Point, Settings
-from benchmarks.studies.tasks import Shard, Task, build_task
-from benchmarks.studies.training import batch_generator, judge, new_model
 from comm_hooks.collectives import Simulated
+from comm_hooks.launchers.lab.outcomes import Advance, Method, Point, Settings
+from comm_hooks.launchers.lab.simulated import batch_generator, judge, new_model
+from comm_hooks.launchers.lab.tasks import Shard, Task, build_task
 from comm_hooks.optim.private import (
     DP2,
     DPSGD,
@@ -210,8 +209,3 @@ def _not_private(images: Sequence[Images], plan: PrivatePlan) -> Method:
         return curve
 
     return Method(NOT_PRIVATE, {"sigma": None}, run, 0.004)
-
-
-def epsilon_of(point: Point) -> float | None:
-    """Return the epsilon of the model at that point; None without privacy."""
-    return point.epsilon if isinstance(point, PrivatePoint) else None

@@ -1,14 +1,12 @@
 """The table and the plot of the toy regression."""
 
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks.studies.plots import count_rounds, draw_curves, new_figure, save, style
-from benchmarks.studies.runs import Outcome
-from benchmarks.studies.tables import learning_rate, make_table
+from comm_hooks.launchers.lab import plots, tables
+from comm_hooks.launchers.lab.outcomes import Outcome
 
 _HIGHEST = 3.5  # half as much again as predicting the mean label gives
 
@@ -20,35 +18,19 @@ def reached(outcome: Outcome) -> str:
 
 def make_tables(outcomes: list[Outcome], epsilon: float, delta: float) -> list[Table]:
     """Return the table, a section with privacy and one without."""
-    columns = ("method", "private", "lr", "other settings", "final loss", "each seed")
-    rows: list[Sequence[str]] = []
-    previous = outcomes[0].labels
-    for outcome in outcomes:
-        if outcome.labels != previous:
-            rows.append(())
-        previous = outcome.labels
-        rows.append(_row(outcome))
+    columns: tables.Columns = {
+        "method": lambda outcome: outcome.name,
+        "private": tables.label("private"),
+        "lr": tables.learning_rate,
+        "other settings": tables.other_settings,
+        "final loss": lambda o: "diverged" if o.diverged else f"{statistics.mean(o.losses):.4f}",
+        "each seed": lambda o: "-" if o.diverged else " ".join(f"{x:.4f}" for x in o.losses),
+    }
     title = (
         f"Final training loss; private: epsilon {epsilon:.2f} at delta {delta:g} by RDP; *: the "
         "largest or smallest rate tried"
     )
-    return [make_table(title, columns, rows)]
-
-
-def _row(outcome: Outcome) -> Sequence[str]:
-    others = {key: value for key, value in outcome.settings.items() if key != "lr"}
-    mean, each = "diverged", "-"
-    if not outcome.diverged:
-        mean = f"{statistics.mean(outcome.losses):.4f}"
-        each = " ".join(f"{loss:.4f}" for loss in outcome.losses)
-    return (
-        outcome.name,
-        outcome.labels["private"],
-        learning_rate(outcome),
-        ", ".join(f"{key} {value:g}" for key, value in others.items()) or "-",
-        mean,
-        each,
-    )
+    return [tables.tabulate(title, columns, outcomes, lambda outcome: outcome.labels)]
 
 
 def write_plots(outcomes: list[Outcome], out: Path) -> list[Path]:
@@ -58,17 +40,16 @@ def write_plots(outcomes: list[Outcome], out: Path) -> list[Path]:
         shown = [o for o in outcomes if o.labels["private"] == private and not o.diverged]
         if not shown:
             continue
-        figure, panels = new_figure(1, width=7)
+        figure, (axes,) = plots.new_figure(width=7)
         for place, outcome in enumerate(shown):
-            look = style(place)
-            draw_curves(panels[0], outcome, outcome.name, look, y=lambda point: point.loss)
+            look = plots.style(place)
+            plots.draw_curves(axes, outcome, outcome.name, look, y=lambda point: point.loss)
         if private == "yes":
             # The first steps, down from 14, would press the rest together.
-            panels[0].set_ylim(0, _HIGHEST)
+            axes.set_ylim(0, _HIGHEST)
         else:
-            panels[0].set_yscale("log")
-        count_rounds(panels[0])
-        panels[0].set_xlabel("step")
-        panels[0].set_ylabel("training loss")
-        paths.append(save(figure, panels, out / f"loss-vs-steps-{file}.png"))
+            axes.set_yscale("log")
+        plots.count_rounds(axes, "step")
+        axes.set_ylabel("training loss")
+        paths.append(plots.save(figure, out / f"loss-vs-steps-{file}.png"))
     return paths

@@ -1,13 +1,11 @@
 """The command; see ``--help``."""
 
-import json
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
@@ -22,55 +20,58 @@ from benchmarks.studies.scale.methods import Method, make_methods
 from benchmarks.studies.scale.predicted import MODELS, Assumptions, break_even, predict_all
 from benchmarks.studies.scale.training import Setup, Trained, train
 from comm_hooks.config import unknown
-from comm_hooks.launchers.output import make_console
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+from comm_hooks.launchers.output import Interruption, make_console
 
 PARTS = ("simulated", "predicted")
-_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _RATES = (0.05, 0.2, 0.8)
 
 
-@app.command()
+def _of_nodes(option: str, ranks: int) -> None:
+    if ranks < 8 or ranks % 8:
+        raise ValueError(f"{option} nodes have 8 ranks, so give multiples of 8, got {ranks}")
+
+
 def scale(
     ranks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Simulated ranks. [default: 2,4,16,64,256,1024, quick: 2,4,8]",
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Training steps. [default: 30, quick: 10]")
-    ] = None,
+        list[int],
+        cli.Option("Simulated ranks.", "2,4,16,64,256,1024", "2,4,8", least=1, each=int),
+    ],
+    steps: Annotated[int, cli.Option("Training steps.", 30, 10, least=2)],
     batch: Annotated[
         int | None,
-        typer.Option(
-            help="Samples per step of all ranks together. [default: the most ranks, at least 64]"
+        cli.Option(
+            "Samples per step of all ranks together. [default: the most ranks, at least 64]",
+            None,
+            least=1,
         ),
-    ] = None,
-    density: Annotated[float, typer.Option(help="Elements that top-k keeps.")] = 1 / 16,
-    ratio: Annotated[float, typer.Option(help="Of a Count-Sketch's size to the model's.")] = 1 / 16,
+    ],
+    density: Annotated[float, cli.Option("Elements that top-k keeps.", 1 / 16)],
+    ratio: Annotated[float, cli.Option("Of a Count-Sketch's size to the model's.", 1 / 16)],
     tuned_at: Annotated[
-        int | None,
-        typer.Option(
-            help="Ranks with which each method's learning rate is chosen. [default: 16, quick: 4]"
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="Runs per method and number of ranks.")] = 1,
+        int,
+        cli.Option("Ranks with which each method's learning rate is chosen.", 16, 4, least=1),
+    ],
+    seeds: Annotated[int, cli.Option("Runs per method and number of ranks.", 1, least=1)],
     predicted_ranks: Annotated[
-        str, typer.Option(metavar="LIST", help="Ranks to predict step times for.")
-    ] = "8,16,32,64,128,256,512,1024,2048,4096",
+        list[int],
+        cli.Option(
+            "Ranks to predict step times for.",
+            "8,16,32,64,128,256,512,1024,2048,4096",
+            each=int,
+            check=_of_nodes,
+        ),
+    ],
     gigabits: Annotated[
-        str, typer.Option(metavar="LIST", help="Gbit/s of a node's link, for predictions.")
-    ] = "1,10,100",
-    only: Annotated[str, typer.Option(help=f"One part: {' or '.join(PARTS)}.")] = "",
-    threads: cli.Threads = 1,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path(
-        "comm-hooks-report/scale"
-    ),
-    quick: cli.Quick = False,
-) -> None:
+        list[float],
+        cli.Option(
+            "Gbit/s of a node's link, for predictions.",
+            "1,10,100",
+            each=float,
+            check=cli.positive,
+        ),
+    ],
+    only: Annotated[str, cli.Option(f"One part: {' or '.join(PARTS)}.", "")],
+) -> cli.Run:
     """Compare ways to exchange at more and more ranks.
 
     Simulated ranks learn digits, each from samples of its own and with a residual of its own, with
@@ -78,84 +79,62 @@ def scale(
     exact bytes and stated assumptions. Writes scale.json and plots to --out. Exit codes: 0, 2 for
     bad input, 130 if interrupted (what is finished is reported).
     """
-    with cli.bad_input("scale"):
-        if only and only not in PARTS:
-            raise ValueError(f"--only: {unknown('part', only, PARTS)}")
-        steps = (10 if quick else 30) if steps is None else steps
-        tuned_at = (4 if quick else 16) if tuned_at is None else tuned_at
-        cli.require_at_least(2, steps=steps)
-        cli.require_at_least(1, seeds=seeds, tuned_at=tuned_at)
-        default = "2,4,8" if quick else "2,4,16,64,256,1024"
-        counts = cli.parse_numbers("--ranks", ranks or default, int)
-        for count in counts:
-            cli.require_at_least(1, ranks=count)
-        batch = max(64, *counts, tuned_at) if batch is None else batch
-        cli.require_at_least(1, batch=batch)
-        for count in (*counts, tuned_at):
-            if batch % count:
-                raise ValueError(
-                    f"--batch {batch} cannot be divided over {count} ranks: give a multiple"
-                )
-        many = sorted(set(cli.parse_numbers("--predicted-ranks", predicted_ranks, int)))
-        for count in many:
-            if count < 8 or count % 8:
-                raise ValueError(
-                    f"--predicted-ranks: nodes have 8 ranks, so give multiples of 8, got {count}"
-                )
-        links = cli.parse_numbers("--gigabits", gigabits, float)
-        for link in links:
-            if not link > 0:
-                raise ValueError(f"--gigabits: must be positive, got {link:g}")
-        methods = make_methods(density, ratio)
-        cli.prepare("cpu", threads, out)
+    if only and only not in PARTS:
+        raise ValueError(f"--only: {unknown('part', only, PARTS)}")
+    samples = max(64, *ranks, tuned_at) if batch is None else batch
+    for count in (*ranks, tuned_at):
+        if samples % count:
+            raise ValueError(
+                f"--batch {samples} cannot be divided over {count} ranks: give a multiple"
+            )
+    methods = make_methods(density, ratio)
+    setup = Setup(steps, samples)
 
-    console = make_console()
-    record: dict[str, Any] = {"study": "scale", **cli.describe_machine()}
-    written: list[Path] = []
-    interrupted = False
-    if only != "predicted":
-        setup = Setup(steps, batch)
-        started = time.monotonic()
-        finished: list[Trained] = []
-        try:
-            _train_all(setup, methods, counts, tuned_at, seeds, console, finished)
-        except KeyboardInterrupt:
-            interrupted = True
-        for table in trained_tables(finished):
-            console.print(table)
-        written += write_trained_plots(finished, out)
-        record["simulated"] = {
-            "settings": {
-                **asdict(setup),
-                "density": density,
-                "ratio": ratio,
-                "tuned_at": tuned_at,
-                "seeds": seeds,
-            },
-            "complete": not interrupted,
-            "seconds": round(time.monotonic() - started),
-            "runs": [asdict(run) for run in finished],
-        }
-    if only != "simulated":
-        assumptions = Assumptions()
-        rows = predict_all(assumptions, MODELS, links, many)
-        for table in predicted_tables(rows):
-            console.print(table)
-        written.append(write_predicted_plot(rows, out))
-        record["predicted"] = {
-            "measured": False,
-            "assumptions": asdict(assumptions),
-            "models": [asdict(model) for model in MODELS],
-            "break_even": break_even(rows),
-            "steps": [asdict(row) for row in rows],
-        }
-    file = out / "scale.json"
-    file.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-    for path in [file, *written]:
-        console.print(Text(f"Wrote {path}"), soft_wrap=True)
-    if interrupted:
-        typer.echo("scale: interrupted", err=True)
-        raise typer.Exit(_INTERRUPTED)
+    def run(place: cli.Place) -> None:
+        console = make_console()
+        record: dict[str, Any] = {}
+        plots: list[Path] = []
+        interruption = Interruption()
+        if only != "predicted":
+            started = time.monotonic()
+            finished: list[Trained] = []
+            bars = Progress(console=console, disable=not console.is_terminal)
+            runs = len(_RATES) + len(ranks) * seeds
+            with interruption, bars as progress:
+                bar = progress.add_task("scale", total=len(methods) * runs * steps)
+                for trained in _train_all(
+                    setup, methods, ranks, tuned_at, seeds, lambda: progress.advance(bar)
+                ):
+                    finished.append(trained)
+                    done = f"error {100 * trained.error:.2f} %, {trained.seconds:.0f} s"
+                    console.print(Text(f"{trained.method}, {trained.ranks} ranks: {done}"))
+            for table in trained_tables(finished):
+                console.print(table)
+            plots += write_trained_plots(finished, place.out)
+            tuning = {"density": density, "ratio": ratio, "tuned_at": tuned_at, "seeds": seeds}
+            record["simulated"] = {
+                "settings": {**asdict(setup), **tuning},
+                "complete": not interruption.happened,
+                "seconds": round(time.monotonic() - started),
+                "runs": [asdict(each) for each in finished],
+            }
+        if only != "simulated":
+            assumptions = Assumptions()
+            rows = predict_all(assumptions, MODELS, gigabits, sorted(set(predicted_ranks)))
+            for table in predicted_tables(rows):
+                console.print(table)
+            plots.append(write_predicted_plot(rows, place.out))
+            record["predicted"] = {
+                "measured": False,
+                "assumptions": asdict(assumptions),
+                "models": [asdict(model) for model in MODELS],
+                "break_even": break_even(rows),
+                "steps": [asdict(row) for row in rows],
+            }
+        cli.write_record(place, record, console, plots)
+        cli.end(place, interruption)
+
+    return run
 
 
 def _train_all(
@@ -164,33 +143,20 @@ def _train_all(
     counts: list[int],
     tuned_at: int,
     seeds: int,
-    console: Console,
-    finished: list[Trained],
-) -> None:
+    advance: Callable[[], None],
+) -> Iterator[Trained]:
     """Choose each method's learning rate, then train with every number of ranks."""
-    runs = len(_RATES) + len(counts) * seeds
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("scale", total=len(methods) * runs * setup.steps)
+    for method in methods:
+        tries = [
+            train(setup, method, tuned_at, seed=0, lr=rate, advance=advance) for rate in _RATES
+        ]
+        lr = min(tries, key=lambda run: (run.error, run.loss or 0.0)).lr
+        for count in counts:
+            for seed in range(seeds):
+                yield train(setup, method, count, seed=seed, lr=lr, advance=advance)
 
-        def advance() -> None:
-            progress.advance(bar)
 
-        for method in methods:
-            tries = [
-                train(setup, method, tuned_at, seed=0, lr=rate, advance=advance) for rate in _RATES
-            ]
-            lr = min(tries, key=lambda run: (run.error, run.loss or 0.0)).lr
-            for count in counts:
-                for seed in range(seeds):
-                    run = train(setup, method, count, seed=seed, lr=lr, advance=advance)
-                    finished.append(run)
-                    console.print(
-                        Text(
-                            f"{method.name}, {count} ranks: error {100 * run.error:.2f} %, "
-                            f"{run.seconds:.0f} s"
-                        )
-                    )
-
+app = cli.study(scale)
 
 if __name__ == "__main__":
     app()

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullFormatter
 from rich.table import Table
 
-from benchmarks.studies.plots import BLACK, GREY, new_figure, save, style
 from benchmarks.studies.scale.predicted import Predicted, break_even
 from benchmarks.studies.scale.training import Trained
-from benchmarks.studies.tables import make_table
-from comm_hooks.launchers.compare.table import format_bytes
+from comm_hooks.launchers.lab.plots import BLACK, GREY, new_figure, save, style, write_numbers
+from comm_hooks.launchers.lab.tables import format_bytes, make_table
 
 
 def trained_tables(runs: Sequence[Trained]) -> list[Table]:
@@ -95,11 +93,8 @@ def predicted_tables(rows: Sequence[Predicted]) -> list[Table]:
         tables.append(make_table(title, ("method", *map(str, counts)), cells))
     points = [
         (
-            point["scheme"],
-            point["than"],
-            point["model"],
-            f"{point['gigabits']:g}",
-            "never" if point["ranks"] is None else str(point["ranks"]),
+            *(point["scheme"], point["than"], point["model"], f"{point['gigabits']:g}"),
+            str(point["ranks"] or "never"),
         )
         for point in break_even(rows)
     ]
@@ -116,7 +111,7 @@ def write_trained_plots(runs: Sequence[Trained], out: Path) -> list[Path]:
             runs,
             lambda run: 100 * run.error,
             "held-out error (%)",
-            lambda percent: f"{percent:g}",
+            "{:g}".format,
             out / "error-vs-ranks.png",
         ),
         _plot_by_ranks(
@@ -136,8 +131,7 @@ def _plot_by_ranks(
     write: Callable[[float], str],
     path: Path,
 ) -> Path:
-    figure, panels = new_figure(1, width=6)
-    axes = panels[0]
+    figure, (axes,) = new_figure(width=6)
     for index, name in enumerate(dict.fromkeys(run.method for run in runs)):
         own = [run for run in runs if run.method == name]
         counts = sorted({run.ranks for run in own})
@@ -145,11 +139,10 @@ def _plot_by_ranks(
         if any(means):  # nothing has no place on a logarithmic axis
             axes.plot(counts, means, label=name, **_look(name, index))
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    write_numbers(axes.yaxis, write)
     axes.set_ylabel(label)
     _count_ranks(axes)
-    return save(figure, panels, path)
+    return save(figure, path)
 
 
 def write_predicted_plot(rows: Sequence[Predicted], out: Path) -> Path:
@@ -174,8 +167,8 @@ def write_predicted_plot(rows: Sequence[Predicted], out: Path) -> Path:
         _count_ranks(axes)
     for axes in panels[::columns]:
         axes.set_ylabel("step / step without exchange")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda times, _: f"{times:g}"))
-    return save(figure, panels, out / "predicted-steps.png")
+        axes.yaxis.set_major_formatter("{x:g}")
+    return save(figure, out / "predicted-steps.png")
 
 
 def _look(name: str, index: int) -> dict[str, Any]:
@@ -189,5 +182,5 @@ def _look(name: str, index: int) -> dict[str, Any]:
 
 def _count_ranks(axes: Axes) -> None:
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda ranks, _: f"{ranks:g}"))
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("ranks")

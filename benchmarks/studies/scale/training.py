@@ -11,11 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from benchmarks.studies.runs import Advance
 from benchmarks.studies.scale.methods import Method
-from benchmarks.studies.tasks import Task, build_task
-from benchmarks.studies.training import batch_generator, cosine, known_warnings_ignored, new_model
 from comm_hooks.collectives import Simulated
+from comm_hooks.launchers.lab.outcomes import Advance
+from comm_hooks.launchers.lab.simulated import (
+    batch_generator,
+    cosine,
+    known_warnings_ignored,
+    new_model,
+)
+from comm_hooks.launchers.lab.tasks import Task, build_task
 
 _JUDGED_AT_ONCE = 64  # models
 

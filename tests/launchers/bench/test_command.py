@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from comm_hooks.launchers.bench import command
 from comm_hooks.launchers.bench.results import Result
-from comm_hooks.launchers.compare.methods import Method
-from comm_hooks.launchers.compare.runs import Figures, Run, Settings
+from comm_hooks.launchers.lab.methods import Method
+from comm_hooks.launchers.lab.runs import Figures, Run, Settings
 from comm_hooks.launchers.main import app
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks/results/bench"
@@ -65,7 +65,7 @@ def test_where_there_can_be_no_network_it_skips(monkeypatch: pytest.MonkeyPatch)
 def test_an_interruption_keeps_what_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_method(method: Method, settings: Settings, *rest: object) -> Result:
+    def run_method(method: Method, settings: Settings, *rest: object, timeout: float) -> Result:
         if method.spec == "none":
             raise KeyboardInterrupt
         figures = Figures(2.5, 0.0, 1.0, 4.0, 4.0, 8, 8)

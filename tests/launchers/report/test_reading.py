@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from comm_hooks import Exchange, TopK
 from comm_hooks.frameworks.watch import StatsLogger
-from comm_hooks.launchers.compare.runs import Run
+from comm_hooks.launchers.lab.runs import Run
 from comm_hooks.launchers.main import app
 from comm_hooks.launchers.report.logs import Log
 from comm_hooks.launchers.report.reading import read_runs
-from tests.launchers.test_report import BASELINE, CONTROL, FAILED, GOOD
+from tests.launchers.report.test_report import BASELINE, CONTROL, FAILED, GOOD
 from tests.ranks import Ranks
 
 
