@@ -21,25 +21,36 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block: causal attention, then a four times wider MLP."""
+    """One pre-norm transformer block: attention, then a four times wider MLP.
 
-    def __init__(self, config: GPTConfig) -> None:
+    Args:
+        width: of the hidden states.
+        heads: of the attention; a divisor of ``width``.
+        bias: whether the attention has biases.
+    """
+
+    def __init__(self, width: int, heads: int, *, bias: bool) -> None:
         super().__init__()
-        width = config.width
-        self.heads = config.heads
+        self.heads = heads
         self.attention_norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.attention_out = nn.Linear(width, width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.attention_out = nn.Linear(width, width, bias=bias)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp_in = nn.Linear(width, 4 * width)
         self.mlp_out = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states of shape (batch, time, width) to the same shape."""
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        """Map hidden states of shape (batch, time, width) to the same shape.
+
+        Attention is causal, or, where ``real`` (batch, time) is given, to all tokens that are.
+        """
         batch, time, width = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, time, 3, self.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mask = None if real is None else real[:, None, None, :]
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None
+        )
         x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, time, width))
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
@@ -55,7 +66,9 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, config.width)
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            Block(config.width, config.heads, bias=False) for _ in range(config.layers)
+        )
         self.norm = nn.LayerNorm(config.width)
 
         for name, parameter in self.named_parameters():

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,8 +14,13 @@ from torch.optim import Optimizer
 
 from comm_hooks.collectives import Transport, run_ranks
 from comm_hooks.exchange import Exchange
-from comm_hooks.launchers.lab.flat import FlatModel
-from comm_hooks.launchers.lab.outcomes import Advance, Diverged, Point
+from comm_hooks.launchers.lab.outcomes import (
+    Advance,
+    Diverged,
+    Method,
+    Point,
+    Settings,
+)
 from comm_hooks.launchers.lab.tasks import Task
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 
@@ -48,6 +53,8 @@ class Client:
 
 
 Build = Callable[[NamedParameters, Transport], Client]
+Make = Callable[[NamedParameters, Transport, Settings, int], Client]
+"""The same, given what is tuned and a seed, too."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Plan:
         batch: samples per step and client.
         points: how often the model is judged, evenly spread, the end included.
         schedule: the factor of the learning rate, from the share of the rounds that are over.
-        flat: train a :class:`~comm_hooks.launchers.lab.flat.FlatModel`.
+        flat: train a :class:`FlatModel`.
         device: where.
     """
 
@@ -83,6 +90,47 @@ def is_due(step: int, steps: int, points: int) -> bool:
     The last of them lies at the end.
     """
     return step * points // steps > (step - 1) * points // steps
+
+
+class FlatModel(nn.Module):
+    """A module whose parameters are all in one, of shape (1, d), in the order of their names.
+
+    So that a compressor gets the whole model as one vector, as papers write it.  An exchange on the
+    module itself would send norms and biases exactly: half a percent of the elements, and so more
+    bytes than a sketch of 1/1000 has, for the parameters that matter most.
+
+    Args:
+        module: whose parameters are copied.  Buffers remain its own.
+
+    Example::
+
+        >>> flat = FlatModel(nn.Linear(3, 2))
+        >>> [tuple(p.shape) for p in flat.parameters()], flat(torch.ones(5, 3)).shape
+        ([(1, 8)], torch.Size([5, 2]))
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        named = dict(module.named_parameters())
+        # In a tuple, where nn.Module does not look for parameters.
+        self._hidden = (module,)
+        self._shapes = {name: p.shape for name, p in named.items()}
+        self.flat = nn.Parameter(torch.cat([p.detach().flatten() for p in named.values()])[None])
+
+    def forward(self, *inputs: Any) -> Any:
+        """Apply the module with parameters that are views of the flat one."""
+        pieces = self.flat[0].split([shape.numel() for shape in self._shapes.values()])
+        named = {
+            name: piece.view(shape)
+            for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)
+        }
+        return torch.func.functional_call(self._hidden[0], named, inputs)
+
+    def train(self, mode: bool = True) -> "FlatModel":
+        """Set the mode of the module, too."""
+        self._hidden[0].train(mode)
+        super().train(mode)
+        return self
 
 
 def cosine(progress: float) -> float:
@@ -204,3 +252,24 @@ def _train_rank(
         if speaks:
             advance()
     return curve
+
+
+def simulated_method(
+    name: str,
+    labels: dict[str, Any],
+    tasks: Sequence[Task],
+    plan: Plan,
+    make: Make,
+    start: float,
+    variants: Sequence[Settings] = ({},),
+    note: str = "",
+) -> Method:
+    """Return a method whose clients ``make`` makes, for a task per seed."""
+
+    def run(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+        def build(parameters: NamedParameters, transport: Transport) -> Client:
+            return make(parameters, transport, settings, seed)
+
+        return train(tasks[seed], build, plan, seed, advance)
+
+    return Method(name, labels, run, start, variants, note)

@@ -9,8 +9,14 @@ from torch.optim import SGD, AdamW
 from comm_hooks.collectives import Transport
 from comm_hooks.compressors import Identity, TopK
 from comm_hooks.exchange import Exchange
-from comm_hooks.launchers.lab.outcomes import Advance, Method, Point, Settings
-from comm_hooks.launchers.lab.simulated import Client, NamedParameters, Plan, train
+from comm_hooks.launchers.lab.outcomes import Method, Settings
+from comm_hooks.launchers.lab.simulated import (
+    Client,
+    Make,
+    NamedParameters,
+    Plan,
+    simulated_method,
+)
 from comm_hooks.launchers.lab.tasks import Task
 from comm_hooks.memory import ErrorFeedback
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
@@ -44,9 +50,6 @@ class Study:
     fragments: int
 
 
-Make = Callable[[NamedParameters, Transport, Settings, int], Client]
-
-
 def make_methods(
     study: Study, *, local_steps: Sequence[int], densities: Sequence[float]
 ) -> list[Method]:
@@ -75,14 +78,9 @@ def _method(
     variants: Sequence[Settings],
     make: Make,
 ) -> Method:
-    def run(settings: Settings, seed: int, advance: Advance) -> list[Point]:
-        def build(parameters: NamedParameters, transport: Transport) -> Client:
-            return make(parameters, transport, settings, seed)
-
-        return train(study.tasks[seed], build, study.plan, seed, advance)
-
+    tried = [{"lr": study.lr, **variant} for variant in variants]
     labels = {"H": steps, "density": density}
-    return Method(name, labels, run, study.lr, [{"lr": study.lr, **v} for v in variants])
+    return simulated_method(name, labels, study.tasks, study.plan, make, study.lr, tried)
 
 
 def _adamw(parameters: NamedParameters, lr: float) -> AdamW:

@@ -1,13 +1,28 @@
-"""The command; see ``--help``."""
+"""The command, see ``--help``: its options, its tables and its plots."""
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
+import torch
 from rich.progress import Progress
+from rich.table import Table
 
 from benchmarks.studies import cli
-from benchmarks.studies.private_moments.figures import make_tables, write_plots
-from benchmarks.studies.private_moments.measure import ALPHA, Setup, simulate, steps_by_floor
+from benchmarks.studies.private_moments.measure import (
+    ALPHA,
+    Moments,
+    Row,
+    Setup,
+    Steps,
+    effective_steps,
+    simulate,
+    steps_by_floor,
+)
+from comm_hooks.launchers.lab.plots import BLACK, COLOURS, new_figure, save, style
+from comm_hooks.launchers.lab.tables import make_table, tabulate
 from comm_hooks.launchers.output import Interruption, make_console
 
 
@@ -62,6 +77,91 @@ def private_moments(
         cli.write_record(place, record, console, write_plots(rows, moments, setup, place.out))
 
     return run
+
+
+def make_tables(rows: Sequence[Row], steps: Sequence[Steps], setup: Setup) -> list[Table]:
+    """Return the table of second moments, and that of the lengths of steps."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "step": lambda row: str(row.step),
+        "clean/Phi": lambda row: f"{row.strength:g}",
+        "v_hat": lambda row: f"{row.v_hat:.4f}",
+        "bias": lambda row: f"{row.bias:+.4f}",
+        "spread %": lambda row: f"{100 * row.spread:.3f}",
+        "theory %": lambda row: f"{100 * row.theory:.3f}",
+        "error": lambda row: f"{row.error:.4f}",
+        "theory": lambda row: f"{row.error_theory:.4f}",
+        "bound": lambda row: f"{row.bound:.4f}",
+        f"{1 - ALPHA:.0%} within": lambda row: f"{row.quantile:.4f}",
+        "beyond %": lambda row: f"{100 * row.beyond:.2f}",
+        "floored %": lambda row: f"{100 * row.floored:.1f}",
+    }
+    title = (
+        f"Second moments in units of Phi = {setup.noise_variance:.3e}; error: v_hat - Phi - clean"
+    )
+    lengths = [
+        (
+            "Adam without noise" if each.gamma is None else f"{each.gamma:g}",
+            *(f"{length:.3f}" for length in each.lengths),
+        )
+        for each in steps
+    ]
+    return [
+        tabulate(title, columns, rows, lambda row: row.step),
+        make_table(
+            "Root mean square of a step, in learning rates, by the strength of the gradients",
+            ("gamma/Phi", *(f"{strength:g}" for strength in setup.strengths)),
+            lengths,
+        ),
+    ]
+
+
+def write_plots(rows: Sequence[Row], moments: Moments, setup: Setup, out: Path) -> list[Path]:
+    """Write the histograms, and the spread against the steps; return their paths."""
+    return [
+        _histograms(moments, setup, out / "histograms.png"),
+        _spread(rows, setup, out / "spread-vs-steps.png"),
+    ]
+
+
+def _histograms(moments: Moments, setup: Setup, path: Path) -> Path:
+    """A panel per strength: v_hat, v_hat - Phi, and what it would be without noise."""
+    figure, panels = new_figure(len(setup.strengths), width=3.2)
+    for axes, strength, v, clean in zip(
+        panels, setup.strengths, moments.v_hat, moments.clean_v, strict=True
+    ):
+        drawn = {"v_hat": v, "v_hat - Phi": v - 1, "without noise": clean}
+        low = min(float(values.min()) for values in drawn.values())
+        high = max(float(values.max()) for values in drawn.values())
+        edges = torch.linspace(low, high + 1e-3 * (high - low), 121)
+        for colour, (label, values) in zip(COLOURS, drawn.items(), strict=False):
+            # Where there are no gradients, all values are the same.
+            is_spread = float(values.std()) > (high - low) / 1000
+            if is_spread:
+                axes.hist(values.tolist(), edges.tolist(), color=colour, alpha=0.7, label=label)
+            else:
+                axes.axvline(float(values.mean()), color=colour, label=label)
+        axes.set_title(f"clean = {strength:g} Phi", fontsize="medium")
+        axes.set_xlabel("second moment / Phi")
+    panels[0].set_ylabel(f"coordinates of {setup.coordinates:,}")
+    return save(figure, path)
+
+
+def _spread(rows: Sequence[Row], setup: Setup, path: Path) -> Path:
+    figure, (axes,) = new_figure(width=6)
+    last = rows[-1].step
+    grid = [round(math.exp(i / 40 * math.log(last))) for i in range(41)]
+    theory = [100 * math.sqrt(2 / effective_steps(setup.beta2, t)) for t in grid]
+    axes.plot(grid, theory, color=BLACK, label="sqrt(2 / n)")
+    for index, strength in enumerate(setup.strengths):
+        own = [row for row in rows if row.strength == strength]
+        look = {**style(index), "linestyle": "none"}
+        spread = [100 * row.spread for row in own]
+        axes.plot([row.step for row in own], spread, "o", label=f"clean = {strength:g} Phi", **look)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel("relative standard deviation of v_hat (%)")
+    return save(figure, path)
 
 
 app = cli.study(private_moments)

@@ -3,14 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.studies.safl.budget import all_reduced
+from benchmarks.studies.safl.budget import BETAS, LOCAL_LR, all_reduced, make_sketch
 from benchmarks.studies.safl.peers import PEERS, Given
-from benchmarks.studies.safl.sketched import BETAS, LOCAL_LR, make_sketch
 from comm_hooks.collectives import Transport
 from comm_hooks.compressors import Compressor, GaussianSketch, Identity
 from comm_hooks.exchange import Exchange
-from comm_hooks.launchers.lab.outcomes import Advance, Method, Point, Settings
-from comm_hooks.launchers.lab.simulated import Client, NamedParameters, Plan, train
+from comm_hooks.launchers.lab.outcomes import Method, Settings
+from comm_hooks.launchers.lab.simulated import (
+    Client,
+    NamedParameters,
+    Plan,
+    simulated_method,
+)
 from comm_hooks.launchers.lab.tasks import Task
 from comm_hooks.optim.rounds.safl import SAFL
 
@@ -87,39 +91,35 @@ def _server_side(
     study: Study, name: str, compressor: Compressor, local_steps: int, ratio: float | None
 ) -> Method:
     """Return SAFL with that compressor; without a sketch (Identity) it is FedOPT."""
-    plan = replace(study.plan, local_steps=local_steps)
 
-    def run(settings: Settings, seed: int, advance: Advance) -> list[Point]:
-        def build(parameters: NamedParameters, transport: Transport) -> Client:
-            exchange = Exchange(compressor, granularity="bucket", seed=seed, transport=transport)
-            rounds = SAFL(
-                parameters,
-                exchange,
-                lr=settings["lr"],
-                local_lr=LOCAL_LR,
-                local_steps=local_steps,
-                betas=BETAS,
-                weight_decay=study.weight_decay,
-                amsgrad=study.amsgrad,
-            )
-            return Client(rounds, exchange, rounds.server)
-
-        return train(study.tasks[seed], build, plan, seed, advance)
+    def make(
+        parameters: NamedParameters, transport: Transport, settings: Settings, seed: int
+    ) -> Client:
+        exchange = Exchange(compressor, granularity="bucket", seed=seed, transport=transport)
+        rounds = SAFL(
+            parameters,
+            exchange,
+            lr=settings["lr"],
+            local_lr=LOCAL_LR,
+            local_steps=local_steps,
+            betas=BETAS,
+            weight_decay=study.weight_decay,
+            amsgrad=study.amsgrad,
+        )
+        return Client(rounds, exchange, rounds.server)
 
     note = ""
     if isinstance(compressor, GaussianSketch):
         blocks = -(-study.numel // compressor.block_size)
         note = f"{blocks} blocks, each with a sketch of its own" if blocks > 1 else ""
-    return Method(name, {"ratio": ratio, "K": local_steps}, run, SAFL_START, note=note)
+    plan = replace(study.plan, local_steps=local_steps)
+    labels = {"ratio": ratio, "K": local_steps}
+    return simulated_method(name, labels, study.tasks, plan, make, SAFL_START, note=note)
 
 
 def _peer(study: Study, name: str, ratio: float | None, budget: float) -> Method:
-    given = Given(study.numel, study.clients, study.plan.rounds, budget)
-    fitted = PEERS[name].fit(given)
+    given = Given(study.numel, study.clients, study.plan.rounds, budget, study.weight_decay)
+    fitted, start = PEERS[name].fit(given), PEERS[name].start
     plan = replace(study.plan, local_steps=1)
-
-    def run(settings: Settings, seed: int, advance: Advance) -> list[Point]:
-        build = fitted.build(settings["lr"], seed, study.weight_decay)
-        return train(study.tasks[seed], build, plan, seed, advance)
-
-    return Method(name, {"ratio": ratio, "K": 1}, run, PEERS[name].start, note=fitted.note)
+    labels = {"ratio": ratio, "K": 1}
+    return simulated_method(name, labels, study.tasks, plan, fitted.make, start, note=fitted.note)

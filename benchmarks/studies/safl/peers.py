@@ -1,20 +1,20 @@
 """The methods that SAFL is compared with, each at the settings that a budget of bytes allows.
 
 All of them take one step per round, on a model whose parameters are one vector
-(:class:`~comm_hooks.launchers.lab.flat.FlatModel`).
+(:class:`~comm_hooks.launchers.lab.simulated.FlatModel`).
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.studies.safl.budget import all_reduced, nearest, sharded
-from benchmarks.studies.safl.sketched import BETAS
+from benchmarks.studies.safl.budget import BETAS, all_reduced, nearest, sharded
 from comm_hooks.checks import Collective
 from comm_hooks.collectives import Transport
 from comm_hooks.compressors import Cocktail, Compressor, CountSketch, RandomK, Sign, TopK
 from comm_hooks.exchange import Exchange
-from comm_hooks.launchers.lab.simulated import Build, Client, NamedParameters
+from comm_hooks.launchers.lab.outcomes import Settings
+from comm_hooks.launchers.lab.simulated import Client, NamedParameters
 from comm_hooks.memory import Differences, ErrorFeedback
 from comm_hooks.optim.cd_adam import CDAdam
 from comm_hooks.optim.cocktail_sgd import CocktailSGD
@@ -42,12 +42,14 @@ class Given:
         ranks: how many clients there are.
         rounds: how long a run is.
         budget: the bytes that a client may send per round.
+        weight_decay: decoupled.
     """
 
     numel: int
     ranks: int
     rounds: int
     budget: float
+    weight_decay: float
 
 
 @dataclass(frozen=True)
@@ -70,18 +72,14 @@ class Fitted:
     collective: Collective = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def build(self, lr: float, seed: int, weight_decay: float) -> Build:
-        """Return what makes a client."""
-
-        def build(parameters: NamedParameters, transport: Transport) -> Client:
-            memory = self.memory() if self.memory else None
-            exchange = Exchange(self.compressor, memory, self.collective, seed, transport=transport)
-            optimizer = self.kind(
-                parameters, exchange, lr=lr, weight_decay=weight_decay, **self.options
-            )
-            return Client(optimizer, exchange, optimizer)
-
-        return build
+    def make(
+        self, parameters: NamedParameters, transport: Transport, settings: Settings, seed: int
+    ) -> Client:
+        """Return a client."""
+        memory = self.memory() if self.memory else None
+        exchange = Exchange(self.compressor, memory, self.collective, seed, transport=transport)
+        optimizer = self.kind(parameters, exchange, lr=settings["lr"], **self.options)
+        return Client(optimizer, exchange, optimizer)
 
 
 @dataclass(frozen=True)
@@ -99,6 +97,14 @@ class Peer:
     matches: bool = True
 
 
+def _decay(given: Given) -> dict[str, Any]:
+    return {"weight_decay": given.weight_decay}
+
+
+def _adam(given: Given) -> dict[str, Any]:
+    return {"betas": BETAS, **_decay(given)}
+
+
 def _fetch_sgd(given: Given) -> Fitted:
     def cost(fraction: float) -> float:
         payload = ROWS * CountSketch(fraction / ROWS).payload_nbytes(given.numel)
@@ -111,7 +117,13 @@ def _fetch_sgd(given: Given) -> Fitted:
         f"{ROWS} rows, top {density:.1e}, masking",
         FetchSGD,
         CountSketch(fraction / ROWS),
-        options={"momentum": MOMENTUM, "density": density, "rows": ROWS, "masking": True},
+        options={
+            **_decay(given),
+            "momentum": MOMENTUM,
+            "density": density,
+            "rows": ROWS,
+            "masking": True,
+        },
     )
 
 
@@ -128,7 +140,7 @@ def _marina(given: Given) -> Fitted:
         (left - p) / (1 - p),
     )
     note = f"p {p:.1e}, rand-k {density:.1e}; the first round exact"
-    return Fitted(note, Marina, RandomK(density), options={"p": p})
+    return Fitted(note, Marina, RandomK(density), options={"p": p, **_decay(given)})
 
 
 def _cocktail(given: Given) -> Fitted:
@@ -139,26 +151,26 @@ def _cocktail(given: Given) -> Fitted:
     if compressor.mask > 0.999:
         compressor = fitted(lambda density: Cocktail(1.0, density, block_size=_BLOCK))
     note = f"mask {compressor.mask:.1e}, top {compressor.density:.2g} of it, 4 bits"
-    options = {"momentum": MOMENTUM}
+    options = {"momentum": MOMENTUM, **_decay(given)}
     return Fitted(note, CocktailSGD, compressor, ErrorFeedback, "sharded", options)
 
 
 def _cd_adam(given: Given) -> Fitted:
     density = nearest(lambda d: sharded(TopK(d, _BLOCK), given.numel, given.ranks), given.budget)
     note = f"top {density:.1e}, 16 bits"
-    return Fitted(note, CDAdam, TopK(density, _BLOCK), Differences, "sharded", {"betas": BETAS})
+    return Fitted(note, CDAdam, TopK(density, _BLOCK), Differences, "sharded", _adam(given))
 
 
 def _cd_adam_of_signs(given: Given) -> Fitted:
     note = "signs: its own bytes"
-    return Fitted(note, CDAdam, Sign(), Differences, "sharded", {"betas": BETAS})
+    return Fitted(note, CDAdam, Sign(), Differences, "sharded", _adam(given))
 
 
 def _one_bit_adam(given: Given) -> Fitted:
     freeze_step = max(1, round(WARM_UP * given.rounds))
     note = f"exact for {freeze_step} rounds, then signs: its own bytes"
-    options = {"betas": BETAS, "freeze_step": freeze_step, "total_steps": given.rounds}
-    return Fitted(note, OneBitAdam, Sign(), ErrorFeedback, "sharded", options)
+    frozen = {"freeze_step": freeze_step, "total_steps": given.rounds}
+    return Fitted(note, OneBitAdam, Sign(), ErrorFeedback, "sharded", {**_adam(given), **frozen})
 
 
 PEERS = {

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from comm_hooks.launchers.lab.model import Block
 
 PADDING = 0
 """The token that fills up short texts; the model does not see it."""
@@ -45,7 +46,9 @@ class Encoder(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.length, config.width)
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            Block(config.width, config.heads, bias=True) for _ in range(config.layers)
+        )
         self.norm = nn.LayerNorm(config.width)
         self.classify = nn.Linear(config.width, classes)
         for module in self.modules():
@@ -63,27 +66,3 @@ class Encoder(nn.Module):
             x = block(x, real)
         weights = real.to(x.dtype) / real.sum(1, keepdim=True)
         return self.classify((weights.unsqueeze(2) * self.norm(x)).sum(1))
-
-
-class _Block(nn.Module):
-    """Attention to all tokens that are real, then a four times wider MLP."""
-
-    def __init__(self, config: EncoderConfig) -> None:
-        super().__init__()
-        width = config.width
-        self.heads = config.heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.attention_out = nn.Linear(width, width)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp_in = nn.Linear(width, 4 * width)
-        self.mlp_out = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor, real: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, time, 3, self.heads, -1)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mask = real[:, None, None, :]
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, time, width))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
