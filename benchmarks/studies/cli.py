@@ -153,7 +153,7 @@ _ALWAYS: dict[str, Any] = {
     "out": Annotated[Path, Option("Folder for the results.", None)],
     "quick": Quick,
 }
-_UNRECORDED = ("data_dir", "out", "quick", "threads", "points")
+_UNRECORDED = ("data_dir", "out", "quick", "threads", "points", "task_option")
 
 
 @dataclass(frozen=True)

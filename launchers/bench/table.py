@@ -146,7 +146,7 @@ def print_table(results: list[Result], rates: list[str], console: Console) -> No
         # Broken where it is short: the figures below leave no room for wide headers.
         headers = [columns[0], *("\n".join(name.rsplit(" ", 1)) for name in columns[1:])]
         styles = ["red" if result.run.failure else "" for result in results]
-        console.print(make_table("", headers, rows, styles))
+        console.print(make_table("", headers, rows, styles, whole=True))
         console.print()
     warnings = _warnings(results, rates)
     for note in make_notes(results, rates):

@@ -1,6 +1,7 @@
 """A small GPT over bytes: large enough to have something to compress, small enough for a CPU."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,12 @@ class GPTConfig:
     width: int = 256
     heads: int = 8
     context: int = 128
+
+
+def count(make_model: Callable[[], nn.Module]) -> int:
+    """Return the number of parameters of a model, without making it."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in make_model().parameters())
 
 
 class Block(nn.Module):

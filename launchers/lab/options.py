@@ -5,7 +5,7 @@ import platform
 import torch
 
 import comm_hooks
-from comm_hooks.launchers.lab.model import GPT, GPTConfig
+from comm_hooks.launchers.lab.model import GPT, GPTConfig, count
 from comm_hooks.launchers.lab.runs import Settings
 
 _QUICK_MODEL = GPTConfig(layers=2)
@@ -41,8 +41,7 @@ def make_settings(
 
 def count_parameters(model: GPTConfig) -> int:
     """Return the number of parameters of a GPT, without making it."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in GPT(model).parameters())
+    return count(lambda: GPT(model))
 
 
 def describe_training(settings: Settings) -> dict[str, str]:

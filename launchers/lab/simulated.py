@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from comm_hooks.collectives import Transport, run_ranks
 from comm_hooks.exchange import Exchange
+from comm_hooks.launchers.lab.model import count
 from comm_hooks.launchers.lab.outcomes import (
     Advance,
     Diverged,
@@ -182,6 +183,11 @@ def new_model(task: Task, seed: int, device: str) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return task.make_model().to(device)
+
+
+def numel(task: Task) -> int:
+    """Return the number of parameters of a task's model, without making it."""
+    return count(task.make_model)
 
 
 def batch_generator(seed: int, client: int) -> torch.Generator:

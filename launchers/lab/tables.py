@@ -25,6 +25,8 @@ def make_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
     styles: Iterable[str] = (),
+    *,
+    whole: bool = False,
 ) -> Table:
     """Return a table; an empty row is a line.
 
@@ -33,6 +35,7 @@ def make_table(
         columns: their names.
         rows: of cells.
         styles: the colour of each row; none by default.
+        whole: whether numbers are never broken, however narrow the terminal.
     """
     table = Table(
         title=title or None,
@@ -42,7 +45,12 @@ def make_table(
         show_edge=False,
     )
     for name in columns:
-        table.add_column(name, justify="left" if name in LEFT else "right", overflow="fold")
+        if name in LEFT:
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(
+                name, justify="right", overflow="ellipsis" if whole else "fold", no_wrap=whole
+            )
     looks = iter(styles)
     for row in rows:
         if row:

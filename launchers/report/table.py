@@ -7,14 +7,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from comm_hooks.launchers.clock import roughly
+from comm_hooks.launchers.lab import tables
 from comm_hooks.launchers.lab.runs import Figures, Run
-from comm_hooks.launchers.lab.tables import format_bytes
 from comm_hooks.launchers.report.conclusions import (
     is_distorted,
     is_worse,
@@ -135,7 +133,7 @@ def _bytes(name: str) -> Callable[[_Line], Cell]:
         if line.figures is None:
             return NOTHING
         count = getattr(line.figures, name)
-        return Cell(format_bytes(count), count)
+        return Cell(tables.format_bytes(count), count)
 
     return cell
 
@@ -184,20 +182,21 @@ def print_table(runs: list[Run], console: Console) -> None:
     # Notes in a narrow column would be taller than the rest of the table together.
     is_wide = console.width >= _WIDE_CONSOLE or not has_notes
     columns = table.columns if is_wide else table.columns[:-1]
-    shown = RichTable(box=box.SIMPLE_HEAD, padding=(0, int(is_wide), 0, 0), show_edge=False)
-    for name in columns:
-        if name in ("method", "note"):
-            shown.add_column(name, overflow="fold")
-        else:
-            # Broken where it is short: numbers of 80 columns leave no room for wide headers.
-            header = re.sub(r"(?<=all-)|(?<=fewer|total) |(?=/)", "\n", name)
-            shown.add_column(header, justify="right", no_wrap=True)
-    for row, is_seed in lines:
-        style = "red" if row.failed else "yellow" if row.worse_than_control else ""
-        first, *others = (Text(cell.text) for cell in row.cells[: len(columns)])
-        shown.add_row(
-            Text("  " if is_seed else "") + first, *others, style=style or "dim" * is_seed
-        )
+    # Broken where it is short: numbers of 80 columns leave no room for wide headers.
+    headers = [
+        name if name in tables.LEFT else re.sub(r"(?<=all-)|(?<=fewer|total) |(?=/)", "\n", name)
+        for name in columns
+    ]
+    rows = [
+        ["  " * is_seed + row.cells[0].text, *(cell.text for cell in row.cells[1 : len(columns)])]
+        for row, is_seed in lines
+    ]
+    styles = [
+        "red" if row.failed else "yellow" if row.worse_than_control else "dim" * is_seed
+        for row, is_seed in lines
+    ]
+    shown = tables.make_table("", headers, rows, styles, whole=True)
+    shown.padding = (0, int(is_wide), 0, 0)
     console.print(shown)
     console.print()
     if not is_wide:

@@ -81,7 +81,7 @@ def fed_lamb(
         rounds,
         partial(make_tables, target=target),
         write_plots,
-        {"schedule": "constant", "betas": BETAS, "lambdas": LAMBDAS},
+        {"task_options": task_option, "schedule": "constant", "betas": BETAS, "lambdas": LAMBDAS},
     )
 
 

@@ -19,12 +19,11 @@ from benchmarks.studies.local_steps.methods import (
     WEIGHT_DECAY,
     Study,
     make_methods,
-    numel,
     warm_up,
 )
 from comm_hooks.launchers.lab import plots, tables
 from comm_hooks.launchers.lab.outcomes import Outcome
-from comm_hooks.launchers.lab.simulated import Plan
+from comm_hooks.launchers.lab.simulated import Plan, numel
 
 _QUICK_TASK = {"layers": 1, "width": 64, "heads": 2, "context": 64, "eval_windows": 64}
 _WARM_UP = 20
@@ -105,7 +104,7 @@ def local_steps(
         lambda finished: make_tables(finished, target(finished)),
         write_plots,
         {
-            "task_option": options,
+            "task_options": options,
             "parameters": numel(tasks[0]),
             "value_bits": VALUE_BITS,
             "exempt_bits": EXEMPT_BITS,

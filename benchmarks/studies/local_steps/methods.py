@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.optim import SGD, AdamW
 
 from comm_hooks.collectives import Transport
@@ -143,9 +142,3 @@ def _local(study: Study, local_steps: int, density: float | None) -> Make:
 def warm_up(steps: int, total: int) -> Callable[[float], float]:
     """Return the schedule that rises to 1 in so many steps of all."""
     return lambda progress: min(1.0, (progress * total + 1) / steps)
-
-
-def numel(task: Task) -> int:
-    """Return the number of parameters."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in task.make_model().parameters())

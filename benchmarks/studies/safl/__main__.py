@@ -86,7 +86,7 @@ def safl(
         make_tables,
         write_plots,
         {
-            "task_option": options,
+            "task_options": options,
             "parameters": study.numel,
             "betas": BETAS,
             "local_lr": LOCAL_LR,

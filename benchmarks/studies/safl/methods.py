@@ -13,6 +13,7 @@ from comm_hooks.launchers.lab.simulated import (
     Client,
     NamedParameters,
     Plan,
+    numel,
     simulated_method,
 )
 from comm_hooks.launchers.lab.tasks import Task
@@ -45,8 +46,7 @@ class Study:
 
     @property
     def numel(self) -> int:
-        """The number of parameters."""
-        return sum(p.numel() for p in self.tasks[0].make_model().parameters())
+        return numel(self.tasks[0])
 
 
 def make_methods(
