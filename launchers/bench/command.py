@@ -162,7 +162,12 @@ def _make_facts(
     settings, nproc = comparison.settings, comparison.settings.nproc
     options = {name: getattr(settings, name) for name in ("nproc", "steps", "seed")}
     command = comparison.command_line(
-        data, quick, rate=",".join(rates), **options, timing_steps=timing_steps
+        data,
+        quick,
+        rate=",".join(rates),
+        hooks=comparison.hooks,
+        **options,
+        timing_steps=timing_steps,
     )
     kernel = platform.release().split("-")[0]
     load = ", ".join(f"{minutes:.1f}" for minutes in os.getloadavg())

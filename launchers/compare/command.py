@@ -89,7 +89,9 @@ def _make_facts(comparison: Comparison, data: Path | None, quick: bool) -> dict[
     settings = comparison.settings
     options = {name: getattr(settings, name) for name in ("nproc", "steps", "seed", "eval_every")}
     return {
-        "Command": shlex.join(comparison.command_line(data, quick, **options)),
+        "Command": shlex.join(
+            comparison.command_line(data, quick, hooks=comparison.hooks, **options)
+        ),
         "Text": comparison.corpus.description,
         **describe_training(settings),
         "Machine": f"{settings.nproc} ranks, {threads_per_rank(settings.nproc)} threads each, on "

@@ -72,10 +72,14 @@ class Comparison:
         check_length(corpus, settings.nproc, settings.window)
         return cls(command, methods, settings, corpus, timeout)
 
+    @property
+    def hooks(self) -> str:
+        """The methods, as ``--hooks`` takes them."""
+        return ",".join(method.spec for method in self.methods)
+
     def command_line(self, data: Path | None, quick: bool, **options: object) -> list[str]:
-        """Return the command that repeats it."""
+        """Return the command that repeats it, with these options in their order."""
         command = ["comm-hooks", self.command]
-        command += ["--hooks", ",".join(method.spec for method in self.methods)]
         for name, value in options.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
         return [*command, *["--quick"] * quick, *(["--data", str(data)] if data else [])]

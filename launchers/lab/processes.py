@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,68 +55,101 @@ def run_method(
         The record, with ``failure`` set if the run crashed, hung or diverged.
     """
     run = Run(method.spec, method.note, settings)
-    told: dict[int, str] = {}  # what each worker that failed said, first things first
-    hung = None
     arguments = {"method": method.spec, "settings": settings.to_json(), "corpus": str(corpus)}
-    with _torchrun(settings.nproc, log, arguments) as (torchrun, events, workers):
-        try:
-            for event in events.follow(lambda: torchrun.poll() is None, timeout):
-                if event["event"] == "process":
-                    workers.append(event["pid"])
-                record_event(run, told, event)
-                watch(event)
-        except StalledError as error:
-            hung = str(error)
+    with _torchrun(settings.nproc, log, arguments) as job:
+        failure = job.observe(run, watch, timeout=timeout)
     if run.figures is None:
-        run.failure = hung or cause_of_failure(told, log.read_text(errors="replace"))
+        run.failure = failure
     return run
 
 
-def record_event(run: Run, told: dict[int, str], event: Event) -> None:
-    """Put what an event says into the record, or, if a rank failed, what it said of that."""
-    values = {key: value for key, value in event.items() if key != "event"}
-    if event["event"] == "point":
-        run.curve.append(Point(**values))
-    elif event["event"] == "figures":
-        run.figures = Figures(**values)
-    elif event["event"] == "error":
-        told[values["rank"]] = values["reason"]
+@dataclass
+class Job:
+    """The processes of a method: one torchrun, or one for each rank.
+
+    Args:
+        processes: that were started.
+        logs: where the output of each goes.
+        events: what the ranks tell.
+    """
+
+    processes: "list[subprocess.Popen[bytes]]"
+    logs: list[Path]
+    events: EventReader
+    workers: list[int] = field(default_factory=list)  # process ids of the ranks
+
+    def is_running(self) -> bool:
+        """Tell whether to wait for more: none has failed and not all have ended."""
+        codes = [process.poll() for process in self.processes]
+        return None in codes and not any(codes)
+
+    def observe(
+        self,
+        run: Run,
+        watch: Callable[[Event], None],
+        *,
+        timeout: float,
+        also: Callable[[Event], None] = lambda event: None,
+    ) -> str:
+        """Put what the ranks tell into the record until they have ended; return why they failed.
+
+        Args:
+            run: the record.
+            watch: called with each event as it happens.
+            timeout: seconds without any event after which they count as hung.
+            also: called with each event before that, to do what it asks for.
+        """
+        told: dict[int, str] = {}  # what each rank that failed said, first things first
+        try:
+            for event in self.events.follow(self.is_running, timeout):
+                values = {key: value for key, value in event.items() if key != "event"}
+                if event["event"] == "process":
+                    self.workers.append(values["pid"])
+                elif event["event"] == "point":
+                    run.curve.append(Point(**values))
+                elif event["event"] == "figures":
+                    run.figures = Figures(**values)
+                elif event["event"] == "error":
+                    told[values["rank"]] = values["reason"]
+                also(event)
+                watch(event)
+        except StalledError as error:
+            return str(error)
+        # Those that failed first: others are about to complain of closed connections.
+        failed = [
+            log for process, log in zip(self.processes, self.logs, strict=True) if process.poll()
+        ]
+        outputs = [log.read_text(errors="replace") for log in failed or self.logs]
+        return cause_of_failure(told, next(filter(find_killed_rank, outputs), outputs[0]))
 
 
-def worker_command(module: str, arguments: Mapping[str, object]) -> list[str]:
-    """Return the end of a command line that runs a worker with these options."""
-    return ["-m", module, *(f"--{name}={value}" for name, value in arguments.items())]
+def worker_command(command: str, arguments: Mapping[str, str]) -> list[str]:
+    """Return the end of a command line that runs a command's worker with these options."""
+    options = [f"--{name}={value}" for name, value in arguments.items()]
+    return ["-m", f"comm_hooks.launchers.{command}.worker", *options]
 
 
 @contextlib.contextmanager
-def _torchrun(
-    nproc: int, log: Path, arguments: Mapping[str, str]
-) -> "Iterator[tuple[subprocess.Popen[bytes], EventReader, list[int]]]":
-    """Start torchrun and its workers; on leaving, all are gone, whatever happens in between.
-
-    Yields torchrun, what its workers tell, and a list for their process ids, in case they have to
-    be killed.
-    """
-    workers: list[int] = []
+def _torchrun(nproc: int, log: Path, arguments: Mapping[str, str]) -> Iterator[Job]:
+    """Start torchrun and its workers; on leaving, all are gone, whatever happens in between."""
     with tempfile.TemporaryDirectory(prefix="comm-hooks-") as scratch, log.open("wb") as output:
         path = Path(scratch, "events.jsonl")
         options = ["--standalone", "--nproc-per-node", str(nproc), "--log-dir", scratch]
-        worker = worker_command(
-            "comm_hooks.launchers.compare.worker", {**arguments, "events": path}
-        )
+        arguments = {**arguments, "events": str(path)}
         with contextlib.closing(EventReader(path)) as events:
             torchrun = subprocess.Popen(
-                [*TORCHRUN, *options, *worker],
+                [*TORCHRUN, *options, *worker_command("compare", arguments)],
                 env=_environment(nproc),
                 stdin=subprocess.PIPE,  # the workers' sign that we live
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is ours to handle, not torchrun's
             )
+            job = Job([torchrun], [log], events)
             try:
-                yield torchrun, events, workers
+                yield job
             finally:
-                _stop(torchrun, workers)
+                _stop(torchrun, job.workers)
 
 
 def _stop(torchrun: "subprocess.Popen[bytes]", workers: list[int]) -> None:
