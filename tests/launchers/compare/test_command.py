@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from comm_hooks.launchers.lab.methods import Method
 from comm_hooks.launchers.lab.runs import Figures, Run, Settings
 from comm_hooks.launchers.main import app
 from comm_hooks.launchers.report.reading import read_runs
+from tests.refusing import refusal
 
 
 @pytest.fixture(autouse=True)
@@ -23,14 +25,7 @@ def _nothing_may_be_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.chdir(tmp_path)
 
 
-def complaint(*arguments: str) -> str:
-    """Run ``compare``, check that it refuses as it should, and return what it says."""
-    result = CliRunner().invoke(app, ["compare", *arguments])
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("comm-hooks compare: ")
-    return result.stderr
+complaint = partial(refusal, app, "comm-hooks compare", "compare")
 
 
 @pytest.mark.parametrize(
