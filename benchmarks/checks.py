@@ -17,28 +17,26 @@ many small buckets cost more; they are shown for comparison.
 
 import contextlib
 import functools
-import tempfile
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import typer
-from torch.multiprocessing.spawn import spawn
 
-from comm_hooks import Exchange, agreement
-from comm_hooks.exchange import exchange
+from comm_hooks import Exchange
+from comm_hooks.exchange import agreement, exchange
 from comm_hooks.frameworks.ddp.model import AccumulationWatch
-from comm_hooks.launchers.compare.methods import parse_method
-from comm_hooks.launchers.compare.model import VOCABULARY, GPTConfig
-from comm_hooks.launchers.compare.runs import Settings
-from comm_hooks.launchers.compare.worker import closure_of, connect
+from comm_hooks.launchers.lab.methods import parse_method
+from comm_hooks.launchers.lab.model import VOCABULARY, GPTConfig
+from comm_hooks.launchers.lab.processes import spawn_ranks
+from comm_hooks.launchers.lab.runs import Settings
+from comm_hooks.launchers.lab.training import closure_of, connect
 from comm_hooks.wire import gathered_header, summed_header
 from comm_hooks.wire.gathered_header import GatheredHeader
 from comm_hooks.wire.summed_header import SummedHeader
@@ -108,6 +106,7 @@ def timed_checks() -> Iterator[Clock]:
 
 def measure(method: str, settings: Settings, steps: int) -> dict[str, float]:
     """Return the processor seconds of a step, and of each check in one.  Collective."""
+    warnings.simplefilter("ignore")
     in_buckets = {"bucket_cap_mb": 1} if method.endswith(_IN_BUCKETS) else {}
     trainer = connect(parse_method(method.removesuffix(_IN_BUCKETS)), settings, **in_buckets)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -135,9 +134,7 @@ def main(
     settings = Settings(nproc=_RANKS, model=GPTConfig(layers=layers, width=width))
     is_too_much = False
     for method in methods or METHODS:
-        with tempfile.TemporaryDirectory() as folder:
-            spawn(_serve, (folder, method, settings, steps), nprocs=_RANKS)
-            found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(_RANKS)]
+        found = spawn_ranks(_RANKS, measure, method, settings, steps)
         mean = {name: sum(each[name] for each in found) / _RANKS for name in found[0]}
         shares = {name: mean[name] / mean["step"] for name in CHECKS}
         total = sum(shares.values())
@@ -148,16 +145,6 @@ def main(
     if is_too_much:
         typer.echo(f"checks: more than {MOST:.1%}, or {MOST_OF_FINGERPRINT:.1%} for fingerprints")
         raise typer.Exit(1)
-
-
-def _serve(rank: int, folder: str, method: str, settings: Settings, steps: int) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_RANKS
-    )
-    torch.save(measure(method, settings, steps), Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

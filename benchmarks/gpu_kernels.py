@@ -67,86 +67,58 @@ def cases(numel: int, device: str) -> list[Case]:
     )
     mean = {"alpha": 1 / RANKS, "add": False}
     write = {"alpha": 1.0, "add": False}
-    found = [
-        Case(
-            "top-k 64 of 4096, with residual",
+    calls: dict[str, tuple[Callable[[], object], float]] = {
+        "top-k 64 of 4096, with residual": (
             lambda: top_k.block_top_k(rest, size, kept, residual),
             3 * vector + entries,
         ),
-        Case(
-            "top-k 64 of 4096",
-            lambda: top_k.block_top_k(rows, size, kept),
-            vector + entries,
-        ),
-        Case(
-            f"mean of {RANKS} top-k payloads",
-            lambda: scatter.scatter_sum(out, all_places, all_values, size, **mean),
+        "top-k 64 of 4096": (lambda: top_k.block_top_k(rows, size, kept), vector + entries),
+        f"mean of {RANKS} top-k payloads": (
+            lambda: scatter.scatter_sum(
+                out, all_places, all_values, size, alpha=1 / RANKS, add=False
+            ),
             vector + RANKS * entries,
         ),
-        Case(
-            "signs",
-            lambda: signs.encode_signs(rows, size),
-            vector + packed,
-        ),
-        Case(
-            "signs, subtracted",
+        "signs": (lambda: signs.encode_signs(rows, size), vector + packed),
+        "signs, subtracted": (
             lambda: signs.encode_signs(rest, size, subtract=True),
             2 * vector + packed,
         ),
-        Case(
-            "signs of a sum with a residual, subtracted",
+        "signs of a sum with a residual, subtracted": (
             lambda: signs.encode_signs(rest, size, residual=residual, subtract=True),
             3 * vector + packed,
         ),
-        Case(
-            "vector of signs",
+        "vector of signs": (
             lambda: signs.decode_signs(out, scales[None], octets[None], size, **write),
             vector + packed,
         ),
-        Case(
-            f"mean of {RANKS} sign payloads",
+        f"mean of {RANKS} sign payloads": (
             lambda: signs.decode_signs(out, all_scales, all_octets, size, **mean),
             vector + RANKS * packed,
         ),
-        Case(
-            "Count-Sketch, 2 %",
+        "Count-Sketch, 2 %": (
             lambda: count_sketch.sketch(rows, width, [1]),
             vector + sketches.nbytes,
         ),
-        Case(
-            "vector of a Count-Sketch, 2 %",
+        "vector of a Count-Sketch, 2 %": (
             lambda: count_sketch.unsketch(out, sketches, [1], **write),
             vector + sketches.nbytes,
         ),
-        Case(
-            "random signs",
-            lambda: random_signs.multiply_signs_(rest, [1]),
-            2 * vector,
-        ),
-        Case(
-            "Gaussian noise",
+        "random signs": (lambda: random_signs.multiply_signs_(rest, [1]), 2 * vector),
+        "Gaussian noise": (
             lambda: gaussian.add_gaussian_(rest, 1.0, key=1 << 127, counter=1 << 128),
             2 * vector,
-            no_bar="logarithms in float64",
         ),
-        Case(
-            "Hadamard in blocks of 4096",
-            lambda: hadamard.hadamard(blocks),
-            2 * vector,
-        ),
-    ]
+        "Hadamard in blocks of 4096": (lambda: hadamard.hadamard(blocks), 2 * vector),
+    }
+    no_bar = {"Gaussian noise": "logarithms in float64"}
     length = 1 << 19
     if numel % length == 0:
         long_rows = rows.view(-1, length)
-        found.append(
-            Case(
-                f"Hadamard of {length} in two passes",
-                lambda: hadamard.hadamard(long_rows),
-                2 * vector,
-                no_bar="2 passes",
-            )
-        )
-    return found
+        name = f"Hadamard of {length} in two passes"
+        calls[name] = (lambda: hadamard.hadamard(long_rows), 2 * vector)
+        no_bar[name] = "2 passes"
+    return [Case(name, *call, no_bar.get(name, "")) for name, call in calls.items()]
 
 
 def measure() -> bool:

@@ -8,10 +8,8 @@ all ways take turns, so that a machine that is busy with other things slows them
 """
 
 import statistics
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -23,9 +21,12 @@ from comm_hooks import register, skip_hook
 from comm_hooks.collectives.base import completed
 from comm_hooks.collectives.requests import Result, Round
 from comm_hooks.collectives.torch_distributed import TorchDistributed
-from comm_hooks.launchers.compare.model import GPT, VOCABULARY
-from comm_hooks.launchers.compare.runs import Settings
-from comm_hooks.launchers.netns import Bed, NetnsError
+from comm_hooks.launchers.advise.rehearsal import slowest
+from comm_hooks.launchers.lab.model import GPT, VOCABULARY
+from comm_hooks.launchers.lab.processes import lines_from_bed
+from comm_hooks.launchers.lab.runs import Settings
+from comm_hooks.launchers.netns import NetnsError
+from comm_hooks.launchers.output import SKIPPED
 
 # Name -> arguments of register().
 METHODS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,6 @@ METHODS: dict[str, dict[str, Any]] = {
     },
 }
 _WARM_UP_STEPS = 3
-_SKIPPED = 77  # what automake and others take for that
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -69,30 +69,13 @@ def compare(
     """Print a table of milliseconds per step."""
     print("| ranks | method | buckets | no exchange | " + " | ".join(WAYS) + " |")
     print("|---|---|---|---|" + "---|" * len(WAYS), flush=True)
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "benchmarks.overlap",
-        "worker",
-        str(steps),
-        str(bucket_mb),
-    ]
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
     try:
         for count in map(int, ranks.split(",")):
-            with Bed(count, rate=rate) as bed:
-                root = Path(__file__).parents[1]
-                started = [bed.start(rank, command, cwd=root, **options) for rank in range(count)]
-                assert started[0].stdout
-                for line in started[0].stdout:
-                    print(f"| {count} | {line.strip()} |", flush=True)
-                if any(bed.wait(started, timeout=60)):
-                    raise NetnsError(f"one of {count} ranks failed")
+            for line in lines_from_bed(count, rate, "benchmarks.overlap", steps, bucket_mb):
+                print(f"| {count} | {line} |", flush=True)
     except NetnsError as error:
         typer.echo(f"overlap: {error}", err=True)
-        raise typer.Exit(_SKIPPED) from None
+        raise typer.Exit(SKIPPED) from None
 
 
 @app.command(hidden=True)
@@ -132,9 +115,7 @@ def _time_step(model: DistributedDataParallel, windows: torch.Tensor) -> float:
     dist.barrier()
     started = time.perf_counter()
     model(windows[:, :-1], windows[:, 1:]).backward()
-    duration = torch.tensor(time.perf_counter() - started)
-    dist.all_reduce(duration, op=dist.ReduceOp.MAX)
-    return float(duration)
+    return slowest(time.perf_counter() - started)
 
 
 if __name__ == "__main__":

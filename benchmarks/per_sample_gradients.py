@@ -15,6 +15,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from opacus import GradSampleModule
@@ -24,6 +25,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
 from torch.nn import functional as F
 
+from comm_hooks.launchers.lab.model import Block
 from comm_hooks.optim.private.per_sample import PerSampleGradients
 
 BATCH_SIZE = 64
@@ -31,26 +33,20 @@ MAX_GRAD_NORM = 1.0
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-class Block(nn.Module):
-    """A transformer block and a classifier, of layers that ghost clipping knows."""
+Batch = tuple[torch.Tensor, torch.Tensor]
+Step = Callable[[Batch], object]
+
+
+class Classifier(nn.Module):
+    """A transformer block and a linear layer: what ghost clipping knows."""
 
     def __init__(self, width: int = 64, heads: int = 4) -> None:
         super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        self.block = Block(width, heads, bias=True)
         self.classify = nn.Linear(width, 10)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        projected = self.qkv(self.norms[0](inputs)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = projected.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value)
-        hidden = inputs + self.out(attended.transpose(1, 2).flatten(2))
-        hidden = hidden + self.down(F.gelu(self.up(self.norms[1](hidden))))
-        return self.classify(hidden.mean(1))
+        return self.classify(self.block(inputs).mean(1))
 
 
 MODELS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
@@ -68,35 +64,33 @@ MODELS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
         ),
         (3, 32, 32),
     ),
-    "transformer block, width 64, length 32": (Block(), (32, 64)),
+    "transformer block, width 64, length 32": (Classifier(), (32, 64)),
 }
 
 
-def loss_function(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def loss_function(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def plain(model: nn.Module) -> Callable[[tuple[torch.Tensor, torch.Tensor]], object]:
-    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def plain(model: nn.Module) -> Step:
+    def step(batch: Batch) -> None:
         loss_function(model, batch).backward()
         model.zero_grad()
 
     return step
 
 
-def ours(model: nn.Module) -> Callable[[tuple[torch.Tensor, torch.Tensor]], object]:
+def ours(model: nn.Module) -> Step:
     gradients = PerSampleGradients(model, loss_function, MAX_GRAD_NORM)
 
-    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def step(batch: Batch) -> None:
         gradients.backward(batch)
         gradients.take()
 
     return step
 
 
-def opacus(
-    model: nn.Module, *, force_functorch: bool = False
-) -> Callable[[tuple[torch.Tensor, torch.Tensor]], object]:
+def opacus(model: nn.Module, *, force_functorch: bool = False) -> Step:
     module = GradSampleModule(model, force_functorch=force_functorch)
     optimizer = DPOptimizer(
         torch.optim.SGD(module.parameters(), lr=0.1),
@@ -105,7 +99,7 @@ def opacus(
         expected_batch_size=BATCH_SIZE,
     )
 
-    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def step(batch: Batch) -> None:
         loss_function(module, batch).backward()
         optimizer.clip_and_accumulate()
         optimizer.zero_grad()
@@ -113,11 +107,7 @@ def opacus(
     return step
 
 
-def functorch(model: nn.Module) -> Callable[[tuple[torch.Tensor, torch.Tensor]], object]:
-    return opacus(model, force_functorch=True)
-
-
-def ghost(model: nn.Module) -> Callable[[tuple[torch.Tensor, torch.Tensor]], object]:
+def ghost(model: nn.Module) -> Step:
     module = GradSampleModuleFastGradientClipping(model, max_grad_norm=MAX_GRAD_NORM)
     optimizer = DPOptimizerFastGradientClipping(
         torch.optim.SGD(module.parameters(), lr=0.1),
@@ -127,7 +117,7 @@ def ghost(model: nn.Module) -> Callable[[tuple[torch.Tensor, torch.Tensor]], obj
     )
     criterion = DPLossFastGradientClipping(module, optimizer, nn.CrossEntropyLoss())
 
-    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def step(batch: Batch) -> None:
         criterion(module(batch[0]), batch[1]).backward()
         optimizer.accumulate()
         optimizer.zero_grad()
@@ -135,12 +125,12 @@ def ghost(model: nn.Module) -> Callable[[tuple[torch.Tensor, torch.Tensor]], obj
     return step
 
 
-METHODS = {
+METHODS: dict[str, Callable[[nn.Module], Step]] = {
     "plain": plain,
     "ours": ours,
     "Opacus, hooks": opacus,
     "Opacus, ghost": ghost,
-    "Opacus, functorch": functorch,
+    "Opacus, functorch": partial(opacus, force_functorch=True),
 }
 
 

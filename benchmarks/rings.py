@@ -7,11 +7,9 @@ Over capped links of a network on this machine; both kinds take turns.
 """
 
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -20,9 +18,9 @@ import typer
 
 from comm_hooks.collectives import TorchDistributed
 from comm_hooks.collectives.requests import AllGather, AllReduce
-from comm_hooks.launchers.netns import Bed, NetnsError, parse_rate
-
-_SKIPPED = 77  # what automake and others take for that
+from comm_hooks.launchers.lab.processes import lines_from_bed
+from comm_hooks.launchers.netns import NetnsError, parse_rate
+from comm_hooks.launchers.output import SKIPPED
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -37,28 +35,13 @@ def compare(
     """Print a table of milliseconds, medians; "at best": what the link would need alone."""
     print("| ranks | collective | bytes | at best | gloo | rings | rings / gloo |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.rings", "worker", sizes, rate]
     try:
         for count in map(int, ranks.split(",")):
-            with Bed(count, rate=rate) as bed:
-                started = [
-                    bed.start(
-                        rank,
-                        [*command, str(times)],
-                        cwd=Path(__file__).parents[1],
-                        stdout=subprocess.PIPE,
-                        text=True,
-                    )
-                    for rank in range(count)
-                ]
-                assert started[0].stdout
-                for line in started[0].stdout:
-                    print(line.rstrip(), flush=True)
-                if any(bed.wait(started, timeout=60)):
-                    raise NetnsError(f"one of {count} ranks failed")
+            for line in lines_from_bed(count, rate, "benchmarks.rings", sizes, rate, times):
+                print(line, flush=True)
     except NetnsError as error:
         typer.echo(f"rings: {error}", err=True)
-        raise typer.Exit(_SKIPPED) from None
+        raise typer.Exit(SKIPPED) from None
 
 
 @app.command(hidden=True)

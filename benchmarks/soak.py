@@ -16,21 +16,20 @@ import gc
 import math
 import os
 import resource
-import tempfile
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
-from torch.multiprocessing.spawn import spawn
 
-from comm_hooks.launchers.compare.methods import parse_method
-from comm_hooks.launchers.compare.model import VOCABULARY, GPTConfig
-from comm_hooks.launchers.compare.runs import Settings
-from comm_hooks.launchers.compare.worker import closure_of, connect
+from comm_hooks.launchers.lab.methods import parse_method
+from comm_hooks.launchers.lab.model import VOCABULARY, GPTConfig
+from comm_hooks.launchers.lab.processes import spawn_ranks
+from comm_hooks.launchers.lab.runs import Settings
+from comm_hooks.launchers.lab.training import closure_of, connect
 
 METHODS = (
     "topk",
@@ -78,8 +77,9 @@ class Count:
         )
 
 
-def train(method: str, steps: int) -> tuple[Count, Count]:
-    """Train on this rank; return what it has after a fifth of the steps, and after all."""
+def train(method: str, steps: int) -> list[tuple[int, ...]]:
+    """Train on this rank; return the counts after a fifth of the steps, and after all."""
+    warnings.simplefilter("ignore")
     trainer = connect(parse_method(method), _SETTINGS, bucket_cap_mb=_BUCKET_MB)
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (_SETTINGS.batch, _SETTINGS.window)
@@ -91,7 +91,7 @@ def train(method: str, steps: int) -> tuple[Count, Count]:
             raise FloatingPointError(f"{method}: the loss is {loss} at step {step}")
         if step == steps // 5:
             early = Count.now()
-    return early, Count.now()
+    return [astuple(early), astuple(Count.now())]
 
 
 def main(
@@ -103,13 +103,10 @@ def main(
     print("|---|---|---|---|---|---|---|", flush=True)
     is_leaking = False
     for method in methods or METHODS:
-        with tempfile.TemporaryDirectory() as folder:
-            spawn(_serve, (folder, method, steps), nprocs=_RANKS)
-            for rank in range(_RANKS):
-                counts = torch.load(Path(folder) / f"{rank}.pt")
-                early, late = (Count(**count) for count in counts)
-                print(f"| {method} | {rank} | {_row(early, late)} |", flush=True)
-                is_leaking |= late.grew(early)
+        for rank, counts in enumerate(spawn_ranks(_RANKS, train, method, steps)):
+            early, late = (Count(*count) for count in counts)
+            print(f"| {method} | {rank} | {_row(early, late)} |", flush=True)
+            is_leaking |= late.grew(early)
     if is_leaking:
         typer.echo("soak: something grows", err=True)
         raise typer.Exit(1)
@@ -123,17 +120,6 @@ def _row(early: Count, late: Count) -> str:
     ]
     memory = f"{early.rss / 1e6:.1f} -> {late.rss / 1e6:.1f}"
     return " | ".join([memory, f"{change:+.2f}", *pairs])
-
-
-def _serve(rank: int, folder: str, method: str, steps: int) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_RANKS
-    )
-    counts = train(method, steps)
-    torch.save([asdict(count) for count in counts], Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

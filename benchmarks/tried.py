@@ -29,11 +29,11 @@ from fnmatch import fnmatchcase
 from operator import itemgetter
 from pathlib import Path
 
-from comm_hooks.launchers.compare.corpus import load_corpus
-from comm_hooks.launchers.compare.launch import available_cores, run_method, threads_per_rank
-from comm_hooks.launchers.compare.methods import parse_method, parse_methods
-from comm_hooks.launchers.compare.options import describe_training, versions
-from comm_hooks.launchers.compare.runs import Figures, Run, Settings, parse_run
+from comm_hooks.launchers.lab.corpus import load_corpus
+from comm_hooks.launchers.lab.methods import parse_method, parse_methods
+from comm_hooks.launchers.lab.options import describe_training, versions
+from comm_hooks.launchers.lab.processes import available_cores, run_method, threads_per_rank
+from comm_hooks.launchers.lab.runs import Figures, Run, Settings, parse_run
 from comm_hooks.launchers.machine import processor
 
 RESULTS = Path(__file__).parent / "results"
@@ -129,8 +129,8 @@ def run_missing(jobs: Sequence[Job], folder: Path, corpus: Path, workers: int) -
                 job.settings,
                 corpus,
                 Path(log.name),
-                _STALL_SECONDS,
                 lambda event: None,
+                timeout=_STALL_SECONDS,
             )
         record.facts = make_facts(job.settings)
         with writing:

@@ -1,1 +1,1 @@
-"""The ``comm-hooks`` command line: what starts processes, and nothing that trains by itself."""
+"""The ``comm-hooks`` command line, and the laboratory that its commands and the studies share."""

@@ -1,5 +1,6 @@
-"""Where all commands print, and where they write."""
+"""How all commands print, write and end."""
 
+import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,8 +10,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+# Exit codes.
+FAILED = 1
 BAD_INPUT = 2
-"""The exit code for what a user wrote."""
+SKIPPED = 77  # as automake and others have it
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 _LOG_WIDTH = 140
 
@@ -29,7 +33,7 @@ def say(line: str, console: Console | None = None) -> None:
 
 def complain(command: str, message: object) -> None:
     """Tell what is wrong, in one line on standard error."""
-    typer.echo(f"comm-hooks {command}: {message}", err=True)
+    typer.echo(f"{command}: {message}", err=True)
 
 
 def require_positive(options: Mapping[str, float | None]) -> None:
@@ -47,6 +51,30 @@ def refusing(command: str, code: int = BAD_INPUT) -> Iterator[None]:
     except ValueError as error:
         complain(command, error)
         raise typer.Exit(code) from None
+
+
+class Interruption:
+    """Lets what is finished be reported when the rest is interrupted.
+
+    Being asked to end (by timeout, CI or a scheduler) is treated as Ctrl-C is.
+
+    Example::
+
+        >>> with Interruption() as interruption:
+        ...     raise KeyboardInterrupt
+        >>> interruption.happened
+        True
+    """
+
+    happened = False
+
+    def __enter__(self) -> "Interruption":
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self.happened = kind is KeyboardInterrupt
+        return self.happened
 
 
 def prepare_folder(out: Path, *inner: str) -> None:

@@ -11,11 +11,9 @@ ended it.
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -28,12 +26,14 @@ from comm_hooks.launchers.advise.links import measure_links, network_of
 from comm_hooks.launchers.advise.ranks import joined
 from comm_hooks.launchers.advise.rehearsal import Rehearsals, of_slowest_rank, slowest
 from comm_hooks.launchers.advise.step import Step
-from comm_hooks.launchers.compare.methods import Method, parse_method, parse_methods
-from comm_hooks.launchers.compare.model import GPT, VOCABULARY
-from comm_hooks.launchers.compare.optimizers import Trainer
-from comm_hooks.launchers.compare.runs import Settings
-from comm_hooks.launchers.netns.bed import Bed
+from comm_hooks.launchers.lab.methods import Method, parse_method, parse_methods
+from comm_hooks.launchers.lab.model import GPT, VOCABULARY
+from comm_hooks.launchers.lab.optimizers import Trainer
+from comm_hooks.launchers.lab.processes import lines_from_bed
+from comm_hooks.launchers.lab.runs import Settings
+from comm_hooks.launchers.lab.training import closure_of, connect
 from comm_hooks.launchers.netns.links import NetnsError
+from comm_hooks.launchers.output import BAD_INPUT, SKIPPED
 from comm_hooks.launchers.place import find_place
 from comm_hooks.launchers.rates import parse_rate
 
@@ -68,7 +68,7 @@ def check(
             parse_rate(rate)
     except ValueError as error:
         typer.echo(f"check_predictions: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise typer.Exit(BAD_INPUT) from None
     print("| ranks | link | method | without exchange, ms | predicted, ms | measured, ms | error |")
     print("|---|---|---|---|---|---|---|")
     worst = 0.0
@@ -84,7 +84,7 @@ def check(
                 )
     except NetnsError as error:
         typer.echo(f"check_predictions: {error}", err=True)
-        raise typer.Exit(77) from None
+        raise typer.Exit(SKIPPED) from None
     raise typer.Exit(worst > limit)
 
 
@@ -103,16 +103,8 @@ def _measure_in_bed(ranks: int, rate: str, methods: str) -> Iterator[dict[str, A
     specs = [m.spec for m in parse_methods(methods)]
     if rate in _SLOW:
         specs = [spec for spec in specs if spec not in _UNCOMPRESSED]
-    command = [sys.executable, "-m", "benchmarks.netns.check_predictions", "worker"]
-    with Bed(ranks, rate=rate) as bed:
-        root = Path(__file__).parents[2]
-        options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "cwd": root}
-        workers = [bed.start(r, [*command, ",".join(specs)], **options) for r in range(ranks)]
-        assert workers[0].stdout
-        for line in workers[0].stdout:
-            yield json.loads(line)
-        if any(bed.wait(workers, timeout=60)):
-            raise NetnsError(f"a rank failed at {rate}")
+    module = "benchmarks.netns.check_predictions"
+    return map(json.loads, lines_from_bed(ranks, rate, module, ",".join(specs)))
 
 
 def _compare(methods: list[Method]) -> Iterator[dict[str, Any]]:
@@ -123,10 +115,10 @@ def _compare(methods: list[Method]) -> Iterator[dict[str, Any]]:
     network = network_of(links, nodes, "gloo")
     shapes = tuple(tuple(p.shape) for p in GPT(settings.model).parameters())
     rehearsals = Rehearsals(Step(shapes, milliseconds=1.0), network.ranks, device)
-    control = _connect(parse_method("none"), settings)
+    control = connect(parse_method("none"), settings)
     _time_steps(control, settings, _WARM_UP_STEPS)
     for method in methods:
-        trainer = _connect(method, settings)
+        trainer = connect(method, settings)
         period = getattr(trainer.optimizer, "local_steps", 1)
         _time_steps(trainer, settings, max(_WARM_UP_STEPS, period))
         plan = of_slowest_rank(rehearsals.plan(method))
@@ -139,11 +131,6 @@ def _compare(methods: list[Method]) -> Iterator[dict[str, Any]]:
             "predicted": 1e3 * predict(plan, case.compute, network).step,
             "measured": 1e3 * measured,
         }
-
-
-def _connect(method: Method, settings: Settings) -> Trainer:
-    torch.manual_seed(settings.seed)
-    return method.connect(GPT(settings.model), settings)
 
 
 def _time_in_turns(trainers: list[Trainer], settings: Settings, period: int) -> list[float]:
@@ -161,18 +148,11 @@ def _time_in_turns(trainers: list[Trainer], settings: Settings, period: int) -> 
 def _time_steps(trainer: Trainer, settings: Settings, count: int) -> list[float]:
     """Return the seconds of each of ``count`` steps on the slower rank."""
     windows = torch.randint(VOCABULARY, (settings.batch, settings.window))
-
-    def closure() -> torch.Tensor:
-        trainer.optimizer.zero_grad()
-        loss: torch.Tensor = trainer.ddp(windows[:, :-1], windows[:, 1:])
-        loss.backward()
-        return loss.detach()
-
     durations = []
     for _ in range(count):
         dist.barrier()
         started = time.perf_counter()
-        trainer.optimizer.step(closure)
+        trainer.optimizer.step(closure_of(trainer, windows))
         durations.append(slowest(time.perf_counter() - started))
     return durations
 

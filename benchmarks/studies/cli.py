@@ -1,14 +1,18 @@
-"""What the commands of all studies share: options, checks, and how they end."""
+"""What the commands of all studies share: options, checks, how they run and end."""
 
 import importlib.util
+import inspect
+import json
 import math
 import platform
 import shlex
+import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, get_type_hints
 
 _missing = [
     n for n in ("typer", "rich", "matplotlib", "sklearn") if not importlib.util.find_spec(n)
@@ -22,90 +26,180 @@ if _missing:
 
 import torch  # noqa: E402
 import typer  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from rich.text import Text  # noqa: E402
 
-from benchmarks.studies.tasks import TASKS, Task, build_task  # noqa: E402
 from comm_hooks.config import unknown  # noqa: E402
+from comm_hooks.launchers.lab.outcomes import Method, Outcome  # noqa: E402
+from comm_hooks.launchers.lab.progress import open_display  # noqa: E402
+from comm_hooks.launchers.lab.search import run_method  # noqa: E402
+from comm_hooks.launchers.lab.tasks import TASKS, Task, build_task  # noqa: E402
 from comm_hooks.launchers.machine import processor  # noqa: E402
-from comm_hooks.launchers.output import prepare_folder  # noqa: E402
-
-Number = TypeVar("Number", int, float)
-Choice = TypeVar("Choice", bound=str)
-
-_BAD_INPUT = 2
-
-TaskName = Annotated[str, typer.Option("--task", help=f"What to learn: {', '.join(TASKS)}.")]
-DataDir = Annotated[
-    Path | None, typer.Option(help="Where the task's data lies, if it does not come with Python.")
-]
-TaskOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--task-option",
-        metavar="NAME=VALUE",
-        help="An argument of the task, such as width=32 (see benchmarks/studies/tasks). May be "
-        "given several times.",
-    ),
-]
-Clients = Annotated[int, typer.Option(help="Clients that share the training data.")]
-Batch = Annotated[int, typer.Option(help="Samples per step and client.")]
-Seeds = Annotated[int | None, typer.Option(help="Runs per method: seeds 0, 1, ...")]
-Tries = Annotated[
-    int | None, typer.Option(help="Learning rates tried per method, on the first seed.")
-]
-Points = Annotated[int, typer.Option(help="Points of each curve.")]
-Device = Annotated[str, typer.Option(help="Where to train: cpu, or cuda.")]
-Threads = Annotated[int, typer.Option(help="Threads of torch. Small models are slower on several.")]
-Quick = Annotated[bool, typer.Option("--quick", help="A small version: a minute or so.")]
+from comm_hooks.launchers.output import (  # noqa: E402
+    INTERRUPTED,
+    Interruption,
+    make_console,
+    prepare_folder,
+    refusing,
+)
 
 
-@contextmanager
-def bad_input(study: str) -> Iterator[None]:
-    """End with one line and exit code 2 if there is a ``ValueError``."""
+@dataclass(frozen=True)
+class Option:
+    """An option of a study: what it is, and what it may be.
+
+    Args:
+        help: what ``--help`` says.
+        full: its value unless it is given.
+        quick: the same with ``--quick``; None for ``full``.
+        least: the least that a number may be.
+        each: what the values of a list separated by commas are: int, float (1/64, too) or str.
+        known: the names that may be given.
+        check: raises ``ValueError`` for a value, given with the option's name.
+        metavar: what help calls the value.
+        kind: what the command line makes of it, where that is not its type.
+        convert: what its value is made with.
+    """
+
+    help: str
+    full: Any
+    quick: Any = None
+    least: float | None = None
+    each: Callable[[str], Any] | None = None
+    known: Sequence[str] | None = None
+    check: Callable[[str, Any], None] = lambda name, value: None
+    metavar: str | None = None
+    kind: Any = None
+    convert: Callable[[Any], Any] = lambda value: value
+
+    def parameter(self, name: str, kind: Any) -> inspect.Parameter:
+        """Return it as Typer has it, for a function's argument of that type."""
+        kind = self.kind or (str if self.each else kind)
+        text, default = self.help, self.full
+        if self.quick is not None:
+            text += f" [default: {self.full}, quick: {self.quick}]"
+            kind, default = kind | None, None
+        metavar = "LIST" if self.each else self.metavar
+        option = typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text.strip())
+        return inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[kind, option],
+        )
+
+    def read(self, name: str, given: Any, quick: bool) -> Any:
+        """Return the value.
+
+        Raises:
+            ValueError: for what it cannot be; the message names the option.
+        """
+        option = f"--{name.replace('_', '-')}"
+        if given is None:
+            given = self.quick if quick and self.quick is not None else self.full
+        if self.each is str:
+            given = [part.strip() for part in given.split(",") if part.strip()]
+        elif self.each:
+            given = [_number(option, part.strip(), self.each) for part in given.split(",")]
+        for value in given if self.each else [given]:
+            if self.known is not None and value not in self.known:
+                raise ValueError(f"{option}: {unknown('name', value, self.known)}")
+            if self.least is not None and value is not None and not self.least <= value < math.inf:
+                raise ValueError(f"{option} must be at least {self.least:g}, got {value}")
+            self.check(option + ":" * bool(self.each), value)
+        return self.convert(given)
+
+
+def fraction(option: str, value: float) -> None:
+    """Raise ``ValueError`` for a number that does not lie in (0, 1]."""
+    if not 0 < value <= 1:
+        raise ValueError(f"{option} must lie in (0, 1], got {value:g}")
+
+
+def positive(option: str, value: float) -> None:
+    """Raise ``ValueError`` for a number that is not positive."""
+    if not value > 0:
+        raise ValueError(f"{option} must be positive, got {value:g}")
+
+
+def _number(option: str, text: str, kind: Callable[[str], Any]) -> Any:
+    numerator, slash, denominator = text.partition("/")
     try:
-        yield
-    except ValueError as error:
-        typer.echo(f"{study}: {error}", err=True)
-        raise typer.Exit(_BAD_INPUT) from None
+        return kind(numerator) / kind(denominator) if slash else kind(numerator)
+    except (ValueError, ZeroDivisionError):
+        what = "an integer" if kind is int else "a number"
+        raise ValueError(f"{option}: {text!r} is not {what}; write them as 1,2,3") from None
 
 
-def parse_numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
-    """Return the numbers of a list separated by commas; those like 1/64, too.
+SEEDS = Option("Runs per method: seeds 0, 1, ...", 3, 1, least=1)
+TRIES = Option("Learning rates tried per method, on the first seed.", 3, 1, least=1)
+POINTS = Option("Points of each curve.", 10, least=1)
+CLIENTS = Option("Clients that share the training data.", 5, least=1)
+BATCH = Option("Samples per step and client.", 16, least=1)
 
-    Raises:
-        ValueError: for what is no number, and where there is none.
+Device = Annotated[str, Option("Where to train: cpu, or cuda.", "cpu")]
+TASK = Option(f"What to learn: {', '.join(TASKS)}.", "digits")
+
+TaskName = Annotated[str, TASK]
+DataDir = Annotated[
+    Path | None, Option("Where the task's data lies, if it does not come with Python.", None)
+]
+Quick = Annotated[bool, Option("A small version: a minute or so.", False)]
+_ALWAYS: dict[str, Any] = {
+    "threads": Annotated[
+        int, Option("Threads of torch. Small models are slower on several.", 1, least=1)
+    ],
+    "out": Annotated[Path, Option("Folder for the results.", None)],
+    "quick": Quick,
+}
+_UNRECORDED = ("data_dir", "out", "quick", "threads", "points", "task_option")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a study is run: its name, what its record says of its options, and its folder."""
+
+    name: str
+    settings: dict[str, Any]
+    out: Path
+
+
+Run = Callable[[Place], None]
+
+
+def study(function: Callable[..., Run]) -> typer.Typer:
+    """Return the application of a study's command.
+
+    Args:
+        function: gets the values of its arguments, each annotated with an :class:`Option`, checks
+            what they make, and returns what runs the study.  Its docstring is the help.
     """
-    numbers = []
-    for part in (part.strip() for part in text.split(",")):
-        numerator, slash, denominator = part.partition("/")
-        try:
-            number = kind(numerator)
-            if slash:
-                number = kind(numerator) / kind(denominator)  # type: ignore[assignment]
-        except (ValueError, ZeroDivisionError):
-            what = "an integer" if kind is int else "a number"
-            raise ValueError(f"{option}: {part!r} is not {what}; write them as 1,2,3") from None
-        numbers.append(number)
-    return numbers
+    name = function.__name__
+    default = Path("comm-hooks-report") / name
+    hints = get_type_hints(function, include_extras=True)
+    hints.pop("return")
+    arguments = tuple(hints)
+    hints |= _ALWAYS
+    options: dict[str, Option] = {key: hint.__metadata__[0] for key, hint in hints.items()}
+    options["out"] = replace(options["out"], full=default)
 
+    def command(**given: Any) -> None:
+        with refusing(name):
+            values = {k: o.read(k, given[k], given["quick"]) for k, o in options.items()}
+            own = {key: values[key] for key in arguments}
+            run = function(**own)
+            prepare(own.get("device", "cpu"), values["threads"], values["out"])
+        settings = {key: value for key, value in own.items() if key not in _UNRECORDED}
+        run(Place(name, settings, values["out"]))
 
-def parse_names(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """Return the names of a list separated by commas, which may be empty.
-
-    Raises:
-        ValueError: for a name that is not known, with the nearest that is.
-    """
-    names = [part.strip() for part in text.split(",") if part.strip()]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{option}: {unknown('name', name, known)}")
-    return names
-
-
-def require_at_least(minimum: float, **options: float | None) -> None:
-    """Raise ``ValueError`` for options below a minimum; their names as in Python."""
-    for name, value in options.items():
-        if value is not None and not minimum <= value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}")
+    parameters = [options[key].parameter(key, hint.__origin__) for key, hint in hints.items()]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    command.__doc__ = function.__doc__
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(name)(command)
+    return app
 
 
 def parse_task_options(pairs: Sequence[str] | None) -> dict[str, Any]:
@@ -132,10 +226,23 @@ def _value(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
+TaskOptions = Annotated[
+    dict[str, Any],
+    Option(
+        "An argument of the task, such as width=32 (see launchers/lab/tasks). May be given several "
+        "times.",
+        None,
+        metavar="NAME=VALUE",
+        kind=list[str] | None,
+        convert=parse_task_options,
+    ),
+]
+
+
 def build_tasks(
     name: str, data_dir: Path | None, *, clients: int, seeds: int, **options: Any
 ) -> list[Task]:
-    """Return the task for each seed; see :func:`~benchmarks.studies.tasks.build_task`."""
+    """Return the task for each seed; see :func:`~comm_hooks.launchers.lab.tasks.build_task`."""
     return [
         build_task(name, clients=clients, seed=seed, data_dir=data_dir, **options)
         for seed in range(seeds)
@@ -153,9 +260,91 @@ def prepare(device: str, threads: int, out: Path) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"--device {device}: cannot be used: {reason}") from None
-    require_at_least(1, threads=threads)
     torch.set_num_threads(threads)
     prepare_folder(out)
+
+
+def _error(outcome: Outcome) -> str:
+    return f"error {100 * statistics.mean(outcome.errors):.2f} %"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Methods that are tuned and run, and what is told of those that have finished.
+
+    Args:
+        methods: what is compared.
+        rounds: of a run.
+        make_tables: makes tables of outcomes.
+        write_plots: writes plots of them to a folder, and returns their paths.
+        settings: for the record, beside the options.
+        findings: what the record says of the outcomes as a whole.
+        reached: what is printed of a method.
+        follow: what becomes of an outcome.
+    """
+
+    methods: Sequence[Method]
+    rounds: int
+    make_tables: Callable[[list[Outcome]], list[Table]]
+    write_plots: Callable[[list[Outcome], Path], list[Path]]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    findings: Callable[[list[Outcome]], dict[str, Any]] = lambda outcomes: {}
+    reached: Callable[[Outcome], str] = _error
+    follow: Callable[[Outcome], Iterable[Outcome]] = lambda outcome: [outcome]
+
+    def __call__(self, place: Place) -> None:
+        """Run everything; write ``<name>.json`` and the plots, and print the tables.
+
+        ``seeds`` are run, and ``tries`` made (one by default), as the settings say.
+
+        Raises:
+            typer.Exit: with code 130, after all that, if the study was interrupted.
+        """
+        console = make_console()
+        settings = {**place.settings, **self.settings}
+        finished: list[Outcome] = []
+        started = time.monotonic()
+        with Interruption() as interruption, open_display(console, len(self.methods)) as display:
+            for method in self.methods:
+                outcome = run_method(
+                    method,
+                    seeds=range(settings["seeds"]),
+                    tries=settings.get("tries", 1),
+                    rounds=self.rounds,
+                    display=display,
+                    reached=self.reached,
+                )
+                finished += self.follow(outcome)
+        if finished:
+            for table in self.make_tables(finished):
+                console.print(table)
+            record = {
+                "seconds": round(time.monotonic() - started),
+                "complete": not interruption.happened,
+                "settings": settings,
+                "findings": self.findings(finished),
+                "methods": [outcome.to_dict() for outcome in finished],
+            }
+            write_record(place, record, console, self.write_plots(finished, place.out))
+        end(place, interruption, f", {len(finished)} methods finished")
+
+
+def end(place: Place, interruption: Interruption, account: str = "") -> None:
+    """End the command with code 130 if it was interrupted."""
+    if interruption.happened:
+        typer.echo(f"{place.name}: interrupted{account}", err=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+def write_record(
+    place: Place, record: Mapping[str, Any], console: Console, plots: Iterable[Path]
+) -> None:
+    """Write ``<name>.json``, with what a reader must know to repeat it, and tell what there is."""
+    file = place.out / f"{place.name}.json"
+    whole = {"study": place.name, **describe_machine(), **record}
+    file.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
+    for path in [file, *plots]:
+        console.print(Text(f"Wrote {path}"), soft_wrap=True)
 
 
 def describe_machine() -> dict[str, str]:

@@ -8,7 +8,7 @@ repeated gives other figures, as far apart as those of its seeds.
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,12 +18,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from benchmarks.studies.runs import Advance, Point
-from benchmarks.studies.tasks import Batch, Shard, Task
-from benchmarks.studies.training import judge, known_warnings_ignored
 from comm_hooks.collectives import Transport
 from comm_hooks.exchange import Exchange, ExchangeSettings
+from comm_hooks.launchers.lab.outcomes import Advance, Point
+from comm_hooks.launchers.lab.simulated import is_due, judge, known_warnings_ignored
+from comm_hooks.launchers.lab.tasks import Batch, Shard, Task
 from comm_hooks.optim.private import PrivacyEngine, PrivacyError
+
+RECORDED = {"accountant": "rdp", "schedule": "constant"}
+"""What the records of all studies of private training say."""
 
 Placement = Literal["central", "shares", "local", "aggregate"]
 
@@ -62,6 +65,13 @@ class PrivatePlan:
     micro_batch_size: int | None = None
     device: str = "cpu"
 
+    @classmethod
+    def for_samples(cls, samples: int, delta: float | None = None, **options: Any) -> "PrivatePlan":
+        """Return the plan with these options for so many samples, whose number is public."""
+        rate = options["batch"] / samples
+        delta = default_delta(samples) if delta is None else delta
+        return cls(sample_rate=rate, delta=delta, **options)
+
     @property
     def noise_variance(self) -> float:
         """Of the noise in a coordinate of the mean, if it is added once."""
@@ -83,7 +93,7 @@ class PrivatePlan:
 
     def is_due(self, step: int) -> bool:
         """Return whether the model is judged after this step, counted from 1."""
-        return step * self.points // self.steps > (step - 1) * self.points // self.steps
+        return is_due(step, self.steps, self.points)
 
 
 def default_delta(samples: int) -> float:
@@ -171,11 +181,10 @@ def _with_cost(point: Point, engine: PrivacyEngine, delta: float) -> PrivatePoin
         peer = engine.get_epsilon(delta, observer="rank")
     except PrivacyError:
         peer = None
-    return PrivatePoint(
-        point.round,
-        point.loss,
-        point.error,
-        point.bytes_sent,
-        engine.get_epsilon(delta),
-        peer,
-    )
+    return PrivatePoint(**vars(point), epsilon=engine.get_epsilon(delta), peer_epsilon=peer)
+
+
+def end_of(curve: Sequence[Point]) -> PrivatePoint | None:
+    """Return the last point; None if there is none, or nothing was private."""
+    last = curve[-1] if curve else None
+    return last if isinstance(last, PrivatePoint) else None

@@ -17,8 +17,8 @@ from comm_hooks.launchers.advise.cost_model import (
 )
 from comm_hooks.launchers.advise.losses import LossCost, loss_cost
 from comm_hooks.launchers.advise.step import Step
-from comm_hooks.launchers.compare.methods import Method
-from comm_hooks.launchers.compare.optimizers import OPTIMIZERS
+from comm_hooks.launchers.lab.methods import Method
+from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
 
 METHODS = (
     "all_reduce,none,bf16,identity:bits=16,powersgd,count_sketch,topk,sign,"

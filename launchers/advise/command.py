@@ -24,7 +24,7 @@ from comm_hooks.launchers.advise.report import (
     print_zero_notes,
 )
 from comm_hooks.launchers.advise.step import Step
-from comm_hooks.launchers.compare.methods import Method, parse_methods
+from comm_hooks.launchers.lab.methods import Method, parse_methods
 from comm_hooks.launchers.output import BAD_INPUT, complain, make_console, require_positive, say
 from comm_hooks.launchers.place import Place, find_place
 from comm_hooks.launchers.rates import parse_rate
@@ -103,7 +103,7 @@ def advise(
     except ValueError as error:
         # What all ranks find alike, one says; that others are out of reach, each says for itself.
         if place.rank == 0 or "did not reach" in str(error):
-            complain("advise", error)
+            complain("comm-hooks advise", error)
         raise typer.Exit(BAD_INPUT) from None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comm_hooks.launchers.compare.methods import Method, parse_method
+from comm_hooks.launchers.lab.methods import Method, parse_method
 
 _FILE = Path(__file__).with_name("measured.json")
 
@@ -35,7 +35,7 @@ def loss_cost(method: Method) -> LossCost | None:
 
     Example::
 
-        >>> from comm_hooks.launchers.compare.methods import parse_method
+        >>> from comm_hooks.launchers.lab.methods import parse_method
         >>> cost = loss_cost(parse_method("local_adamw:fragments=8"))
         >>> sorted(cost.by_steps)
         [150, 450]

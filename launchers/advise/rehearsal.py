@@ -38,10 +38,10 @@ from comm_hooks.launchers.advise.cost_model import (
 from comm_hooks.launchers.advise.powersgd import PowerSGDStep
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.clock import Starvation, quartile_range, synchronize
-from comm_hooks.launchers.compare.crossings import CROSSINGS, build_exchange
-from comm_hooks.launchers.compare.methods import Method
-from comm_hooks.launchers.compare.optimizers import OPTIMIZERS
-from comm_hooks.launchers.compare.runs import Settings
+from comm_hooks.launchers.lab.crossings import CROSSINGS, build_exchange
+from comm_hooks.launchers.lab.methods import Method
+from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
+from comm_hooks.launchers.lab.runs import Settings
 from comm_hooks.wire.summed_header import MARKS_START
 
 _LARGEST = 1 << 24
@@ -148,7 +148,7 @@ class Rehearsals:
 
     Example::
 
-        >>> from comm_hooks.launchers.compare.methods import parse_method
+        >>> from comm_hooks.launchers.lab.methods import parse_method
         >>> rehearsals = Rehearsals(Step.of_numel(1 << 20, 100.0), ranks=2)
         >>> rehearsals.plan(parse_method("all_reduce")).sent_per_step()
         4194304.0

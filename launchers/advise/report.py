@@ -12,7 +12,7 @@ from comm_hooks.launchers.advise.links import Measured
 from comm_hooks.launchers.advise.losses import LossCost, measured
 from comm_hooks.launchers.advise.snippets import json_line, python_line
 from comm_hooks.launchers.clock import roughly
-from comm_hooks.launchers.compare.table import format_bytes
+from comm_hooks.launchers.lab.tables import format_bytes
 from comm_hooks.launchers.output import say
 from comm_hooks.launchers.rates import format_rate
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from comm_hooks import ExchangeSettings, Identity
 from comm_hooks.config import COMPRESSORS, MEMORIES
-from comm_hooks.launchers.compare.crossings import build_exchange
-from comm_hooks.launchers.compare.methods import Method
-from comm_hooks.launchers.compare.optimizers import OPTIMIZERS
-from comm_hooks.launchers.compare.runs import Settings
+from comm_hooks.launchers.lab.crossings import build_exchange
+from comm_hooks.launchers.lab.methods import Method
+from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
+from comm_hooks.launchers.lab.runs import Settings
 from comm_hooks.optim import LocalRounds, Marina
 
 # Rounds end between an engine's steps, and Marina needs two gradients of one minibatch.
@@ -26,7 +26,7 @@ def python_line(method: Method) -> str:
 
     Example::
 
-        >>> from comm_hooks.launchers.compare.methods import parse_method
+        >>> from comm_hooks.launchers.lab.methods import parse_method
         >>> python_line(parse_method("topk"))
         "register(ddp_model, 'topk')"
     """
@@ -62,7 +62,7 @@ def json_line(method: Method) -> str | None:
 
 
 def _block(method: Method, *, with_name: bool = True) -> dict[str, Any]:
-    """Return the exchange's settings as ``comm_hooks.config.build_exchange`` reads them."""
+    """Return the exchange's settings as ``ExchangeSettings.from_dict`` reads them."""
     exchange = build_exchange(method.crossing, method.crossing_options, seed=0)
     options = {k: v for k, v in method.crossing_options.items() if not k.startswith("memory")}
     memory = exchange.memory

@@ -65,13 +65,13 @@ def audit(
     0, 1 for what is not private, 2 for bad input, 3 for what is suspicious: run it again.
     """
     if script is not None:
-        with refusing("audit"):
+        with refusing("comm-hooks audit"):
             if config is not None or ledger is not None:
                 raise ValueError("--script is audited by itself: leave out --config and --ledger")
             job = Job(script, tuple(arguments or ()), nproc_per_node, steps, timeout)
             _leave(_audit_script(job, json_))
         return
-    with refusing("audit"):
+    with refusing("comm-hooks audit"):
         if arguments:
             raise ValueError(f"unexpected {' '.join(arguments)}: arguments are for --script")
         if config is None and ledger is None:
@@ -101,7 +101,7 @@ def audit(
     if configuration and attack:
         reason = why_not_played(configuration)
         if reason:
-            complain("audit", f"not attacked: {reason}")
+            complain("comm-hooks audit", f"not attacked: {reason}")
         else:
             # Small tensors, and on a busy machine threads would wait for one another.
             torch.set_num_threads(1)
@@ -143,7 +143,7 @@ def _invalid(reason: str, json_: bool) -> typer.Exit:
     """Say that the rules refuse a training, and return how to end."""
     if json_:
         typer.echo(json.dumps({"error": reason, "violated": True}))
-    complain("audit", f"INVALID: {reason}")
+    complain("comm-hooks audit", f"INVALID: {reason}")
     return typer.Exit(_VIOLATED)
 
 

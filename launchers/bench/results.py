@@ -2,13 +2,12 @@
 
 import json
 import statistics
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from comm_hooks.launchers.compare.plain import rebuild
-from comm_hooks.launchers.compare.runs import Run, Settings
+from comm_hooks.launchers.lab.plain import rebuild
+from comm_hooks.launchers.lab.runs import Run, Settings
 
 _VERSION = 1
 """Of ``results.json``; to be raised when a field changes its name or meaning."""
@@ -102,40 +101,33 @@ class Result:
         return next((timing for timing in self.timings if timing.rate == rate), None)
 
 
-def write_results(
-    results: list[Result],
-    rates: list[str],
-    settings: Settings,
-    facts: Mapping[str, str],
-    path: Path,
-) -> None:
-    """Write everything as one JSON object."""
-    methods = []
-    for result in results:
-        record = asdict(result.run)
-        del record["settings"], record["facts"]  # those of all
-        methods.append({**record, "timings": [timing.to_dict() for timing in result.timings]})
-    whole = {
-        "version": _VERSION,
-        "facts": dict(facts),
-        "settings": asdict(settings),
-        "rates": rates,
-        "links_bits_per_second": {
-            rate: moved for rate in rates if (moved := moved_at(results, rate))
-        },
-        "methods": methods,
-    }
-    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-
-
 @dataclass(frozen=True)
 class Bench:
-    """All that :func:`write_results` wrote."""
+    """Everything that one command measures."""
 
     results: list[Result]
     rates: list[str]
     settings: Settings
     facts: dict[str, str]
+
+
+def write_results(bench: Bench, path: Path) -> None:
+    """Write everything as one JSON object."""
+    methods = []
+    for result in bench.results:
+        record = asdict(result.run)
+        del record["settings"], record["facts"]  # those of all
+        methods.append({**record, "timings": [timing.to_dict() for timing in result.timings]})
+    moved = {rate: moved_at(bench.results, rate) for rate in bench.rates}
+    whole = {
+        "version": _VERSION,
+        "facts": bench.facts,
+        "settings": asdict(bench.settings),
+        "rates": bench.rates,
+        "links_bits_per_second": {rate: bits for rate, bits in moved.items() if bits},
+        "methods": methods,
+    }
+    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 def read_results(path: Path) -> Bench:

@@ -1,23 +1,21 @@
 """The table, on the screen and as Markdown, and what a reader must know to judge it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from comm_hooks.launchers.bench.rates import UNSHAPED, bits_per_second, show_bits, show_rate
-from comm_hooks.launchers.bench.results import Result, Timing, moved_at
+from comm_hooks.launchers.bench.results import Bench, Result, Timing, moved_at
 from comm_hooks.launchers.bench.waits import (
     halfway_loss,
     step_milliseconds,
     steps_until,
     usual_milliseconds,
 )
-from comm_hooks.launchers.compare.groups import CONTROL
-from comm_hooks.launchers.compare.table import format_bytes
+from comm_hooks.launchers.lab.runs import CONTROL
+from comm_hooks.launchers.lab.tables import format_bytes, make_table, markdown
 
 # Of a cap, an all-reduce over TCP reaches 82 to 95 %.
 _LEAST_SHARE_OF_CAP = 0.7
@@ -142,62 +140,45 @@ def _explanations(results: list[Result]) -> list[str]:
 
 def print_table(results: list[Result], rates: list[str], console: Console) -> None:
     """Print the tables, and the notes below them."""
-    failed = [bool(result.run.failure) for result in results]
-    console.print(_shown(columns_of(rates), rows_of(results, rates), failed))
-    console.print()
-    loss = halfway_loss(results)
-    if loss is not None:
-        console.print(Text(f"{_wait_title(loss)}:"))
-        console.print(_shown(wait_columns_of(rates), wait_rows_of(results, rates, loss), failed))
+    for title, columns, rows in _tables(results, rates):
+        if title:
+            console.print(Text(title))
+        # Broken where it is short: the figures below leave no room for wide headers.
+        headers = [columns[0], *("\n".join(name.rsplit(" ", 1)) for name in columns[1:])]
+        styles = ["red" if result.run.failure else "" for result in results]
+        console.print(make_table("", headers, rows, styles, whole=True))
         console.print()
     warnings = _warnings(results, rates)
     for note in make_notes(results, rates):
         console.print(Text(f"* {note}"), style="yellow" if note in warnings else "")
 
 
-def _shown(columns: list[str], rows: list[list[str]], failed: list[bool]) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for index, name in enumerate(columns):
-        if index == 0:
-            shown.add_column(name, overflow="fold")
-        else:
-            shown.add_column("\n".join(name.rsplit(" ", 1)), justify="right", no_wrap=True)
-    for cells, is_failed in zip(rows, failed, strict=True):
-        shown.add_row(*map(Text, cells), style="red" if is_failed else "")
-    return shown
-
-
-def _wait_title(loss: float) -> str:
-    return f"Seconds of training to a loss of {loss:.3f}, halfway from no exchange to an all-reduce"
-
-
-def write_markdown(
-    results: list[Result],
-    rates: list[str],
-    facts: Mapping[str, str],
-    plots: list[Path],
-    path: Path,
-) -> None:
-    """Write the tables, the notes, the plots (by their names) and the facts as one page."""
-    lines = ["# Training over slow links", ""]
-    lines += _table(columns_of(rates), rows_of(results, rates))
+def _tables(
+    results: list[Result], rates: list[str]
+) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yield the title, the columns and the rows of each table."""
+    yield "", columns_of(rates), rows_of(results, rates)
     loss = halfway_loss(results)
     if loss is not None:
-        lines += ["", f"{_wait_title(loss)}:", ""]
-        lines += _table(wait_columns_of(rates), wait_rows_of(results, rates, loss))
-    lines += ["", *(f"* {note}" for note in make_notes(results, rates)), ""]
+        title = (
+            f"Seconds of training to a loss of {loss:.3f}, halfway from no exchange to an "
+            "all-reduce:"
+        )
+        yield title, wait_columns_of(rates), wait_rows_of(results, rates, loss)
+
+
+def write_markdown(bench: Bench, plots: list[Path], path: Path) -> None:
+    """Write the tables, the notes, the plots (by their names) and the facts as one page."""
+    lines = ["# Training over slow links", ""]
+    for title, columns, rows in _tables(bench.results, bench.rates):
+        lines += [title, ""] if title else []
+        lines += markdown(columns, [[f"`{method}`", *cells] for method, *cells in rows])
+        lines.append("")
+    lines += [*(f"* {note}" for note in make_notes(bench.results, bench.rates)), ""]
     for plot in plots:
         lines += [f"![{plot.stem.replace('-', ' ')}]({plot.name})", ""]
-    lines += [_line(["", ""]), _line(["---"] * 2)]
-    for name, text in facts.items():
-        lines.append(_line([name, f"`{text}`" if name == "Command" else text]))
+    facts = bench.facts.items()
+    lines += markdown(
+        ["", ""], [[name, f"`{text}`" if name == "Command" else text] for name, text in facts]
+    )
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [_line(columns), _line(["---"] * len(columns))]
-    return [*lines, *(_line([f"`{method}`", *cells]) for method, *cells in rows)]
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

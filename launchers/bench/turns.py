@@ -16,8 +16,8 @@ from torch import Tensor
 
 from comm_hooks.launchers.advise.rehearsal import slowest
 from comm_hooks.launchers.bench.results import Block
-from comm_hooks.launchers.compare.optimizers import Trainer
-from comm_hooks.launchers.compare.worker import closure_of
+from comm_hooks.launchers.lab.optimizers import Trainer
+from comm_hooks.launchers.lab.training import closure_of
 
 _INTERFACE = "eth0"
 _LEAST_BLOCKS = 2

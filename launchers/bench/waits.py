@@ -4,8 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 from comm_hooks.launchers.bench.results import Result, Timing
-from comm_hooks.launchers.compare.groups import BASELINE, CONTROL
-from comm_hooks.launchers.compare.runs import Point
+from comm_hooks.launchers.lab.runs import BASELINE, CONTROL, Point
 
 
 def usual_milliseconds(results: Sequence[Result]) -> float:

@@ -6,22 +6,25 @@ that rate.  Afterwards rank 0 tells ``timing`` (the fields of :class:`Timing`), 
 ``turn`` as a sign of life.
 """
 
-import argparse
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 import torch.distributed as dist
 
 from comm_hooks.launchers.bench.rates import bits_per_second
 from comm_hooks.launchers.bench.results import Candidate, Timing
 from comm_hooks.launchers.bench.turns import Runner, measure_link, take_turns
-from comm_hooks.launchers.compare.events import Event, telling
-from comm_hooks.launchers.compare.groups import CONTROL
-from comm_hooks.launchers.compare.methods import Method, parse_method
-from comm_hooks.launchers.compare.runs import Settings
-from comm_hooks.launchers.compare.worker import connect, draw_batches, read_tokens, train
+from comm_hooks.launchers.lab.events import Event, telling
+from comm_hooks.launchers.lab.methods import Method, parse_method
+from comm_hooks.launchers.lab.runs import CONTROL
+from comm_hooks.launchers.lab.training import (
+    connect,
+    draw_batches,
+    read_tokens,
+    train,
+    worker_parser,
+)
 
 BUCKETS_MB = (1, 4, 25)
 """Sizes of DDP's buckets that are tried for what crosses uncompressed: small ones overlap with
@@ -67,13 +70,9 @@ def time_at_rates(
 
 def main() -> None:
     """Run one rank as told by the command line, which only ``launch`` writes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--method", required=True, type=parse_method)
-    parser.add_argument("--settings", required=True, type=Settings.from_json)
+    parser = worker_parser(__doc__)
     parser.add_argument("--rates", required=True, type=lambda text: text.split(","))
     parser.add_argument("--timing-steps", required=True, type=int)
-    parser.add_argument("--corpus", required=True, type=Path)
-    parser.add_argument("--events", required=True, type=Path)
     arguments = parser.parse_args()
     method, settings = arguments.method, arguments.settings
 

@@ -95,7 +95,7 @@ def launch(
     it, which can be pasted into a shell, and runs it. Options go before SCRIPT. Exit codes: that of
     the command; 2 for bad input and for a head that does not answer, before anything is started.
     """
-    with refusing("launch"):
+    with refusing("comm-hooks launch"):
         if launcher not in LAUNCHERS:
             raise ValueError(f"--launcher: {unknown('launcher', launcher, LAUNCHERS)}")
         job = Job(
@@ -128,12 +128,12 @@ def launch(
         if plan.runs_here and not dry_run:
             job.require_target()
     for note in plan.notes:
-        complain("launch", note)
+        complain("comm-hooks launch", note)
     if dry_run:
         for step in plan.steps:
             typer.echo(step)
         return
-    with refusing("launch"):
+    with refusing("comm-hooks launch"):
         _run(plan, wait)
 
 

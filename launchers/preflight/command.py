@@ -67,13 +67,13 @@ def preflight(
     node with --nnodes and --head; comm-hooks launch --preflight does that. Prints one line per
     problem, or tables. Exit codes, alike on all nodes: 0, 1 for problems, 2 for bad input.
     """
-    with refusing("preflight"):
+    with refusing("comm-hooks preflight"):
         waits = {"--timeout": timeout, "--max-clock-offset": max_clock_offset}
         require_positive({**waits, "--min-bandwidth": min_bandwidth})
         endpoint = parse_endpoint(head) if head else None
         settings = read_config(config) if config else {}
         party = _find_party(endpoint, nnodes, node_rank, nproc)
-    with refusing("preflight", _FAILED):
+    with refusing("comm-hooks preflight", _FAILED):
         facts, listener = _describe(party, interface, settings)
         meeting = _meet(party, facts, timeout)
         least = None if min_bandwidth is None else min_bandwidth * 1e6
@@ -87,9 +87,9 @@ def preflight(
             listener.close()
     if party.speaks or meeting.rank == 0:
         for line in verdict.problems:
-            complain("preflight", line)
+            complain("comm-hooks preflight", line)
         for line in verdict.notes:
-            complain("preflight", f"note: {line}")
+            complain("comm-hooks preflight", f"note: {line}")
     if verdict.problems:
         raise typer.Exit(_FAILED)
     if meeting.rank == 0:

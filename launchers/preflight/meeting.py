@@ -111,7 +111,7 @@ def meet(
         )
     if not hosts:
         if wait_for_port(endpoint, 0):
-            complain("preflight", f"waiting for {endpoint} ...")
+            complain("comm-hooks preflight", f"waiting for {endpoint} ...")
         reason = wait_for_port(endpoint, seconds)
         if reason:
             raise MeetingError(

@@ -1,7 +1,6 @@
 """``comm-hooks report``: one HTML page from what ``compare`` or a training of one's own recorded.
 
-One idea per file: ``command`` (the options), ``reading`` (files), ``logs`` (the log of a training
-of one's own), ``charts`` (what the curves are made of) and ``page`` (the page, with
-``page.html.j2``, ``page.css``, ``table.js`` and ``charts.js``). ``comm-hooks compare`` writes its
-report with the same ``page``.
+``command`` has the options; ``reading`` and ``logs`` read files. ``groups`` (means over seeds),
+``conclusions`` and ``table`` say what the figures mean, in the terminal, too. ``charts`` and
+``page`` make the page, of ``page.html.j2``, ``page.css``, ``table.js`` and ``charts.js``.
 """

@@ -6,13 +6,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from comm_hooks.launchers.compare.runs import Run
-from comm_hooks.launchers.compare.table import print_table
-from comm_hooks.launchers.output import make_console
+from comm_hooks.launchers.output import make_console, refusing
 from comm_hooks.launchers.report.page import write_page
 from comm_hooks.launchers.report.reading import read_runs
-
-_BAD_INPUT = 2
+from comm_hooks.launchers.report.table import print_table
 
 
 def report(
@@ -30,21 +27,14 @@ def report(
     Runs of one method with several seeds are shown as their mean and each seed. The page needs no
     other file and no network. Exit codes: 0, 2 for bad input (nothing is written).
     """
-    try:
+    with refusing("comm-hooks report"):
         runs = read_runs(*records)
-        _write(runs, out, records)
-    except ValueError as error:
-        typer.echo(f"comm-hooks report: {error}", err=True)
-        raise typer.Exit(_BAD_INPUT) from None
+        if out.resolve() in (path.resolve() for path in records):
+            raise ValueError(f"--out {out}: this file holds records; give another name")
+        try:
+            write_page(runs, out)
+        except OSError as error:
+            raise ValueError(f"--out {out}: cannot write there ({error.strerror})") from None
     console = make_console()
     print_table(runs, console)
     console.print(Text(f"Report: {out}"), soft_wrap=True)
-
-
-def _write(runs: list[Run], out: Path, records: list[Path]) -> None:
-    if out.resolve() in (path.resolve() for path in records):
-        raise ValueError(f"--out {out}: this file holds records; give another name")
-    try:
-        write_page(runs, out)
-    except OSError as error:
-        raise ValueError(f"--out {out}: cannot write there ({error.strerror})") from None

@@ -26,7 +26,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from comm_hooks.launchers.compare.runs import Figures, LogSettings, Point, Run
+from comm_hooks.launchers.lab.runs import Figures, LogSettings, Point, Run
 
 LAST_SHARE = 0.05
 """The loss of a log is the mean over the records of this last share of its steps."""

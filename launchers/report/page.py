@@ -5,12 +5,13 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
+from plotly.offline import get_plotlyjs
 
-from comm_hooks.launchers.compare.conclusions import make_conclusions, make_warnings
-from comm_hooks.launchers.compare.groups import conditions_of
-from comm_hooks.launchers.compare.runs import Run, Settings
-from comm_hooks.launchers.compare.table import make_table
-from comm_hooks.launchers.report.charts import MAX_POINTS, is_thinned, make_series
+from comm_hooks.launchers.lab.runs import Run, Settings
+from comm_hooks.launchers.report.charts import MAX_POINTS, is_thinned, make_charts, make_series
+from comm_hooks.launchers.report.conclusions import make_conclusions, make_warnings
+from comm_hooks.launchers.report.groups import conditions_of
+from comm_hooks.launchers.report.table import make_table
 
 # Columns of text; all others hold numbers.
 _TEXT = ("method", "note")
@@ -47,7 +48,9 @@ def render_page(runs: list[Run]) -> str:
         warnings=make_warnings(runs),
         conclusions=make_conclusions(runs),
         series=series,
-        has_seeds=any(len(each["seeds"]) > 1 for each in series),
+        charts=make_charts(series),
+        plotly=Markup(get_plotlyjs()),
+        has_seeds=any(len(each.seeds) > 1 for each in series),
         max_points=MAX_POINTS if is_thinned(runs) else None,
         facts=_merge_facts(runs),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from comm_hooks.launchers.compare.runs import Run, parse_run
+from comm_hooks.launchers.lab.runs import Run, parse_run
 from comm_hooks.launchers.report.logs import Log
 
 _Logs = dict[tuple[str, int | None], Log]

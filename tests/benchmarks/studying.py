@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from benchmarks.studies.runs import Outcome, Point, Run
-from benchmarks.studies.tasks import Task, build_task
+from comm_hooks.launchers.lab.outcomes import Outcome, Point, Run
+from comm_hooks.launchers.lab.tasks import Task, build_task
 
 NUMEL = 64 * 200 + 200 + 200 * 10 + 10
 """The parameters of the perceptron for digits."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.studies.fed_lamb.methods import METHODS, Division, make_methods
-from benchmarks.studies.training import Plan, batch_generator, constant, new_model
+from comm_hooks.launchers.lab.simulated import Plan, batch_generator, constant, new_model
 from tests.benchmarks.studying import NUMEL, digits, nothing
 
 

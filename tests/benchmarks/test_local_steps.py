@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.studies.local_steps.equal_loss import default_target, needed
-from benchmarks.studies.runs import Point
+from comm_hooks.launchers.lab.outcomes import Point
 from tests.benchmarks.studying import outcome_of, straight
 
 

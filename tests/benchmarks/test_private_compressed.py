@@ -10,12 +10,11 @@ from benchmarks.studies.private_compressed.schemes import (
     ALONE,
     SCHEMES,
     Study,
-    end_of,
     make_methods,
     train_rank,
 )
-from benchmarks.studies.private_training import PrivatePlan
-from benchmarks.studies.runs import Point
+from benchmarks.studies.private_training import PrivatePlan, end_of
+from comm_hooks.launchers.lab.outcomes import Point
 from tests.benchmarks.studying import NUMEL, digits, nothing
 from tests.ranks import Ranks
 

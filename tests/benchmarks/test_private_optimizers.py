@@ -23,10 +23,10 @@ from benchmarks.studies.private_optimizers.models import (
     wide_resnet,
 )
 from benchmarks.studies.private_training import PrivatePlan
-from benchmarks.studies.training import new_model
+from comm_hooks.launchers.lab.simulated import new_model
 from comm_hooks.optim.private import PerSampleGradients, check_model
-from tests.benchmarks.published import write_cifar10
 from tests.benchmarks.studying import nothing
+from tests.launchers.lab.published import write_cifar10
 
 PLAN = PrivatePlan(20, 64, 0.05, 0.01, 1.0, 1e-4, 1, micro_batch_size=64)
 

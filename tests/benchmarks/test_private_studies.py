@@ -10,56 +10,8 @@ from benchmarks.studies.private_compressed.schemes import SCHEMES
 from benchmarks.studies.private_optimizers import methods
 from benchmarks.studies.private_optimizers.methods import METHODS, NOT_PRIVATE
 from benchmarks.studies.private_optimizers.models import wide_resnet
-from tests.benchmarks.published import write_cifar10
-from tests.benchmarks.test_studies import complaint, invoke
-
-BAD: list[tuple[str, list[str], str]] = [
-    ("private_optimizers", ["--task", "mnist"], "--task: unknown name 'mnist'"),
-    ("private_optimizers", ["--task", "cifar10"], "no data folder was given"),
-    ("private_optimizers", ["--data-dir", "here"], "reads no files of yours"),
-    ("private_optimizers", ["--methods", "DP-Adm"], "did you mean 'DP-Adam'?"),
-    ("private_optimizers", ["--methods", ""], "--methods is empty"),
-    ("private_optimizers", ["--sigmas", "1,0"], "sigma must be positive, got 0"),
-    ("private_optimizers", ["--sigmas", "one"], "--sigmas: 'one' is not a number"),
-    ("private_optimizers", ["--max-grad-norm", "-1"], "--max-grad-norm must be positive"),
-    ("private_optimizers", ["--batch", "1424"], "there are only 1423 samples"),
-    ("private_optimizers", ["--steps", "0"], "--steps must be at least 1, got 0"),
-    ("private_optimizers", ["--micro-batch", "0"], "--micro-batch must be at least 1, got 0"),
-    ("private_optimizers", ["--delta", "0.001"], "--delta must lie in (0, 1/1423)"),
-    ("private_optimizers", ["--device", "gpu"], "--device gpu: cannot be used"),
-    ("private_compressed", ["--schemes", "local:topj"], "did you mean 'local:topk'?"),
-    ("private_compressed", ["--schemes", ""], "--schemes or --optimizers is empty"),
-    ("private_compressed", ["--optimizers", "Adam"], "--optimizers: unknown name 'Adam'"),
-    ("private_compressed", ["--optimizers", ""], "--schemes or --optimizers is empty"),
-    ("private_compressed", ["--gloo", "alone"], "--gloo: unknown name 'alone'"),
-    ("private_compressed", ["--ranks", "0"], "--ranks must be at least 1, got 0"),
-    ("private_compressed", ["--ranks", "1500"], "1437 samples are not enough for 1500 ranks"),
-    ("private_compressed", ["--ratio", "2"], "--ratio must lie in (0, 1], got 2"),
-    ("private_compressed", ["--sigma", "0"], "sigma must be positive, got 0"),
-    ("private_compressed", ["--seeds", "0"], "--seeds must be at least 1, got 0"),
-    ("private_compressed", ["--out", "/dev/null/f"], "--out /dev/null/f: cannot write there"),
-    ("private_moments", ["--at", "0,5"], "--at must be at least 1, got 0"),
-    ("private_moments", ["--at", "five"], "--at: 'five' is not an integer"),
-    ("private_moments", ["--strengths", "0,-1"], "--strengths must be at least 0, got -1"),
-    ("private_moments", ["--coordinates", "1"], "--coordinates must be at least 2, got 1"),
-    ("private_moments", ["--sigma", "0"], "--sigma must be positive, got 0"),
-    ("private_moments", ["--batch", "nan"], "--batch must be positive, got nan"),
-    ("private_moments", ["--beta2", "1"], "--beta2 must lie in [0, 1), got 1"),
-    ("private_moments", ["--seed", "-1"], "--seed must be at least 0, got -1"),
-]
-
-
-@pytest.mark.parametrize(("study", "arguments", "message"), BAD)
-def test_bad_input_gets_one_line(
-    study: str,
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert message in complaint(study, *arguments)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+from tests.benchmarks.test_studies import invoke
+from tests.launchers.lab.published import write_cifar10
 
 
 @pytest.mark.slow

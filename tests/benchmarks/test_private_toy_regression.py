@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from benchmarks.studies.private_toy_regression.__main__ import app
 from benchmarks.studies.private_toy_regression.methods import Study, make_methods
 from benchmarks.studies.private_toy_regression.problem import ClippedRegression, draw
-from benchmarks.studies.runs import Diverged, Method
+from comm_hooks.launchers.lab.outcomes import Diverged, Method
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 from tests.benchmarks.studying import nothing
 
@@ -115,25 +115,3 @@ def test_the_command_writes_what_it_says(tmp_path: Path) -> None:
 def test_the_paper_s_epsilon() -> None:
     epsilon = RDPAccountant().epsilon([GaussianEvent(0.7, 8 / 1000, 2250)], 1e-3)
     assert round(epsilon, 2) == 4.13
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--noise-multiplier", "0"], "--noise-multiplier must be at least 0.001, got 0"),
-        (["--rates", "0.1,x"], "--rates: 'x' is not a number"),
-        (["--rates", "-1"], "--rates must be at least 0, got -1"),
-        (["--threads", "0"], "--threads must be at least 1, got 0"),
-        (["--out", "/dev/null/folder"], "--out /dev/null/folder: cannot write there"),
-    ],
-)
-def test_bad_input_gets_one_line(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stderr.startswith("private_toy_regression: ")
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1

@@ -14,9 +14,9 @@ from benchmarks.studies.private_training import (
     loader_over,
     train_privately,
 )
-from benchmarks.studies.runs import Point
-from benchmarks.studies.training import new_model
 from comm_hooks.collectives import Simulated
+from comm_hooks.launchers.lab.outcomes import Point
+from comm_hooks.launchers.lab.simulated import new_model
 from comm_hooks.optim.private import DPSGD
 from comm_hooks.optim.private.accounting import GaussianEvent, build_accountant
 from tests.benchmarks.studying import NUMEL, digits, nothing

@@ -8,13 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.studies.runs import Point
-from benchmarks.studies.safl.budget import nearest
+from benchmarks.studies.safl.budget import FAMILIES, make_sketch, nearest
 from benchmarks.studies.safl.methods import Study, make_methods, safl_bytes
-from benchmarks.studies.safl.peers import PEERS, Given, build_peer
-from benchmarks.studies.safl.sketched import FAMILIES, make_sketch
-from benchmarks.studies.training import Client, NamedParameters, Plan, cosine, train
+from benchmarks.studies.safl.peers import PEERS, Given
 from comm_hooks.collectives import Transport
+from comm_hooks.launchers.lab.outcomes import Point
+from comm_hooks.launchers.lab.simulated import Client, NamedParameters, Plan, cosine, train
 from comm_hooks.wire.gathered_header import HEADER_NBYTES
 from comm_hooks.wire.summed_header import summed_header_nbytes
 from tests.benchmarks.studying import NUMEL, digits, nothing
@@ -112,8 +111,10 @@ def test_sketches_of_every_size_can_be_made(family: str, ratio: float) -> None:
 def test_all_clients_end_with_one_model(name: str) -> None:
     """`train` judges that of rank 0; here the mean over all, which other models would change."""
     task, plan = digits(3), Plan(4, 1, 4, 2, cosine, flat=True)
-    _, make = PEERS[name].fit(Given(NUMEL, 3, 4, budget=5e3, weight_decay=1e-4))
-    build = build_peer(make, 0.01, seed=0)
+    fitted = PEERS[name].fit(Given(NUMEL, 3, 4, budget=5e3, weight_decay=1e-4))
+
+    def build(parameters: NamedParameters, transport: Transport) -> Client:
+        return fitted.make(parameters, transport, {"lr": 0.01}, 0)
 
     def judged(parameters: NamedParameters, transport: Transport) -> Client:
         return replace(build(parameters, transport), agrees=False)

@@ -24,14 +24,19 @@ from benchmarks.studies.scale.predicted import (
     predict_all,
 )
 from benchmarks.studies.scale.training import Setup, Trained, train
-from benchmarks.studies.tasks import build_task
-from benchmarks.studies.training import batch_generator, cosine, known_warnings_ignored, new_model
 from comm_hooks import Exchange
 from comm_hooks.collectives import Simulated
 from comm_hooks.launchers.advise.step import Step
+from comm_hooks.launchers.lab.simulated import (
+    batch_generator,
+    cosine,
+    known_warnings_ignored,
+    new_model,
+)
+from comm_hooks.launchers.lab.tasks import build_task
 from comm_hooks.wire.gathered_header import HEADER_NBYTES
 from tests.benchmarks.studying import NUMEL, nothing
-from tests.benchmarks.test_studies import complaint, invoke
+from tests.benchmarks.test_studies import invoke
 
 METHODS = {method.name: method for method in make_methods(density=1 / 16, ratio=1 / 16)}
 SCHEMES = {scheme.name: scheme for scheme in make_schemes()}
@@ -232,22 +237,3 @@ def test_a_part_alone(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert "simulated" not in json.loads((tmp_path / "scale.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--only", "predict"], "did you mean 'predicted'?"),
-        (["--ranks", "2,x"], "--ranks: 'x' is not an integer"),
-        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
-        (["--ranks", "2,3", "--batch", "64"], "--batch 64 cannot be divided over 3 ranks"),
-        (["--steps", "1"], "--steps must be at least 2, got 1"),
-        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
-        (["--density", "2"], "density is the fraction that is kept"),
-        (["--predicted-ranks", "8,12"], "give multiples of 8, got 12"),
-        (["--gigabits", "0"], "--gigabits: must be positive, got 0"),
-        (["--out", "/dev/null/folder"], "--out /dev/null/folder: cannot write there"),
-    ],
-)
-def test_what_is_refused(arguments: list[str], said: str) -> None:
-    assert said in complaint("scale", *arguments)

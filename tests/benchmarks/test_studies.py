@@ -3,20 +3,19 @@
 import importlib
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks.studies.report import conduct
-from benchmarks.studies.runs import Outcome
+from benchmarks.studies.cli import Comparison, Place
 from benchmarks.studies.safl.peers import PEERS
-from benchmarks.studies.tables import make_table
-from tests.benchmarks.small import write_text
-from tests.benchmarks.studying import outcome_of, straight
+from comm_hooks.launchers.lab.outcomes import Advance, Method, Point, Settings
+from comm_hooks.launchers.lab.tables import make_table
+from tests.benchmarks.studying import straight
+from tests.launchers.lab.small import write_text
 
 STUDIES = ("safl", "fed_lamb", "local_steps")
 
@@ -24,78 +23,6 @@ STUDIES = ("safl", "fed_lamb", "local_steps")
 def invoke(study: str, *arguments: str) -> Any:
     app = importlib.import_module(f"benchmarks.studies.{study}.__main__").app
     return CliRunner().invoke(app, arguments)
-
-
-def complaint(study: str, *arguments: str) -> str:
-    """Run a study, check that it refuses as it should, and return what it says."""
-    result = invoke(study, *arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith(f"{study}: ")
-    return result.stderr
-
-
-BAD: list[tuple[list[str], str]] = [
-    (["--task", "digit"], "did you mean 'digits'?"),
-    (["--task", "cifar10"], "no data folder was given"),
-    (["--task", "cifar10", "--data-dir", "absent"], "there is no folder absent"),
-    (["--task", "digits", "--task-option", "model"], "not of the form NAME=VALUE"),
-    (["--task", "digits", "--task-option", "modle=mlp"], "did you mean 'model'?"),
-    (["--clients", "0"], "--clients must be at least 1, got 0"),
-    (["--seeds", "0"], "--seeds must be at least 1, got 0"),
-    (["--batch", "-3"], "--batch must be at least 1, got -3"),
-    (["--points", "0"], "--points must be at least 1, got 0"),
-    (["--local-steps", "1,x"], "--local-steps: 'x' is not an integer"),
-    (["--local-steps", "0"], "--local-steps must be at least 1, got 0"),
-    (["--device", "gpu"], "--device gpu: cannot be used"),
-    (["--threads", "0"], "--threads must be at least 1, got 0"),
-    (["--out", "/dev/null/folder"], "--out /dev/null/folder: cannot write there"),
-]
-BAD_OF: dict[str, list[tuple[list[str], str]]] = {
-    "safl": [
-        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
-        (["--tries", "0"], "--tries must be at least 1, got 0"),
-        (["--ratios", "0.1,2"], "--ratios: must lie in (0, 1], got 2"),
-        (["--ratios", "1/0"], "--ratios: '1/0' is not a number"),
-        (["--families", "count_skech"], "did you mean 'count_sketch'?"),
-        (["--peers", "fetchsgd"], "did you mean 'fetch_sgd'?"),
-        (["--server", "sgd"], "--server: unknown name 'sgd'"),
-    ],
-    "fed_lamb": [
-        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
-        (["--tries", "0"], "--tries must be at least 1, got 0"),
-        (["--participation", "0"], "--participation must lie in (0, 1], got 0"),
-        (["--partitions", "contiguous"], "unknown partition 'contiguous'"),
-        (["--methods", "fed_lam"], "did you mean 'fed_lamb'?"),
-        (["--methods", ""], "there is nothing to compare"),
-        (["--clients", "2000"], "cannot be divided over 2000 clients"),
-    ],
-    "local_steps": [
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--densities", "0"], "--densities: must lie in (0, 1], got 0"),
-        (["--lr", "-1"], "--lr must be at least 0, got -1"),
-        (["--server-lrs", "one"], "--server-lrs: 'one' is not a number"),
-        (["--fragments", "0"], "--fragments must be at least 1, got 0"),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("study", "arguments", "message"),
-    [(study, *case) for study in STUDIES for case in [*BAD, *BAD_OF[study]]],
-)
-def test_bad_input_gets_one_line(
-    study: str,
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = arguments if "--task" in arguments else ["--task", "digits", *arguments]
-    assert message in complaint(study, *arguments)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 SMALL: dict[str, list[str]] = {
@@ -185,20 +112,22 @@ def test_a_study_repeated_gives_the_same_figures(tmp_path: Path, text: Path) -> 
 def test_an_interrupted_study_tells_what_is_finished(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def outcomes() -> Iterator[Outcome]:
-        yield outcome_of("done", straight(0.1))
-        raise KeyboardInterrupt
+    def method(name: str) -> Method:
+        def train(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+            if name == "interrupted":
+                raise KeyboardInterrupt
+            return straight(0.1)
+
+        return Method(name, {}, train, start=1.0)
 
     def conducted() -> None:
-        conduct(
-            "study",
-            outcomes(),
-            {},
-            tmp_path,
-            Console(quiet=True),
+        comparison = Comparison(
+            [method("done"), method("interrupted")],
+            rounds=1,
             make_tables=lambda done: [make_table("", ["method"], [[o.name] for o in done])],
             write_plots=lambda done, out: [],
         )
+        comparison(Place("study", {"seeds": 1}, tmp_path))
 
     with pytest.raises(Exception, match="130") as ended:
         conducted()

@@ -11,9 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.studies.flat import FlatModel
 from benchmarks.studies.local_steps.methods import Study, make_methods
-from benchmarks.studies.training import Plan, batch_generator, constant, cosine, new_model
+from comm_hooks.launchers.lab.simulated import (
+    FlatModel,
+    Plan,
+    batch_generator,
+    constant,
+    cosine,
+    new_model,
+)
 from comm_hooks.wire.summed_header import summed_header_nbytes
 from tests.benchmarks.studying import digits, nothing
 

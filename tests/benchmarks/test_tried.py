@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from benchmarks import tried
 from benchmarks.tried import RESULTS, Job, Row, Tried
-from comm_hooks.launchers.compare.methods import parse_method
-from comm_hooks.launchers.compare.model import GPTConfig
-from comm_hooks.launchers.compare.runs import Figures, Run, Settings
+from comm_hooks.launchers.lab.methods import parse_method
+from comm_hooks.launchers.lab.model import GPTConfig
+from comm_hooks.launchers.lab.runs import Figures, Run, Settings
 
 _SMALL = Settings(
     steps=4,
@@ -71,7 +71,7 @@ def test_runs_are_kept_and_not_repeated(tmp_path: Path, monkeypatch: pytest.Monk
 
     asked: list[Job] = []
 
-    def crash(method: object, settings: Settings, *others: object) -> Run:
+    def crash(method: object, settings: Settings, *others: object, timeout: float) -> Run:
         asked.append(Job(method.spec, settings))  # type: ignore[attr-defined]
         return replace(_run(method.spec, None), failure="rank 1 was ended by SIGKILL")  # type: ignore[attr-defined]
 

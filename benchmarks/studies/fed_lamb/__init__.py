@@ -6,5 +6,5 @@ Li, UAI 2023), section 4::
     python -m benchmarks.studies.fed_lamb            # digits, 20 minutes on one core
     python -m benchmarks.studies.fed_lamb --quick
 
-``methods`` says what is compared and how a run goes, ``figures`` what people read.
+``methods`` says what is compared and how a run goes.
 """

@@ -1,66 +1,59 @@
-"""The command; see ``--help``."""
+"""The command, see ``--help``: its options, its tables and its plots."""
 
-from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from rich.table import Table
 
 from benchmarks.studies import cli
-from benchmarks.studies.fed_lamb.figures import make_tables, write_plots
 from benchmarks.studies.fed_lamb.methods import BETAS, LAMBDAS, METHODS, Division, make_methods
-from benchmarks.studies.progress import open_display
-from benchmarks.studies.report import conduct
-from benchmarks.studies.runs import Outcome
-from benchmarks.studies.training import Plan, constant
-from benchmarks.studies.tuning import run_method
-from comm_hooks.launchers.output import make_console
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+from comm_hooks.launchers.lab import plots, tables
+from comm_hooks.launchers.lab.outcomes import Outcome
+from comm_hooks.launchers.lab.simulated import Plan, constant
 
 
-@app.command()
 def fed_lamb(
-    task: cli.TaskName = "digits",
-    data_dir: cli.DataDir = None,
-    task_option: cli.TaskOptions = None,
-    clients: cli.Clients = 50,
+    task: cli.TaskName,
+    data_dir: cli.DataDir,
+    task_option: cli.TaskOptions,
+    clients: Annotated[int, replace(cli.CLIENTS, full=50)],
     participation: Annotated[
-        float, typer.Option(help="The fraction of the clients drawn for each round.")
-    ] = 0.5,
-    rounds: Annotated[
-        int | None, typer.Option(help="Rounds per run. [default: 50, quick: 15]")
-    ] = None,
-    batch: cli.Batch = 32,
+        float,
+        cli.Option("The fraction of the clients drawn for each round.", 0.5, check=cli.fraction),
+    ],
+    rounds: Annotated[int, cli.Option("Rounds per run.", 50, 15, least=1)],
+    batch: Annotated[int, replace(cli.BATCH, full=32)],
     local_steps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="A client's steps per round (T). An epoch of a client of digits is one step. "
-            "[default: 1,10, quick: 2]",
+        list[int],
+        cli.Option(
+            "A client's steps per round (T). An epoch of a client of digits is one step.",
+            *("1,10", "2"),
+            least=1,
+            each=int,
         ),
-    ] = None,
+    ],
     partitions: Annotated[
-        str,
-        typer.Option(metavar="LIST", help="How data is divided: iid, classes (or contiguous)."),
-    ] = "iid,classes",
-    methods: Annotated[str, typer.Option(metavar="LIST", help="What is compared.")] = ",".join(
-        METHODS
-    ),
+        list[str],
+        cli.Option(
+            "How data is divided: iid, classes (or contiguous).",
+            "iid,classes",
+            each=str,
+            known=("iid", "classes", "contiguous"),
+        ),
+    ],
+    methods: Annotated[
+        list[str], cli.Option("What is compared.", ",".join(METHODS), each=str, known=METHODS)
+    ],
     target: Annotated[
-        float, typer.Option(help="An error, 0 to 1: the table says which round reached it.")
-    ] = 0.1,
-    seeds: cli.Seeds = None,
-    tries: cli.Tries = None,
-    points: cli.Points = 50,
-    device: cli.Device = "cpu",
-    threads: cli.Threads = 1,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path(
-        "comm-hooks-report/fed_lamb"
-    ),
-    quick: cli.Quick = False,
-) -> None:
+        float, cli.Option("An error, 0 to 1: the table says which round reached it.", 0.1)
+    ],
+    seeds: Annotated[int, cli.SEEDS],
+    tries: Annotated[int, replace(cli.TRIES, full=4, quick=2)],
+    points: Annotated[int, replace(cli.POINTS, full=50)],
+    device: cli.Device,
+) -> cli.Comparison:
     """Compare FED-LAMB with Fed-AMS and Fed-SGD: many clients, half of them in each round.
 
     In the partition "classes" each client has samples of two classes (classes_per_client). Learning
@@ -69,71 +62,74 @@ def fed_lamb(
     and 1). Writes fed_lamb.json and a plot to --out. Exit codes: 0, 2 for bad input, 130 if
     interrupted (what is finished is reported).
     """
-    with cli.bad_input("fed_lamb"):
-        rounds = (15 if quick else 50) if rounds is None else rounds
-        seeds = (1 if quick else 3) if seeds is None else seeds
-        tries = (2 if quick else 4) if tries is None else tries
-        cli.require_at_least(
-            1, clients=clients, rounds=rounds, batch=batch, seeds=seeds, tries=tries, points=points
+    if not methods or not partitions:
+        raise ValueError("there is nothing to compare: --methods or --partitions is empty")
+    divisions = [
+        Division(
+            partition,
+            cli.build_tasks(
+                task, data_dir, clients=clients, seeds=seeds, partition=partition, **task_option
+            ),
         )
-        if not 0 < participation <= 1:
-            raise ValueError(f"--participation must lie in (0, 1], got {participation:g}")
-        steps = cli.parse_numbers("--local-steps", local_steps or ("2" if quick else "1,10"), int)
-        for count in steps:
-            cli.require_at_least(1, local_steps=count)
-        names = cli.parse_names("--methods", methods, METHODS)
-        options = cli.parse_task_options(task_option)
-        divisions = [
-            Division(
-                partition,
-                cli.build_tasks(
-                    task, data_dir, clients=clients, seeds=seeds, partition=partition, **options
-                ),
-            )
-            for partition in cli.parse_names(
-                "--partitions", partitions, ("iid", "classes", "contiguous")
-            )
-        ]
-        if not names or not divisions:
-            raise ValueError("there is nothing to compare: --methods or --partitions is empty")
-        cli.prepare(device, threads, out)
-
-    plan = Plan(rounds, steps[0], batch, min(points, rounds), constant, device=device)
-    compared = make_methods(names, divisions, plan=plan, local_steps=steps, fraction=participation)
-    console = make_console()
-
-    def outcomes() -> Iterator[Outcome]:
-        with open_display(console, len(compared)) as display:
-            for method in compared:
-                total = range(seeds)
-                yield run_method(method, seeds=total, tries=tries, rounds=rounds, display=display)
-
-    settings = {
-        "task": task,
-        "task_options": options,
-        "clients": clients,
-        "participation": participation,
-        "rounds": rounds,
-        "local_steps": steps,
-        "batch": batch,
-        "partitions": [division.partition for division in divisions],
-        "schedule": "constant",
-        "betas": BETAS,
-        "lambdas": LAMBDAS,
-        "seeds": seeds,
-        "tries": tries,
-        "device": device,
-    }
-    conduct(
-        "fed_lamb",
-        outcomes(),
-        settings,
-        out,
-        console,
-        make_tables=partial(make_tables, target=target),
-        write_plots=write_plots,
+        for partition in partitions
+    ]
+    plan = Plan(rounds, local_steps[0], batch, min(points, rounds), constant, device=device)
+    return cli.Comparison(
+        make_methods(
+            methods, divisions, plan=plan, local_steps=local_steps, fraction=participation
+        ),
+        rounds,
+        partial(make_tables, target=target),
+        write_plots,
+        {"task_options": task_option, "schedule": "constant", "betas": BETAS, "lambdas": LAMBDAS},
     )
 
+
+def make_tables(outcomes: list[Outcome], target: float) -> list[Table]:
+    """Return the table, a section for each partition and number of local steps.
+
+    Args:
+        target: an error, whose first round is shown.
+    """
+
+    def rounds_to(outcome: Outcome) -> str:
+        """Return the first round that was judged to be at most so wrong, for each seed."""
+        firsts = (
+            next((p.round for p in run.curve if p.error <= target), "-") for run in outcome.runs
+        )
+        return " ".join(map(str, firsts))
+
+    columns: tables.Columns = {
+        "partition": tables.label("partition"),
+        "T": tables.label("T"),
+        "method": lambda outcome: outcome.name,
+        "sent": tables.sent,
+        "lr": tables.learning_rate,
+        "lambda": tables.setting("lambda"),
+        **tables.JUDGED,
+        f"rounds to {100 * target:g} %": rounds_to,
+    }
+    return [tables.tabulate(tables.TITLE, columns, outcomes, lambda outcome: outcome.labels)]
+
+
+def write_plots(outcomes: list[Outcome], out: Path) -> list[Path]:
+    """Write ``error-vs-rounds.png``, a panel for each partition and number of local steps."""
+    cases = list(dict.fromkeys((o.labels["partition"], o.labels["T"]) for o in outcomes))
+    names = list(dict.fromkeys(o.name for o in outcomes))
+    figure, panels = plots.new_figure(len(cases))
+    for axes, case in zip(panels, cases, strict=True):
+        for outcome in outcomes:
+            if (outcome.labels["partition"], outcome.labels["T"]) == case:
+                look = plots.style(names.index(outcome.name))
+                plots.draw_curves(axes, outcome, outcome.name, look)
+        axes.set_title(f"{case[0]}, T = {case[1]}", fontsize="medium")
+        plots.count_rounds(axes)
+        plots.count_percent(axes)
+    panels[0].set_ylabel("held-out error (%)")
+    return [plots.save(figure, out / "error-vs-rounds.png")]
+
+
+app = cli.study(fed_lamb)
 
 if __name__ == "__main__":
     app()

@@ -5,6 +5,5 @@ Every client takes H steps of AdamW on its own part of a text; then compressed d
     python -m benchmarks.studies.local_steps            # an hour on one core
     python -m benchmarks.studies.local_steps --quick
 
-``methods`` says what is compared, ``equal_loss`` what each needs for the same loss, ``figures``
-what people read.
+``methods`` says what is compared, ``equal_loss`` what each needs for the same loss.
 """

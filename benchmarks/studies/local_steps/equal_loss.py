@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from benchmarks.studies.local_steps.methods import ALL_REDUCE
-from benchmarks.studies.runs import Outcome, Point
+from comm_hooks.launchers.lab.outcomes import Outcome, Point
 
 _SHARE = 0.75
 

@@ -2,17 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch.optim import SGD, AdamW
 
-from benchmarks.studies.runs import Advance, Method, Point, Settings
-from benchmarks.studies.tasks import Task
-from benchmarks.studies.training import Build, Client, NamedParameters, Plan, train
 from comm_hooks.collectives import Transport
 from comm_hooks.compressors import Identity, TopK
 from comm_hooks.exchange import Exchange
+from comm_hooks.launchers.lab.outcomes import Method, Settings
+from comm_hooks.launchers.lab.simulated import (
+    Client,
+    Make,
+    NamedParameters,
+    Plan,
+    simulated_method,
+)
+from comm_hooks.launchers.lab.tasks import Task
 from comm_hooks.memory import ErrorFeedback
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 
@@ -50,39 +54,32 @@ def make_methods(
 ) -> list[Method]:
     """Return the controls, then for each H exact deltas and those of every density."""
     methods = [
-        _method(study, ALL_REDUCE, {"H": 1, "density": None}, _all_reduce, [{}]),
-        _method(study, ALONE, {"H": None, "density": None}, _alone, [{}]),
+        _method(study, ALL_REDUCE, 1, None, [{}], _together),
+        _method(study, ALONE, None, None, [{}], _alone),
     ]
     for steps in local_steps:
-        labels: dict[str, Any] = {"H": steps, "density": None}
-        exact = _local(study, steps, None)
-        methods.append(_method(study, "exact deltas", labels, exact, [{"server lr": 1.0}]))
+        exact = [{"server lr": 1.0}]
+        methods.append(
+            _method(study, "exact deltas", steps, None, exact, _local(study, steps, None))
+        )
         for density in densities:
-            labels = {"H": steps, "density": density}
             variants = [{"server lr": rate} for rate in study.server_lrs]
             make = _local(study, steps, density)
-            methods.append(_method(study, "top-k deltas", labels, make, variants))
+            methods.append(_method(study, "top-k deltas", steps, density, variants, make))
     return methods
-
-
-Make = Callable[[NamedParameters, Transport, Settings, int], Client]
 
 
 def _method(
     study: Study,
     name: str,
-    labels: dict[str, Any],
-    make: Make,
+    steps: int | None,
+    density: float | None,
     variants: Sequence[Settings],
+    make: Make,
 ) -> Method:
-    def run(settings: Settings, seed: int, advance: Advance) -> list[Point]:
-        def build(parameters: NamedParameters, transport: Transport) -> Client:
-            return make(parameters, transport, settings, seed)
-
-        builder: Build = build
-        return train(study.tasks[seed], builder, study.plan, seed, advance)
-
-    return Method(name, labels, run, study.lr, [{"lr": study.lr, **v} for v in variants])
+    tried = [{"lr": study.lr, **variant} for variant in variants]
+    labels = {"H": steps, "density": density}
+    return simulated_method(name, labels, study.tasks, study.plan, make, study.lr, tried)
 
 
 def _adamw(parameters: NamedParameters, lr: float) -> AdamW:
@@ -106,7 +103,7 @@ class _Averaged:
         return loss
 
 
-def _all_reduce(
+def _together(
     parameters: NamedParameters, transport: Transport, settings: Settings, seed: int
 ) -> Client:
     optimizer = _adamw(parameters, settings["lr"])
@@ -123,23 +120,19 @@ def _alone(
 
 
 def _local(study: Study, local_steps: int, density: float | None) -> Make:
-    fragments = min(study.fragments, local_steps)
-
     def make(
         parameters: NamedParameters, transport: Transport, settings: Settings, seed: int
     ) -> Client:
-        if density is None:
-            exchange = Exchange(Identity(), seed=seed, transport=transport)
-        else:
-            exchange = Exchange(
-                TopK(density, value_bits=VALUE_BITS),
-                ErrorFeedback(),
-                seed=seed,
-                exempt_bits=EXEMPT_BITS,
-                transport=transport,
-            )
+        exchange = Exchange(
+            Identity() if density is None else TopK(density, value_bits=VALUE_BITS),
+            None if density is None else ErrorFeedback(),
+            seed=seed,
+            exempt_bits=32 if density is None else EXEMPT_BITS,
+            transport=transport,
+        )
         inner = _adamw(parameters, settings["lr"])
         server = SGD([p for _, p in parameters], lr=settings["server lr"])
+        fragments = min(study.fragments, local_steps)
         rounds = LocalRounds(inner, exchange, server, local_steps=local_steps, fragments=fragments)
         return Client(rounds, exchange, inner)
 
@@ -149,9 +142,3 @@ def _local(study: Study, local_steps: int, density: float | None) -> Make:
 def warm_up(steps: int, total: int) -> Callable[[float], float]:
     """Return the schedule that rises to 1 in so many steps of all."""
     return lambda progress: min(1.0, (progress * total + 1) / steps)
-
-
-def numel(task: Task) -> int:
-    """Return the number of parameters."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in task.make_model().parameters())

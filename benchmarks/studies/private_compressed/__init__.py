@@ -6,6 +6,5 @@ numbers of ranks; beside them the exact exchange, and ranks that train alone::
     python -m benchmarks.studies.private_compressed            # half an hour on one core
     python -m benchmarks.studies.private_compressed --quick
 
-``schemes`` says what is compared and how a run goes, ``processes`` repeats some of it over gloo,
-``figures`` is what people read.
+``schemes`` says what is compared, how a run goes and is repeated over gloo.
 """

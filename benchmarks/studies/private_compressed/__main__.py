@@ -1,77 +1,75 @@
-"""The command; see ``--help``."""
+"""The command, see ``--help``: its options, its tables and its plots."""
 
+import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from matplotlib.axes import Axes
+from rich.table import Table
 
 from benchmarks.studies import cli
-from benchmarks.studies.private_compressed.figures import make_tables, write_plots
-from benchmarks.studies.private_compressed.processes import repeat_over_gloo
 from benchmarks.studies.private_compressed.schemes import (
     ALONE,
+    CONTROL,
     OPTIMIZERS,
     SCHEMES,
     Study,
     make_methods,
+    repeat_over_gloo,
 )
-from benchmarks.studies.private_training import PrivatePlan, default_delta
-from benchmarks.studies.progress import open_display
-from benchmarks.studies.report import conduct
-from benchmarks.studies.runs import Outcome
-from benchmarks.studies.tuning import run_method
-from comm_hooks.launchers.output import make_console
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+from benchmarks.studies.private_training import RECORDED, PrivatePlan, end_of
+from comm_hooks.launchers.lab import plots, tables
+from comm_hooks.launchers.lab.outcomes import Outcome
 
 
-@app.command()
 def private_compressed(
-    ranks: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="Numbers of ranks. [default: 2,4, quick: 2]"),
-    ] = None,
+    ranks: Annotated[list[int], cli.Option("Numbers of ranks.", "2,4", "2", least=1, each=int)],
     optimizers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST", help=f"[default: {','.join(OPTIMIZERS)}, quick: {OPTIMIZERS[1]}]"
-        ),
-    ] = None,
+        list[str],
+        cli.Option("", ",".join(OPTIMIZERS), OPTIMIZERS[1], each=str, known=OPTIMIZERS),
+    ],
     schemes: Annotated[
-        str, typer.Option(metavar="LIST", help="Where noise is added, and what compresses.")
-    ] = ",".join(SCHEMES),
-    gloo: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help="Schemes that are run once more, as processes over gloo: with the first optimizer "
-            "and number of ranks, the rate and the first seed of the simulated run.",
+        list[str],
+        cli.Option(
+            "Where noise is added, and what compresses.",
+            ",".join(SCHEMES),
+            each=str,
+            known=list(SCHEMES),
         ),
-    ] = "local:topk",
+    ],
+    gloo: Annotated[
+        list[str],
+        cli.Option(
+            "Schemes that are run once more, as processes over gloo: with the first optimizer and "
+            "number of ranks, the rate and the first seed of the simulated run.",
+            "local:topk",
+            each=str,
+            known=[name for name in SCHEMES if name != ALONE],
+        ),
+    ],
     ratio: Annotated[
-        float, typer.Option(help="Size of messages over that of gradients, where it is a choice.")
-    ] = 0.1,
-    steps: Annotated[
-        int | None, typer.Option(help="Steps per run. [default: 150, quick: 22]")
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Expected samples per step, over all ranks.")] = 64,
-    sigma: Annotated[float, typer.Option(help="The noise multiplier.")] = 1.0,
-    max_grad_norm: Annotated[float, typer.Option(help="C.")] = 1.0,
+        float,
+        cli.Option(
+            "Size of messages over that of gradients, where it is a choice.",
+            0.1,
+            check=cli.fraction,
+        ),
+    ],
+    steps: Annotated[int, cli.Option("Steps per run.", 150, 22, least=1)],
+    batch: Annotated[int, cli.Option("Expected samples per step, over all ranks.", 64, least=1)],
+    sigma: Annotated[float, cli.Option("The noise multiplier.", 1.0)],
+    max_grad_norm: Annotated[float, cli.Option("C.", 1.0)],
     delta: Annotated[
         float | None,
-        typer.Option(help="Of the guarantee. [default: half of one over the samples]"),
-    ] = None,
-    seeds: cli.Seeds = None,
-    tries: cli.Tries = None,
-    points: cli.Points = 5,
-    device: cli.Device = "cpu",
-    threads: cli.Threads = 1,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path(
-        "comm-hooks-report/private_compressed"
-    ),
-    quick: cli.Quick = False,
-) -> None:
+        cli.Option("Of the guarantee. [default: half of one over the samples]", None),
+    ],
+    seeds: Annotated[int, cli.SEEDS],
+    tries: Annotated[int, cli.TRIES],
+    points: Annotated[int, replace(cli.POINTS, full=5)],
+    device: cli.Device,
+) -> cli.Comparison:
     """Compare compressed private training with exact exchange and with none, at equal epsilon.
 
     Digits, a perceptron. Learning rates are constant, and tuned on the first seed by the same
@@ -80,83 +78,121 @@ def private_compressed(
     other figures. Writes private_compressed.json and a plot to --out. Exit codes: 0, 2 for bad
     input, 130 if interrupted (what is finished is reported).
     """
-    with cli.bad_input("private_compressed"):
-        counts = cli.parse_numbers("--ranks", ranks or ("2" if quick else "2,4"), int)
-        chosen = cli.parse_names("--schemes", schemes, tuple(SCHEMES))
-        default = OPTIMIZERS[1] if quick else ",".join(OPTIMIZERS)
-        names = cli.parse_names(
-            "--optimizers", default if optimizers is None else optimizers, OPTIMIZERS
-        )
-        if not chosen or not names:
-            raise ValueError("there is nothing to compare: --schemes or --optimizers is empty")
-        repeated = cli.parse_names("--gloo", gloo, [name for name in SCHEMES if name != ALONE])
-        steps = (22 if quick else 150) if steps is None else steps
-        seeds = (1 if quick else 3) if seeds is None else seeds
-        tries = (1 if quick else 3) if tries is None else tries
-        cli.require_at_least(
-            1, ranks=min(counts), steps=steps, batch=batch, seeds=seeds, tries=tries, points=points
-        )
-        if not 0 < ratio <= 1:
-            raise ValueError(f"--ratio must lie in (0, 1], got {ratio:g}")
-        tasks = cli.build_tasks("digits", None, clients=1, seeds=seeds)
-        samples = len(tasks[0].clients[0])
-        if max(counts) > samples:
-            raise ValueError(f"--ranks: {samples} samples are not enough for {max(counts)} ranks")
-        plan = PrivatePlan(
-            steps,
-            batch,
-            batch / samples,  # public: the size of the data set is published
-            sigma,
-            max_grad_norm,
-            default_delta(samples) if delta is None else delta,
-            min(points, steps),
-            device=device,
-        )
-        plan.check(samples)
-        cli.prepare(device, threads, out)
-
+    if not schemes or not optimizers:
+        raise ValueError("there is nothing to compare: --schemes or --optimizers is empty")
+    tasks = cli.build_tasks("digits", None, clients=1, seeds=seeds)
+    samples = len(tasks[0].clients[0])
+    if max(ranks) > samples:
+        raise ValueError(f"--ranks: {samples} samples are not enough for {max(ranks)} ranks")
+    plan = PrivatePlan.for_samples(
+        samples,
+        delta,
+        steps=steps,
+        batch=batch,
+        noise_multiplier=sigma,
+        max_grad_norm=max_grad_norm,
+        points=min(points, steps),
+        device=device,
+    )
+    plan.check(samples)
     study = Study(tasks, plan, ratio)
-    compared = make_methods(study, chosen, names, counts)
-    console = make_console()
 
-    def outcomes() -> Iterator[Outcome]:
-        with open_display(console, len(compared)) as display:
-            for method in compared:
-                total = range(seeds)
-                outcome = run_method(
-                    method, seeds=total, tries=tries, rounds=steps, display=display
-                )
-                yield outcome
-                first = {"ranks": counts[0], "optimizer": names[0], "over": "simulated"}
-                if outcome.name in repeated and outcome.labels == first:
-                    yield repeat_over_gloo(study, outcome)
+    def follow(outcome: Outcome) -> Iterator[Outcome]:
+        yield outcome
+        first = {"ranks": ranks[0], "optimizer": optimizers[0], "over": "simulated"}
+        if outcome.name in gloo and outcome.labels == first:
+            yield repeat_over_gloo(study, outcome)
 
-    settings = {
-        "task": "digits",
-        "samples": samples,
-        "ranks": counts,
-        "ratio": ratio,
-        "steps": steps,
-        "batch": batch,
-        "sigma": sigma,
-        "max_grad_norm": max_grad_norm,
-        "delta": plan.delta,
-        "accountant": "rdp",
-        "schedule": "constant",
-        "seeds": seeds,
-        "tries": tries,
-        "device": device,
-    }
-    conduct(
-        "private_compressed",
-        outcomes(),
-        settings,
-        out,
-        console,
-        make_tables=make_tables,
-        write_plots=write_plots,
+    return cli.Comparison(
+        make_methods(study, schemes, optimizers, ranks),
+        steps,
+        make_tables,
+        write_plots,
+        {"task": "digits", "samples": samples, "delta": plan.delta, **RECORDED},
+        follow=follow,
     )
 
+
+_TITLE = (
+    "Sent: bytes per rank and step; epsilon against who sees the model, and single ranks' messages"
+)
+_PLACEMENTS = ("central", "shares", "local", "aggregate")
+_MARKERS = {
+    "dense": "o",
+    "topk": "^",
+    "sign": "s",
+    "random_k": "D",
+    "srht": "v",
+    "count_sketch": "P",
+}
+
+
+def make_tables(outcomes: list[Outcome]) -> list[Table]:
+    """Return the table, a section per number of ranks and optimizer."""
+    full = {_case(o): o.bytes_per_round for o in outcomes if o.name == CONTROL}
+    columns: tables.Columns = {
+        "ranks": tables.label("ranks"),
+        "optimizer": tables.label("optimizer"),
+        "scheme": lambda outcome: outcome.name,
+        "over": tables.label("over"),
+        "sent": tables.sent,
+        "fewer": lambda outcome: tables.fewer(full.get(_case(outcome), 0.0))(outcome),
+        "lr": tables.learning_rate,
+        **tables.JUDGED,
+        "epsilon": lambda o: f"{end.epsilon:.2f}" if (end := end_of(o.runs[0].curve)) else "-",
+        "of ranks": _peer_epsilon,
+    }
+    return [tables.tabulate(_TITLE, columns, outcomes, _case)]
+
+
+def _case(outcome: Outcome) -> tuple[int, str]:
+    return outcome.labels["ranks"], outcome.labels["optimizer"]
+
+
+def _peer_epsilon(outcome: Outcome) -> str:
+    end = end_of(outcome.runs[0].curve)
+    if end is None:
+        return "-"
+    return "none" if end.peer_epsilon is None else f"{end.peer_epsilon:.2f}"
+
+
+def write_plots(outcomes: list[Outcome], out: Path) -> list[Path]:
+    """Write ``accuracy-vs-bytes.png``: a panel per number of ranks and optimizer."""
+    simulated = [o for o in outcomes if o.labels["over"] == "simulated"]
+    cases = list(dict.fromkeys(map(_case, simulated)))
+    columns = len({optimizer for _, optimizer in cases})
+    figure, panels = plots.new_figure(columns, -(-len(cases) // columns), width=3.6)
+    for axes, (ranks, optimizer) in zip(panels, cases, strict=False):
+        for outcome in simulated:
+            if _case(outcome) == (ranks, optimizer) and not outcome.diverged:
+                _draw(axes, outcome)
+        axes.set_title(f"{optimizer}, {ranks} ranks", fontsize="medium")
+        plots.count_bytes(axes, "bytes sent per rank and step")
+        axes.set_ylabel("held-out accuracy (%)")
+    return [plots.save(figure, out / "accuracy-vs-bytes.png")]
+
+
+def _draw(axes: Axes, outcome: Outcome) -> None:
+    accuracies = [100 * (1 - error) for error in outcome.errors]
+    if outcome.name == ALONE:
+        look = {"color": plots.GREY, "linestyle": "dotted"}
+        plots.draw_level(axes, statistics.mean(accuracies), ALONE, look)
+        return
+    placement, _, compressor = outcome.name.partition(":")
+    colour = plots.COLOURS[_PLACEMENTS.index(placement)]
+    plots.draw_ends(
+        axes,
+        [(outcome.bytes_per_round, accuracies)],
+        outcome.name,
+        {
+            "color": plots.BLACK if outcome.name == CONTROL else colour,
+            "linestyle": "none",
+            "marker": _MARKERS[compressor],
+        },
+    )
+
+
+app = cli.study(private_compressed)
 
 if __name__ == "__main__":
     app()

@@ -15,10 +15,19 @@ from benchmarks.studies.private_training import (
     diverging_ignored,
     train_privately,
 )
-from benchmarks.studies.runs import Advance, Method, Point, Settings
-from benchmarks.studies.tasks import Task
-from benchmarks.studies.training import NamedParameters, new_model
 from comm_hooks.collectives import Simulated, Transport, run_ranks
+from comm_hooks.launchers.lab.outcomes import (
+    Advance,
+    Diverged,
+    Method,
+    Outcome,
+    Point,
+    Run,
+    Settings,
+)
+from comm_hooks.launchers.lab.processes import spawn_ranks
+from comm_hooks.launchers.lab.simulated import NamedParameters, new_model
+from comm_hooks.launchers.lab.tasks import Task
 from comm_hooks.optim.private import DPSGD, DPAdam, DPMicroAdam
 
 
@@ -197,7 +206,28 @@ def _nothing() -> None:
     """Advance nothing."""
 
 
-def end_of(curve: Sequence[Point]) -> PrivatePoint | None:
-    """Return the last point; None if there is none."""
-    last = curve[-1] if curve else None
-    return last if isinstance(last, PrivatePoint) else None
+def repeat_over_gloo(study: Study, simulated: Outcome) -> Outcome:
+    """Run the first seed of a method with real processes; return the outcome.
+
+    Args:
+        study: what all methods share.
+        simulated: the outcome whose settings are taken; its scheme must have a placement.
+    """
+    first, labels = simulated.runs[0], simulated.labels
+    arguments = (study, simulated.name, labels["optimizer"], first.settings, first.seed)
+    points, diverged = spawn_ranks(labels["ranks"], _train_really, *arguments)[0]
+    run = Run(first.seed, first.settings, [PrivatePoint(**point) for point in points], diverged)
+    return Outcome(simulated.name, {**labels, "over": "gloo"}, simulated.note, [run], [run])
+
+
+def _train_really(
+    study: Study, scheme: str, optimizer: str, settings: Settings, seed: int
+) -> tuple[list[dict[str, Any]], bool]:
+    """Return the points of one rank's curve, and whether it diverged."""
+    with diverging_ignored():
+        try:
+            curve = train_rank(study, scheme, optimizer, settings, seed, _nothing, None)
+        except Diverged as error:
+            # All ranks have the same model, so all of them end here.
+            return [vars(point) for point in error.args], True
+    return [vars(point) for point in curve], False

@@ -7,5 +7,5 @@ Shpilevskiy & Lecuyer, "DP-AdamBC" (AAAI 2024)::
     python -m benchmarks.studies.private_moments            # two minutes on one core
     python -m benchmarks.studies.private_moments --quick
 
-``measure`` says what is measured, ``figures`` what people read.
+``measure`` says what is measured.
 """

@@ -8,5 +8,5 @@ with the WRN-16-4 that DP-MicroAdam and De et al. (2022) train::
     python -m benchmarks.studies.private_optimizers --quick
     python -m benchmarks.studies.private_optimizers --task cifar10 --data-dir FOLDER --device cuda
 
-``models`` has the networks, ``methods`` says what is compared, ``figures`` what people read.
+``models`` has the networks, ``methods`` says what is compared.
 """

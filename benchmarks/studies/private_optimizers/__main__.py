@@ -1,73 +1,65 @@
-"""The command; see ``--help``."""
+"""The command, see ``--help``: its options, its tables and its plots."""
 
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.table import Table
 
 from benchmarks.studies import cli
-from benchmarks.studies.private_optimizers.figures import make_tables, write_plots
 from benchmarks.studies.private_optimizers.methods import (
     METHODS,
+    NOT_PRIVATE,
     TASKS,
     build_images,
     make_methods,
 )
-from benchmarks.studies.private_training import PrivatePlan, default_delta
-from benchmarks.studies.progress import open_display
-from benchmarks.studies.report import conduct
-from benchmarks.studies.runs import Outcome
-from benchmarks.studies.tuning import run_method
-from comm_hooks.config import unknown
-from comm_hooks.launchers.output import make_console
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+from benchmarks.studies.private_training import RECORDED, PrivatePlan, end_of
+from comm_hooks.launchers.lab import plots, tables
+from comm_hooks.launchers.lab.outcomes import Outcome
 
 _STEPS = {"digits": 150, "cifar10": 875}
 _BATCH = {"digits": 64, "cifar10": 4096}
+_QUICK_STEPS = 22
 
 
-@app.command()
 def private_optimizers(
-    task: Annotated[str, typer.Option(help=f"What to learn: {', '.join(TASKS)}.")] = "digits",
-    data_dir: cli.DataDir = None,
+    task: Annotated[str, cli.Option(f"What to learn: {', '.join(TASKS)}.", "digits", known=TASKS)],
+    data_dir: cli.DataDir,
     steps: Annotated[
         int | None,
-        typer.Option(help="Steps per run. [default: 150, cifar10: 875, quick: 22]"),
-    ] = None,
+        cli.Option("Steps per run. [default: 150, cifar10: 875, quick: 22]", None, least=1),
+    ],
     batch: Annotated[
         int | None,
-        typer.Option(help="Expected samples per step. [default: 64, cifar10: 4096]"),
-    ] = None,
+        cli.Option("Expected samples per step. [default: 64, cifar10: 4096]", None, least=1),
+    ],
     sigmas: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="Noise multipliers. [default: 0.6,1,2,4, quick: 1,3]"),
-    ] = None,
+        list[float], cli.Option("Noise multipliers.", "0.6,1,2,4", "1,3", each=float)
+    ],
     max_grad_norm: Annotated[
-        float, typer.Option(help="C. Methods that scale gradients first have ten times that.")
-    ] = 1.0,
+        float, cli.Option("C. Methods that scale gradients first have ten times that.", 1.0)
+    ],
     delta: Annotated[
         float | None,
-        typer.Option(help="Of the guarantee. [default: half of one over the private images]"),
-    ] = None,
-    methods: Annotated[str, typer.Option(metavar="LIST", help="What is compared.")] = ",".join(
-        METHODS
-    ),
+        cli.Option("Of the guarantee. [default: half of one over the private images]", None),
+    ],
+    methods: Annotated[
+        list[str], cli.Option("What is compared.", ",".join(METHODS), each=str, known=METHODS)
+    ],
     micro_batch: Annotated[
-        int, typer.Option(help="Samples whose gradients are in memory at a time.")
-    ] = 128,
-    seeds: cli.Seeds = None,
-    tries: cli.Tries = None,
-    points: cli.Points = 10,
-    device: cli.Device = "cpu",
-    threads: cli.Threads = 1,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path(
-        "comm-hooks-report/private_optimizers"
-    ),
-    quick: cli.Quick = False,
-) -> None:
+        int, cli.Option("Samples whose gradients are in memory at a time.", 128, least=1)
+    ],
+    seeds: Annotated[int, cli.SEEDS],
+    tries: Annotated[int, cli.TRIES],
+    points: Annotated[int, replace(cli.POINTS, full=10)],
+    device: cli.Device,
+    quick: cli.Quick,
+) -> cli.Comparison:
     """Compare private optimizers: accuracy against the noise and against epsilon.
 
     Learning rates are constant, and tuned on the first seed by the same number of tries for each
@@ -77,78 +69,129 @@ def private_optimizers(
     private_optimizers.json and plots to --out. Exit codes: 0, 2 for bad input, 130 if interrupted
     (what is finished is reported).
     """
-    with cli.bad_input("private_optimizers"):
-        names = cli.parse_names("--methods", methods, METHODS)
-        if not names:
-            raise ValueError("there is nothing to compare: --methods is empty")
-        if task not in TASKS:
-            raise ValueError(f"--task: {unknown('name', task, TASKS)}")
-        steps = (22 if quick else _STEPS[task]) if steps is None else steps
-        batch = _BATCH[task] if batch is None else batch
-        seeds = (1 if quick else 3) if seeds is None else seeds
-        tries = (1 if quick else 3) if tries is None else tries
-        cli.require_at_least(
-            1,
-            steps=steps,
-            batch=batch,
-            micro_batch=micro_batch,
-            seeds=seeds,
-            tries=tries,
-            points=points,
-        )
-        levels = cli.parse_numbers("--sigmas", sigmas or ("1,3" if quick else "0.6,1,2,4"), float)
-        images = [build_images(task, seed, data_dir) for seed in range(seeds)]
-        samples = len(images[0].task.clients[0])
-        plan = PrivatePlan(
-            steps,
-            batch,
-            batch / samples,  # public: the size of the data set is published
-            1.0,
-            max_grad_norm,
-            default_delta(samples) if delta is None else delta,
-            min(points, steps),
-            micro_batch,
-            device,
-        )
-        plans = [replace(plan, noise_multiplier=sigma) for sigma in levels]
-        for each in plans:
-            each.check(samples)
-        cli.prepare(device, threads, out)
-
-    compared = make_methods(names, images, plans)
-    console = make_console()
-
-    def outcomes() -> Iterator[Outcome]:
-        with open_display(console, len(compared)) as display:
-            for method in compared:
-                total = range(seeds)
-                yield run_method(method, seeds=total, tries=tries, rounds=steps, display=display)
-
-    settings = {
-        "task": task,
-        "private images": samples,
-        "public images": len(images[0].public),
-        "steps": steps,
-        "batch": batch,
-        "sigmas": levels,
-        "max_grad_norm": max_grad_norm,
-        "delta": plan.delta,
-        "accountant": "rdp",
-        "schedule": "constant",
-        "seeds": seeds,
-        "tries": tries,
-        "device": device,
-    }
-    conduct(
-        "private_optimizers",
-        outcomes(),
-        settings,
-        out,
-        console,
-        make_tables=make_tables,
-        write_plots=write_plots,
+    if not methods:
+        raise ValueError("there is nothing to compare: --methods is empty")
+    steps = steps or (_QUICK_STEPS if quick else _STEPS[task])
+    batch = batch or _BATCH[task]
+    images = [build_images(task, seed, data_dir) for seed in range(seeds)]
+    samples = len(images[0].task.clients[0])
+    plan = PrivatePlan.for_samples(
+        samples,
+        delta,
+        steps=steps,
+        batch=batch,
+        noise_multiplier=1.0,
+        max_grad_norm=max_grad_norm,
+        points=min(points, steps),
+        micro_batch_size=micro_batch,
+        device=device,
+    )
+    plans = [replace(plan, noise_multiplier=sigma) for sigma in sigmas]
+    for each in plans:
+        each.check(samples)
+    return cli.Comparison(
+        make_methods(methods, images, plans),
+        steps,
+        make_tables,
+        write_plots,
+        {
+            "private images": samples,
+            "public images": len(images[0].public),
+            "steps": steps,
+            "batch": batch,
+            "delta": plan.delta,
+            **RECORDED,
+        },
     )
 
+
+_ACCURACY = "held-out accuracy (%)"
+
+
+def make_tables(outcomes: list[Outcome]) -> list[Table]:
+    """Return the table, a section per noise multiplier."""
+    columns: tables.Columns = {
+        "sigma": tables.label("sigma"),
+        "epsilon": lambda o: "-" if (end := end_epsilon(o)) is None else f"{end:.2f}",
+        "method": lambda outcome: outcome.name,
+        "lr": tables.learning_rate,
+        "settings": tables.other_settings,
+        **tables.JUDGED,
+    }
+    title = "Held-out error at the end; *: the largest or smallest rate tried"
+    return [tables.tabulate(title, columns, outcomes, lambda outcome: outcome.labels["sigma"])]
+
+
+def end_epsilon(outcome: Outcome) -> float | None:
+    """Return what a run has spent at its end; None without privacy."""
+    end = end_of(outcome.runs[0].curve)
+    return end.epsilon if end else None
+
+
+def write_plots(outcomes: list[Outcome], out: Path) -> list[Path]:
+    """Write the three plots; return their paths."""
+    by_sigma = _ends(outcomes, lambda outcome: outcome.labels["sigma"], "noise multiplier sigma")
+    by_epsilon = _ends(outcomes, end_epsilon, "epsilon at the end")
+    figures = {"sigma": by_sigma, "epsilon": by_epsilon, "spent": _curves(outcomes)}
+    return [plots.save(figure, out / f"accuracy-vs-{x}.png") for x, figure in figures.items()]
+
+
+def _names(outcomes: list[Outcome]) -> list[str]:
+    return list(dict.fromkeys(o.name for o in outcomes if o.name != NOT_PRIVATE))
+
+
+def _accuracies(outcome: Outcome) -> Sequence[float]:
+    return [100 * (1 - error) for error in outcome.errors]
+
+
+def _draw_without_privacy(axes: Axes, outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        if outcome.name == NOT_PRIVATE:
+            look = {"color": plots.BLACK, "linestyle": "dotted"}
+            plots.draw_level(axes, statistics.mean(_accuracies(outcome)), NOT_PRIVATE, look)
+
+
+def _ends(outcomes: list[Outcome], x: Callable[[Outcome], float | None], label: str) -> Figure:
+    """A line per method over the means, a dot per seed."""
+    figure, (axes,) = plots.new_figure(width=6)
+    for index, name in enumerate(_names(outcomes)):
+        own = [o for o in outcomes if o.name == name and not o.diverged]
+        ends = [(at, _accuracies(o)) for o in own if (at := x(o)) is not None]
+        plots.draw_ends(axes, ends, name, {"markersize": 4, **plots.style(index)})
+    _draw_without_privacy(axes, outcomes)
+    axes.set_xscale("log")
+    axes.set_xticks(sorted({at for o in outcomes if (at := x(o)) is not None}))
+    plots.write_numbers(axes.xaxis, "{:.3g}".format)
+    axes.minorticks_off()
+    axes.set_xlabel(label)
+    axes.set_ylabel(_ACCURACY)
+    return figure
+
+
+def _curves(outcomes: list[Outcome]) -> Figure:
+    """A panel per noise multiplier: accuracy as the budget is spent."""
+    sigmas = list(dict.fromkeys(s for o in outcomes if (s := o.labels["sigma"]) is not None))
+    figure, panels = plots.new_figure(max(1, len(sigmas)), width=3.2)
+    names = _names(outcomes)
+    for axes, sigma in zip(panels, sigmas, strict=False):
+        for outcome in outcomes:
+            if outcome.labels["sigma"] != sigma:
+                continue
+            curve = outcome.mean_curve()
+            # What is spent does not depend on the seed.
+            ends = [end_of([point]) for point in outcome.runs[0].curve[: len(curve)]]
+            spent = [end.epsilon if end else 0.0 for end in ends]
+            accuracy = [100 * (1 - point.error) for point in curve]
+            look = plots.style(names.index(outcome.name))
+            axes.plot(spent, accuracy, label=outcome.name, linewidth=1.8, **look)
+        _draw_without_privacy(axes, outcomes)
+        axes.set_title(f"sigma = {sigma:g}", fontsize="medium", color=plots.GREY)
+        axes.set_xlabel("epsilon")
+    panels[0].set_ylabel(_ACCURACY)
+    return figure
+
+
+app = cli.study(private_optimizers)
 
 if __name__ == "__main__":
     app()

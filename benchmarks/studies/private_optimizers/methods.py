@@ -11,14 +11,23 @@ from torch.optim import Adam, Optimizer
 from benchmarks.studies.private_optimizers.models import small_cnn, wide_resnet
 from benchmarks.studies.private_training import (
     PrivatePlan,
-    PrivatePoint,
     diverging_ignored,
     train_privately,
 )
-from benchmarks.studies.runs import Advance, Method, Point, Settings
-from benchmarks.studies.tasks import Shard, Task, build_task
-from benchmarks.studies.training import batch_generator, judge, new_model
-from comm_hooks.collectives import Simulated
+from comm_hooks.collectives import Simulated, Transport
+from comm_hooks.compressors import Identity
+from comm_hooks.exchange import Exchange
+from comm_hooks.launchers.lab.outcomes import Advance, Method, Point, Settings
+from comm_hooks.launchers.lab.simulated import (
+    Client,
+    NamedParameters,
+    Plan,
+    batch_generator,
+    constant,
+    new_model,
+    simulated_method,
+)
+from comm_hooks.launchers.lab.tasks import Shard, Task, build_task
 from comm_hooks.optim.private import (
     DP2,
     DPSGD,
@@ -194,24 +203,12 @@ def _private(name: str, images: Sequence[Images], plan: PrivatePlan) -> Method:
 
 
 def _not_private(images: Sequence[Images], plan: PrivatePlan) -> Method:
-    def run(settings: Settings, seed: int, advance: Advance) -> list[Point]:
-        task = images[seed].task
-        model = new_model(task, seed, plan.device)
-        optimizer = Adam(model.parameters(), settings["lr"])
-        batches = task.clients[0].batches(round(plan.batch), batch_generator(seed, 0))
-        curve: list[Point] = []
-        for step in range(1, plan.steps + 1):
-            optimizer.zero_grad()
-            task.loss(model, next(batches)).backward()
-            optimizer.step()
-            if plan.is_due(step):
-                judge(task, model, step, 0, curve)
-            advance()
-        return curve
+    def make(
+        parameters: NamedParameters, transport: Transport, settings: Settings, seed: int
+    ) -> Client:
+        optimizer = Adam([p for _, p in parameters], settings["lr"])
+        return Client(optimizer, Exchange(Identity(), transport=transport), optimizer)
 
-    return Method(NOT_PRIVATE, {"sigma": None}, run, 0.004)
-
-
-def epsilon_of(point: Point) -> float | None:
-    """Return the epsilon of the model at that point; None without privacy."""
-    return point.epsilon if isinstance(point, PrivatePoint) else None
+    plain = Plan(plan.steps, 1, round(plan.batch), plan.points, constant, device=plan.device)
+    tasks = [each.task for each in images]
+    return simulated_method(NOT_PRIVATE, {"sigma": None}, tasks, plain, make, 0.004)

@@ -7,5 +7,5 @@ methods beside it, and once more without privacy::
     python -m benchmarks.studies.private_toy_regression --quick
 
 ``problem`` is the regression, and says what the paper leaves open; ``methods`` says what is
-compared, ``figures`` what people read.
+compared.
 """

@@ -1,52 +1,39 @@
-"""The command; see ``--help``."""
+"""The command, see ``--help``: its options, its tables and its plots."""
 
 import statistics
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.table import Table
 
 from benchmarks.studies import cli
-from benchmarks.studies.private_toy_regression.figures import make_tables, reached, write_plots
 from benchmarks.studies.private_toy_regression.methods import GRID, Fit, Study, make_methods
 from benchmarks.studies.private_toy_regression.problem import BATCH, LABEL_VARIANCE, SAMPLES
-from benchmarks.studies.progress import open_display
-from benchmarks.studies.report import conduct
-from benchmarks.studies.runs import Outcome
-from benchmarks.studies.tuning import run_method
-from comm_hooks.launchers.output import make_console
+from comm_hooks.launchers.lab import plots, tables
+from comm_hooks.launchers.lab.outcomes import Outcome
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 
 _DELTA = 1 / SAMPLES
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-
-@app.command()
 def private_toy_regression(
-    steps: Annotated[
-        int | None, typer.Option(help="Steps per run. [default: 2250, quick: 600]")
-    ] = None,
-    noise_multiplier: Annotated[float, typer.Option(help="sigma.")] = 0.7,
-    max_grad_norm: Annotated[float, typer.Option(help="C.")] = 0.5,
+    steps: Annotated[int, cli.Option("Steps per run.", 2250, 600, least=1)],
+    noise_multiplier: Annotated[float, cli.Option("sigma.", 0.7, least=1e-3)],
+    max_grad_norm: Annotated[float, cli.Option("C.", 0.5, least=1e-3)],
     rates: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Learning rates: each method tries all of them, on the first seed. [default: "
-            f"{','.join(f'{rate:g}' for rate in GRID)}, quick: 0.005,0.02,0.2]",
+        list[float],
+        cli.Option(
+            "Learning rates: each method tries all of them, on the first seed.",
+            ",".join(f"{rate:g}" for rate in GRID),
+            "0.005,0.02,0.2",
+            least=0,
+            each=float,
         ),
-    ] = None,
-    seeds: cli.Seeds = None,
-    points: cli.Points = 45,
-    threads: cli.Threads = 1,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path(
-        "comm-hooks-report/private_toy_regression"
-    ),
-    quick: cli.Quick = False,
-) -> None:
+    ],
+    seeds: Annotated[int, replace(cli.SEEDS, full=5)],
+    points: Annotated[int, replace(cli.POINTS, full=45)],
+) -> cli.Comparison:
     """Repeat the toy regression of AdaDPS, with and without privacy.
 
     1,000 samples, 50 frequent features that mean little and 450 rare ones that mean everything.
@@ -55,64 +42,74 @@ def private_toy_regression(
     first of 5 seeds (quick: 1). Writes private_toy_regression.json and two plots to --out. Exit
     codes: 0, 2 for bad input, 130 if interrupted (what is finished is reported).
     """
-    with cli.bad_input("private_toy_regression"):
-        steps = (600 if quick else 2250) if steps is None else steps
-        seeds = (1 if quick else 5) if seeds is None else seeds
-        cli.require_at_least(1, steps=steps, seeds=seeds, points=points)
-        cli.require_at_least(1e-3, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm)
-        default = ",".join(map(str, (0.005, 0.02, 0.2) if quick else GRID))
-        tried = cli.parse_numbers("--rates", rates or default, float)
-        for rate in tried:
-            cli.require_at_least(0, rates=rate)
-        cli.prepare("cpu", threads, out)
-
-    study = Study(steps, noise_multiplier, max_grad_norm, tried, min(points, steps))
-    methods = make_methods(study)
+    study = Study(steps, noise_multiplier, max_grad_norm, rates, min(points, steps))
     history = [GaussianEvent(noise_multiplier, BATCH / SAMPLES, steps)]
     epsilon = RDPAccountant().epsilon(history, _DELTA)
-    console = make_console()
-
-    def outcomes() -> Iterator[Outcome]:
-        with open_display(console, len(methods), reached) as display:
-            for method in methods:
-                outcome = run_method(
-                    method, seeds=range(seeds), tries=1, rounds=steps, display=display
-                )
-                yield Fit(**vars(outcome))
-
-    def tables(finished: list[Outcome]) -> list[Table]:
-        return make_tables(finished, epsilon, _DELTA)
 
     def findings(finished: list[Outcome]) -> dict[str, Any]:
-        return {
-            "final_loss": {
-                o.name: None if o.diverged else statistics.mean(o.losses) for o in finished
-            },
-            "epsilon": epsilon,
-            "delta": _DELTA,
-        }
+        ends = {o.name: None if o.diverged else statistics.mean(o.losses) for o in finished}
+        return {"final_loss": ends, "epsilon": epsilon, "delta": _DELTA}
 
-    settings = {
-        "steps": steps,
-        "samples": SAMPLES,
-        "batch": BATCH,
-        "label_variance": LABEL_VARIANCE,
-        "noise_multiplier": noise_multiplier,
-        "max_grad_norm": max_grad_norm,
-        "rates": tried,
-        "seeds": seeds,
-    }
-    conduct(
-        "private_toy_regression",
-        outcomes(),
-        settings,
-        out,
-        console,
-        make_tables=tables,
-        write_plots=write_plots,
-        findings=findings,
+    return cli.Comparison(
+        make_methods(study),
+        steps,
+        lambda finished: make_tables(finished, epsilon, _DELTA),
+        write_plots,
+        {"samples": SAMPLES, "batch": BATCH, "label_variance": LABEL_VARIANCE},
+        findings,
+        reached,
+        lambda outcome: [Fit(**vars(outcome))],
     )
 
+
+_HIGHEST = 3.5  # half as much again as predicting the mean label gives
+
+
+def reached(outcome: Outcome) -> str:
+    """Return the mean loss, in words."""
+    return f"loss {statistics.mean(outcome.losses):.4f}"
+
+
+def make_tables(outcomes: list[Outcome], epsilon: float, delta: float) -> list[Table]:
+    """Return the table, a section with privacy and one without."""
+    columns: tables.Columns = {
+        "method": lambda outcome: outcome.name,
+        "private": tables.label("private"),
+        "lr": tables.learning_rate,
+        "other settings": tables.other_settings,
+        "final loss": lambda o: "diverged" if o.diverged else f"{statistics.mean(o.losses):.4f}",
+        "each seed": lambda o: "-" if o.diverged else " ".join(f"{x:.4f}" for x in o.losses),
+    }
+    title = (
+        f"Final training loss; private: epsilon {epsilon:.2f} at delta {delta:g} by RDP; *: the "
+        "largest or smallest rate tried"
+    )
+    return [tables.tabulate(title, columns, outcomes, lambda outcome: outcome.labels)]
+
+
+def write_plots(outcomes: list[Outcome], out: Path) -> list[Path]:
+    """Write ``loss-vs-steps-private.png`` and ``loss-vs-steps-not-private.png``."""
+    paths = []
+    for private, file in (("yes", "private"), ("no", "not-private")):
+        shown = [o for o in outcomes if o.labels["private"] == private and not o.diverged]
+        if not shown:
+            continue
+        figure, (axes,) = plots.new_figure(width=7)
+        for place, outcome in enumerate(shown):
+            look = plots.style(place)
+            plots.draw_curves(axes, outcome, outcome.name, look, y=lambda point: point.loss)
+        if private == "yes":
+            # The first steps, down from 14, would press the rest together.
+            axes.set_ylim(0, _HIGHEST)
+        else:
+            axes.set_yscale("log")
+        plots.count_rounds(axes, "step")
+        axes.set_ylabel("training loss")
+        paths.append(plots.save(figure, out / f"loss-vs-steps-{file}.png"))
+    return paths
+
+
+app = cli.study(private_toy_regression)
 
 if __name__ == "__main__":
     app()

@@ -1,7 +1,6 @@
 """What is compared, and how a run goes."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +18,12 @@ from benchmarks.studies.private_toy_regression.problem import (
     draw,
     side_information,
 )
-from benchmarks.studies.runs import Advance, Diverged, Method, Outcome, Point, Settings
-from benchmarks.studies.training import known_warnings_ignored
+from benchmarks.studies.private_training import diverging_ignored
 from comm_hooks.collectives import run_ranks
 from comm_hooks.compressors import Identity
 from comm_hooks.exchange import Exchange
+from comm_hooks.launchers.lab.outcomes import Advance, Diverged, Method, Outcome, Point, Settings
+from comm_hooks.launchers.lab.simulated import is_due
 from comm_hooks.optim.private.ada_dps import AdaDPS, AdaS
 from comm_hooks.optim.private.dp2 import DP2
 from comm_hooks.optim.private.dp_adam import DPAdam, DPAdamBC
@@ -91,40 +91,38 @@ def make_methods(study: Study) -> list[Method]:
     """
     phi = study.noise_variance
     scales = {"weight": side_information()}
-    no_settings: list[Settings] = [{}]
-    floors: list[Settings] = [{"gamma / Phi": floor} for floor in (0.1, 0.01, 0.001)]
-    spaces: list[Settings] = [{"C": norm} for norm in (0.5, 2.0, 8.0)]
-    ratios: list[Settings] = [{"lr ratio": ratio} for ratio in (0.3, 1.0, 3.0)]
-    private: list[tuple[str, Build, list[Settings]]] = [
-        ("AdaDPS", lambda p, s: AdaDPS(p, s["lr"], side_information=scales), no_settings),
-        ("DP-SGD", lambda p, s: DPSGD(p, s["lr"]), no_settings),
-        ("DP-Adam", lambda p, s: DPAdam(p, s["lr"]), no_settings),
-        (
-            "DP-AdamBC",
-            lambda p, s: DPAdamBC(p, s["lr"], gamma=s["gamma / Phi"] * phi),
-            floors,
-        ),
-        ("DP-RMSProp", lambda p, s: DPRMSProp(p, s["lr"]), no_settings),
-        ("A after the noise", lambda p, s: AdaS(p, s["lr"], side_information=scales), no_settings),
-        (
-            "scale-then-privatize",
+    floors = [{"gamma / Phi": floor} for floor in (0.1, 0.01, 0.001)]
+    spaces = [{"C": norm} for norm in (0.5, 2.0, 8.0)]
+    ratios = [{"lr ratio": ratio} for ratio in (0.3, 1.0, 3.0)]
+
+    def ada_s(p: Named, s: Settings) -> Optimizer:
+        return AdaS(p, s["lr"], side_information=scales)
+
+    private: dict[str, tuple[Build, Sequence[Settings]]] = {
+        "AdaDPS": (lambda p, s: AdaDPS(p, s["lr"], side_information=scales), [{}]),
+        "DP-SGD": (lambda p, s: DPSGD(p, s["lr"]), [{}]),
+        "DP-Adam": (lambda p, s: DPAdam(p, s["lr"]), [{}]),
+        "DP-AdamBC": (lambda p, s: DPAdamBC(p, s["lr"], gamma=s["gamma / Phi"] * phi), floors),
+        "DP-RMSProp": (lambda p, s: DPRMSProp(p, s["lr"]), [{}]),
+        "A after the noise": (ada_s, [{}]),
+        "scale-then-privatize": (
             lambda p, s: ScaleThenPrivatize(p, s["lr"], scale_eps=0.01),
             spaces,
         ),
-        (
-            "DP2",
-            lambda p, s: DP2(p, s["lr"], lr_ratio=s["lr ratio"], eps=0.01),
-            ratios,
-        ),
+        "DP2": (lambda p, s: DP2(p, s["lr"], lr_ratio=s["lr ratio"], eps=0.01), ratios),
+    }
+    plain: dict[str, Build] = {
+        "AdaS": ada_s,
+        "SGD": lambda p, s: SGD(p, s["lr"]),
+        "Adam": lambda p, s: Adam(p, s["lr"]),
+    }
+    methods = [
+        _method(study, name, build, variants, _train_privately)
+        for name, (build, variants) in private.items()
     ]
-    plain: list[tuple[str, Build]] = [
-        ("AdaS", lambda p, s: AdaS(p, s["lr"], side_information=scales)),
-        ("SGD", lambda p, s: SGD(p, s["lr"])),
-        ("Adam", lambda p, s: Adam(p, s["lr"])),
+    return methods + [
+        _method(study, name, build, [{}], _train_plainly) for name, build in plain.items()
     ]
-    return [
-        _method(study, name, build, variants, _train_privately) for name, build, variants in private
-    ] + [_method(study, name, build, no_settings, _train_plainly) for name, build in plain]
 
 
 Train = Callable[[Study, Build, Settings, int, Advance], list[Point]]
@@ -173,9 +171,7 @@ def _train_privately(
 
         return _curve(study, problem, weight, step, advance)
 
-    with known_warnings_ignored():
-        # That a run diverges shows in its loss.
-        warnings.filterwarnings("ignore", message="the gradients of .* are not finite")
+    with diverging_ignored():
         return run_ranks(train, 1)[0]
 
 
@@ -214,7 +210,7 @@ def _curve(
     for number in range(1, study.steps + 1):
         step(number)
         advance()
-        if number * study.points // study.steps > (number - 1) * study.points // study.steps:
+        if is_due(number, study.steps, study.points):
             loss = problem.loss(weight)
             if not math.isfinite(loss):
                 raise Diverged(*curve)

@@ -5,6 +5,6 @@ The comparison of "Sketched Adaptive Federated Deep Learning" (Chen, Li & Banerj
     python -m benchmarks.studies.safl            # digits, 15 minutes on one core
     python -m benchmarks.studies.safl --quick
 
-``sketched`` and ``peers`` say how each method is made, ``budget`` which of its settings cost so
-many bytes, ``methods`` what is compared, ``figures`` what people read.
+``budget`` says what sizes cost, ``peers`` how each peer is made for so many bytes, ``methods`` what
+is compared.
 """

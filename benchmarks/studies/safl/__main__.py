@@ -1,73 +1,69 @@
-"""The command; see ``--help``."""
+"""The command, see ``--help``: its options, its tables and its plots."""
 
-from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from rich.table import Table
 
 from benchmarks.studies import cli
-from benchmarks.studies.progress import open_display
-from benchmarks.studies.report import conduct
-from benchmarks.studies.runs import Outcome
-from benchmarks.studies.safl.figures import make_tables, write_plots
-from benchmarks.studies.safl.methods import Study, make_methods
+from benchmarks.studies.safl.budget import BETAS, FAMILIES, LOCAL_LR, SERVERS
+from benchmarks.studies.safl.methods import UNCOMPRESSED, Study, make_methods
 from benchmarks.studies.safl.peers import PEERS
-from benchmarks.studies.safl.sketched import BETAS, FAMILIES, LOCAL_LR, SERVERS
-from benchmarks.studies.training import Plan, cosine
-from benchmarks.studies.tuning import run_method
-from comm_hooks.launchers.output import make_console
+from comm_hooks.launchers.lab import plots, tables
+from comm_hooks.launchers.lab.outcomes import Outcome
+from comm_hooks.launchers.lab.simulated import Plan, cosine
 
 _LABEL_SMOOTHING = 0.1
 _WEIGHT_DECAY = 1e-4
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-
-@app.command()
 def safl(
-    task: cli.TaskName = "digits",
-    data_dir: cli.DataDir = None,
-    task_option: cli.TaskOptions = None,
-    clients: cli.Clients = 5,
-    rounds: Annotated[
-        int | None, typer.Option(help="Rounds per run. [default: 60, quick: 30]")
-    ] = None,
-    batch: cli.Batch = 16,
+    task: cli.TaskName,
+    data_dir: cli.DataDir,
+    task_option: cli.TaskOptions,
+    clients: Annotated[int, cli.CLIENTS],
+    rounds: Annotated[int, cli.Option("Rounds per run.", 60, 30, least=1)],
+    batch: Annotated[int, cli.BATCH],
     local_steps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Local steps per round (K). Those after the first are run for the first family "
-            "only; peers take one step per round. [default: 1,5, quick: 1]",
+        list[int],
+        cli.Option(
+            "Local steps per round (K). Those after the first are run for the first family only; "
+            "peers take one step per round.",
+            *("1,5", "1"),
+            least=1,
+            each=int,
         ),
-    ] = None,
+    ],
     ratios: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Sizes of the sketch, as fractions of the model; peers get the bytes that SAFL "
-            "needs at each. [default: 0.1,0.01,0.001,0.0001, quick: 0.1,0.01]",
+        list[float],
+        cli.Option(
+            "Sizes of the sketch, as fractions of the model; peers get the bytes that SAFL needs "
+            "at each.",
+            *("0.1,0.01,0.001,0.0001", "0.1,0.01"),
+            each=float,
+            check=cli.fraction,
         ),
-    ] = None,
-    families: Annotated[str, typer.Option(metavar="LIST", help="Families of sketches.")] = ",".join(
-        FAMILIES
-    ),
+    ],
+    families: Annotated[
+        list[str],
+        cli.Option("Families of sketches.", ",".join(FAMILIES), each=str, known=FAMILIES),
+    ],
     peers: Annotated[
-        str, typer.Option(metavar="LIST", help='Methods to compare with; "" for none.')
-    ] = ",".join(PEERS),
-    server: Annotated[str, typer.Option(help=f"SAFL's server: {' or '.join(SERVERS)}.")] = "adam",
-    seeds: cli.Seeds = None,
-    tries: cli.Tries = None,
-    points: cli.Points = 10,
-    device: cli.Device = "cpu",
-    threads: cli.Threads = 1,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path(
-        "comm-hooks-report/safl"
-    ),
-    quick: cli.Quick = False,
-) -> None:
+        list[str],
+        cli.Option(
+            'Methods to compare with; "" for none.', ",".join(PEERS), each=str, known=list(PEERS)
+        ),
+    ],
+    server: Annotated[
+        str, cli.Option(f"SAFL's server: {' or '.join(SERVERS)}.", "adam", known=SERVERS)
+    ],
+    seeds: Annotated[int, cli.SEEDS],
+    tries: Annotated[int, replace(cli.TRIES, quick=2)],
+    points: Annotated[int, cli.POINTS],
+    device: cli.Device,
+    quick: cli.Quick,
+) -> cli.Comparison:
     """Compare SAFL, at sketches of several sizes, with its peers at the same bytes per round.
 
     The model is one vector, and all of it is compressed. Bytes are those that a client sends per
@@ -76,71 +72,125 @@ def safl(
     1). Writes safl.json and plots to --out. Exit codes: 0, 2 for bad input, 130 if interrupted
     (what is finished is reported).
     """
-    with cli.bad_input("safl"):
-        rounds = (30 if quick else 60) if rounds is None else rounds
-        seeds = (1 if quick else 3) if seeds is None else seeds
-        tries = (2 if quick else 3) if tries is None else tries
-        cli.require_at_least(
-            1, clients=clients, rounds=rounds, batch=batch, seeds=seeds, tries=tries, points=points
-        )
-        steps = cli.parse_numbers("--local-steps", local_steps or ("1" if quick else "1,5"), int)
-        for count in steps:
-            cli.require_at_least(1, local_steps=count)
-        fractions = cli.parse_numbers(
-            "--ratios", ratios or ("0.1,0.01" if quick else "0.1,0.01,0.001,0.0001"), float
-        )
-        for fraction in fractions:
-            if not 0 < fraction <= 1:
-                raise ValueError(f"--ratios: must lie in (0, 1], got {fraction:g}")
-        chosen = cli.parse_names("--families", families, FAMILIES)
-        others = cli.parse_names("--peers", peers, list(PEERS))
-        cli.parse_names("--server", server, SERVERS)
-        options = cli.parse_task_options(task_option)
-        if task == "digits":
-            options.setdefault("model", "mlp" if quick else "resnet")
-        options.setdefault("label_smoothing", _LABEL_SMOOTHING)
-        tasks = cli.build_tasks(task, data_dir, clients=clients, seeds=seeds, **options)
-        cli.prepare(device, threads, out)
-
-    plan = Plan(rounds, steps[0], batch, min(points, rounds), cosine, flat=True, device=device)
+    options = {"label_smoothing": _LABEL_SMOOTHING, **task_option}
+    if task == "digits":
+        options.setdefault("model", "mlp" if quick else "resnet")
+    tasks = cli.build_tasks(task, data_dir, clients=clients, seeds=seeds, **options)
+    plan = Plan(
+        rounds, local_steps[0], batch, min(points, rounds), cosine, flat=True, device=device
+    )
     study = Study(tasks, plan, _WEIGHT_DECAY, amsgrad=server == "amsgrad")
-    methods = make_methods(
-        study, ratios=fractions, families=chosen, peers=others, local_steps=steps
+    return cli.Comparison(
+        make_methods(study, ratios=ratios, families=families, peers=peers, local_steps=local_steps),
+        rounds,
+        make_tables,
+        write_plots,
+        {
+            "task_options": options,
+            "parameters": study.numel,
+            "betas": BETAS,
+            "local_lr": LOCAL_LR,
+            "weight_decay": _WEIGHT_DECAY,
+            "points": plan.points,
+            "flat": True,
+            "schedule": "cosine to 1/1000",
+        },
     )
-    console = make_console()
 
-    def outcomes() -> Iterator[Outcome]:
-        with open_display(console, len(methods)) as display:
-            for method in methods:
-                total = range(len(tasks))
-                yield run_method(method, seeds=total, tries=tries, rounds=rounds, display=display)
 
-    settings = {
-        "task": task,
-        "task_options": options,
-        "parameters": study.numel,
-        "clients": clients,
-        "seeds": seeds,
-        "tries": tries,
-        "server": server,
-        "betas": BETAS,
-        "local_lr": LOCAL_LR,
-        "weight_decay": _WEIGHT_DECAY,
-        **{k: v for k, v in asdict(plan).items() if k not in ("schedule", "local_steps")},
-        "schedule": "cosine to 1/1000",
-        "local_steps": steps,
-        "ratios": fractions,
+def make_tables(outcomes: list[Outcome]) -> list[Table]:
+    """Return the table, a section per ratio."""
+    full = next((o.bytes_per_round for o in outcomes if o.name == UNCOMPRESSED), 0.0)
+    columns: tables.Columns = {
+        "ratio": tables.label("ratio"),
+        "method": lambda outcome: outcome.name,
+        "K": tables.label("K"),
+        "sent": tables.sent,
+        "fewer": tables.fewer(full),
+        "lr": tables.learning_rate,
+        **tables.JUDGED,
+        "note": lambda outcome: outcome.note,
     }
-    conduct(
-        "safl",
-        outcomes(),
-        settings,
-        out,
-        console,
-        make_tables=make_tables,
-        write_plots=write_plots,
-    )
+    return [tables.tabulate(tables.TITLE, columns, outcomes, lambda o: o.labels["ratio"])]
 
+
+def write_plots(outcomes: list[Outcome], out: Path) -> list[Path]:
+    """Write the three plots; return their paths."""
+    return [
+        _by_rounds(outcomes, out / "error-vs-rounds.png"),
+        _by_bytes(outcomes, out / "error-vs-bytes.png"),
+        _by_size(outcomes, out / "sketch-sizes.png"),
+    ]
+
+
+def _name(outcome: Outcome) -> str:
+    return f"{outcome.name}, K = {outcome.labels['K']}" if outcome.labels["K"] > 1 else outcome.name
+
+
+def _ratios(outcomes: list[Outcome]) -> list[float]:
+    return list(dict.fromkeys(r for o in outcomes if (r := o.labels["ratio"]) is not None))
+
+
+def _sized(outcomes: list[Outcome]) -> list[str]:
+    """Return the names of what has a ratio, in order of appearance."""
+    return list(dict.fromkeys(_name(o) for o in outcomes if o.labels["ratio"] is not None))
+
+
+def _looks(outcomes: list[Outcome]) -> dict[str, plots.Style]:
+    looks = {name: plots.style(index) for index, name in enumerate(_sized(outcomes))}
+    others = [o for o in outcomes if _name(o) not in looks]
+    for index, outcome in enumerate(others):
+        colour = plots.BLACK if outcome.name == UNCOMPRESSED else plots.GREY
+        looks[_name(outcome)] = {"color": colour, "linestyle": plots.DASHES[index % 4]}
+    return looks
+
+
+def _by_rounds(outcomes: list[Outcome], path: Path) -> Path:
+    """One panel per ratio; what has none is in all of them."""
+    looks = _looks(outcomes)
+    shown: list[float | None] = [*_ratios(outcomes)] or [None]
+    figure, panels = plots.new_figure(len(shown))
+    for axes, ratio in zip(panels, shown, strict=True):
+        for outcome in outcomes:
+            if outcome.labels["ratio"] in (None, ratio):
+                plots.draw_curves(axes, outcome, _name(outcome), looks[_name(outcome)])
+        axes.set_title("" if ratio is None else f"ratio {ratio:g}", fontsize="medium")
+        plots.count_rounds(axes)
+    panels[0].set_ylabel("held-out error (%)")
+    return plots.save(figure, path)
+
+
+def _by_bytes(outcomes: list[Outcome], path: Path) -> Path:
+    """Where each method ends against what a round costs."""
+    figure, (axes,) = plots.new_figure(width=7)
+    finished = [o for o in outcomes if not o.diverged and o.bytes_per_round > 0]
+    for name, look in _looks(outcomes).items():
+        own = [o for o in finished if _name(o) == name]
+        ends = [(o.bytes_per_round, [100 * error for error in o.errors]) for o in own]
+        plots.draw_ends(axes, ends, name, look)
+    plots.count_bytes(axes)
+    axes.set_ylabel("held-out error at the end (%)")
+    return plots.save(figure, path)
+
+
+def _by_size(outcomes: list[Outcome], path: Path) -> Path:
+    """SAFL's curves for all sizes of the sketch, one panel per family and local steps."""
+    names = [name for name in _sized(outcomes) if name.startswith("safl")]
+    ratios = _ratios(outcomes)
+    figure, panels = plots.new_figure(max(1, len(names)))
+    for axes, name in zip(panels, names, strict=False):
+        for outcome in outcomes:
+            if _name(outcome) == name:
+                ratio = outcome.labels["ratio"]
+                look = plots.style(ratios.index(ratio))
+                plots.draw_curves(axes, outcome, f"ratio {ratio:g}", look)
+        axes.set_title(name, fontsize="medium")
+        plots.count_rounds(axes)
+    panels[0].set_ylabel("held-out error (%)")
+    return plots.save(figure, path)
+
+
+app = cli.study(safl)
 
 if __name__ == "__main__":
     app()

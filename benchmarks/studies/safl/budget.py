@@ -1,13 +1,21 @@
-"""Which setting of a compressor costs a given number of bytes."""
+"""Sketches and other compressors of a given size, and what they cost in bytes."""
 
+import math
 from collections.abc import Callable
 
-from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors import SRHT, Compressor, CountSketch, GaussianSketch
 from comm_hooks.wire.gathered_header import HEADER_NBYTES
 from comm_hooks.wire.summed_header import summed_header_nbytes
 
-MakeCompressor = Callable[[float], Compressor]
+FAMILIES = ("count_sketch", "srht", "gaussian_sketch")
+SERVERS = ("adam", "amsgrad")
 
+BETAS = (0.9, 0.99)
+"""Of all adaptive methods.  A run of a hundred rounds is too short for 0.999."""
+
+LOCAL_LR = 0.1
+
+_MATRIX = 1 << 19
 # Halvings of (0, 1]: fine enough for one element in a hundred million.
 _HALVINGS = 40
 
@@ -43,3 +51,14 @@ def nearest(cost: Callable[[float], float], budget: float) -> float:
         else:
             high = middle
     return high if low == 0 or budget - cost(low) > cost(high) - budget else low
+
+
+def make_sketch(family: str, ratio: float) -> Compressor:
+    """Return a sketch of that ratio."""
+    if family == "count_sketch":
+        return CountSketch(ratio)
+    if family == "srht":
+        return SRHT(ratio)
+    # Blocks as large as a matrix of half a million numbers allows, so that a small sketch has
+    # the whole model in one block, and a large one does not take minutes.
+    return GaussianSketch(ratio, block_size=max(1, math.isqrt(round(_MATRIX / ratio))))

@@ -3,13 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.studies.runs import Advance, Method, Point, Settings
-from benchmarks.studies.safl.budget import all_reduced
-from benchmarks.studies.safl.peers import PEERS, Given, Make, Peer, build_peer
-from benchmarks.studies.safl.sketched import build_safl, make_sketch
-from benchmarks.studies.tasks import Task
-from benchmarks.studies.training import Build, Plan, train
+from benchmarks.studies.safl.budget import BETAS, LOCAL_LR, all_reduced, make_sketch
+from benchmarks.studies.safl.peers import PEERS, Given
+from comm_hooks.collectives import Transport
 from comm_hooks.compressors import Compressor, GaussianSketch, Identity
+from comm_hooks.exchange import Exchange
+from comm_hooks.launchers.lab.outcomes import Method, Settings
+from comm_hooks.launchers.lab.simulated import (
+    Client,
+    NamedParameters,
+    Plan,
+    numel,
+    simulated_method,
+)
+from comm_hooks.launchers.lab.tasks import Task
+from comm_hooks.optim.rounds.safl import SAFL
 
 SAFL_START = 0.016
 UNCOMPRESSED = "fed_opt"
@@ -38,8 +46,7 @@ class Study:
 
     @property
     def numel(self) -> int:
-        """The number of parameters."""
-        return sum(p.numel() for p in self.tasks[0].make_model().parameters())
+        return numel(self.tasks[0])
 
 
 def make_methods(
@@ -59,11 +66,13 @@ def make_methods(
     4. the peers whose bytes cannot be chosen, once.
     """
     first = local_steps[0]
-    methods = [_fed_opt(study, steps) for steps in local_steps]
+    methods = [_server_side(study, UNCOMPRESSED, Identity(), k, None) for k in local_steps]
     for ratio in ratios:
-        methods += [_safl(study, family, ratio, first) for family in families]
+        sketched = [(family, first) for family in families]
+        sketched += [(family, k) for family in families[:1] for k in local_steps[1:]]
         methods += [
-            _safl(study, family, ratio, k) for family in families[:1] for k in local_steps[1:]
+            _server_side(study, f"safl {family}", make_sketch(family, ratio), k, ratio)
+            for family, k in sketched
         ]
         if ratio < 1:
             budget = safl_bytes(make_sketch("count_sketch", ratio), study.numel, study.clients)
@@ -78,48 +87,39 @@ def safl_bytes(compressor: Compressor, numel: int, clients: int) -> float:
     return all_reduced(compressor.payload_nbytes(numel) + 4 * clients, clients)
 
 
-def _fed_opt(study: Study, local_steps: int) -> Method:
-    return _server_side(study, UNCOMPRESSED, Identity(), local_steps, ratio=None)
-
-
-def _safl(study: Study, family: str, ratio: float, local_steps: int) -> Method:
-    return _server_side(study, f"safl {family}", make_sketch(family, ratio), local_steps, ratio)
-
-
 def _server_side(
     study: Study, name: str, compressor: Compressor, local_steps: int, ratio: float | None
 ) -> Method:
-    def build(settings: Settings, seed: int) -> Build:
-        return build_safl(
-            compressor,
+    """Return SAFL with that compressor; without a sketch (Identity) it is FedOPT."""
+
+    def make(
+        parameters: NamedParameters, transport: Transport, settings: Settings, seed: int
+    ) -> Client:
+        exchange = Exchange(compressor, granularity="bucket", seed=seed, transport=transport)
+        rounds = SAFL(
+            parameters,
+            exchange,
             lr=settings["lr"],
+            local_lr=LOCAL_LR,
             local_steps=local_steps,
+            betas=BETAS,
             weight_decay=study.weight_decay,
             amsgrad=study.amsgrad,
-            seed=seed,
         )
-
-    plan = replace(study.plan, local_steps=local_steps)
-
-    def run(settings: Settings, seed: int, advance: Advance) -> list[Point]:
-        return train(study.tasks[seed], build(settings, seed), plan, seed, advance)
+        return Client(rounds, exchange, rounds.server)
 
     note = ""
     if isinstance(compressor, GaussianSketch):
         blocks = -(-study.numel // compressor.block_size)
         note = f"{blocks} blocks, each with a sketch of its own" if blocks > 1 else ""
-    return Method(name, {"ratio": ratio, "K": local_steps}, run, SAFL_START, note=note)
+    plan = replace(study.plan, local_steps=local_steps)
+    labels = {"ratio": ratio, "K": local_steps}
+    return simulated_method(name, labels, study.tasks, plan, make, SAFL_START, note=note)
 
 
 def _peer(study: Study, name: str, ratio: float | None, budget: float) -> Method:
-    peer: Peer = PEERS[name]
     given = Given(study.numel, study.clients, study.plan.rounds, budget, study.weight_decay)
-    make: Make
-    note, make = peer.fit(given)
+    fitted, start = PEERS[name].fit(given), PEERS[name].start
     plan = replace(study.plan, local_steps=1)
-
-    def run(settings: Settings, seed: int, advance: Advance) -> list[Point]:
-        build = build_peer(make, settings["lr"], seed)
-        return train(study.tasks[seed], build, plan, seed, advance)
-
-    return Method(name, {"ratio": ratio, "K": 1}, run, peer.start, note=note)
+    labels = {"ratio": ratio, "K": 1}
+    return simulated_method(name, labels, study.tasks, plan, fitted.make, start, note=fitted.note)

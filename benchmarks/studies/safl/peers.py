@@ -1,23 +1,24 @@
 """The methods that SAFL is compared with, each at the settings that a budget of bytes allows.
 
 All of them take one step per round, on a model whose parameters are one vector
-(:class:`~benchmarks.studies.flat.FlatModel`).
+(:class:`~comm_hooks.launchers.lab.simulated.FlatModel`).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.studies.safl.budget import all_reduced, nearest, sharded
-from benchmarks.studies.safl.sketched import BETAS
-from benchmarks.studies.training import Build, Client, NamedParameters
+from comm_hooks.checks import Collective
+
+from benchmarks.studies.safl.budget import BETAS, all_reduced, nearest, sharded
 from comm_hooks.collectives import Transport
 from comm_hooks.compressors import Cocktail, Compressor, CountSketch, RandomK, Sign, TopK
 from comm_hooks.exchange import Exchange
+from comm_hooks.launchers.lab.outcomes import Settings
+from comm_hooks.launchers.lab.simulated import Client, NamedParameters
 from comm_hooks.memory import Differences, ErrorFeedback
 from comm_hooks.optim.cd_adam import CDAdam
 from comm_hooks.optim.cocktail_sgd import CocktailSGD
-from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.fetch_sgd import FetchSGD
 from comm_hooks.optim.marina import Marina
 from comm_hooks.optim.one_bit_adam import OneBitAdam
@@ -52,8 +53,34 @@ class Given:
     weight_decay: float
 
 
-Make = Callable[[NamedParameters, Transport, float, int], ExchangingOptimizer]
-"""(parameters, transport, learning rate, seed) -> optimizer"""
+@dataclass(frozen=True)
+class Fitted:
+    """A peer with the settings that come nearest to a budget.
+
+    Args:
+        note: these settings, for people.
+        kind: the optimizer.
+        compressor: of its exchange.
+        memory: of its exchange: the class, or None.
+        collective: by which it exchanges.
+        options: of the optimizer.
+    """
+
+    note: str
+    kind: Callable[..., Any]
+    compressor: Compressor
+    memory: Callable[[], Any] | None = None
+    collective: Collective = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(
+        self, parameters: NamedParameters, transport: Transport, settings: Settings, seed: int
+    ) -> Client:
+        """Return a client."""
+        memory = self.memory() if self.memory else None
+        exchange = Exchange(self.compressor, memory, self.collective, seed, transport=transport)
+        optimizer = self.kind(parameters, exchange, lr=settings["lr"], **self.options)
+        return Client(optimizer, exchange, optimizer)
 
 
 @dataclass(frozen=True)
@@ -62,55 +89,46 @@ class Peer:
 
     Args:
         start: the first learning rate tried.
-        fit: the settings that come nearest to a budget, for people, and what makes the optimizer.
+        fit: fits it.
         matches: whether its bytes can be chosen at all.
     """
 
     start: float
-    fit: Callable[[Given], tuple[str, Make]]
+    fit: Callable[[Given], Fitted]
     matches: bool = True
 
 
-def build_peer(make: Make, lr: float, seed: int) -> Build:
-    """Return what makes a client of a peer."""
-
-    def build(parameters: NamedParameters, transport: Transport) -> Client:
-        optimizer = make(parameters, transport, lr, seed)
-        return Client(optimizer, optimizer.exchange, optimizer)
-
-    return build
+def _decay(given: Given) -> dict[str, Any]:
+    return {"weight_decay": given.weight_decay}
 
 
-def _fetch_sgd(given: Given) -> tuple[str, Make]:
-    def sketch(fraction: float) -> CountSketch:
-        return CountSketch(fraction / ROWS)
+def _adam(given: Given) -> dict[str, Any]:
+    return {"betas": BETAS, **_decay(given)}
 
+
+def _fetch_sgd(given: Given) -> Fitted:
     def cost(fraction: float) -> float:
-        payload = ROWS * sketch(fraction).payload_nbytes(given.numel)
+        payload = ROWS * CountSketch(fraction / ROWS).payload_nbytes(given.numel)
         return all_reduced(payload, given.ranks)
 
     fraction = nearest(cost, given.budget)
     # As many elements as a row has cells: more cannot be told apart.
     density = min(1.0, fraction / ROWS)
-
-    def make(
-        parameters: NamedParameters, transport: Transport, lr: float, seed: int
-    ) -> ExchangingOptimizer:
-        return FetchSGD(
-            parameters,
-            Exchange(sketch(fraction), seed=seed, transport=transport),
-            lr=lr,
-            momentum=MOMENTUM,
-            density=density,
-            rows=ROWS,
-            masking=True,
-            weight_decay=given.weight_decay,
-        )
-
-    return f"{ROWS} rows, top {density:.1e}, masking", make
+    return Fitted(
+        f"{ROWS} rows, top {density:.1e}, masking",
+        FetchSGD,
+        CountSketch(fraction / ROWS),
+        options={
+            **_decay(given),
+            "momentum": MOMENTUM,
+            "density": density,
+            "rows": ROWS,
+            "masking": True,
+        },
+    )
 
 
-def _marina(given: Given) -> tuple[str, Make]:
+def _marina(given: Given) -> Fitted:
     full = all_reduced(4 * given.numel, given.ranks)
     share = given.budget / full
     # The first round is exact.  What it leaves of the budget is spent on both kinds of rounds
@@ -122,89 +140,38 @@ def _marina(given: Given) -> tuple[str, Make]:
         lambda d: all_reduced(RandomK(d).payload_nbytes(given.numel), given.ranks) / full,
         (left - p) / (1 - p),
     )
-
-    def make(
-        parameters: NamedParameters, transport: Transport, lr: float, seed: int
-    ) -> ExchangingOptimizer:
-        exchange = Exchange(RandomK(density), seed=seed, transport=transport)
-        return Marina(parameters, exchange, lr=lr, p=p, weight_decay=given.weight_decay)
-
-    return f"p {p:.1e}, rand-k {density:.1e}; the first round exact", make
+    note = f"p {p:.1e}, rand-k {density:.1e}; the first round exact"
+    return Fitted(note, Marina, RandomK(density), options={"p": p, **_decay(given)})
 
 
-def _cocktail(given: Given) -> tuple[str, Make]:
-    def cost_of_mask(mask: float) -> float:
-        return sharded(Cocktail(mask, block_size=_BLOCK), given.numel, given.ranks)
+def _cocktail(given: Given) -> Fitted:
+    def fitted(make: Callable[[float], Cocktail]) -> Cocktail:
+        return make(nearest(lambda x: sharded(make(x), given.numel, given.ranks), given.budget))
 
-    def cost_of_density(density: float) -> float:
-        return sharded(Cocktail(1.0, density, block_size=_BLOCK), given.numel, given.ranks)
-
-    compressor = Cocktail(nearest(cost_of_mask, given.budget), block_size=_BLOCK)
+    compressor = fitted(lambda mask: Cocktail(mask, block_size=_BLOCK))
     if compressor.mask > 0.999:
-        compressor = Cocktail(1.0, nearest(cost_of_density, given.budget), block_size=_BLOCK)
-
-    def make(
-        parameters: NamedParameters, transport: Transport, lr: float, seed: int
-    ) -> ExchangingOptimizer:
-        return CocktailSGD(
-            parameters,
-            _sharded(compressor, ErrorFeedback(), seed, transport),
-            lr=lr,
-            momentum=MOMENTUM,
-            weight_decay=given.weight_decay,
-        )
-
-    return f"mask {compressor.mask:.1e}, top {compressor.density:.2g} of it, 4 bits", make
+        compressor = fitted(lambda density: Cocktail(1.0, density, block_size=_BLOCK))
+    note = f"mask {compressor.mask:.1e}, top {compressor.density:.2g} of it, 4 bits"
+    options = {"momentum": MOMENTUM, **_decay(given)}
+    return Fitted(note, CocktailSGD, compressor, ErrorFeedback, "sharded", options)
 
 
-def _cd_adam(given: Given) -> tuple[str, Make]:
-    def cost(density: float) -> float:
-        return sharded(TopK(density, _BLOCK), given.numel, given.ranks)
-
-    compressor = TopK(nearest(cost, given.budget), _BLOCK)
-    return f"top {compressor.density:.1e}, 16 bits", _make_cd_adam(compressor, given)
+def _cd_adam(given: Given) -> Fitted:
+    density = nearest(lambda d: sharded(TopK(d, _BLOCK), given.numel, given.ranks), given.budget)
+    note = f"top {density:.1e}, 16 bits"
+    return Fitted(note, CDAdam, TopK(density, _BLOCK), Differences, "sharded", _adam(given))
 
 
-def _cd_adam_of_signs(given: Given) -> tuple[str, Make]:
-    return "signs: its own bytes", _make_cd_adam(Sign(), given)
+def _cd_adam_of_signs(given: Given) -> Fitted:
+    note = "signs: its own bytes"
+    return Fitted(note, CDAdam, Sign(), Differences, "sharded", _adam(given))
 
 
-def _make_cd_adam(compressor: Compressor, given: Given) -> Make:
-    def make(
-        parameters: NamedParameters, transport: Transport, lr: float, seed: int
-    ) -> ExchangingOptimizer:
-        return CDAdam(
-            parameters,
-            _sharded(compressor, Differences(), seed, transport),
-            lr=lr,
-            betas=BETAS,
-            weight_decay=given.weight_decay,
-        )
-
-    return make
-
-
-def _one_bit_adam(given: Given) -> tuple[str, Make]:
+def _one_bit_adam(given: Given) -> Fitted:
     freeze_step = max(1, round(WARM_UP * given.rounds))
-
-    def make(
-        parameters: NamedParameters, transport: Transport, lr: float, seed: int
-    ) -> ExchangingOptimizer:
-        return OneBitAdam(
-            parameters,
-            _sharded(Sign(), ErrorFeedback(), seed, transport),
-            lr=lr,
-            betas=BETAS,
-            weight_decay=given.weight_decay,
-            freeze_step=freeze_step,
-            total_steps=given.rounds,
-        )
-
-    return f"exact for {freeze_step} rounds, then signs: its own bytes", make
-
-
-def _sharded(compressor: Compressor, memory: Any, seed: int, transport: Transport) -> Exchange:
-    return Exchange(compressor, memory, "sharded", seed, transport=transport)
+    note = f"exact for {freeze_step} rounds, then signs: its own bytes"
+    frozen = {"freeze_step": freeze_step, "total_steps": given.rounds}
+    return Fitted(note, OneBitAdam, Sign(), ErrorFeedback, "sharded", {**_adam(given), **frozen})
 
 
 PEERS = {

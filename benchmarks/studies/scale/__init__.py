@@ -7,6 +7,6 @@ step times of large models on up to 4096 ranks as the cost model predicts them::
     python -m benchmarks.studies.scale --quick
     python -m benchmarks.studies.scale --only predicted
 
-``methods`` says what is compared, ``training`` how ranks are simulated, ``predicted`` what the
-predictions rest on, and ``figures`` is what people read.
+``methods`` says what is compared, ``training`` how ranks are simulated, and ``predicted`` what the
+predictions rest on.
 """

@@ -9,24 +9,24 @@ Runs the library's requests over gloo between network namespaces, and compares w
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.studies.cli import parse_numbers
+from benchmarks.studies.cli import Option
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.launchers.advise.cost_model import Collective
 from comm_hooks.launchers.advise.links import measure_links, network_of
 from comm_hooks.launchers.advise.ranks import joined
 from comm_hooks.launchers.advise.rehearsal import slowest
-from comm_hooks.launchers.netns.bed import Bed
+from comm_hooks.launchers.lab.processes import lines_from_bed
 from comm_hooks.launchers.netns.links import NetnsError
 from comm_hooks.launchers.place import find_place
 
+MODULE = "benchmarks.studies.scale.collectives"
 _REPEAT = 7
 _TIMEOUT_SECONDS = 600.0
 _SECONDS = (0.02, 0.3)
@@ -42,12 +42,13 @@ def measure(
 ) -> None:
     """Print a table. Exit codes: 0, 2 for bad input, 77 where there can be no bed."""
     try:
-        counts = parse_numbers("--ranks", ranks, int)
+        counts = Option("", ranks, each=int, least=2).read("ranks", ranks, False)
         print("| ranks | link | collective | sent, kB | ms | efficiency | predicted |")
         print("|---|---|---|---|---|---|---|", flush=True)
         for count in counts:
             for rate in rates.split(","):
-                _measure_in_bed(count, rate)
+                for line in lines_from_bed(count, rate, MODULE, rate):
+                    print(line, flush=True)
     except ValueError as error:
         typer.echo(f"collectives: {error}", err=True)
         raise typer.Exit(2) from None
@@ -99,15 +100,6 @@ def _times(transport: TorchDistributed, request: AllReduce | AllGather | AllToAl
         transport.perform(request)
         times.append(slowest(time.perf_counter() - started))
     return times
-
-
-def _measure_in_bed(ranks: int, rate: str) -> None:
-    command = [sys.executable, "-m", "benchmarks.studies.scale.collectives", "worker", rate]
-    with Bed(ranks, rate=rate) as bed:
-        root = Path(__file__).parents[3]
-        workers = [bed.start(rank, command, cwd=root) for rank in range(ranks)]
-        if any(bed.wait(workers, timeout=_TIMEOUT_SECONDS)):
-            raise NetnsError(f"a rank failed at {rate}")
 
 
 if __name__ == "__main__":

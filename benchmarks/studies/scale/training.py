@@ -3,7 +3,6 @@
 import math
 import statistics
 import time
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from benchmarks.studies.runs import Advance
 from benchmarks.studies.scale.methods import Method
-from benchmarks.studies.tasks import Task, build_task
-from benchmarks.studies.training import batch_generator, cosine, known_warnings_ignored, new_model
 from comm_hooks.collectives import Simulated
+from comm_hooks.launchers.lab.outcomes import Advance
+from comm_hooks.launchers.lab.simulated import (
+    batch_generator,
+    cosine,
+    known_warnings_ignored,
+    new_model,
+)
+from comm_hooks.launchers.lab.tasks import Task, build_task
 
 _JUDGED_AT_ONCE = 64  # models
 
@@ -86,7 +90,7 @@ def train(
         for rank, shard in enumerate(task.clients)
     ]
     model = new_model(task, seed, "cpu")
-    world = _Together(model, method, ranks, seed) if method.exchanges else _Apart(model, ranks)
+    world = _World(model, method, ranks, seed)
     momentum = torch.zeros_like(world.parameters)
     drift = _Drift()
     for step in range(setup.steps):
@@ -119,43 +123,49 @@ def train(
     )
 
 
-class _World(ABC):
-    """N ranks' parameters: one flat vector, or one for each of them."""
+class _World:
+    """N ranks' parameters: one flat vector where they exchange, else one for each of them."""
 
-    parameters: Tensor
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, method: Method, ranks: int, seed: int) -> None:
         named = dict(model.named_parameters())
         self._model = model
         self._shapes = {name: p.shape for name, p in named.items()}
-        self._initial = torch.cat([p.detach().flatten() for p in named.values()])
+        initial = torch.cat([p.detach().flatten() for p in named.values()])
+        self._world = Simulated(ranks, decode_once=True)
+        self._exchanges = [
+            method.exchange(transport, seed) for transport in self._world if method.exchanges
+        ]
+        self.parameters = initial if method.exchanges else initial.repeat(ranks, 1)
 
-    @abstractmethod
     def gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return every rank's gradient, (N, d), of its batch: (N, samples, ...) each."""
+        of_ranks = vmap(grad(self._loss), in_dims=(None if self._exchanges else 0, 0, 0))
+        gradients: Tensor = of_ranks(self.parameters, inputs, targets)
+        return gradients
 
-    @abstractmethod
     def exchange(self, gradients: Tensor) -> Tensor:
         """Return what parameters of this world's shape are to follow.  May overwrite its input."""
+        if not self._exchanges:
+            return gradients
+        # A parameter of one dimension would not be compressed.
+        rounds = [
+            exchange.round({"model": gradient[None]})
+            for exchange, gradient in zip(self._exchanges, gradients, strict=True)
+        ]
+        with known_warnings_ignored():
+            self._world.run(rounds)
+        return gradients[0]
 
-    @abstractmethod
-    def judge(self, task: Task) -> tuple[float, float]:
-        """Return the loss and the share of errors on held-out data, means over ranks."""
-
-    @abstractmethod
     def traffic(self) -> tuple[int, int]:
         """Return the bytes that one rank has sent, and received."""
+        if not self._exchanges:
+            return 0, 0
+        stats = self._exchanges[0].stats()
+        return int(stats["bytes_sent"]), int(stats["bytes_received"])
 
-    def _logits(self, flat: Tensor, inputs: Tensor) -> Tensor:
-        pieces = flat.split([shape.numel() for shape in self._shapes.values()])
-        named = {n: p.view(s) for (n, s), p in zip(self._shapes.items(), pieces, strict=True)}
-        logits: Tensor = functional_call(self._model, named, (inputs,))
-        return logits
-
-    def _loss(self, flat: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self._logits(flat, inputs), targets)
-
-    def _judge(self, models: Tensor, task: Task) -> tuple[float, float]:
+    def judge(self, task: Task) -> tuple[float, float]:
+        """Return the loss and the share of errors on held-out data, means over ranks."""
+        models = self.parameters[None] if self._exchanges else self.parameters
         inputs, targets = next(task.held_out.in_order(len(task.held_out)))
         losses, errors = [], []
         for some in models.split(_JUDGED_AT_ONCE):
@@ -166,58 +176,14 @@ class _World(ABC):
         count = len(models)
         return float(torch.stack(losses).sum() / count), float(torch.stack(errors).sum() / count)
 
+    def _logits(self, flat: Tensor, inputs: Tensor) -> Tensor:
+        pieces = flat.split([shape.numel() for shape in self._shapes.values()])
+        named = {n: p.view(s) for (n, s), p in zip(self._shapes.items(), pieces, strict=True)}
+        logits: Tensor = functional_call(self._model, named, (inputs,))
+        return logits
 
-class _Together(_World):
-    """Ranks that exchange gradients in every step, and so have the same parameters."""
-
-    def __init__(self, model: nn.Module, method: Method, ranks: int, seed: int) -> None:
-        super().__init__(model)
-        self.parameters = self._initial.clone()
-        self._world = Simulated(ranks, decode_once=True)
-        self._exchanges = [method.exchange(transport, seed) for transport in self._world]
-
-    def gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        of_ranks = vmap(grad(self._loss), in_dims=(None, 0, 0))
-        gradients: Tensor = of_ranks(self.parameters, inputs, targets)
-        return gradients
-
-    def exchange(self, gradients: Tensor) -> Tensor:
-        # A parameter of one dimension would not be compressed.
-        rounds = [
-            exchange.round({"model": gradient[None]})
-            for exchange, gradient in zip(self._exchanges, gradients, strict=True)
-        ]
-        with known_warnings_ignored():
-            self._world.run(rounds)
-        return gradients[0]
-
-    def judge(self, task: Task) -> tuple[float, float]:
-        return self._judge(self.parameters[None], task)
-
-    def traffic(self) -> tuple[int, int]:
-        stats = self._exchanges[0].stats()
-        return int(stats["bytes_sent"]), int(stats["bytes_received"])
-
-
-class _Apart(_World):
-    """Ranks that start alike and then go their own ways."""
-
-    def __init__(self, model: nn.Module, ranks: int) -> None:
-        super().__init__(model)
-        self.parameters = self._initial.repeat(ranks, 1)
-
-    def gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        gradients: Tensor = vmap(grad(self._loss))(self.parameters, inputs, targets)
-        return gradients
-
-    def exchange(self, gradients: Tensor) -> Tensor:
-        return gradients
-
-    def judge(self, task: Task) -> tuple[float, float]:
-        return self._judge(self.parameters, task)
-
-    def traffic(self) -> tuple[int, int]:
-        return 0, 0
+    def _loss(self, flat: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self._logits(flat, inputs), targets)
 
 
 class _Drift:
@@ -225,20 +191,18 @@ class _Drift:
 
     def __init__(self) -> None:
         self.rounds: list[float] = []
-        self._arrived: Tensor | float = 0.0
-        self._exact: Tensor | float = 0.0
+        self._sums: tuple[Tensor, Tensor] | None = None  # of what arrived, and of what is exact
 
     def add(self, arrived: Tensor, exact: Tensor) -> None:
         """Take in one round."""
         self.rounds.append(_relative(arrived, exact))
-        self._arrived = self._arrived + arrived
-        self._exact = self._exact + exact
+        before = self._sums or (torch.zeros_like(arrived), torch.zeros_like(exact))
+        self._sums = before[0] + arrived, before[1] + exact
 
     def lasting(self) -> float:
         """Return the relative error of the sums over all rounds."""
-        assert isinstance(self._arrived, Tensor)
-        assert isinstance(self._exact, Tensor)
-        return _relative(self._arrived, self._exact)
+        assert self._sums
+        return _relative(*self._sums)
 
 
 def _relative(arrived: Tensor, exact: Tensor) -> float:

@@ -23,9 +23,9 @@ from comm_hooks.launchers.advise.losses import LossCost, loss_cost, measured
 from comm_hooks.launchers.advise.rehearsal import Rehearsals
 from comm_hooks.launchers.advise.snippets import json_line, python_line
 from comm_hooks.launchers.advise.step import Step
-from comm_hooks.launchers.compare import crossings
-from comm_hooks.launchers.compare.methods import parse_method, parse_methods
-from comm_hooks.launchers.compare.optimizers import OPTIMIZERS
+from comm_hooks.launchers.lab import crossings
+from comm_hooks.launchers.lab.methods import parse_method, parse_methods
+from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
 
 README = Path(__file__).parents[3] / "README.md"
 STEP = Step.of_numel(1 << 18, 10.0)

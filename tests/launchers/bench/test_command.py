@@ -7,9 +7,10 @@ from typer.testing import CliRunner
 
 from comm_hooks.launchers.bench import command
 from comm_hooks.launchers.bench.results import Result
-from comm_hooks.launchers.compare.methods import Method
-from comm_hooks.launchers.compare.runs import Figures, Run, Settings
+from comm_hooks.launchers.lab.methods import Method
+from comm_hooks.launchers.lab.runs import Figures, Run, Settings
 from comm_hooks.launchers.main import app
+from tests.refusing import refusal
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks/results/bench"
 
@@ -43,12 +44,7 @@ def _nothing_may_be_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     ],
 )
 def test_a_bad_option_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["bench", *arguments])
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("comm-hooks bench: ")
-    assert message in result.stderr
+    assert message in refusal(app, "comm-hooks bench", "bench", *arguments)
     assert not list(tmp_path.iterdir())
 
 
@@ -65,7 +61,7 @@ def test_where_there_can_be_no_network_it_skips(monkeypatch: pytest.MonkeyPatch)
 def test_an_interruption_keeps_what_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_method(method: Method, settings: Settings, *rest: object) -> Result:
+    def run_method(method: Method, settings: Settings, *rest: object, timeout: float) -> Result:
         if method.spec == "none":
             raise KeyboardInterrupt
         figures = Figures(2.5, 0.0, 1.0, 4.0, 4.0, 8, 8)

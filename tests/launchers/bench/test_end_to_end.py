@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from comm_hooks.launchers.bench import launch, worker
-from comm_hooks.launchers.compare import options
-from comm_hooks.launchers.compare.model import GPTConfig
+from comm_hooks.launchers.bench import worker
+from comm_hooks.launchers.lab import options, processes
+from comm_hooks.launchers.lab.model import GPTConfig
 from comm_hooks.launchers.main import app
 from comm_hooks.launchers.netns import why_not
 
@@ -42,7 +42,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         small = GPTConfig(layers=2, width=64, heads=2, context=16)
         patch.setattr(options, "_QUICK_MODEL", small)
         # The network tells the ranks all that torchrun would; tests of the launch have torchrun.
-        patch.setattr(launch, "_TORCHRUN", (sys.executable,))
+        patch.setattr(processes, "TORCHRUN", (sys.executable,))
         result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
     assert result.exit_code == 1, result.output
     return folder / "out", result.stdout

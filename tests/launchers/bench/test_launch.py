@@ -10,12 +10,12 @@ import pytest
 
 from comm_hooks.launchers.bench import launch
 from comm_hooks.launchers.bench.results import Result
-from comm_hooks.launchers.compare.events import Event
-from comm_hooks.launchers.compare.methods import parse_method
-from comm_hooks.launchers.compare.model import GPTConfig
-from comm_hooks.launchers.compare.runs import Settings
+from comm_hooks.launchers.lab.events import Event
+from comm_hooks.launchers.lab.methods import parse_method
+from comm_hooks.launchers.lab.model import GPTConfig
+from comm_hooks.launchers.lab.runs import Settings
 from comm_hooks.launchers.netns import why_not
-from tests.launchers.test_launch import is_running
+from tests.launchers.lab.test_processes import is_running
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or ""),
@@ -31,7 +31,9 @@ def run(tmp_path: Path, timeout: float, watch: Callable[[Event], None]) -> Resul
     corpus = tmp_path / "corpus"
     corpus.write_bytes(bytes(range(32, 127)) * 10)
     method, rates = parse_method("sign"), ["none", "10mbit"]
-    return launch.run_method(method, SETTINGS, rates, 2, corpus, tmp_path / "0.log", timeout, watch)
+    return launch.run_method(
+        method, SETTINGS, rates, 2, corpus, tmp_path / "0.log", watch, timeout=timeout
+    )
 
 
 def test_a_rank_that_is_killed_between_two_rates_is_named(tmp_path: Path) -> None:
@@ -69,7 +71,7 @@ def test_a_rank_that_is_killed_between_two_rates_is_named(tmp_path: Path) -> Non
 def test_ranks_that_say_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, failure: str
 ) -> None:
-    monkeypatch.setattr(launch, "_TORCHRUN", (sys.executable, "-c", script))
+    monkeypatch.setattr(launch.processes, "TORCHRUN", (sys.executable, "-c", script))
     timeout = 0.5 if "hung" in failure else 60
     result = run(tmp_path, timeout, lambda event: None)
     assert result.run.failure == failure

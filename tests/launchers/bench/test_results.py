@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from comm_hooks.launchers.bench.plots import write_plots
 from comm_hooks.launchers.bench.results import (
+    Bench,
     Block,
     Candidate,
     Result,
@@ -19,8 +20,8 @@ from comm_hooks.launchers.bench.results import (
     write_results,
 )
 from comm_hooks.launchers.bench.table import make_notes, rows_of, write_markdown
-from comm_hooks.launchers.compare.plain import rebuild
-from comm_hooks.launchers.compare.runs import Figures, Point, Run, Settings
+from comm_hooks.launchers.lab.plain import rebuild
+from comm_hooks.launchers.lab.runs import Figures, Point, Run, Settings
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks/results"
 RATES = ["none", "1gbit", "10mbit"]
@@ -114,7 +115,7 @@ def test_everything_is_in_the_files(tmp_path: Path) -> None:
     results = [result("sign", 230.0), result("topk", 240.0, reached=1)]
     results.append(Result(Run("bf16", "", Settings(), failure="diverged")))
     facts = {"Machine": "two cores", "Command": "comm-hooks bench"}
-    write_results(results, RATES, Settings(), facts, tmp_path / "results.json")
+    write_results(Bench(results, RATES, Settings(), facts), tmp_path / "results.json")
     whole = json.loads((tmp_path / "results.json").read_text())
     assert whole["facts"] == facts
     assert whole["links_bits_per_second"] == dict.fromkeys(RATES, 1e10)
@@ -135,7 +136,7 @@ def test_everything_is_in_the_files(tmp_path: Path) -> None:
 
     plots = write_plots(results, RATES, tmp_path)
     assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
-    write_markdown(results, RATES, facts, plots, tmp_path / "results.md")
+    write_markdown(Bench(results, RATES, Settings(), facts), plots, tmp_path / "results.md")
     page = (tmp_path / "results.md").read_text()
     assert "| `topk` | 2.500 | 1 kB | 1.07 kB | 240 (1.20) | - | - |" in page
     assert all(f"({plot.name})" in page for plot in plots)
@@ -146,5 +147,5 @@ def test_everything_is_in_the_files(tmp_path: Path) -> None:
 def test_published_pages_are_made_of_their_records(folder: Path, tmp_path: Path) -> None:
     bench = read_results(folder / "results.json")
     plots = [Path(f"{name}.png") for name in ("step-time", "loss-vs-bytes", "loss-vs-time")]
-    write_markdown(bench.results, bench.rates, bench.facts, plots, tmp_path / "results.md")
+    write_markdown(bench, plots, tmp_path / "results.md")
     assert (tmp_path / "results.md").read_text() == (folder / "results.md").read_text()

@@ -5,7 +5,7 @@ import pytest
 from comm_hooks.launchers.bench.results import Block, Candidate, Result, Timing
 from comm_hooks.launchers.bench.table import wait_rows_of
 from comm_hooks.launchers.bench.waits import halfway_loss, steps_until
-from comm_hooks.launchers.compare.runs import Figures, Point, Run, Settings
+from comm_hooks.launchers.lab.runs import Figures, Point, Run, Settings
 
 
 def curve(*losses: float) -> list[Point]:

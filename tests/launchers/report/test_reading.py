@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 
 from comm_hooks import Exchange, TopK
 from comm_hooks.frameworks.watch import StatsLogger
-from comm_hooks.launchers.compare.runs import Run
+from comm_hooks.launchers.lab.runs import Run
 from comm_hooks.launchers.main import app
 from comm_hooks.launchers.report.logs import Log
 from comm_hooks.launchers.report.reading import read_runs
-from tests.launchers.test_report import BASELINE, CONTROL, FAILED, GOOD
+from tests.launchers.report.test_report import BASELINE, CONTROL, FAILED, GOOD
 from tests.ranks import Ranks
+from tests.refusing import refusal
 
 
 @pytest.fixture(autouse=True)
@@ -60,13 +61,9 @@ def test_the_page_is_written_where_it_is_asked_for() -> None:
 
 def complaint(*arguments: str) -> str:
     """Run ``report``, check that it refuses as it should, and return what it says."""
-    result = CliRunner().invoke(app, ["report", *arguments])
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("comm-hooks report: ")
+    said = refusal(app, "comm-hooks report", "report", *arguments)
     assert not Path("report.html").exists()
-    return result.stderr
+    return said
 
 
 @pytest.mark.parametrize(

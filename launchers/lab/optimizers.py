@@ -1,0 +1,298 @@
+"""The optimizers that can be compared, and how each gets at what other ranks have.
+
+To add one, add an entry to :data:`OPTIMIZERS`: a function that builds it, and the names of its
+options. One that owns the exchange says through which compressor it was published.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+from comm_hooks import Exchange
+from comm_hooks.launchers.lab.crossings import Options, Traffic
+from comm_hooks.launchers.lab.runs import Settings
+from comm_hooks.optim import (
+    DGC,
+    EF21,
+    SAFL,
+    Adam,
+    AMSGrad,
+    CDAdam,
+    CocktailSGD,
+    CompressedAdam,
+    DeMo,
+    DiLoCo,
+    FedAMS,
+    FedAvg,
+    FedLAMB,
+    FetchSGD,
+    LocalRounds,
+    LocalVarianceAdam,
+    Marina,
+    MicroAdam,
+    OneBitAdam,
+    SparseLoCo,
+    ZeroOneAdam,
+)
+
+Kind = type[bool] | type[int] | type[float]
+"""What an option's value may be: a truth value, or a positive number."""
+Named = Iterable[tuple[str, nn.Parameter]]
+Build = Callable[[Named, Any, Settings, Options], Any]
+
+
+class Trainer(NamedTuple):
+    """A model ready to train: what a step needs, and what tells the bytes it moved."""
+
+    ddp: DistributedDataParallel
+    optimizer: Any  # an Optimizer, whose step() is not annotated for closures that return tensors
+    traffic: Traffic
+
+    @property
+    def scheduled(self) -> Optimizer:
+        """The optimizer whose learning rate is warmed up."""
+        if isinstance(self.optimizer, SAFL):
+            return self.optimizer.server  # the adaptive one of the two
+        return self.optimizer
+
+    def shared_model(self) -> AbstractContextManager[None]:
+        """Show, for a while, the model that is to be judged: the server's where there is one."""
+        if isinstance(self.optimizer, LocalRounds):
+            return self.optimizer.server_parameters()
+        return contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """Exchange what has not been yet, so that what was trained is what is judged."""
+        if isinstance(self.optimizer, LocalRounds | ZeroOneAdam):
+            self.optimizer.synchronize()
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """One optimizer, and how it gets at the gradients of other ranks."""
+
+    build: Build
+    options: Mapping[str, Kind]
+    note: str = ""
+    crossing: str = ""
+    """The compressor it exchanges through unless told otherwise; empty: gradients cross before."""
+    crossing_options: Options = field(default_factory=dict)
+    """Of that compressor."""
+    needs: Options = field(default_factory=dict)
+    """Of the exchange, whatever the compressor."""
+
+
+def _adam_like(settings: Settings, options: Options) -> Options:
+    return {
+        "lr": settings.learning_rate,
+        "betas": settings.betas,
+        "weight_decay": settings.weight_decay,
+        **options,
+    }
+
+
+def _build_adamw(named: Named, exchange: None, settings: Settings, options: Options) -> Optimizer:
+    # fused: a sixth of the step's time on a CPU
+    return AdamW(named, fused=True, **_adam_like(settings, options))
+
+
+def _server(kind: type[Optimizer]) -> OptimizerEntry:
+    def build(named: Named, exchange: None, settings: Settings, options: Options) -> Optimizer:
+        return kind(named, **_adam_like(settings, options))
+
+    return OptimizerEntry(build, {"lr": float, "bias_correction": bool})
+
+
+def _adaptive(kind: type[Any], **defaults: Any) -> Build:
+    """Build an optimizer with the settings of AdamW."""
+
+    def build(named: Named, exchange: Exchange, settings: Settings, options: Options) -> Any:
+        return kind(named, exchange, **_adam_like(settings, {**defaults, **options}))
+
+    return build
+
+
+def _plain(kind: type[Any], **defaults: Any) -> Build:
+    """Build an optimizer of the SGD family, whose learning rate is another."""
+
+    def build(named: Named, exchange: Exchange, settings: Settings, options: Options) -> Any:
+        return kind(named, exchange, **{**defaults, **options})
+
+    return build
+
+
+def _freezing(kind: type[Any]) -> Build:
+    def build(named: Named, exchange: Exchange, settings: Settings, options: Options) -> Any:
+        frozen = {"freeze_step": settings.warmup, "total_steps": settings.steps}
+        return kind(named, exchange, **_adam_like(settings, {**frozen, **options}))
+
+    return build
+
+
+def _build_zero_one_adam(
+    named: Named, exchange: Exchange, settings: Settings, options: Options
+) -> ZeroOneAdam:
+    frozen = {"var_freeze_step": max(1, settings.steps // 2)}
+    return ZeroOneAdam(named, exchange, **_adam_like(settings, {**frozen, **options}))
+
+
+def _build_safl(named: Named, exchange: Exchange, settings: Settings, options: Options) -> SAFL:
+    defaults = {"local_steps": 1, "local_lr": 0.1, "amsgrad": False}
+    return SAFL(named, exchange, **_adam_like(settings, {**defaults, **options}))
+
+
+def _build_local_adamw(
+    named: Named, exchange: Exchange, settings: Settings, options: Options
+) -> LocalRounds:
+    options = {"local_steps": 8, "fragments": 1, "outer_lr": 1.0, **options}
+    members = list(named)
+    inner = AdamW(
+        members,
+        lr=options.get("lr", settings.learning_rate),
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    return LocalRounds(
+        inner,
+        exchange,
+        SGD(members, lr=options["outer_lr"], momentum=options.get("outer_momentum", 0.0)),
+        local_steps=options["local_steps"],
+        fragments=options["fragments"],
+    )
+
+
+_ADAM: Mapping[str, Kind] = {"lr": float}
+_FREEZE: Mapping[str, Kind] = {"lr": float, "freeze_step": int}
+_ROUNDS: Mapping[str, Kind] = {"lr": float, "local_steps": int}
+_DIFFERENCES = {"memory": "differences"}
+
+OPTIMIZERS: Mapping[str, OptimizerEntry] = {
+    "adamw": OptimizerEntry(_build_adamw, _ADAM),
+    "adam": _server(Adam),
+    "amsgrad": _server(AMSGrad),
+    "local_variance_adam": OptimizerEntry(
+        _adaptive(LocalVarianceAdam),
+        _ADAM,
+        note="normalizes on each rank before it exchanges",
+        crossing="topk",
+        crossing_options={
+            "density": 1 / 112,
+            "value_bits": 1,
+            "index_code": "rice",
+            "exempt_bits": 16,
+        },
+    ),
+    "local_adamw": OptimizerEntry(
+        _build_local_adamw,
+        {**_ROUNDS, "fragments": int, "outer_lr": float, "outer_momentum": float},
+        note="LocalRounds: local AdamW, compressed deltas",
+        crossing="topk",
+        crossing_options={
+            "density": 1 / 16,
+            "value_bits": 1,
+            "index_code": "rice",
+            "exempt_bits": 16,
+        },
+    ),
+    "compressed_adam": OptimizerEntry(
+        _freezing(CompressedAdam),
+        {**_FREEZE, "scaled": bool},
+        note="compresses the momentum, after a warm-up without compression",
+        crossing="topk",
+    ),
+    "one_bit_adam": OptimizerEntry(
+        _freezing(OneBitAdam), _FREEZE, crossing="sign", needs={"collective": "sharded"}
+    ),
+    "zero_one_adam": OptimizerEntry(
+        _build_zero_one_adam,
+        {
+            "lr": float,
+            "var_freeze_step": int,
+            "var_update_scaler": int,
+            "local_step_scaler": int,
+            "local_step_clipper": int,
+        },
+        crossing="sign",
+        needs={"collective": "sharded"},
+    ),
+    "cd_adam": OptimizerEntry(_adaptive(CDAdam), _ADAM, crossing="sign", needs=_DIFFERENCES),
+    "micro_adam": OptimizerEntry(
+        _adaptive(MicroAdam),
+        {"lr": float, "window": int},
+        crossing="topk",
+        crossing_options={"density": 0.01},
+        needs={"collective": "sharded", "memory_bits": 4},
+    ),
+    "fetch_sgd": OptimizerEntry(
+        _plain(FetchSGD, lr=0.05, density=0.01, rows=5, masking=True),
+        {"lr": float, "density": float, "rows": int, "momentum": float, "masking": bool},
+        crossing="count_sketch",
+        crossing_options={"ratio": 0.004},  # of each of the five rows
+    ),
+    "marina": OptimizerEntry(
+        _plain(Marina, lr=0.01, p=0.05), {"lr": float, "p": float}, crossing="perm_k"
+    ),
+    "ef21": OptimizerEntry(
+        _plain(EF21, lr=0.003, momentum=0.9),
+        {"lr": float, "momentum": float},
+        crossing="topk",
+        needs=_DIFFERENCES,
+    ),
+    "dgc": OptimizerEntry(
+        _plain(DGC, lr=0.03, clip_norm=1.0),
+        {"lr": float, "warmup_steps": int, "clip_norm": float},
+        crossing="topk",
+        needs={"memory": "momentum_correction"},
+    ),
+    "demo": OptimizerEntry(
+        _plain(DeMo, lr=1e-3),
+        {"lr": float},
+        crossing="dct_topk",
+        needs={"memory_decay": 0.999},
+    ),
+    "cocktail_sgd": OptimizerEntry(
+        _plain(CocktailSGD, lr=0.003, momentum=0.9),
+        {"lr": float, "momentum": float, "delayed": bool},
+        crossing="cocktail",
+        needs={"collective": "sharded"},
+    ),
+    "safl": OptimizerEntry(
+        _build_safl,
+        {**_ROUNDS, "local_lr": float, "amsgrad": bool},
+        note="sketched deltas of local SGD, Adam on the server",
+        crossing="count_sketch",
+    ),
+    "fed_avg": OptimizerEntry(
+        _plain(FedAvg, lr=0.03, local_steps=8),
+        {**_ROUNDS, "momentum": float, "server_lr": float, "server_momentum": float},
+        crossing="identity",
+    ),
+    # As published its first round has nothing but eps to divide by.
+    "fed_ams": OptimizerEntry(
+        _plain(FedAMS, bias_correction=True, bound="client", local_steps=8),
+        _ROUNDS,
+        crossing="identity",
+    ),
+    "fed_lamb": OptimizerEntry(
+        _plain(FedLAMB, lr=1e-2, local_steps=8), _ROUNDS, crossing="identity"
+    ),
+    "diloco": OptimizerEntry(
+        _adaptive(DiLoCo, local_steps=30),
+        {**_ROUNDS, "outer_lr": float, "outer_momentum": float, "fragments": int},
+        crossing="identity",
+    ),
+    "sparse_loco": OptimizerEntry(
+        _adaptive(SparseLoCo, local_steps=15),
+        {**_ROUNDS, "outer_lr": float},
+        crossing="topk",
+        crossing_options={"density": 1 / 32, "value_bits": 2, "exempt_bits": 16},
+        needs={"memory_decay": 0.95},
+    ),
+}

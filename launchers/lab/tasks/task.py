@@ -1,0 +1,162 @@
+"""What a study trains: a model, every client's own data, and data that no client has."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+Prepare = Callable[[Tensor, torch.Generator | None], Tensor]
+
+_EVAL_BATCH = 128
+
+
+def shuffled_epochs(count: int, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield batches of indices below ``count`` without end, one permutation after the other.
+
+    Every batch is full: one that begins at the end of an epoch is filled up from the next, so all
+    samples are seen equally often whatever the batch size.  A batch larger than ``count`` therefore
+    holds samples more than once.
+    """
+    waiting = torch.empty(0, dtype=torch.long)
+    while True:
+        while len(waiting) < batch_size:
+            waiting = torch.cat([waiting, torch.randperm(count, generator=generator)])
+        batch, waiting = waiting[:batch_size], waiting[batch_size:]
+        yield batch
+
+
+def _unchanged(inputs: Tensor, generator: torch.Generator | None) -> Tensor:
+    return inputs
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """Some samples of a data set: those of one client, or those held out.
+
+    Shards share the tensors of their data set; each only has its own indices.
+
+    Args:
+        inputs: of the whole data set, samples first.
+        targets: likewise: a class per sample, or a sequence of them.
+        indices: which samples belong to this shard.
+        prepare: what turns a batch of raw inputs into what the model takes.  It augments with what
+            it draws from its second argument, and does not where that is None.
+
+    Example::
+
+        >>> shard = Shard(torch.arange(10.0), torch.arange(10), indices=torch.tensor([2, 3, 5]))
+        >>> batches = shard.batches(3, torch.Generator().manual_seed(0))
+        >>> sorted(next(batches)[1].tolist()), sorted(next(batches)[1].tolist())
+        ([2, 3, 5], [2, 3, 5])
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    indices: Tensor
+    prepare: Prepare = _unchanged
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
+        """Yield shuffled batches without end; see :func:`shuffled_epochs`.
+
+        Args:
+            batch_size: samples in each batch.
+            generator: a CPU generator, the only source of order and of augmentation.
+
+        Raises:
+            ValueError: if ``batch_size`` is not positive, or the shard is empty.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if not len(self):
+            raise ValueError("a shard without samples has no batches")
+        return (
+            self._batch(self.indices[places], generator)
+            for places in shuffled_epochs(len(self), batch_size, generator)
+        )
+
+    def in_order(self, batch_size: int) -> Iterator[Batch]:
+        """Yield every sample once, not augmented; the last batch may be smaller."""
+        return (self._batch(indices, None) for indices in self.indices.split(batch_size))
+
+    def _batch(self, indices: Tensor, generator: torch.Generator | None) -> Batch:
+        return self.prepare(self.inputs[indices], generator), self.targets[indices]
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Something to learn, divided over clients.
+
+    The model maps a batch of inputs to logits, classes last.  Data stays on the CPU; each batch
+    goes to where the model's parameters are.
+
+    Args:
+        name: what :func:`~comm_hooks.launchers.lab.tasks.build_task` knows it by.
+        make_model: returns a new model whose weights follow from ``torch.manual_seed``.
+        clients: the training data.
+        held_out: what the model is judged on.
+        label_smoothing: of the training loss; from 0 up to, not including, 1.
+
+    Raises:
+        ValueError: for a ``label_smoothing`` out of range.
+
+    Example::
+
+        >>> from comm_hooks.launchers.lab.tasks import build_task
+        >>> task = build_task("digits", clients=5, seed=0)
+        >>> _ = torch.manual_seed(0)
+        >>> model = task.make_model()
+        >>> batches = task.clients[0].batches(32, torch.Generator().manual_seed(0))
+        >>> task.loss(model, next(batches)).backward()
+        >>> sorted(task.evaluate(model))
+        ['error', 'loss']
+    """
+
+    name: str
+    make_model: Callable[[], nn.Module]
+    clients: Sequence[Shard]
+    held_out: Shard
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(
+                f"{self.name}: label_smoothing must lie in [0, 1), got {self.label_smoothing!r}"
+            )
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean cross-entropy of a batch, in nats, with label smoothing."""
+        logits, targets = _predict(model, batch)
+        return F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return means over all held-out predictions; the model keeps its mode.
+
+        ``loss`` is the cross-entropy in nats, without label smoothing so that it compares between
+        tasks with and without; ``error`` is the share of predictions that are wrong, 0 to 1.
+        """
+        training = model.training
+        model.eval()
+        losses, wrong = [], []
+        count = 0
+        for batch in self.held_out.in_order(_EVAL_BATCH):
+            logits, targets = _predict(model, batch)
+            losses.append(F.cross_entropy(logits, targets, reduction="sum").double())
+            wrong.append(logits.argmax(1).ne(targets).sum())
+            count += len(targets)
+        model.train(training)
+        total_loss, total_wrong = torch.stack(losses).sum(), torch.stack(wrong).sum()
+        return {"loss": total_loss.item() / count, "error": total_wrong.item() / count}
+
+
+def _predict(model: nn.Module, batch: Batch) -> Batch:
+    """Return logits (predictions, classes) and targets (predictions,)."""
+    device = next(model.parameters()).device
+    inputs, targets = (tensor.to(device) for tensor in batch)
+    return model(inputs).flatten(0, -2), targets.flatten()

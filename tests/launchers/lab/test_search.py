@@ -1,0 +1,99 @@
+"""As many tries for all, and the best of them on every seed."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from comm_hooks.launchers.lab.outcomes import Advance, Diverged, Method, Point, Settings
+from comm_hooks.launchers.lab.progress import Display, open_display
+from comm_hooks.launchers.lab.search import run_method, search
+
+
+@given(
+    best=st.floats(-2, 2),
+    start=st.floats(-1, 1),
+    tries=st.integers(1, 8),
+    ceiling=st.floats(0.1, 3),
+)
+def test_all_methods_get_as_many_tries_and_the_best_is_approached(
+    best: float, start: float, tries: int, ceiling: float
+) -> None:
+    """The loss is a valley in the logarithm, beyond its ceiling it diverges."""
+
+    def loss(rate: float) -> float:
+        place = math.log10(rate)
+        return abs(place - best) if place <= best + ceiling else math.inf
+
+    calls: list[float] = []
+
+    def counted(rate: float) -> float:
+        calls.append(rate)
+        return loss(rate)
+
+    tried = search(counted, 10.0**start, tries)
+    assert len(calls) == tries == len(tried)
+    assert tried == {rate: loss(rate) for rate in calls}
+    # Each try comes log10(4) nearer until the valley lies between two tries.
+    walked = math.ceil(abs(best - start) / math.log10(4)) + 2
+    if tries >= walked:
+        assert min(tried.values()) <= math.log10(4) + 1e-9
+    if tries == 8 and abs(best - start) < 1:
+        assert min(tried.values()) <= math.log10(4) / 2 + 1e-9
+
+
+def method_of(loss: Callable[[Settings, int], float], **options: Any) -> Method:
+    """A method whose runs have one point of that loss, or none if it is not finite."""
+
+    def train(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+        advance()
+        value = loss(settings, seed)
+        if not math.isfinite(value):
+            raise Diverged
+        return [Point(1, value, value / 10, 100)]
+
+    return Method("method", {}, train, **options)
+
+
+@pytest.fixture
+def display() -> Iterator[Display]:
+    with open_display(Console(quiet=True), methods=1) as display:
+        yield display
+
+
+def test_the_best_settings_of_the_first_seed_are_run_on_all(display: Display) -> None:
+    def loss(settings: Settings, seed: int) -> float:
+        return abs(math.log2(settings["lr"])) + settings["decay"] + seed
+
+    method = method_of(loss, start=0.25, variants=[{"decay": 2.0}, {"decay": 1.0}])
+    outcome = run_method(method, seeds=[0, 1, 2], tries=2, rounds=1, display=display, reached=str)
+    assert [run.settings for run in outcome.tries] == [
+        {"lr": lr, "decay": decay} for decay in (2.0, 1.0) for lr in (0.25, 1.0)
+    ]
+    assert outcome.settings == {"lr": 1.0, "decay": 1.0}
+    assert outcome.losses == [1, 2, 3]
+    assert [run.seed for run in outcome.runs] == [0, 1, 2]
+    assert outcome.mean_curve() == [Point(1, 2.0, pytest.approx(0.2), 100)]
+
+
+def test_settings_that_name_a_learning_rate_are_tried_as_they_are(display: Display) -> None:
+    method = method_of(lambda s, seed: s["lr"], start=1.0, variants=[{"lr": 3.0}, {"lr": 2.0}])
+    outcome = run_method(method, seeds=[0], tries=5, rounds=1, display=display, reached=str)
+    assert [run.settings["lr"] for run in outcome.tries] == [3.0, 2.0]
+    assert outcome.settings == {"lr": 2.0}
+
+
+def test_a_method_that_always_diverges_is_reported_as_such(display: Display) -> None:
+    method = method_of(lambda s, seed: math.nan, start=1.0)
+    outcome = run_method(method, seeds=[0, 1], tries=3, rounds=1, display=display, reached=str)
+    assert outcome.diverged
+    assert len(outcome.tries) == 3
+    assert len(outcome.runs) == 1
+    record = outcome.to_dict()
+    assert record["mean_loss"] is None
+    json.dumps(record, allow_nan=False)
