@@ -17,11 +17,10 @@ from benchmarks.studies.training import (
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Identity
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.rounds.fed_avg import FedAvg
-from comm_hooks.optim.rounds.fed_lamb import FedAMS, FedLAMB
+from comm_hooks.optim.rounds.algorithms import FedAMS, FedAvg, FedLAMB
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import Participation
-from comm_hooks.optim.rounds.sharing import SharesStatistics
+from comm_hooks.optim.rounds.shared_moments import SharesStatistics
 
 BETAS = (0.9, 0.999)
 LAMBDAS = (0.0, 0.01, 0.1)

@@ -15,8 +15,8 @@ from comm_hooks.collectives import Transport
 from comm_hooks.compressors import Cocktail, Compressor, CountSketch, RandomK, Sign, TopK
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory import Differences, ErrorFeedback
-from comm_hooks.optim.cd_adam import CDAdam
 from comm_hooks.optim.cocktail_sgd import CocktailSGD
+from comm_hooks.optim.differences import CDAdam
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.fetch_sgd import FetchSGD
 from comm_hooks.optim.marina import Marina

@@ -6,7 +6,7 @@ from benchmarks.studies.training import Build, Client, NamedParameters
 from comm_hooks.collectives import Transport
 from comm_hooks.compressors import SRHT, Compressor, CountSketch, GaussianSketch
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.rounds.safl import SAFL
+from comm_hooks.optim.rounds.algorithms import SAFL
 
 FAMILIES = ("count_sketch", "srht", "gaussian_sketch")
 SERVERS = ("adam", "amsgrad")

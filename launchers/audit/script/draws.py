@@ -6,8 +6,8 @@ from typing import Any
 
 from comm_hooks.launchers.audit.script.patching import around
 from comm_hooks.launchers.audit.script.planting import Plant, plant
-from comm_hooks.optim.private.poisson import PoissonLoader, PoissonSampler
-from comm_hooks.optim.private.tickets import Claim, Tickets
+from comm_hooks.optim.private.data.poisson import PoissonLoader, PoissonSampler
+from comm_hooks.optim.private.data.tickets import Claim, Tickets
 
 
 class Draws:

@@ -8,10 +8,14 @@ import torch
 from torch import nn
 
 from comm_hooks.launchers.audit.stages import Stages
-from comm_hooks.optim.private.batches import LossFunction
-from comm_hooks.optim.private.clipped_sum import ClippedGradients, ClippedSum
-from comm_hooks.optim.private.clipping import clip_factors, sample_norms
-from comm_hooks.optim.private.per_sample import PerSampleGradients
+from comm_hooks.optim.private.gradients.clipping import (
+    ClippedGradients,
+    ClippedSum,
+    LossFunction,
+    clip_factors,
+    sample_norms,
+)
+from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 
 Gradients = list[torch.Tensor]
 Add = Callable[["Clipper", Gradients], None]

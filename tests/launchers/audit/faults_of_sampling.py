@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from comm_hooks.launchers.audit.stages import Stages
-from comm_hooks.optim.private.poisson import PoissonSampler
-from comm_hooks.optim.private.secret import Secret
+from comm_hooks.optim.private.data.poisson import PoissonSampler
+from comm_hooks.optim.private.noise.secret import Secret
 
 Masks = np.ndarray[Any, Any]
 Draw = Callable[["Drawing"], Iterator[Masks]]

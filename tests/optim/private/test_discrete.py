@@ -11,8 +11,8 @@ from comm_hooks import CountSketch, ErrorFeedback, Exchange, Identity, TopK
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.optim.private import GaussianMechanism, PrivacyEngine, PrivacyError, Secret
-from comm_hooks.optim.private import discrete as module
-from comm_hooks.optim.private.discrete import Grid, add_discrete_noise_, discrete_gaussian
+from comm_hooks.optim.private.noise import discrete as module
+from comm_hooks.optim.private.noise.discrete import Grid, add_discrete_noise_, discrete_gaussian
 
 SIGMA, C, B = 2.0, 0.5, 10.0
 
