@@ -27,7 +27,10 @@ if not find_spec("mpi4py"):
 if not find_spec("dp_accounting"):
     collect_ignore.append("comm_hooks/optim/private/accounting/pld.py")
 if not find_spec("opacus"):
-    collect_ignore += ["comm_hooks/optim/private/opacus.py", "benchmarks/per_sample_gradients.py"]
+    collect_ignore += [
+        "comm_hooks/optim/private/gradients/opacus.py",
+        "benchmarks/per_sample_gradients.py",
+    ]
 if not find_spec("triton"):
     kernels = Path(__file__).parent / "comm_hooks/kernels/triton"
     collect_ignore += [

@@ -15,8 +15,8 @@ import torch
 import typer
 
 from comm_hooks.optim.private import Secret
-from comm_hooks.optim.private.discrete import Grid, add_discrete_noise_
-from comm_hooks.optim.private.noise import add_noise_
+from comm_hooks.optim.private.noise.discrete import Grid, add_discrete_noise_
+from comm_hooks.optim.private.noise.gaussian import add_noise_
 
 _ELEMENTS = 8 << 20
 _MOST = 2.0

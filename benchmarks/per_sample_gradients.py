@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from comm_hooks.launchers.lab.model import Block
-from comm_hooks.optim.private.per_sample import PerSampleGradients
+from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 
 BATCH_SIZE = 64
 MAX_GRAD_NORM = 1.0

@@ -3,7 +3,8 @@
 Everything random in a round is a pure function of a *key*, an unsigned 64-bit integer derived from
 (seed, step, parameter name).  The numbers come from a counter-based generator (SplitMix64, Steele,
 Lea & Flood, OOPSLA 2014): no state, hence nothing to save, and the same on every platform and
-library version, which ``numpy.random`` and ``torch.Generator`` do not promise.
+library version.  (NumPy's bit generators document such a guarantee for their streams, the
+distributions of its ``Generator`` and ``torch.Generator`` do not.)
 """
 
 import functools

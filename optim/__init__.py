@@ -6,12 +6,11 @@ several steps before they exchange.
 """
 
 from comm_hooks.optim.adam import Adam, AMSGrad
-from comm_hooks.optim.cd_adam import CDAdam
 from comm_hooks.optim.cocktail_sgd import CocktailSGD
 from comm_hooks.optim.compressed_adam import CompressedAdam
 from comm_hooks.optim.demo import DeMo
 from comm_hooks.optim.dgc import DGC
-from comm_hooks.optim.ef21 import EF21
+from comm_hooks.optim.differences import EF21, CDAdam
 from comm_hooks.optim.fetch_sgd import FetchSGD
 from comm_hooks.optim.local_variance_adam import LocalVarianceAdam
 from comm_hooks.optim.marina import Marina

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.optim.batched import BatchedOptimizer
+from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, state_dtype, widened
 from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.moments import averages_, count_step, values, zeros
 from comm_hooks.requirements import require_flag
 
 
@@ -40,11 +41,8 @@ class _Adam(BatchedOptimizer):
             },
         )
 
-    def _check_group(self, settings: dict[str, Any]) -> None:
-        checked = {key: settings[key] for key in ("betas", "lr", "eps", "weight_decay")}
-        check_hyperparameters(self, **checked)
-        for flag in ("bias_correction", "maximize"):
-            require_flag(self, flag, settings[flag])
+    def _check_group(self, settings: Group) -> None:
+        check_hyperparameters(self, **{k: v for k, v in settings.items() if k != "foreach"})
         if settings["foreach"] is not None:
             require_flag(self, "foreach", settings["foreach"])
 
@@ -55,7 +53,7 @@ class _Adam(BatchedOptimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
-    def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+    def _update(self, parameters: Tensors, group: Group) -> None:
         if group["foreach"] is False:
             for parameter in parameters:
                 self._update_one(parameter, group)
@@ -64,19 +62,16 @@ class _Adam(BatchedOptimizer):
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state = self.state[parameter]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0)
-        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        state.setdefault("step", torch.tensor(0.0))
+        dtype = state_dtype(parameter.dtype)
         for name in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * self._amsgrad:
             # Each for itself, so that AMSGrad can go on from a checkpoint of Adam.
-            if name not in state:
-                state[name] = torch.zeros_like(parameter, dtype=dtype)
+            zeros([state], name, [parameter], dtype)
             # From torch's optimizers, or from a model in another dtype.
-            elif state[name].dtype != dtype:
-                state[name] = state[name].to(dtype)
+            state[name] = state[name].to(dtype)
         return state
 
-    def _update_one(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update_one(self, parameter: torch.Tensor, group: Group) -> None:
         """Update one parameter, in the words of the algorithm."""
         state = self._state_of(parameter)
         m, v = state["exp_avg"], state["exp_avg_sq"]
@@ -100,29 +95,23 @@ class _Adam(BatchedOptimizer):
         x = parameter.to(m.dtype) * (1 - lr * group["weight_decay"])
         parameter.copy_(x - lr * direction)
 
-    def _update_foreach(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+    def _update_foreach(self, parameters: Tensors, group: Group) -> None:
         """Do the same to parameters of one device and dtype, with few kernels and little memory."""
         states = [self._state_of(p) for p in parameters]
-        steps = [s["step"] for s in states]
-        m = [s["exp_avg"] for s in states]
-        v = [s["exp_avg_sq"] for s in states]
         lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
-        # No copies, unless the parameters are narrower than the state.
-        x = [p.to(m[0].dtype) for p in parameters]
-        u = [p.grad.to(m[0].dtype) for p in parameters if p.grad is not None]
+        dtype = states[0]["exp_avg"].dtype
+        x, u = widened(parameters, dtype), widened([p.grad for p in parameters], dtype)
 
-        torch._foreach_add_(steps, 1)
-        torch._foreach_lerp_(m, u, 1 - beta1)
-        torch._foreach_mul_(v, beta2)
-        torch._foreach_addcmul_(v, u, u, 1 - beta2)
+        count_step(states)
+        m, v = averages_(states, u, group["betas"])
         if self._amsgrad:
-            largest = [s["max_exp_avg_sq"] for s in states]
+            largest = values(states, "max_exp_avg_sq")
             torch._foreach_maximum_(largest, v)
             v = largest
         roots = torch._foreach_sqrt(v)
         if group["bias_correction"]:
             # (m / c1) / (sqrt(v / c2) + eps) = m / (sqrt(v) c1 / sqrt(c2) + c1 eps)
-            t = torch.stack(steps).double()
+            t = torch.stack(values(states, "step")).double()
             c1, c2 = 1 - beta1**t, 1 - beta2**t
             torch._foreach_mul_(roots, _numbers(c1 / c2.sqrt()))
             torch._foreach_add_(roots, _numbers(c1 * eps))
@@ -141,7 +130,7 @@ class _Adam(BatchedOptimizer):
             torch._foreach_add_(x, directions)
         else:
             torch._foreach_addcdiv_(x, m, roots, value=signed)
-        if parameters[0].dtype != m[0].dtype:
+        if parameters[0].dtype != dtype:
             for parameter, precise in zip(parameters, x, strict=True):
                 # _foreach_copy_ has no rule for the DTensors of a sharded model.
                 parameter.copy_(precise)

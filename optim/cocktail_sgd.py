@@ -4,8 +4,9 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.base import Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.moments import count_step, descend_, momentum_, values, zeros
 from comm_hooks.requirements import require_flag
 
 
@@ -35,25 +36,14 @@ class CocktailSGD(ExchangingOptimizer):
     compressor's see :class:`~comm_hooks.Cocktail`.
 
     Args:
-        params: parameters, or better ``model.named_parameters()``.
+        params, lr, momentum, weight_decay: see
+            :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
         exchange: as above, with error feedback unless the compressor is unbiased.
-        lr: learning rate.
-        momentum: in [0, 1).
-        weight_decay: decoupled.
         delayed: apply what was exchanged in the step before.
 
-    State per parameter: ``step``; with momentum ``momentum_buffer`` (u), with ``delayed``
-    ``pending`` (A_t), float32, equal on all ranks.  The residuals are the exchange's: save
-    ``exchange.state_dict()`` on every rank.
+    State per parameter: with momentum ``momentum_buffer`` (u), with ``delayed`` ``pending`` (A_t).
 
-    Cost: what the exchange takes, two collectives when sharded, and one number read back from the
-    device.
-
-    Raises:
-        ValueError: for hyperparameters out of range, and for an exchange that cannot be used.
-
-    Not supported: overlap of communication and computation, sparse gradients, parameters on several
-    devices.
+    Not supported: overlap of communication and computation.
 
     Example::
 
@@ -63,6 +53,10 @@ class CocktailSGD(ExchangingOptimizer):
         >>> exchange = Exchange(Cocktail(mask=0.1, density=0.2), ErrorFeedback(), "sharded")
         >>> optimizer = CocktailSGD(ddp_model.named_parameters(), exchange, lr=0.1, momentum=0.9)
     """
+
+    published = block(
+        compressor="cocktail", mask=0.1, density=0.2, memory="error_feedback", collective="sharded"
+    )
 
     def __init__(
         self,
@@ -75,12 +69,11 @@ class CocktailSGD(ExchangingOptimizer):
         delayed: bool = False,
     ) -> None:
         require_flag(self, "delayed", delayed)
-        check_hyperparameters(self, lr=lr, momentum=momentum, weight_decay=weight_decay)
         super().__init__(
             params,
-            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
             exchange,
-            {"delayed": delayed},
+            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
+            delayed=delayed,
         )
         memory = exchange.memory
         if memory is None and not exchange.compressor.unbiased:
@@ -94,33 +87,19 @@ class CocktailSGD(ExchangingOptimizer):
             )
         self.delayed = delayed
 
-    def _step(self, gradients: list[torch.Tensor]) -> None:
+    def _step(self, gradients: Tensors) -> None:
         states = self._states(*["pending"] * self.delayed)
         if not self._average(self._named(gradients)):
             return
         if self.delayed:
-            pending = [s["pending"] for s in states]
+            pending = values(states, "pending")
             arrived = torch._foreach_mul(pending, 1.0)
             torch._foreach_copy_(pending, gradients)
             gradients = list(arrived)
         for own, group in self._groups():
             updates = gradients[own]
             if group["momentum"]:
-                updates = self._gather_momentum(updates, states[own], group["momentum"])
-            torch._foreach_mul_(group["params"], 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(group["params"], updates, alpha=-group["lr"])
-        torch._foreach_add_([s["step"] for s in states], 1)
-
-    def _gather_momentum(
-        self,
-        aggregates: list[torch.Tensor],
-        states: list[dict[str, torch.Tensor]],
-        momentum: float,
-    ) -> list[torch.Tensor]:
-        for state, aggregate in zip(states, aggregates, strict=True):
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(aggregate)
-        buffers = [s["momentum_buffer"] for s in states]
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, aggregates)
-        return buffers
+                buffers = zeros(states[own], "momentum_buffer", updates)
+                updates = momentum_(buffers, updates, group["momentum"])
+            descend_(group["params"], updates, group)
+        count_step(states)

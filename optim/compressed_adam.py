@@ -1,13 +1,13 @@
 """Exchange the momentum; freeze the shape of the second moment, not its scale."""
 
-from typing import Any
-
 import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.base import Group, States, Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.hyperparameters import check_freeze_step, check_hyperparameters
+from comm_hooks.optim.hyperparameters import check_freeze_step
+from comm_hooks.optim.moments import adamw_, average_, count_step, descend_, roots, values
 from comm_hooks.requirements import require_flag
 
 # Travels with the gradients, under a name that no parameter has.
@@ -49,36 +49,20 @@ class CompressedAdam(ExchangingOptimizer):
     Further differences to 1-bit Adam: bias correction, decoupled weight decay, any compressor,
     ``scaled``, and a scale of signs that is contractive (see :class:`~comm_hooks.Sign`).
 
-    The optimizer owns the exchange: DDP must not average, so register
-    :func:`~comm_hooks.skip_hook`.  If any rank's gradient is not finite, all ranks skip the step,
-    also under a ``GradScaler``.
-
     Args:
-        params: parameters, or better ``model.named_parameters()``: saved residuals are then tied to
-            names.  Parameter groups are supported.
-        exchange: how momenta are averaged.
-        lr: learning rate.
-        betas: decay of the first and the second moment.
-        eps: added to the denominator.
-        weight_decay: decoupled (AdamW).
+        params, exchange, lr, betas, eps, weight_decay: see
+            :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
         freeze_step: the last step with exact gradients, at least 1: the end of the learning rate's
             warm-up will do.
         scaled: exchange m_i / s.  Better for sparse compressors; not needed for ``Sign``.
         total_steps: the length of the run, if known: a ``freeze_step`` beyond it is refused.
 
-    State per parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` (v, then u), ``power`` (p), all
-    float32 and equal on all ranks, and until ``freeze_step`` ``shape``.  The residual is the
-    exchange's and differs between ranks: save ``exchange.state_dict()`` on every rank beside the
-    optimizer's.
-
-    Cost: one collective per step, and one number read back from the device, which tells whether
-    the step is taken.
+    State per parameter: ``exp_avg``, ``exp_avg_sq`` (v, then u), ``power`` (p), and until
+    ``freeze_step`` ``shape``.
 
     Raises:
-        ValueError: for hyperparameters out of range; for a ``freeze_step`` beyond ``total_steps``;
-            for an exchange that would compress the numbers p (``min_ndim=1``).
-
-    Not supported: sparse gradients, parameters on several devices, ``capturable``.
+        ValueError: for a ``freeze_step`` beyond ``total_steps``; for an exchange that would
+            compress the numbers p (``min_ndim=1``).
 
     Example::
 
@@ -89,6 +73,8 @@ class CompressedAdam(ExchangingOptimizer):
         ...     ddp_model.named_parameters(), exchange, lr=1e-3, freeze_step=1000, scaled=True
         ... )
     """
+
+    published = block(compressor="topk", density=1 / 64, value_bits=1, memory="error_feedback")
 
     def __init__(
         self,
@@ -103,14 +89,14 @@ class CompressedAdam(ExchangingOptimizer):
         scaled: bool = False,
         total_steps: int | None = None,
     ) -> None:
-        check_hyperparameters(self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay)
         require_flag(self, "scaled", scaled)
         check_freeze_step(self, freeze_step, total_steps)
         super().__init__(
             params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
             exchange,
-            {"freeze_step": freeze_step, "scaled": scaled},
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            freeze_step=freeze_step,
+            scaled=scaled,
         )
         if not exchange.settings.exempts((len(self._parameters()),)):
             raise ValueError(
@@ -120,7 +106,7 @@ class CompressedAdam(ExchangingOptimizer):
         self.freeze_step = freeze_step
         self.scaled = scaled
 
-    def _step(self, gradients: list[torch.Tensor]) -> None:
+    def _step(self, gradients: Tensors) -> None:
         states = self._states("exp_avg", "exp_avg_sq", "shape")
         if "power" not in states[0]:
             for state in states:
@@ -133,49 +119,43 @@ class CompressedAdam(ExchangingOptimizer):
         torch._foreach_div_(norms, [max(1, g.numel()) ** 0.5 for g in gradients])
         powers = torch.stack(norms).square_()
         if self._average({**self._named(momenta), POWERS: powers}, compress=not is_warm_up):
-            self._update_moments(momenta, powers, states, is_warm_up)
-            self._update_parameters()
+            for own, group in self._groups():
+                self._update_moments(momenta[own], powers[own], states[own], group, is_warm_up)
+            count_step(states)
+            for own, group in self._groups():
+                self._update_parameters(group, states[own], t)
             if t == self.freeze_step:
                 self._freeze()
 
-    def _own_momenta(
-        self, gradients: list[torch.Tensor], states: list[dict[str, Any]]
-    ) -> list[torch.Tensor]:
+    def _own_momenta(self, gradients: Tensors, states: States) -> Tensors:
         """Put this rank's gradients into the shared momenta, and scale them if asked to."""
-        momenta: list[torch.Tensor] = []
+        momenta: Tensors = []
         for own, group in self._groups():
-            shared = [s["exp_avg"] for s in states[own]]
+            shared = values(states[own], "exp_avg")
             new = torch._foreach_lerp(shared, gradients[own], 1 - group["betas"][0])
             if self.scaled:
-                torch._foreach_div_(new, self._scales(states[own], group))
+                torch._foreach_div_(new, _scales(states[own], group))
             momenta.extend(new)
         return momenta
 
     def _update_moments(
-        self,
-        averaged: list[torch.Tensor],
-        powers: torch.Tensor,
-        states: list[dict[str, Any]],
-        is_warm_up: bool,
+        self, new: Tensors, powers: torch.Tensor, states: States, group: Group, is_warm_up: bool
     ) -> None:
-        for own, group in self._groups():
-            beta1, beta2 = group["betas"]
-            new, members = averaged[own], states[own]
-            power = list(powers[own].unbind())
-            m = [s["exp_avg"] for s in members]
-            if is_warm_up:
-                torch._foreach_lerp_(m, new, 1 - beta1)
-                squares = torch._foreach_mul(new, new)
-                torch._foreach_lerp_([s["exp_avg_sq"] for s in members], squares, 1 - beta2)
-                # Where there is no gradient both are zero.
-                torch._foreach_div_(squares, torch._foreach_clamp_min(power, 1e-38))
-                torch._foreach_lerp_([s["shape"] for s in members], squares, 1 - beta2)
-            else:
-                if self.scaled:
-                    torch._foreach_mul_(new, self._scales(members, group))
-                torch._foreach_copy_(m, new)
-            torch._foreach_lerp_([s["power"] for s in members], power, 1 - beta2)
-            torch._foreach_add_([s["step"] for s in members], 1)
+        beta1, beta2 = group["betas"]
+        power = list(powers.unbind())
+        m = values(states, "exp_avg")
+        if is_warm_up:
+            average_(m, new, beta1)
+            squares = list(torch._foreach_mul(new, new))
+            average_(values(states, "exp_avg_sq"), squares, beta2)
+            # Where there is no gradient both are zero.
+            torch._foreach_div_(squares, torch._foreach_clamp_min(power, 1e-38))
+            average_(values(states, "shape"), squares, beta2)
+        else:
+            if self.scaled:
+                torch._foreach_mul_(new, _scales(states, group))
+            torch._foreach_copy_(m, new)
+        average_(values(states, "power"), power, beta2)
 
     def _freeze(self) -> None:
         """Turn ``exp_avg_sq`` from v into u; once, so a loop over parameters will do."""
@@ -187,25 +167,20 @@ class CompressedAdam(ExchangingOptimizer):
             corrected = 1 - group["betas"][1] ** self.freeze_step
             state["exp_avg_sq"] = (shape + FLOOR * shape.mean()) / corrected
 
-    def _update_parameters(self) -> None:
-        for group in self.param_groups:
-            parameters = group["params"]
-            states = [self.state[p] for p in parameters]
-            t = int(states[0]["step"])
-            beta1, beta2 = group["betas"]
-            roots = torch._foreach_sqrt([s["exp_avg_sq"] for s in states])
-            if t <= self.freeze_step:
-                torch._foreach_div_(roots, (1 - beta2**t) ** 0.5)
-            else:
-                power = torch.stack([s["power"] for s in states]) / (1 - beta2**t)
-                torch._foreach_mul_(roots, list(power.sqrt_().unbind()))
-            torch._foreach_add_(roots, group["eps"])
-            update = torch._foreach_div([s["exp_avg"] for s in states], roots)
-            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(parameters, update, alpha=-group["lr"] / (1 - beta1**t))
+    def _update_parameters(self, group: Group, states: States, t: int) -> None:
+        m, u = values(states, "exp_avg"), values(states, "exp_avg_sq")
+        if t <= self.freeze_step:
+            adamw_(group["params"], m, u, group, t)
+            return
+        beta1, beta2 = group["betas"]
+        power = torch.stack(values(states, "power")) / (1 - beta2**t)
+        divisors = torch._foreach_sqrt(u)
+        torch._foreach_mul_(divisors, list(power.sqrt_().unbind()))
+        torch._foreach_add_(divisors, group["eps"])
+        directions = list(torch._foreach_div(m, divisors))
+        descend_(group["params"], directions, group, 1 - beta1**t)
 
-    def _scales(self, states: list[dict[str, Any]], group: dict[str, Any]) -> list[torch.Tensor]:
-        """Return s = sqrt(u) + eps, by which momenta are divided before the exchange."""
-        roots = torch._foreach_sqrt([s["exp_avg_sq"] for s in states])
-        torch._foreach_add_(roots, group["eps"])
-        return list(roots)
+
+def _scales(states: States, group: Group) -> Tensors:
+    """Return s = sqrt(u) + eps, by which momenta are divided before the exchange."""
+    return roots(values(states, "exp_avg_sq"), group["eps"])

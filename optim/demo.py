@@ -9,8 +9,8 @@ from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.dct import DCTTopK
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
+from comm_hooks.optim.base import Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.randomness import Draw
 from comm_hooks.requirements import require_choice
 
@@ -40,21 +40,12 @@ class DeMo(ExchangingOptimizer):
     does not reweigh what ranks still hold; for the compressor's see :class:`~comm_hooks.DCTTopK`.
 
     Args:
-        params: parameters, or better ``model.named_parameters()``.
+        params, weight_decay: see :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
         exchange: with DCTTopK (or TopK) and ErrorFeedback(decay=0.999), 0.999 being the authors'.
         lr: learning rate, of the size of AdamW's, since steps are signs.
-        weight_decay: decoupled.
         mean: of a coefficient over its ``"senders"`` or all ``"ranks"``.
 
-    State: none.  The momenta are the exchange's and differ between ranks: save
-    ``exchange.state_dict()`` on every rank.
-
-    Cost: the collectives of the exchange (sharded: two), and one number read back from the device.
-
-    Raises:
-        ValueError: for hyperparameters out of range, and for an exchange that cannot be used.
-
-    Not supported: sparse gradients, parameters on several devices.
+    State: none but the exchange's, which has the momenta.
 
     Example::
 
@@ -65,6 +56,13 @@ class DeMo(ExchangingOptimizer):
         >>> optimizer = DeMo(ddp_model.named_parameters(), exchange, lr=1e-3)
     """
 
+    published = block(
+        compressor="dct_topk",
+        chunk=64,
+        density=1 / 128,
+        memory={"type": "error_feedback", "decay": 0.999},
+    )
+
     def __init__(
         self,
         params: ParamsT,
@@ -74,9 +72,8 @@ class DeMo(ExchangingOptimizer):
         weight_decay: float = 0.0,
         mean: str = "senders",
     ) -> None:
-        check_hyperparameters(self, lr=lr, weight_decay=weight_decay)
         require_choice(self, "mean", mean, ("senders", "ranks"))
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, exchange, {"mean": mean})
+        super().__init__(params, exchange, {"lr": lr, "weight_decay": weight_decay}, mean=mean)
         if not isinstance(exchange.memory, ErrorFeedback):
             raise ValueError(
                 "DeMo: the momentum is the exchange's residual; give it memory="
@@ -86,13 +83,11 @@ class DeMo(ExchangingOptimizer):
         if mean == "senders" and isinstance(exchange.compressor, DCTTopK):
             self._compress = _MeanOfSenders(**asdict(exchange.compressor))
 
-    def _step(self, gradients: list[torch.Tensor]) -> None:
+    def _step(self, gradients: Tensors) -> None:
         if not self._average(self._named(gradients), compress=self._compress):
             return
         torch._foreach_sign_(gradients)
-        for own, group in self._groups():
-            torch._foreach_mul_(group["params"], 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(group["params"], gradients[own], alpha=-group["lr"])
+        self._descend(gradients)
 
 
 class _MeanOfSenders(DCTTopK):

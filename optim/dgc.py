@@ -11,8 +11,9 @@ from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.sparse import RandomK, TopK
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.momentum_correction import MomentumCorrection
+from comm_hooks.optim.base import States, Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.moments import count_step, momentum_, zeros
 from comm_hooks.requirements import require_integer, require_within
 
 # The warm-up goes from this density to the compressor's in as many steps as the paper's.
@@ -42,23 +43,13 @@ class DGC(ExchangingOptimizer):
     gradient; selection is exact, where theirs samples a threshold; no Nesterov momentum.
 
     Args:
-        params: parameters, or better ``model.named_parameters()``.
+        params, lr, weight_decay: see :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
         exchange: with TopK or RandomK(unbiased=False), and with MomentumCorrection, which has the
             momentum.
-        lr: learning rate.
-        weight_decay: decoupled.
         warmup_steps: steps with more density than the compressor's; 0 for none.
         clip_norm: the norm to which the mean gradient is to be clipped; None for no clipping.
 
-    State per parameter: ``step``; per exempt one also ``momentum_buffer``, float32; equal on all
-    ranks.  Momentum and residual differ between ranks: save ``exchange.state_dict()`` on every one.
-
-    Cost: the collectives of the exchange (sharded: two), and one number read back from the device.
-
-    Raises:
-        ValueError: for hyperparameters out of range, and for an exchange that cannot be used.
-
-    Not supported: sparse gradients, parameters on several devices.
+    State per exempt parameter: ``momentum_buffer``.
 
     Example::
 
@@ -71,6 +62,8 @@ class DGC(ExchangingOptimizer):
         ... )
     """
 
+    published = block(compressor="topk", density=0.001, memory="momentum_correction")
+
     def __init__(
         self,
         params: ParamsT,
@@ -81,16 +74,16 @@ class DGC(ExchangingOptimizer):
         warmup_steps: int = 0,
         clip_norm: float | None = None,
     ) -> None:
-        check_hyperparameters(self, lr=lr, weight_decay=weight_decay)
         require_integer(self, "warmup_steps", warmup_steps)
         require_within(self, "warmup_steps", warmup_steps, "[0, inf)")
         if clip_norm is not None:
             require_within(self, "clip_norm", clip_norm, "(0, inf)")
         super().__init__(
             params,
-            {"lr": lr, "weight_decay": weight_decay},
             exchange,
-            {"warmup_steps": warmup_steps, "clip_norm": clip_norm},
+            {"lr": lr, "weight_decay": weight_decay},
+            warmup_steps=warmup_steps,
+            clip_norm=clip_norm,
         )
         if not isinstance(exchange.memory, MomentumCorrection):
             raise ValueError(
@@ -107,20 +100,17 @@ class DGC(ExchangingOptimizer):
         self.clip_norm = clip_norm
         self._compressor = exchange.compressor
 
-    def _step(self, gradients: list[torch.Tensor]) -> None:
+    def _step(self, gradients: Tensors) -> None:
         states = self._states()
         if self.clip_norm is not None:
             self._clip(gradients, self.clip_norm)
         compress = self._sparser(int(states[0]["step"]))
         if not self._average(self._named(gradients), compress=compress):
             return
-        updates = self._with_momentum(gradients, states)
-        for own, group in self._groups():
-            torch._foreach_mul_(group["params"], 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(group["params"], updates[own], alpha=-group["lr"])
-        torch._foreach_add_([s["step"] for s in states], 1)
+        self._descend(self._with_momentum(gradients, states))
+        count_step(states)
 
-    def _clip(self, gradients: list[torch.Tensor], clip_norm: float) -> None:
+    def _clip(self, gradients: Tensors, clip_norm: float) -> None:
         """Clip this rank's gradients, in place, so that the mean of N has at most the norm."""
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         limit = clip_norm / math.sqrt(self.exchange.transport.world_size)
@@ -135,19 +125,12 @@ class DGC(ExchangingOptimizer):
         passed = (DENSITIES - 1) * step // self.warmup_steps / (DENSITIES - 1)
         return dataclasses.replace(self._compressor, density=FIRST_DENSITY * ratio**passed)
 
-    def _with_momentum(
-        self, aggregates: list[torch.Tensor], states: list[dict[str, torch.Tensor]]
-    ) -> list[torch.Tensor]:
+    def _with_momentum(self, aggregates: Tensors, states: States) -> Tensors:
         """Return the updates: momentum of exempt parameters; the others' is in the aggregates."""
         exempt = [i for i, a in enumerate(aggregates) if self.exchange.settings.exempts(a.shape)]
         if not exempt:
             return aggregates
         new = [aggregates[i] for i in exempt]
-        for i, aggregate in zip(exempt, new, strict=True):
-            if "momentum_buffer" not in states[i]:
-                states[i]["momentum_buffer"] = torch.zeros_like(aggregate)
-        buffers = [states[i]["momentum_buffer"] for i in exempt]
-        torch._foreach_mul_(buffers, self.momentum)
-        torch._foreach_add_(buffers, new)
-        by_place = dict(zip(exempt, buffers, strict=True))
+        buffers = zeros([states[i] for i in exempt], "momentum_buffer", new)
+        by_place = dict(zip(exempt, momentum_(buffers, new, self.momentum), strict=True))
         return [by_place.get(i, aggregate) for i, aggregate in enumerate(aggregates)]

@@ -1,8 +1,8 @@
-"""What optimizers that own the exchange have in common."""
+"""The base of optimizers that own the exchange."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, overload
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -10,8 +10,10 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
+from comm_hooks.optim.base import ExactStateOptimizer, Group, Tensors, names_of
 from comm_hooks.optim.double_averaging import check_double_averaging
-from comm_hooks.optim.exact_state import ExactStateOptimizer
+from comm_hooks.optim.hyperparameters import check_gradient, check_hyperparameters
+from comm_hooks.optim.moments import descend_
 from comm_hooks.requirements import require_kind
 
 
@@ -20,26 +22,36 @@ class ExchangingOptimizer(ExactStateOptimizer):
 
     A subclass implements :meth:`_step`: it turns this rank's gradients into a message, averages it
     with :meth:`_average` and updates the parameters from the mean, which is the same on all ranks.
-
-    Whatever a subclass keeps in ``self.state`` must be the same on all ranks; what differs between
-    ranks belongs into the exchange's memory, which every rank saves for itself.
-
-    Ranks that start from different models or hyperparameters, or come to have others later on, get
-    an error that names them (``comm_hooks.exchange.agreement.Owner``).
+    What follows holds for all of them; they tell where they differ.
 
     DDP must not average: register :func:`~comm_hooks.skip_hook`, which the first step makes sure
     of.  FSDP always does, and is refused.  If any rank's message is not finite, all ranks skip the
     step, also under a ``GradScaler``.
 
+    Ranks that start from different models or hyperparameters, or come to have others later on, get
+    an error that names them (``comm_hooks.exchange.agreement.Owner``).
+
     Args:
         params: parameters, or better ``model.named_parameters()``: saved residuals are then tied to
-            names.
-        defaults: of the parameter groups.
+            names.  A group may have its own value of any number below.
         exchange: how messages are averaged.
-        settings: what else must be equal on all ranks, which the first round checks.
+        lr: learning rate; schedulers may change it.
+        betas: decay of the first and the second moment, each in [0, 1).
+        eps: added to the denominator.
+        momentum: heavy ball, in [0, 1).
+        weight_decay: decoupled (AdamW).
+
+    State per parameter: what a subclass lists, float32 and the same on all ranks, and ``step``.
+    What differs between ranks is the exchange's: save ``exchange.state_dict()`` on every rank
+    beside the optimizer's.
+
+    Cost: one exchange per step (two collectives if it is sharded), and one number read back from
+    the device, which tells whether the step is taken.
 
     Raises:
-        ValueError: if ``exchange`` is not an Exchange.
+        ValueError: for hyperparameters out of range, and for an exchange that cannot be used.
+
+    Not supported: sparse gradients, parameters on several devices, ``capturable``.
     """
 
     # GradScaler then calls step() on every rank, instead of skipping it on those that overflowed
@@ -49,25 +61,31 @@ class ExchangingOptimizer(ExactStateOptimizer):
     _overwrites_gradients: ClassVar[bool] = True
     """Whether :meth:`_step` uses what it is given as a workspace, and so needs copies."""
 
+    published: ClassVar[Mapping[str, Any]]
+    """The exchange it was published with, as :func:`~comm_hooks.config.build_exchange` takes it."""
+
     _knows_gradients = False
     """Whether it has been made sure that nobody else averages them."""
 
     def __init__(
-        self,
-        params: ParamsT,
-        defaults: dict[str, Any],
-        exchange: Exchange,
-        settings: Mapping[str, Any],
+        self, params: ParamsT, exchange: Exchange, defaults: Group, **settings: Any
     ) -> None:
-        name = type(self).__name__
+        """Check and store.
+
+        Args:
+            params, exchange: see the class.
+            defaults: hyperparameters of the groups, which are checked.
+            settings: what else must be equal on all ranks, which the first round checks.
+        """
         require_kind(self, "exchange", exchange, Exchange)
+        check_hyperparameters(self, **defaults)
         super().__init__(params, defaults)
         self.exchange = exchange
-        exchange.agree_on({"optimizer": name, **settings})
+        exchange.agree_on({"optimizer": type(self).__name__, **settings})
         exchange.owner = self
 
     @abstractmethod
-    def _step(self, gradients: list[torch.Tensor]) -> None:
+    def _step(self, gradients: Tensors) -> None:
         """Take a step.
 
         Args:
@@ -76,30 +94,8 @@ class ExchangingOptimizer(ExactStateOptimizer):
                 ``_overwrites_gradients`` says so.
         """
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step on all ranks together.
-
-        Args:
-            closure: re-evaluates the model and returns the loss.
-
-        Raises:
-            ValueError: for sparse gradients; in the first step, if DDP or FSDP has averaged them.
-            ConfigMismatchError: in the first step, if ranks are configured differently or start
-                from different models.
-            PayloadError: if ranks have drifted apart since.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _take_step(self) -> None:
         self._step(self._gradients())
-        return loss
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return what the next step goes by, which every exchange compares between ranks."""
@@ -111,7 +107,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
 
     def names(self) -> Collection[str]:
         """Return the names under which messages are exchanged: the parameters'."""
-        return self._named(self._parameters())
+        return names_of(self.param_groups)
 
     def _average(
         self, message: Mapping[str, torch.Tensor], *, compress: bool | Compressor = True
@@ -125,10 +121,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         first = next(iter(message.values()))
         return bool(torch.isfinite(first[(0,) * first.dim()]))
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _groups(self) -> Iterator[tuple[slice, dict[str, Any]]]:
+    def _groups(self) -> Iterator[tuple[slice, Group]]:
         """Yield each parameter group with the range of its parameters among all."""
         first = 0
         for group in self.param_groups:
@@ -136,12 +129,14 @@ class ExchangingOptimizer(ExactStateOptimizer):
             yield slice(first, last), group
             first = last
 
+    def _descend(self, directions: Tensors) -> None:
+        """Decay the weights and move the parameters by their group's learning rate."""
+        for own, group in self._groups():
+            descend_(group["params"], directions[own], group)
+
     def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return one tensor per parameter under the parameters' names, or else their numbers."""
-        names = [name for group in self.param_groups for name in group.get("param_names", ())]
-        if len(names) != len(tensors):
-            names = [str(index) for index in range(len(tensors))]
-        return dict(zip(names, tensors, strict=True))
+        return dict(zip(names_of(self.param_groups), tensors, strict=True))
 
     def _states(self, *keys: str) -> list[dict[str, torch.Tensor]]:
         """Return each parameter's state, made at first with float32 zeros under ``keys``."""
@@ -153,7 +148,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
                     state[key] = torch.zeros_like(parameter, dtype=torch.float32)
         return states
 
-    def _gradients(self) -> list[torch.Tensor]:
+    def _gradients(self) -> Tensors:
         """Return the gradients in float32, unscaled: copies where they may be changed."""
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         copy = self._overwrites_gradients or grad_scale is not None
@@ -163,11 +158,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
             if gradient is None:
                 gradients.append(torch.zeros_like(parameter, dtype=torch.float32))
                 continue
-            if gradient.is_sparse:
-                raise ValueError(
-                    f"{type(self).__name__} does not support sparse gradients: use sparse=False "
-                    "in embeddings"
-                )
+            check_gradient(self, gradient)
             gradients.append(gradient.to(torch.float32, copy=copy))
         if not self._knows_gradients:
             check_double_averaging(self.exchange.transport, self._parameters(), gradients)

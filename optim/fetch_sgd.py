@@ -9,8 +9,9 @@ from comm_hooks.compressors.identity import Identity
 from comm_hooks.compressors.sketch import CountSketch
 from comm_hooks.compressors.sparse import RandomK
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.base import Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.moments import decay_, momentum_, zeros
 from comm_hooks.randomness import derive_key, fork_all
 from comm_hooks.requirements import require_flag, require_fraction, require_positive, require_within
 
@@ -52,27 +53,19 @@ class FetchSGD(ExchangingOptimizer):
     of rows the median is the mean of the middle two; the weight decay is decoupled.
 
     Args:
-        params: parameters, or better ``model.named_parameters()``.  Groups may have their own
-            ``weight_decay``, but share ``lr`` and ``momentum``, since they share a sketch.
+        params, lr, momentum, weight_decay: see
+            :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`; groups share ``lr`` and
+            ``momentum``, since they share a sketch.
         exchange: with CountSketch, SRHT, GaussianSketch or Identity; without memory.
-        lr: learning rate.
-        momentum: in [0, 1).
         density: the fraction of elements that is updated in a step, in (0, 1].
         rows: independent sketches, whose bytes add up; 3 or 5 for CountSketch.
         masking: zero the touched cells; for CountSketch and Identity.
-        weight_decay: decoupled.
 
     State: of the first parameter that is not exempt ``sketch_momentum`` (S_u) and ``sketch_error``
-    (S_e), float32 (rows, width of a sketch); of each exempt one ``momentum_buffer``, float32.  All
-    of it is equal on all ranks.
+    (S_e), float32 (rows, width of a sketch); of each exempt one ``momentum_buffer``.
 
-    Cost: one all-reduce per step, whatever the exchange's ``collective`` and ``exempt_bits`` are,
-    and one number read back from the device.  Temporary memory: rows + 3 float32 per element.
-
-    Raises:
-        ValueError: for hyperparameters out of range, and for an exchange that cannot be used.
-
-    Not supported: sparse gradients, parameters on several devices.
+    Cost: one all-reduce per step, whatever the exchange's ``collective`` and ``exempt_bits`` are.
+    Temporary memory: rows + 3 float32 per element.
 
     Example::
 
@@ -88,6 +81,8 @@ class FetchSGD(ExchangingOptimizer):
         ... )
     """
 
+    published = block(compressor="count_sketch", ratio=0.01)
+
     def __init__(
         self,
         params: ParamsT,
@@ -100,16 +95,17 @@ class FetchSGD(ExchangingOptimizer):
         masking: bool = False,
         weight_decay: float = 0.0,
     ) -> None:
-        check_hyperparameters(self, lr=lr, momentum=momentum, weight_decay=weight_decay)
         require_fraction(self, "density", density)
         require_positive(self, "rows", rows)
         require_within(self, "rows", rows, f"[1, {_MOST_ROWS}]")
         require_flag(self, "masking", masking)
         super().__init__(
             params,
-            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
             exchange,
-            {"density": density, "rows": rows, "masking": masking},
+            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
+            density=density,
+            rows=rows,
+            masking=masking,
         )
         _check_sketch(exchange, rows, masking)
         self.density = density
@@ -120,7 +116,7 @@ class FetchSGD(ExchangingOptimizer):
             :, 0
         ].tolist()
 
-    def _step(self, gradients: list[torch.Tensor]) -> None:
+    def _step(self, gradients: Tensors) -> None:
         lr, momentum = self._shared("lr"), self._shared("momentum")
         named = self._named(gradients)
         exempt = {n: g for n, g in named.items() if self.exchange.settings.exempts(g.shape)}
@@ -138,7 +134,7 @@ class FetchSGD(ExchangingOptimizer):
         if not is_finite:
             return
         for group in self.param_groups:
-            torch._foreach_mul_(group["params"], 1 - lr * group["weight_decay"])
+            decay_(group["params"], group)
         if sketched:
             u.mul_(momentum).add_(message[SKETCH].view_as(u))
             e.add_(u, alpha=lr)
@@ -167,7 +163,7 @@ class FetchSGD(ExchangingOptimizer):
         else:
             e.sub_(sent)
 
-    def _sketched(self) -> list[torch.Tensor]:
+    def _sketched(self) -> Tensors:
         return [p for p in self._parameters() if not self.exchange.settings.exempts(p.shape)]
 
     def _sketch_state(self, sketch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,16 +179,10 @@ class FetchSGD(ExchangingOptimizer):
                 )
         return state["sketch_momentum"], state["sketch_error"]
 
-    def _update_exempt(self, gradients: list[torch.Tensor], lr: float, momentum: float) -> None:
+    def _update_exempt(self, gradients: Tensors, lr: float, momentum: float) -> None:
         parameters = [p for p in self._parameters() if self.exchange.settings.exempts(p.shape)]
-        states = [self.state[p] for p in parameters]
-        for state, gradient in zip(states, gradients, strict=True):
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(gradient)
-        buffers = [s["momentum_buffer"] for s in states]
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, gradients)
-        torch._foreach_add_(parameters, buffers, alpha=-lr)
+        buffers = zeros([self.state[p] for p in parameters], "momentum_buffer", gradients)
+        torch._foreach_add_(parameters, momentum_(buffers, gradients, momentum), alpha=-lr)
 
     def _sketch(self, vector: torch.Tensor) -> torch.Tensor:
         compressor = self.exchange.compressor

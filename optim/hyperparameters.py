@@ -1,11 +1,19 @@
-"""What every optimizer refuses in its hyperparameters and gradients, in the same words."""
+"""The checks of hyperparameters and gradients, with the same words for all optimizers."""
 
 import math
 from typing import Any
 
 import torch
 
-from comm_hooks.requirements import in_one_line, is_number, require_positive, require_within
+from comm_hooks.requirements import (
+    in_one_line,
+    is_number,
+    require_flag,
+    require_positive,
+    require_within,
+)
+
+_FLAGS = ("bias_correction", "maximize", "nesterov")
 
 
 def check_hyperparameters(owner: object, *, beta_count: int = 2, **values: Any) -> None:
@@ -15,7 +23,8 @@ def check_hyperparameters(owner: object, *, beta_count: int = 2, **values: Any) 
         owner: the optimizer, whose class the message names.
         beta_count: how many ``betas`` the optimizer has, if any.
         values: ``betas``, decay rates in [0, 1), since an average that decays by 1 never starts;
-            ``momentum``, another; and numbers that are finite and at least 0.
+            ``momentum``, another; ``bias_correction``, ``maximize`` and ``nesterov``, true or
+            false; and numbers that are finite and at least 0.
 
     Example::
 
@@ -31,6 +40,9 @@ def check_hyperparameters(owner: object, *, beta_count: int = 2, **values: Any) 
             continue
         if key == "momentum":
             require_within(owner, key, value, "[0, 1)")
+            continue
+        if key in _FLAGS:
+            require_flag(owner, key, value)
             continue
         if not is_number(value):
             raise ValueError(f"{name}: {key} must be a number, got {in_one_line(value)}")

@@ -1,13 +1,14 @@
 """Adam for sparse arrivals: ranks divide by their own second moment before they exchange."""
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.base import Group, States, Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.moments import count_step, descend_, values
 
 
 class LocalVarianceAdam(ExchangingOptimizer):
@@ -44,26 +45,15 @@ class LocalVarianceAdam(ExchangingOptimizer):
     momentum is of normalized gradients (as in LaProp, Ziyin et al., 2020).
 
     Args:
-        params: parameters, or better ``model.named_parameters()``: saved residuals are then tied to
-            names.
+        params, lr, betas, eps, weight_decay: see
+            :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
         exchange: how momenta are averaged; with error feedback if its compressor is biased.
-        lr: learning rate.
-        betas: decay of the first and the second moment.
-        eps: added to the denominator.
-        weight_decay: decoupled (AdamW).
 
-    State per parameter: ``step`` and ``exp_avg`` (n), float32, the same on all ranks, and
-    ``exp_avg_sq`` (v_i), float32, **this rank's own**: save the optimizer's state on every rank, as
-    the exchange's.
+    State per parameter: ``exp_avg`` (n), the same on all ranks, and ``exp_avg_sq`` (v_i), **this
+    rank's own**: save the optimizer's state on every rank, as the exchange's.
 
-    Cost: one collective per step, and one number read back from the device.  v_i has a second
-    buffer of 4 bytes per parameter to compute the next one in; n is computed in the workspace of
-    the exchange.
-
-    Raises:
-        ValueError: for hyperparameters out of range.
-
-    Not supported: sparse gradients, parameters on several devices, ``capturable``.
+    Memory: v_i has a second buffer of 4 bytes per parameter to compute the next one in; n is
+    computed in the workspace of the exchange.
 
     Example::
 
@@ -73,6 +63,8 @@ class LocalVarianceAdam(ExchangingOptimizer):
         >>> exchange = Exchange(TopK(density=1 / 64, value_bits=1), memory=ErrorFeedback())
         >>> optimizer = LocalVarianceAdam(ddp_model.named_parameters(), exchange, lr=1e-3)
     """
+
+    published = block(compressor="topk", density=1 / 64, value_bits=1, memory="error_feedback")
 
     _overwrites_gradients = False
 
@@ -86,33 +78,32 @@ class LocalVarianceAdam(ExchangingOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        check_hyperparameters(self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, exchange, {})
+        super().__init__(params, exchange, defaults)
         # What the next v is computed in, so that a step that is skipped leaves no trace.
-        self._spare: list[torch.Tensor] = []
+        self._spare: Tensors = []
 
-    def _step(self, gradients: list[torch.Tensor]) -> None:
+    def _step(self, gradients: Tensors) -> None:
         states = self._states("exp_avg", "exp_avg_sq")
         t = int(states[0]["step"]) + 1
-        message = self.exchange.workspace(self._named([state["exp_avg"] for state in states]))
+        message = self.exchange.workspace(self._named(values(states, "exp_avg")))
         momenta, variances = list(message.values()), self._next_variances(states)
-        torch._foreach_copy_(momenta, [state["exp_avg"] for state in states])
+        torch._foreach_copy_(momenta, values(states, "exp_avg"))
         for own, group in self._groups():
             self._normalize(gradients[own], momenta[own], variances[own], group, t)
         if not self._average(message):
             return
-        torch._foreach_copy_([state["exp_avg"] for state in states], momenta)
-        self._spare = [state["exp_avg_sq"] for state in states]
+        torch._foreach_copy_(values(states, "exp_avg"), momenta)
+        self._spare = values(states, "exp_avg_sq")
         for state, v in zip(states, variances, strict=True):
             state["exp_avg_sq"] = v
-        torch._foreach_add_([state["step"] for state in states], 1)
+        count_step(states)
         for own, group in self._groups():
             self._move(group, momenta[own], t)
 
-    def _next_variances(self, states: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def _next_variances(self, states: States) -> Tensors:
         """Return copies of v, contiguous as n is in the workspace, to compute in."""
-        old = [state["exp_avg_sq"] for state in states]
+        old = values(states, "exp_avg_sq")
         # A state that was just made or loaded may lie in memory in any order.
         if [v.shape for v in self._spare] != [v.shape for v in old] or any(
             not v.is_contiguous() for v in self._spare
@@ -123,11 +114,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
 
     @staticmethod
     def _normalize(
-        gradients: list[torch.Tensor],
-        momenta: list[torch.Tensor],
-        variances: list[torch.Tensor],
-        group: dict[str, Any],
-        t: int,
+        gradients: Tensors, momenta: Tensors, variances: Tensors, group: Group, t: int
     ) -> None:
         """Take steps 1 and 2, in place.
 
@@ -155,13 +142,12 @@ class LocalVarianceAdam(ExchangingOptimizer):
         )
 
     @staticmethod
-    def _move(group: dict[str, Any], momenta: list[torch.Tensor], t: int) -> None:
+    def _move(group: Group, momenta: Tensors, t: int) -> None:
         """Take step 4."""
         parameters, lr, decay = group["params"], group["lr"], group["weight_decay"]
         correction = 1 - group["betas"][0] ** t
         if any(p.dtype != torch.float32 for p in parameters):
-            torch._foreach_mul_(parameters, 1 - lr * decay)
-            torch._foreach_add_(parameters, momenta, alpha=-lr / correction)
+            descend_(parameters, momenta, group, correction)
             return
         momenta = [_laid_out_like(n, p) for n, p in zip(momenta, parameters, strict=True)]
         # theta - lr / correction (n + correction weight_decay theta), in one pass.
@@ -177,6 +163,32 @@ class LocalVarianceAdam(ExchangingOptimizer):
             maximize=False,
             is_first_step=False,
         )
+
+
+def plain_step(
+    parameter: torch.Tensor,
+    state: dict[str, torch.Tensor],
+    gradient: torch.Tensor,
+    mean: Callable[[torch.Tensor], torch.Tensor],
+    group: Group,
+) -> None:
+    """Take the step of :class:`LocalVarianceAdam` on one parameter, as the class describes it.
+
+    The reference that its fused step is tested against.
+
+    Args:
+        parameter: float32, updated in place.
+        state: ``step``, ``exp_avg`` and ``exp_avg_sq``, replaced.
+        gradient: this rank's.
+        mean: the exchange's mean over ranks.
+        group: the hyperparameters.
+    """
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    t = state["step"] = state["step"] + 1
+    v = state["exp_avg_sq"] = beta2 * state["exp_avg_sq"] + (1 - beta2) * gradient**2
+    u = gradient / ((v / (1 - beta2**t)).sqrt() + group["eps"])
+    n = state["exp_avg"] = mean(beta1 * state["exp_avg"] + (1 - beta1) * u)
+    parameter.sub_(lr * (n / (1 - beta1**t) + group["weight_decay"] * parameter))
 
 
 def _laid_out_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import overload
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.base import Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.moments import count_step, values
 from comm_hooks.randomness import derive_key, random_unit
 from comm_hooks.requirements import require_within
 
@@ -45,25 +45,24 @@ class Marina(ExchangingOptimizer):
     tries the same x' again.
 
     Args:
-        params: parameters, or better ``model.named_parameters()``.
+        params, weight_decay: see :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
         exchange: with an unbiased compressor (PermK, RandomK, Quantize(stochastic=True), sketches,
             Identity), without memory.
         lr: learning rate.  Theory: 1 / (L (1 + sqrt((1 - p) omega / (p N)))), with omega the
             compressor's relative mean squared error.
         p: the probability of an exact gradient, in (0, 1].  The traffic of both kinds of steps is
             equal in the mean for p = payload / uncompressed.
-        weight_decay: decoupled.
 
-    State per parameter: ``step`` and ``estimate`` (g), float32, equal on all ranks.
+    State per parameter: ``estimate`` (g).
 
-    Cost: one collective per step, up to two forward and backward passes, and one number read back
-    from the device.  Temporary memory: a copy of the parameters and one of the gradients.
+    Cost: beside the exchange up to two forward and backward passes.  Temporary memory: a copy of
+    the parameters and one of the gradients.
 
     Raises:
-        ValueError: for hyperparameters out of range, and for an exchange that cannot be used.
+        ValueError: in a step without a closure, or with one that returns None; parameters and
+            estimate stay as they were.
 
-    Not supported: steps without a closure, ``GradScaler`` (which refuses closures), sparse
-    gradients, parameters on several devices.
+    Not supported: ``GradScaler`` (which refuses closures).
 
     Example::
 
@@ -79,6 +78,8 @@ class Marina(ExchangingOptimizer):
         >>> loss = optimizer.step(closure)
     """
 
+    published = block(compressor="perm_k")
+
     def __init__(
         self,
         params: ParamsT,
@@ -88,9 +89,8 @@ class Marina(ExchangingOptimizer):
         p: float,
         weight_decay: float = 0.0,
     ) -> None:
-        check_hyperparameters(self, lr=lr, weight_decay=weight_decay)
         require_within(self, "p", p, "(0, 1]")
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, exchange, {"p": p})
+        super().__init__(params, exchange, {"lr": lr, "weight_decay": weight_decay}, p=p)
         if not exchange.compressor.unbiased:
             raise ValueError(
                 f"Marina: the compressor must be unbiased, for the errors of differences add up; "
@@ -103,27 +103,7 @@ class Marina(ExchangingOptimizer):
             )
         self.p = p
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step on all ranks together.
-
-        Args:
-            closure: zeroes the gradients, computes the loss of one minibatch, the same whenever it
-                is called in this step, calls ``backward()`` and returns the loss.
-
-        Returns:
-            The loss at the new parameters.
-
-        Raises:
-            ValueError: without a closure, for one that returns None, and for sparse gradients;
-                parameters and estimate stay as they were.
-            ConfigMismatchError: in the first step, if ranks are configured differently.
-        """
+    def _step_with(self, closure: Callable[[], float] | None) -> float | None:
         if closure is None:
             raise ValueError(
                 "Marina: step() needs a closure that computes the gradients of one minibatch, "
@@ -140,7 +120,7 @@ class Marina(ExchangingOptimizer):
         before = [p.clone() for p in parameters]
         try:
             if not is_first:
-                self._move([s["estimate"] for s in states])
+                self._descend(values(states, "estimate"))
             loss, gradients = self._evaluate(closure)
             self._step(gradients, old, before)
         except BaseException:
@@ -149,10 +129,7 @@ class Marina(ExchangingOptimizer):
         return loss
 
     def _step(
-        self,
-        gradients: list[torch.Tensor],
-        old: list[torch.Tensor] | None = None,
-        before: list[torch.Tensor] | None = None,
+        self, gradients: Tensors, old: Tensors | None = None, before: Tensors | None = None
     ) -> None:
         """Update the estimate from the gradients at x', or return to x.
 
@@ -168,23 +145,18 @@ class Marina(ExchangingOptimizer):
                 torch._foreach_copy_(self._parameters(), before)
             return
         states = self._states("estimate")
-        estimate = [s["estimate"] for s in states]
+        estimate = values(states, "estimate")
         if old is None:
             torch._foreach_copy_(estimate, gradients)
         else:
             torch._foreach_add_(estimate, gradients)
-        torch._foreach_add_([s["step"] for s in states], 1)
+        count_step(states)
 
     def _coin(self) -> bool:
         key = derive_key(self.exchange.settings.seed, self.exchange.step, COIN)
         return bool(random_unit([key], 1)[0, 0] < self.p)
 
-    def _move(self, estimate: list[torch.Tensor]) -> None:
-        for own, group in self._groups():
-            torch._foreach_mul_(group["params"], 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(group["params"], estimate[own], alpha=-group["lr"])
-
-    def _evaluate(self, closure: Callable[[], float]) -> tuple[float, list[torch.Tensor]]:
+    def _evaluate(self, closure: Callable[[], float]) -> tuple[float, Tensors]:
         """Return the loss and this rank's gradients at the present parameters."""
         self.zero_grad()
         with torch.enable_grad():

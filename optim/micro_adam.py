@@ -1,20 +1,21 @@
 """Adam whose moments are rebuilt from the last few sparse aggregates."""
 
-from typing import Any
-
 import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.compressors.sparse import TopK
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
+from comm_hooks.optim.base import Group, Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.moments import adamw_, averages_, count_step, descend_, values, zeros
 from comm_hooks.optim.sparse_window import SparseWindow
 from comm_hooks.requirements import require_choice, require_positive
 
 # Elements that are rebuilt at a time: 12 bytes of temporary memory each.
 BATCH = 1 << 24
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A parameter and its aggregate."""
 
 
 class MicroAdam(ExchangingOptimizer):
@@ -44,19 +45,15 @@ class MicroAdam(ExchangingOptimizer):
     Exempt parameters arrive densely and have Adam's ordinary moments.
 
     Args:
-        params: parameters, or better ``model.named_parameters()``.
+        params, lr, betas, eps, weight_decay: see
+            :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
         exchange: with TopK, with error feedback (``bits=4`` unless memory does not matter), and
             with ``collective="all_gather"`` or ``"sharded"``.
-        lr: learning rate.
-        betas: decay of the first and the second moment.
-        eps: added to the denominator.
-        weight_decay: decoupled (AdamW).
         window: rows, at least 1.
         bias_correction: ``"window"`` or ``"published"``, see step 4.
 
     State per compressed parameter: ``step`` and ``window``, uint8 (window, bytes of a row); per
-    exempt parameter ``step``, ``exp_avg``, ``exp_avg_sq``, float32.  All of it is equal on all
-    ranks; the residual is the exchange's: save ``exchange.state_dict()`` on every rank.
+    exempt parameter ``step``, ``exp_avg``, ``exp_avg_sq``.
 
     Bytes per parameter at density 1 %, ``window=10`` and N ranks, with 4-bit residuals:
 
@@ -76,14 +73,10 @@ class MicroAdam(ExchangingOptimizer):
     exchange's workspace, and the moments of at most ``BATCH`` elements, or one parameter, at a
     time.
 
-    Cost: the exchange's collectives (sharded: two), and one number read back from the device.
-    Rebuilding the moments scatters ``window`` x density elements per parameter.
-
-    Raises:
-        ValueError: for hyperparameters out of range, and for an exchange that cannot be used.
+    Cost: rebuilding the moments scatters ``window`` x density elements per parameter.
 
     Not supported: compressors other than TopK, ``granularity="bucket"``, ``collective="auto"``,
-    sparse gradients, parameters on several devices, AMSGrad.
+    AMSGrad.
 
     Example::
 
@@ -97,6 +90,14 @@ class MicroAdam(ExchangingOptimizer):
         >>> optimizer = MicroAdam(ddp_model.named_parameters(), exchange, lr=1e-3)
     """
 
+    published = block(
+        compressor="topk",
+        density=0.01,
+        value_bits=4,
+        memory={"type": "error_feedback", "bits": 4, "stochastic": True},
+        collective="sharded",
+    )
+
     def __init__(
         self,
         params: ParamsT,
@@ -109,14 +110,14 @@ class MicroAdam(ExchangingOptimizer):
         window: int = 10,
         bias_correction: str = "window",
     ) -> None:
-        check_hyperparameters(self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay)
         require_positive(self, "window", window)
         require_choice(self, "bias_correction", bias_correction, ("window", "published"))
         super().__init__(
             params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
             exchange,
-            {"window": window, "bias_correction": bias_correction},
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            window=window,
+            bias_correction=bias_correction,
         )
         if (
             not isinstance(exchange.compressor, TopK)
@@ -124,7 +125,7 @@ class MicroAdam(ExchangingOptimizer):
         ):
             raise ValueError(
                 "MicroAdam: its window holds the blocks of TopK, parameter by parameter; got "
-                f"{exchange.compressor} with granularity {exchange.settings.granularity!r}"
+                f"{exchange.compressor} with granularity {granularity!r}"
             )
         if exchange.memory is not None and not isinstance(exchange.memory, ErrorFeedback):
             raise ValueError(
@@ -138,18 +139,17 @@ class MicroAdam(ExchangingOptimizer):
         self.window = window
         self.bias_correction = bias_correction
 
-    def _step(self, gradients: list[torch.Tensor]) -> None:
+    def _step(self, gradients: Tensors) -> None:
         self._prepare_states()
         if not self._average(self._named(gradients)):
             return
         for own, group in self._groups():
-            exempt: list[tuple[torch.Tensor, torch.Tensor]] = []
-            by_length: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+            exempt: list[Pair] = []
+            by_length: dict[int, list[Pair]] = {}
             for parameter, aggregate in zip(group["params"], gradients[own], strict=True):
                 is_exempt = self.exchange.settings.exempts(parameter.shape)
                 members = exempt if is_exempt else by_length.setdefault(parameter.numel(), [])
                 members.append((parameter, aggregate))
-            torch._foreach_mul_(group["params"], 1 - group["lr"] * group["weight_decay"])
             if exempt:
                 self._update_exempt(exempt, group)
             for numel, members in by_length.items():
@@ -157,48 +157,26 @@ class MicroAdam(ExchangingOptimizer):
                 for first in range(0, len(members), count):
                     self._update_compressed(members[first : first + count], numel, group)
 
-    def _update_compressed(
-        self, members: list[tuple[torch.Tensor, torch.Tensor]], numel: int, group: dict[str, Any]
-    ) -> None:
+    def _update_compressed(self, members: list[Pair], numel: int, group: Group) -> None:
         """Update parameters of one length: push their aggregates, rebuild m and v, step."""
         parameters = [parameter for parameter, _ in members]
         code = self._code(numel)
         states = [self.state[p] for p in parameters]
-        windows = [s["window"] for s in states]
-        torch._foreach_add_([s["step"] for s in states], 1)
+        windows = values(states, "window")
+        count_step(states)
         t = int(states[0]["step"])
-        newest = (t - 1) % self.window
         octets = code.encode(torch.stack([aggregate.flatten() for _, aggregate in members]))
-        torch._foreach_copy_([window[newest] for window in windows], list(octets))
-
-        history = torch.stack([window[:t] for window in windows])
-        weights = [
-            code.weights(beta, t, self.window, self.bias_correction) for beta in group["betas"]
-        ]
-        m, v = code.moments(history, *weights)
-        update = m.div_(v.sqrt_().add_(group["eps"]))
+        torch._foreach_copy_([w[(t - 1) % self.window] for w in windows], list(octets))
+        update = code.directions(windows, t, group["betas"], group["eps"], self.bias_correction)
         shaped = [u.view(p.shape) for u, p in zip(update, parameters, strict=True)]
-        torch._foreach_add_(parameters, shaped, alpha=-group["lr"])
+        descend_(parameters, shaped, group)
 
-    def _update_exempt(
-        self, members: list[tuple[torch.Tensor, torch.Tensor]], group: dict[str, Any]
-    ) -> None:
+    def _update_exempt(self, members: list[Pair], group: Group) -> None:
         """Update parameters by AdamW."""
-        parameters = [parameter for parameter, _ in members]
-        gradients = [aggregate for _, aggregate in members]
-        states = [self.state[p] for p in parameters]
-        torch._foreach_add_([s["step"] for s in states], 1)
-        t = int(states[0]["step"])
-        beta1, beta2 = group["betas"]
-        m, v = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
-        torch._foreach_lerp_(m, gradients, 1 - beta1)
-        torch._foreach_mul_(v, beta2)
-        torch._foreach_addcmul_(v, gradients, gradients, 1 - beta2)
-        roots = torch._foreach_sqrt(v)
-        torch._foreach_div_(roots, (1 - beta2**t) ** 0.5)
-        torch._foreach_add_(roots, group["eps"])
-        update = torch._foreach_div(m, roots)
-        torch._foreach_add_(parameters, update, alpha=-group["lr"] / (1 - beta1**t))
+        states = [self.state[parameter] for parameter, _ in members]
+        count_step(states)
+        m, v = averages_(states, [aggregate for _, aggregate in members], group["betas"])
+        adamw_([parameter for parameter, _ in members], m, v, group, int(states[0]["step"]))
 
     def _code(self, numel: int) -> SparseWindow:
         exchange = self.exchange
@@ -216,10 +194,9 @@ class MicroAdam(ExchangingOptimizer):
         for parameter in self._parameters():
             state = self.state[parameter]
             if self.exchange.settings.exempts(parameter.shape):
-                if not state:
-                    state["step"] = torch.tensor(0.0)
-                    for key in ("exp_avg", "exp_avg_sq"):
-                        state[key] = torch.zeros_like(parameter, dtype=torch.float32)
+                state.setdefault("step", torch.tensor(0.0))
+                for key in ("exp_avg", "exp_avg_sq"):
+                    zeros([state], key, [parameter], torch.float32)
                 continue
             numel = parameter.numel()
             if numel not in nbytes:

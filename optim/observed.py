@@ -40,7 +40,7 @@ def observing(observers: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 
     Example::
 
-        >>> from comm_hooks.optim.private.poisson import PoissonSampler
+        >>> from comm_hooks.optim.private.data.poisson import PoissonSampler
         >>> sampler = PoissonSampler(num_samples=10, sample_rate=1.0, steps=3)
         >>> with observing({"draw": lambda method, sampler: list(method(sampler))[1:]}):
         ...     len(sampler.__iter__())

@@ -1,13 +1,20 @@
 """1-bit Adam: Adam for a while, then compressed momenta over a frozen second moment."""
 
-from typing import Any
-
 import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.base import Group, States, Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.hyperparameters import check_freeze_step, check_hyperparameters
+from comm_hooks.optim.hyperparameters import check_freeze_step
+from comm_hooks.optim.moments import (
+    average_,
+    average_squares_,
+    count_step,
+    descend_,
+    roots,
+    values,
+)
 
 # Far below the root of the smallest float32, so that it changes no denominator but zero.
 TINY = 1e-30
@@ -53,33 +60,17 @@ class OneBitAdam(ExchangingOptimizer):
     ``freeze_step``, no gradient was seen in all of the warm-up and m / (0 + eps) would be a giant
     step: such coordinates are only decayed.  (DeepSpeed's remedy is a mask that the user provides.)
 
-    The optimizer owns the exchange: DDP must not average, so register
-    :func:`~comm_hooks.skip_hook`.  If any rank's gradient is not finite, all ranks skip the step,
-    also under a ``GradScaler``.
-
     Args:
-        params: parameters, or better ``model.named_parameters()``: saved residuals are then tied to
-            names.  Parameter groups are supported.
-        exchange: how momenta are averaged.
-        lr: learning rate.
-        betas: decay of the first and the second moment.
-        eps: added to the denominator.
-        weight_decay: decoupled (AdamW).
+        params, exchange, lr, betas, eps, weight_decay: see
+            :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
         freeze_step: the last step with exact gradients, at least 1.  The authors advise 15 to 25 %
             of all steps.
         total_steps: the length of the run, if known: a ``freeze_step`` beyond it is refused.
 
-    State per parameter: ``step``, ``exp_avg``, ``exp_avg_sq``, float32 and equal on all ranks.  The
-    residuals are the exchange's and differ between ranks: save ``exchange.state_dict()`` on every
-    rank beside the optimizer's.
-
-    Cost: one exchange per step (two collectives if sharded), and one number read back from the
-    device, which tells whether the step is taken.
+    State per parameter: ``exp_avg``, ``exp_avg_sq``.
 
     Raises:
-        ValueError: for hyperparameters out of range; for a ``freeze_step`` beyond ``total_steps``.
-
-    Not supported: sparse gradients, parameters on several devices, ``capturable``.
+        ValueError: for a ``freeze_step`` beyond ``total_steps``.
 
     Example::
 
@@ -93,6 +84,14 @@ class OneBitAdam(ExchangingOptimizer):
         ... )
     """
 
+    published = block(
+        compressor="sign",
+        block_size=None,
+        scale="rms",
+        memory="error_feedback",
+        collective="sharded",
+    )
+
     def __init__(
         self,
         params: ParamsT,
@@ -105,17 +104,16 @@ class OneBitAdam(ExchangingOptimizer):
         freeze_step: int,
         total_steps: int | None = None,
     ) -> None:
-        check_hyperparameters(self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay)
         check_freeze_step(self, freeze_step, total_steps)
         super().__init__(
             params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
             exchange,
-            {"freeze_step": freeze_step},
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            freeze_step=freeze_step,
         )
         self.freeze_step = freeze_step
 
-    def _step(self, gradients: list[torch.Tensor]) -> None:
+    def _step(self, gradients: Tensors) -> None:
         states = self._states("exp_avg", "exp_avg_sq")
         is_warm_up = int(states[0]["step"]) < self.freeze_step
         if not is_warm_up:
@@ -125,43 +123,24 @@ class OneBitAdam(ExchangingOptimizer):
             return
         for own, group in self._groups():
             parameters, members, mean = group["params"], states[own], gradients[own]
-            m, v = [s["exp_avg"] for s in members], [s["exp_avg_sq"] for s in members]
+            m, v = values(members, "exp_avg"), values(members, "exp_avg_sq")
             if is_warm_up:
-                torch._foreach_lerp_(m, mean, 1 - group["betas"][0])
-                update_variance_(v, mean, group)
+                average_(m, mean, group["betas"][0])
+                average_squares_(v, mean, group["betas"][1])
             else:
                 torch._foreach_copy_(m, mean)
-            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(parameters, directions(m, v, group), alpha=-group["lr"])
-            torch._foreach_add_([s["step"] for s in members], 1)
+            descend_(parameters, directions(m, v, group), group)
+        count_step(states)
 
 
-def momenta(
-    gradients: list[torch.Tensor],
-    states: list[dict[str, torch.Tensor]],
-    group: dict[str, Any],
-) -> list[torch.Tensor]:
+def momenta(gradients: Tensors, states: States, group: Group) -> Tensors:
     """Return the momenta that follow from this rank's gradients; the state stays."""
-    m = [s["exp_avg"] for s in states]
-    return list(torch._foreach_lerp(m, gradients, 1 - group["betas"][0]))
+    return list(torch._foreach_lerp(values(states, "exp_avg"), gradients, 1 - group["betas"][0]))
 
 
-def update_variance_(
-    v: list[torch.Tensor], mean: list[torch.Tensor], group: dict[str, Any]
-) -> None:
-    """Let the second moment see the exact mean of the gradients."""
-    beta2 = group["betas"][1]
-    torch._foreach_mul_(v, beta2)
-    torch._foreach_addcmul_(v, mean, mean, value=1 - beta2)
-
-
-def directions(
-    m: list[torch.Tensor], v: list[torch.Tensor], group: dict[str, Any]
-) -> list[torch.Tensor]:
+def directions(m: Tensors, v: Tensors, group: Group) -> Tensors:
     """Return m / (sqrt(v) + eps), and 0 where v is 0: signs have no zero, so m need not be."""
     result = torch._foreach_sign(v)
     torch._foreach_mul_(result, m)
-    roots = torch._foreach_sqrt(v)
-    torch._foreach_add_(roots, max(group["eps"], TINY))
-    torch._foreach_div_(result, roots)
+    torch._foreach_div_(result, roots(v, max(group["eps"], TINY)))
     return list(result)

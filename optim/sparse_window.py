@@ -143,6 +143,21 @@ class SparseWindow:
             second.scatter_add_(1, places[:, row], own.square() * square_weight)
         return first, second
 
+    def directions(
+        self,
+        windows: Sequence[torch.Tensor],
+        steps: int,
+        betas: Sequence[float],
+        eps: float,
+        bias_correction: str,
+    ) -> torch.Tensor:
+        """Return m / (sqrt(v) + eps), (n, numel), of n rings of rows after so many steps."""
+        history = torch.stack([window[:steps] for window in windows])
+        rows = len(windows[0])
+        weights = [self.weights(beta, steps, rows, bias_correction) for beta in betas]
+        m, v = self.moments(history, *weights)
+        return m.div_(v.sqrt_().add_(eps))
+
     @property
     def _blocks(self) -> Blocks:
         return Blocks(-(-self.numel // self.shards), self.block_size)

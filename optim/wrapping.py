@@ -1,15 +1,15 @@
 """An optimizer around another one."""
 
-from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, NoReturn, overload
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
+from comm_hooks.optim.base import SteppingOptimizer
 
-class WrappingOptimizer(Optimizer):
+
+class WrappingOptimizer(SteppingOptimizer):
     """What does more in a step than the optimizer inside it, and shows that one's groups and state.
 
     So a scheduler that is given this one sets the learning rates of the inner one, and whatever
@@ -50,15 +50,6 @@ class WrappingOptimizer(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The inner optimizer's."""
         return self.inner.defaults
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @abstractmethod
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take a step on all ranks together."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients."""

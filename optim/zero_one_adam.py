@@ -7,9 +7,10 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.base import Group, States, Tensors
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.optim.one_bit_adam import directions, momenta, update_variance_
+from comm_hooks.optim.moments import average_squares_, count_step, decay_, values
+from comm_hooks.optim.one_bit_adam import OneBitAdam, directions, momenta
 from comm_hooks.requirements import require_positive
 
 
@@ -73,17 +74,9 @@ class ZeroOneAdam(ExchangingOptimizer):
     All ranks must call :meth:`synchronize` between the same steps.  Where one does so alone, all
     of them raise ``PayloadError`` at the exchange.
 
-    The optimizer owns the exchange: DDP must not average, so register
-    :func:`~comm_hooks.skip_hook`.
-
     Args:
-        params: parameters, or better ``model.named_parameters()``: saved residuals are then tied to
-            names.  Parameter groups are supported.
-        exchange: how momenta are averaged.
-        lr: learning rate; may change at any step.
-        betas: decay of the first and the second moment.
-        eps: added to the denominator.
-        weight_decay: decoupled (AdamW).
+        params, exchange, lr, betas, eps, weight_decay: see
+            :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`; lr may change at any step.
         var_freeze_step: the last step at which v may be updated, at least 1; the authors take the
             end of the learning rate's warm-up.  Local steps begin after it.
         var_update_scaler: kappa, variance steps until their distance doubles.
@@ -91,18 +84,11 @@ class ZeroOneAdam(ExchangingOptimizer):
             the learning rate halves.
         local_step_clipper: H, the longest interval; with 1 there are no local steps.
 
-    State per parameter: ``step``, ``exp_avg``, ``exp_avg_sq``, float32 and, while synchronized,
-    equal on all ranks; between synchronizations also ``mean_exp_avg`` (u_i / s), float32, and
-    ``anchor`` (x_s).  Per group ``steps_since_sync`` and ``lr_since_sync`` (s).
+    State per parameter: ``exp_avg`` and ``exp_avg_sq``, equal on all ranks while synchronized;
+    between synchronizations also ``mean_exp_avg`` (u_i / s), float32, and ``anchor`` (x_s).  Per
+    group ``steps_since_sync`` and ``lr_since_sync`` (s).
 
-    Cost: one exchange per step that communicates, and one number read back from the device at
-    every step.
-
-    Raises:
-        ValueError: for hyperparameters out of range.
-
-    Not supported: sparse gradients, parameters on several devices, ``capturable``; changing
-    parameters by other means between synchronizations, which forget it.
+    Not supported: changing parameters by other means between synchronizations, which forget it.
 
     Example::
 
@@ -116,6 +102,8 @@ class ZeroOneAdam(ExchangingOptimizer):
         ...     var_freeze_step=200, local_step_scaler=500,
         ... )
     """
+
+    published = OneBitAdam.published
 
     def __init__(
         self,
@@ -131,7 +119,6 @@ class ZeroOneAdam(ExchangingOptimizer):
         local_step_scaler: int = 32678,
         local_step_clipper: int = 16,
     ) -> None:
-        check_hyperparameters(self, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay)
         schedule = {
             "var_freeze_step": var_freeze_step,
             "var_update_scaler": var_update_scaler,
@@ -142,6 +129,7 @@ class ZeroOneAdam(ExchangingOptimizer):
             require_positive(self, name, value)
         super().__init__(
             params,
+            exchange,
             {
                 "lr": lr,
                 "betas": betas,
@@ -150,8 +138,7 @@ class ZeroOneAdam(ExchangingOptimizer):
                 "steps_since_sync": 0,
                 "lr_since_sync": 0.0,
             },
-            exchange,
-            schedule,
+            **schedule,
         )
         self.var_freeze_step = var_freeze_step
         self.var_update_scaler = var_update_scaler
@@ -206,7 +193,7 @@ class ZeroOneAdam(ExchangingOptimizer):
         if is_finite:
             self._settle(means, states)
 
-    def _step(self, gradients: list[torch.Tensor]) -> None:
+    def _step(self, gradients: Tensors) -> None:
         states = self._states("exp_avg", "exp_avg_sq")
         t = int(states[0]["step"]) + 1
         # Replicas can differ here if the run goes on with another schedule than it was saved with.
@@ -217,23 +204,20 @@ class ZeroOneAdam(ExchangingOptimizer):
         else:
             taken = self._synchronization_step(gradients, states)
         if taken:
-            torch._foreach_add_([s["step"] for s in states], 1)
+            count_step(states)
 
-    def _variance_step(
-        self, gradients: list[torch.Tensor], states: list[dict[str, torch.Tensor]]
-    ) -> bool:
+    def _variance_step(self, gradients: Tensors, states: States) -> bool:
         if not self._average(self._named(gradients), compress=False):
             return False
         for own, group in self._groups():
-            update_variance_([s["exp_avg_sq"] for s in states[own]], gradients[own], group)
+            v = values(states[own], "exp_avg_sq")
+            average_squares_(v, gradients[own], group["betas"][1])
             gradients[own] = momenta(gradients[own], states[own], group)
         self._advance(states)
         self._settle(gradients, states)
         return True
 
-    def _synchronization_step(
-        self, gradients: list[torch.Tensor], states: list[dict[str, torch.Tensor]]
-    ) -> bool:
+    def _synchronization_step(self, gradients: Tensors, states: States) -> bool:
         for own, group in self._groups():
             new = momenta(gradients[own], states[own], group)
             gradients[own] = self._mean_momenta(new, states[own], group)
@@ -243,66 +227,54 @@ class ZeroOneAdam(ExchangingOptimizer):
         self._settle(gradients, states)
         return True
 
-    def _local_step(
-        self, gradients: list[torch.Tensor], states: list[dict[str, torch.Tensor]]
-    ) -> bool:
+    def _local_step(self, gradients: Tensors, states: States) -> bool:
         if not torch.isfinite(torch.stack(torch._foreach_norm(gradients)).norm()):
             torch._foreach_zero_(gradients)
         for own, group in self._groups():
             parameters, members = group["params"], states[own]
             new = momenta(gradients[own], members, group)
             means = self._mean_momenta(new, members, group)
-            torch._foreach_copy_([s["exp_avg"] for s in members], new)
+            torch._foreach_copy_(values(members, "exp_avg"), new)
             for parameter, state, mean in zip(parameters, members, means, strict=True):
                 if "anchor" not in state:
                     state["anchor"] = parameter.detach().clone()
                 state["mean_exp_avg"] = mean
         self._advance(states)
         for own, group in self._groups():
-            self._move([s["mean_exp_avg"] for s in states[own]], states[own], group)
+            self._move(values(states[own], "mean_exp_avg"), states[own], group)
         return True
 
-    def _mean_momenta(
-        self,
-        new: list[torch.Tensor],
-        states: list[dict[str, torch.Tensor]],
-        group: dict[str, Any],
-    ) -> list[torch.Tensor]:
+    def _mean_momenta(self, new: Tensors, states: States, group: Group) -> Tensors:
         """Return the means, weighted by lr, of the momenta since the last synchronization."""
         if "anchor" not in states[0]:
             return new
         total = group["lr_since_sync"] + group["lr"]
         share = group["lr"] / total if total else 1.0
-        return list(torch._foreach_lerp([s["mean_exp_avg"] for s in states], new, share))
+        return list(torch._foreach_lerp(values(states, "mean_exp_avg"), new, share))
 
-    def _advance(self, states: list[dict[str, torch.Tensor]]) -> None:
+    def _advance(self, states: States) -> None:
         """Let the learning rate of this step add up, and decay what the step starts from."""
         for own, group in self._groups():
             origins = [
                 s.get("anchor", p) for s, p in zip(states[own], group["params"], strict=True)
             ]
-            torch._foreach_mul_(origins, 1 - group["lr"] * group["weight_decay"])
+            decay_(origins, group)
             group["steps_since_sync"] += 1
             group["lr_since_sync"] += group["lr"]
 
-    def _settle(self, means: list[torch.Tensor], states: list[dict[str, torch.Tensor]]) -> None:
+    def _settle(self, means: Tensors, states: States) -> None:
         """Let all ranks go on from the mean momenta that they have agreed on."""
         for own, group in self._groups():
             self._move(means[own], states[own], group)
-            torch._foreach_copy_([s["exp_avg"] for s in states[own]], means[own])
+            torch._foreach_copy_(values(states[own], "exp_avg"), means[own])
             group.update(steps_since_sync=0, lr_since_sync=0.0)
             for state in states[own]:
                 state.pop("anchor", None)
                 state.pop("mean_exp_avg", None)
 
-    def _move(
-        self,
-        means: list[torch.Tensor],
-        states: list[dict[str, torch.Tensor]],
-        group: dict[str, Any],
-    ) -> None:
+    def _move(self, means: Tensors, states: States, group: Group) -> None:
         """Set the parameters to where these mean momenta lead from the last synchronization."""
         if "anchor" in states[0]:
-            torch._foreach_copy_(group["params"], [s["anchor"] for s in states])
-        steps = directions(means, [s["exp_avg_sq"] for s in states], group)
+            torch._foreach_copy_(group["params"], values(states, "anchor"))
+        steps = directions(means, values(states, "exp_avg_sq"), group)
         torch._foreach_add_(group["params"], steps, alpha=-group["lr_since_sync"])

@@ -15,7 +15,7 @@ from comm_hooks.launchers.audit.stages import Stages
 from comm_hooks.optim.private.accounting import Accountant, GaussianEvent
 from comm_hooks.optim.private.accounting.events import seen_by
 from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.placement import PLACES
+from comm_hooks.optim.private.noise.placement import PLACES
 
 
 @dataclass(frozen=True)

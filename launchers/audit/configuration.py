@@ -20,9 +20,17 @@ from comm_hooks.optim.private.accounting import (
     build_accountant,
 )
 from comm_hooks.optim.private.accounting.accountant import require_delta
-from comm_hooks.optim.private.ledger import Ledger
-from comm_hooks.optim.private.mechanism import require_owners, require_positive_number
-from comm_hooks.optim.private.placement import Scheme, Verdict, judge, require_known_variance
+from comm_hooks.optim.private.accounting.ledger import Ledger
+from comm_hooks.optim.private.noise.mechanism import (
+    require_owners,
+    require_positive_number,
+)
+from comm_hooks.optim.private.noise.placement import (
+    Scheme,
+    Verdict,
+    judge,
+    require_known_variance,
+)
 
 _WORDS = get_type_hints(Scheme)
 _CHOICES = {

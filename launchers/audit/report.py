@@ -11,7 +11,7 @@ from comm_hooks.launchers.audit.audit import Audit, Claim
 from comm_hooks.launchers.audit.configuration import Configuration
 from comm_hooks.launchers.audit.script.audit import ScriptAudit
 from comm_hooks.launchers.output import make_console, say
-from comm_hooks.optim.private.placement import Verdict
+from comm_hooks.optim.private.noise.placement import Verdict
 
 
 def as_json(

@@ -10,11 +10,10 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Round
 from comm_hooks.exchange import Exchange
 from comm_hooks.launchers.audit.configuration import Configuration
-from comm_hooks.optim.private.batches import LossFunction
-from comm_hooks.optim.private.clipped_sum import ClippedGradients
-from comm_hooks.optim.private.mechanism import GaussianMechanism, Released
-from comm_hooks.optim.private.per_sample import PerSampleGradients
-from comm_hooks.optim.private.poisson import PoissonSampler
+from comm_hooks.optim.private.data.poisson import PoissonSampler
+from comm_hooks.optim.private.gradients.clipping import ClippedGradients, LossFunction
+from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
+from comm_hooks.optim.private.noise.mechanism import GaussianMechanism, Released
 
 
 class Mechanism(Protocol):

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from comm_hooks import Exchange
+from comm_hooks.config import build_compressor
 from comm_hooks.launchers.lab.crossings import Options, Traffic
 from comm_hooks.launchers.lab.runs import Settings
 from comm_hooks.optim import (
@@ -168,26 +169,50 @@ def _build_local_adamw(
     )
 
 
+def _published(
+    kind: type[Any],
+    build: Build,
+    options: Mapping[str, Kind],
+    note: str = "",
+    **measured: Any,
+) -> OptimizerEntry:
+    """Return the entry of an optimizer with the exchange that it was published with.
+
+    Args:
+        kind, build, options, note: see :class:`OptimizerEntry`.
+        measured: settings of the compressor and the exchange in place of the published ones, with
+            which methods have been compared so far, at the bytes or with the scales of others.
+    """
+    block = {**kind.published, **measured}
+    crossing, memory = block.pop("compressor"), block.pop("memory", "error_feedback")
+    memory = {"type": memory} if isinstance(memory, str) else memory
+    collective = block.pop("collective", None)
+    needs = {"collective": collective} if collective else {}
+    needs |= {f"memory_{key}": memory[key] for key in ("bits", "decay") if key in memory}
+    if memory["type"] != "error_feedback":  # which compressors get that need it
+        needs["memory"] = memory["type"]
+    # A compressor's own defaults go without saying.
+    usual = build_compressor(crossing)
+    chosen = {key: value for key, value in block.items() if getattr(usual, key, None) != value}
+    return OptimizerEntry(build, options, note, crossing, chosen, needs)
+
+
 _ADAM: Mapping[str, Kind] = {"lr": float}
 _FREEZE: Mapping[str, Kind] = {"lr": float, "freeze_step": int}
 _ROUNDS: Mapping[str, Kind] = {"lr": float, "local_steps": int}
-_DIFFERENCES = {"memory": "differences"}
 
 OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "adamw": OptimizerEntry(_build_adamw, _ADAM),
     "adam": _server(Adam),
     "amsgrad": _server(AMSGrad),
-    "local_variance_adam": OptimizerEntry(
+    "local_variance_adam": _published(
+        LocalVarianceAdam,
         _adaptive(LocalVarianceAdam),
         _ADAM,
-        note="normalizes on each rank before it exchanges",
-        crossing="topk",
-        crossing_options={
-            "density": 1 / 112,
-            "value_bits": 1,
-            "index_code": "rice",
-            "exempt_bits": 16,
-        },
+        "normalizes on each rank before it exchanges",
+        density=1 / 112,
+        index_code="rice",
+        exempt_bits=16,
     ),
     "local_adamw": OptimizerEntry(
         _build_local_adamw,
@@ -201,16 +226,18 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
             "exempt_bits": 16,
         },
     ),
-    "compressed_adam": OptimizerEntry(
+    "compressed_adam": _published(
+        CompressedAdam,
         _freezing(CompressedAdam),
         {**_FREEZE, "scaled": bool},
-        note="compresses the momentum, after a warm-up without compression",
-        crossing="topk",
+        "compresses the momentum, after a warm-up without compression",
+        value_bits=16,
     ),
-    "one_bit_adam": OptimizerEntry(
-        _freezing(OneBitAdam), _FREEZE, crossing="sign", needs={"collective": "sharded"}
+    "one_bit_adam": _published(
+        OneBitAdam, _freezing(OneBitAdam), _FREEZE, block_size=4096, scale="mean"
     ),
-    "zero_one_adam": OptimizerEntry(
+    "zero_one_adam": _published(
+        ZeroOneAdam,
         _build_zero_one_adam,
         {
             "lr": float,
@@ -219,80 +246,60 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
             "local_step_scaler": int,
             "local_step_clipper": int,
         },
-        crossing="sign",
-        needs={"collective": "sharded"},
+        block_size=4096,
+        scale="mean",
     ),
-    "cd_adam": OptimizerEntry(_adaptive(CDAdam), _ADAM, crossing="sign", needs=_DIFFERENCES),
-    "micro_adam": OptimizerEntry(
-        _adaptive(MicroAdam),
-        {"lr": float, "window": int},
-        crossing="topk",
-        crossing_options={"density": 0.01},
-        needs={"collective": "sharded", "memory_bits": 4},
+    "cd_adam": _published(CDAdam, _adaptive(CDAdam), _ADAM, collective=None),
+    "micro_adam": _published(
+        MicroAdam, _adaptive(MicroAdam), {"lr": float, "window": int}, value_bits=16
     ),
-    "fetch_sgd": OptimizerEntry(
+    "fetch_sgd": _published(
+        FetchSGD,
         _plain(FetchSGD, lr=0.05, density=0.01, rows=5, masking=True),
         {"lr": float, "density": float, "rows": int, "momentum": float, "masking": bool},
-        crossing="count_sketch",
-        crossing_options={"ratio": 0.004},  # of each of the five rows
+        ratio=0.004,  # of each of the five rows
     ),
-    "marina": OptimizerEntry(
-        _plain(Marina, lr=0.01, p=0.05), {"lr": float, "p": float}, crossing="perm_k"
+    "marina": _published(Marina, _plain(Marina, lr=0.01, p=0.05), {"lr": float, "p": float}),
+    "ef21": _published(
+        EF21, _plain(EF21, lr=0.003, momentum=0.9), {"lr": float, "momentum": float}
     ),
-    "ef21": OptimizerEntry(
-        _plain(EF21, lr=0.003, momentum=0.9),
-        {"lr": float, "momentum": float},
-        crossing="topk",
-        needs=_DIFFERENCES,
-    ),
-    "dgc": OptimizerEntry(
+    "dgc": _published(
+        DGC,
         _plain(DGC, lr=0.03, clip_norm=1.0),
         {"lr": float, "warmup_steps": int, "clip_norm": float},
-        crossing="topk",
-        needs={"memory": "momentum_correction"},
+        density=1 / 64,
     ),
-    "demo": OptimizerEntry(
-        _plain(DeMo, lr=1e-3),
-        {"lr": float},
-        crossing="dct_topk",
-        needs={"memory_decay": 0.999},
-    ),
-    "cocktail_sgd": OptimizerEntry(
+    "demo": _published(DeMo, _plain(DeMo, lr=1e-3), {"lr": float}),
+    "cocktail_sgd": _published(
+        CocktailSGD,
         _plain(CocktailSGD, lr=0.003, momentum=0.9),
         {"lr": float, "momentum": float, "delayed": bool},
-        crossing="cocktail",
-        needs={"collective": "sharded"},
     ),
-    "safl": OptimizerEntry(
+    "safl": _published(
+        SAFL,
         _build_safl,
         {**_ROUNDS, "local_lr": float, "amsgrad": bool},
-        note="sketched deltas of local SGD, Adam on the server",
-        crossing="count_sketch",
+        "sketched deltas of local SGD, Adam on the server",
     ),
-    "fed_avg": OptimizerEntry(
+    "fed_avg": _published(
+        FedAvg,
         _plain(FedAvg, lr=0.03, local_steps=8),
         {**_ROUNDS, "momentum": float, "server_lr": float, "server_momentum": float},
-        crossing="identity",
     ),
-    # As published its first round has nothing but eps to divide by.
-    "fed_ams": OptimizerEntry(
-        _plain(FedAMS, bias_correction=True, bound="client", local_steps=8),
-        _ROUNDS,
-        crossing="identity",
+    # As the paper has it, its first round has nothing but eps to divide by.
+    "fed_ams": _published(
+        FedAMS, _plain(FedAMS, bias_correction=True, bound="client", local_steps=8), _ROUNDS
     ),
-    "fed_lamb": OptimizerEntry(
-        _plain(FedLAMB, lr=1e-2, local_steps=8), _ROUNDS, crossing="identity"
-    ),
-    "diloco": OptimizerEntry(
+    "fed_lamb": _published(FedLAMB, _plain(FedLAMB, lr=1e-2, local_steps=8), _ROUNDS),
+    "diloco": _published(
+        DiLoCo,
         _adaptive(DiLoCo, local_steps=30),
         {**_ROUNDS, "outer_lr": float, "outer_momentum": float, "fragments": int},
-        crossing="identity",
     ),
-    "sparse_loco": OptimizerEntry(
+    "sparse_loco": _published(
+        SparseLoCo,
         _adaptive(SparseLoCo, local_steps=15),
         {**_ROUNDS, "outer_lr": float},
-        crossing="topk",
-        crossing_options={"density": 1 / 32, "value_bits": 2, "exempt_bits": 16},
-        needs={"memory_decay": 0.95},
+        exempt_bits=16,
     ),
 }

@@ -1,32 +1,40 @@
 """Private training: per-sample clipping, noise where it counts, and what it costs.
 
 :class:`PrivacyEngine` is the entrance.  :mod:`~comm_hooks.optim.private.accounting` has the
-accountants, :mod:`~comm_hooks.optim.private.placement` the rules of where noise may be added.
+accountants, :mod:`~comm_hooks.optim.private.noise.placement` the rules of where noise may be added.
 """
 
-from comm_hooks.optim.private.ada_dps import AdaDPS, AdaS
+from comm_hooks.optim.private.accounting.ledger import Ledger
 from comm_hooks.optim.private.client_level import PrivateParticipation
-from comm_hooks.optim.private.clipped_sum import ClippedGradients, ClippedSum, PublicTransform
-from comm_hooks.optim.private.dp2 import DP2
-from comm_hooks.optim.private.dp_adam import DPAdam, DPAdamBC, suggested_gamma
-from comm_hooks.optim.private.dp_micro_adam import DPMicroAdam
+from comm_hooks.optim.private.data.poisson import PoissonLoader, PoissonSampler, private_loader
 from comm_hooks.optim.private.dp_optimizer import DPOptimizer
-from comm_hooks.optim.private.dp_rmsprop import DPRMSProp
-from comm_hooks.optim.private.dp_sgd import DPSGD
 from comm_hooks.optim.private.engine import PrivacyEngine
 from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.ledger import Ledger
-from comm_hooks.optim.private.mechanism import GaussianMechanism, Released
-from comm_hooks.optim.private.model_checks import check_model, replace_batch_norm
-from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
-from comm_hooks.optim.private.per_sample import PerSampleGradients
-from comm_hooks.optim.private.placement import Scheme, Verdict, judge
-from comm_hooks.optim.private.poisson import PoissonLoader, PoissonSampler, private_loader
-from comm_hooks.optim.private.public_baselines import PDADPMD, DPAdamPub, DPRPub
-from comm_hooks.optim.private.public_gradients import PublicGradients
-from comm_hooks.optim.private.scale_then_privatize import ScaleThenPrivatize
-from comm_hooks.optim.private.secret import Secret
-from comm_hooks.optim.private.side_information import mean_tf_idf, tf_idf, token_frequency
+from comm_hooks.optim.private.gradients.clipping import (
+    ClippedGradients,
+    ClippedSum,
+    PublicTransform,
+)
+from comm_hooks.optim.private.gradients.model_checks import check_model, replace_batch_norm
+from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
+from comm_hooks.optim.private.noise.mechanism import GaussianMechanism, Released
+from comm_hooks.optim.private.noise.placement import Scheme, Verdict, judge
+from comm_hooks.optim.private.noise.secret import Secret
+from comm_hooks.optim.private.optimizers.ada_dps import AdaDPS, AdaS
+from comm_hooks.optim.private.optimizers.descent import NoisedOptimizer
+from comm_hooks.optim.private.optimizers.dp2 import DP2
+from comm_hooks.optim.private.optimizers.dp_adam import DPAdam, DPAdamBC, suggested_gamma
+from comm_hooks.optim.private.optimizers.dp_micro_adam import DPMicroAdam
+from comm_hooks.optim.private.optimizers.dp_rmsprop import DPRMSProp
+from comm_hooks.optim.private.optimizers.dp_sgd import DPSGD
+from comm_hooks.optim.private.optimizers.public_baselines import PDADPMD, DPAdamPub, DPRPub
+from comm_hooks.optim.private.optimizers.public_knowledge import (
+    PublicGradients,
+    mean_tf_idf,
+    tf_idf,
+    token_frequency,
+)
+from comm_hooks.optim.private.optimizers.scale_then_privatize import ScaleThenPrivatize
 
 __all__ = [
     "AdaDPS",

@@ -14,11 +14,15 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.safeguard import Safeguard
 from comm_hooks.memory.base import Memory
 from comm_hooks.optim.observed import observed
-from comm_hooks.optim.private.clipping import clip_factors, sample_norms
-from comm_hooks.optim.private.model_checks import unchanged_buffers
-from comm_hooks.optim.private.noise import add_noise_
-from comm_hooks.optim.private.placement import Scheme, judge
-from comm_hooks.optim.private.secret import Secret, Stream, Unrepeatable
+from comm_hooks.optim.private.gradients.clipping import clip_factors, sample_norms
+from comm_hooks.optim.private.gradients.model_checks import unchanged_buffers
+from comm_hooks.optim.private.noise.gaussian import add_noise_
+from comm_hooks.optim.private.noise.placement import Scheme, judge
+from comm_hooks.optim.private.noise.secret import (
+    Secret,
+    Stream,
+    Unrepeatable,
+)
 from comm_hooks.optim.rounds.collecting import Aggregate, Collection, Contribution
 from comm_hooks.optim.rounds.participation import ClientSampling, deal
 from comm_hooks.requirements import require_callable, require_positive, require_within

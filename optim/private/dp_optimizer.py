@@ -8,12 +8,12 @@ import torch
 from torch.optim import Optimizer
 
 from comm_hooks.exchange.agreement import hyperparameters_of
-from comm_hooks.optim.private.clipped_sum import ClippedGradients, PublicTransform
-from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.mechanism import GaussianMechanism
-from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
-from comm_hooks.optim.private.settled import Settled, resettle
-from comm_hooks.optim.private.tickets import Claim, Tickets
+from comm_hooks.optim.base import names_of, parameters_of
+from comm_hooks.optim.private.data.tickets import Claim, Tickets
+from comm_hooks.optim.private.errors import PrivacyError, Settled, resettle
+from comm_hooks.optim.private.gradients.clipping import ClippedGradients, PublicTransform
+from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
+from comm_hooks.optim.private.optimizers.descent import NoisedOptimizer
 from comm_hooks.optim.wrapping import WrappingOptimizer
 from comm_hooks.requirements import require_callable, require_kind
 
@@ -46,6 +46,10 @@ class DPOptimizer(Settled, WrappingOptimizer):
         not_finite: how many samples of this rank were left out so far, because their gradients were
             not finite.  Private, like the loss.
 
+    Raises:
+        PrivacyError: in a step that would exceed the budget, or has no drawn batch, or not all of
+            it, and after ``loss.backward()``, whose gradients are discarded.
+
     Not supported: closures; ``GradScaler`` (use bfloat16 autocast); sparse gradients.
     """
 
@@ -75,7 +79,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self._transform_is_due = True
         self.not_finite = 0
         inner.register_step_pre_hook(_refuse_other_steps)
-        order = [p for group in inner.param_groups for p in group["params"]]
+        order = parameters_of(inner.param_groups)
         trained, held = set(gradients.parameters), set(order)
         if trained != held:
             raise ValueError(
@@ -85,9 +89,9 @@ class DPOptimizer(Settled, WrappingOptimizer):
             )
         places = {parameter: place for place, parameter in enumerate(order)}
         self._order = [places[p] for p in gradients.parameters]
-        names = [name for group in inner.param_groups for name in group.get("param_names", ())]
+        names = names_of(inner.param_groups)
         # Residuals and random keys are tied to names, which the order of parameters must not be.
-        self._names = [names[i] if len(names) == len(order) else str(i) for i in self._order]
+        self._names = [names[i] for i in self._order]
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return what the next step goes by, which every exchange compares between ranks."""
@@ -137,17 +141,12 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self.gradients.discard()
         self._claim.discard()
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take a private step on all ranks together.
-
-        Raises:
-            PrivacyError: if it would exceed the budget, or has no drawn batch, or not all of it,
-                and after ``loss.backward()``, whose gradients are discarded.
-            ConfigMismatchError: in the first step, if ranks are configured differently.
-        """
+    def _step_with(self, closure: Callable[[], float] | None) -> None:
         if closure is not None:
             raise ValueError("DPOptimizer: a closure would be evaluated without accounting for it")
+        self._take_step()
+
+    def _take_step(self) -> None:
         self._raw.refuse()
         self._set_transform()
         self._claim.require_whole()

@@ -27,22 +27,24 @@ from comm_hooks.optim.private.accounting import (
 )
 from comm_hooks.optim.private.accounting.accountant import require_delta
 from comm_hooks.optim.private.accounting.events import seen_by
-from comm_hooks.optim.private.batches import LossFunction
+from comm_hooks.optim.private.accounting.ledger import Ledger
 from comm_hooks.optim.private.client_level import PrivateParticipation
-from comm_hooks.optim.private.clipped_sum import ClippedGradients
+from comm_hooks.optim.private.data.poisson import private_loader
+from comm_hooks.optim.private.data.same_data import compare_datasets
 from comm_hooks.optim.private.dp_optimizer import DPOptimizer
 from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.ledger import Ledger
-from comm_hooks.optim.private.mechanism import (
+from comm_hooks.optim.private.gradients.clipping import ClippedGradients, LossFunction
+from comm_hooks.optim.private.gradients.model_checks import check_model, refuse_later_hooks
+from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
+from comm_hooks.optim.private.noise.mechanism import (
     GaussianMechanism,
     NoiseKind,
     require_positive_number,
 )
-from comm_hooks.optim.private.model_checks import check_model, refuse_later_hooks
-from comm_hooks.optim.private.per_sample import PerSampleGradients
-from comm_hooks.optim.private.placement import Place, require_known_variance
-from comm_hooks.optim.private.poisson import private_loader
-from comm_hooks.optim.private.same_data import compare_datasets
+from comm_hooks.optim.private.noise.placement import (
+    Place,
+    require_known_variance,
+)
 from comm_hooks.requirements import require_choice, require_kind, require_within
 
 
@@ -150,7 +152,8 @@ class PrivacyEngine:
             grad_sample_mode: how ``optimizer.backward(batch)`` finds per-sample gradients:
                 ``"functorch"``, by ``torch.func``; ``"hooks"``, by Opacus; ``"ghost"``, by Opacus
                 without any sample's gradient, which needs the least memory, but see
-                :class:`~comm_hooks.optim.private.opacus.OpacusGhostGradients` about sequences.
+                ``OpacusGhostGradients`` in :mod:`comm_hooks.optim.private.gradients.opacus` about
+                sequences.
             micro_batch_size: how many samples to pass to the loss function at a time.
 
         Raises:
@@ -463,11 +466,11 @@ def clipped_gradients(
     """Return what computes clipped sums of the per-sample gradients of a model."""
     kind: Callable[..., ClippedGradients] = PerSampleGradients
     if grad_sample_mode == "functorch":
-        loaded = sys.modules.get("comm_hooks.optim.private.opacus")
+        loaded = sys.modules.get("comm_hooks.optim.private.gradients.opacus")
         if loaded is not None:
             loaded.detach(module)
     else:
-        from comm_hooks.optim.private import opacus
+        from comm_hooks.optim.private.gradients import opacus
 
         ghost = grad_sample_mode == "ghost"
         kind = opacus.OpacusGhostGradients if ghost else opacus.OpacusGradients

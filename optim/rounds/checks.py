@@ -1,10 +1,14 @@
-"""What rounds of local work refuse before anything is sent."""
+"""What rounds of local work refuse before anything is sent, and how they cut the model."""
+
+import heapq
+from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.base import parameters_of
 from comm_hooks.optim.rounds.participation import ClientSampling
-from comm_hooks.optim.rounds.sharing import SharesStatistics
+from comm_hooks.optim.rounds.shared_moments import SharesStatistics
 from comm_hooks.requirements import require_kind, require_positive, require_whole
 
 
@@ -20,9 +24,9 @@ def check_rounds(
     """Raise ``ValueError`` for rounds of local work that cannot be."""
     name = type(owner).__name__
     require_kind(owner, "inner", inner, Optimizer)
-    for group in inner.param_groups:
-        for parameter in group["params"]:
-            require_whole(parameter)
+    parameters = parameters_of(inner.param_groups)
+    for parameter in parameters:
+        require_whole(parameter)
     require_kind(owner, "exchange", exchange, Exchange)
     if participation is not None:
         require_kind(owner, "participation", participation, ClientSampling)
@@ -33,8 +37,7 @@ def check_rounds(
         )
     if server is not None:
         require_kind(owner, "server", server, Optimizer)
-        own = {p for group in inner.param_groups for p in group["params"]}
-        if own != {p for group in server.param_groups for p in group["params"]}:
+        if set(parameters) != set(parameters_of(server.param_groups)):
             raise ValueError(
                 f"{name}: server and inner must hold the same parameters: make both from "
                 "model.named_parameters()"
@@ -61,6 +64,25 @@ def check_rounds(
             f"{name}: {fragments} fragments cannot each have a step of their own in "
             f"{local_steps} local steps: at most fragments={local_steps}"
         )
-    count = sum(len(group["params"]) for group in inner.param_groups)
-    if fragments > count:
-        raise ValueError(f"{name}: {count} parameters cannot be dealt into {fragments} fragments")
+    if fragments > len(parameters):
+        raise ValueError(
+            f"{name}: {len(parameters)} parameters cannot be dealt into {fragments} fragments"
+        )
+
+
+def cut(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Deal items into ``count`` non-empty parts of nearly equal total size.
+
+    The largest first, each to the smallest part: the parts differ by one item's size at most.
+
+    Args:
+        sizes: of the items; at least ``count`` of them.
+
+    Returns:
+        The indices in each part, ascending.
+    """
+    parts: list[tuple[int, int, list[int]]] = [(0, index, []) for index in range(count)]
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        total, index, members = parts[0]
+        heapq.heapreplace(parts, (total + max(1, sizes[item]), index, [*members, item]))
+    return [sorted(members) for _, _, members in sorted(parts, key=lambda part: part[1])]

@@ -1,10 +1,9 @@
 """Rounds of local work: several steps on each rank, then one exchange of how far each has come."""
 
-import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, overload
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import SGD, Optimizer
@@ -12,35 +11,30 @@ from torch.optim import SGD, Optimizer
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
-from comm_hooks.exchange.resuming import check_complete, check_whole, seal_own
-from comm_hooks.exchange.sealing import SEAL, require_seal, sealed
+from comm_hooks.optim.base import parameters_of
 from comm_hooks.optim.double_averaging import (
     averaging,
     check_double_averaging,
     refuse_double_averaging,
 )
 from comm_hooks.optim.observed import observed
-from comm_hooks.optim.rounds.checks import check_rounds
-from comm_hooks.optim.rounds.clients import ClientStates
+from comm_hooks.optim.rounds.checks import check_rounds, cut
 from comm_hooks.optim.rounds.collecting import (
     Aggregate,
     Collection,
     Contribution,
     PlainCollection,
 )
-from comm_hooks.optim.rounds.fragments import cut
 from comm_hooks.optim.rounds.participation import ClientSampling
-from comm_hooks.optim.rounds.progress import Progress
-from comm_hooks.optim.rounds.server_model import ServerModel
-from comm_hooks.optim.rounds.sharing import SharesStatistics
-from comm_hooks.optim.wrapping import WrappingOptimizer
+from comm_hooks.optim.rounds.saving import SavedRounds
+from comm_hooks.optim.rounds.shared_moments import SharesStatistics
 from comm_hooks.requirements import require_choice
 
 # Squares of what is above 2^64 overflow in float32: this leaves room for sums of 2^13 clients.
 _LARGEST = 2.0**50
 
 
-class LocalRounds(WrappingOptimizer):
+class LocalRounds(SavedRounds):
     """Several local steps on every rank, then an exchange of the deltas and a server step.
 
     Local SGD (Stich, ICLR 2019), FedAvg (McMahan et al., AISTATS 2017) and, with an adaptive
@@ -124,6 +118,9 @@ class LocalRounds(WrappingOptimizer):
         >>> rounds.synchronize()
     """
 
+    published: ClassVar[Mapping[str, Any]]
+    """The exchange that a kind of rounds was published with."""
+
     # GradScaler then calls step() on every rank, also on one that overflowed: its step does not
     # count for the parameters, but it does for when to exchange.
     _step_supports_amp_scaling = True
@@ -141,20 +138,14 @@ class LocalRounds(WrappingOptimizer):
     ) -> None:
         check_rounds(self, inner, exchange, server, local_steps, fragments, participation)
         require_choice(self, "client_state", client_state, ("keep", "reset"))
-        super().__init__(inner)
-        self.exchange = exchange
-        self._parameters = [p for group in inner.param_groups for p in group["params"]]
+        server = SGD(parameters_of(inner.param_groups), lr=1.0) if server is None else server
+        keep_inner = client_state == "keep"
+        super().__init__(inner, exchange, server, fragments=fragments, keep_inner=keep_inner)
         self._nbytes = sum(p.nbytes for p in self._parameters)
-        self.server = SGD(self._parameters, lr=1.0) if server is None else server
         self.local_steps = local_steps
         self.participation = participation
         self.client_state = client_state
-        names = [name for group in inner.param_groups for name in group.get("param_names", ())]
-        self._names = names or [str(index) for index in range(len(self._parameters))]
         self._fragments = cut([p.numel() for p in self._parameters], fragments)
-        self._progress = Progress(exchanged_at=[0] * fragments)
-        self._model = ServerModel(self._parameters, self.server)
-        self._clients = ClientStates(inner, exchange.memory, keep_inner=client_state == "keep")
         exchange.agree_on(
             {
                 "rounds": type(self).__name__,
@@ -167,16 +158,6 @@ class LocalRounds(WrappingOptimizer):
             }
         )
         exchange.owner = self
-
-    @property
-    def steps(self) -> int:
-        """How many local steps this rank has taken."""
-        return self._progress.steps
-
-    @property
-    def round_index(self) -> int:
-        """How many exchanges there have been, each of a fragment."""
-        return self._progress.round_index
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return what the next exchange goes by, which it compares between ranks.
@@ -201,31 +182,11 @@ class LocalRounds(WrappingOptimizer):
         """Return the names of the parameters."""
         return self._names
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one local step and, where one is due, exchange: then all ranks must be here.
-
-        Args:
-            closure: re-evaluates the model and returns the loss.
-
-        Raises:
-            ValueError: in the first step, if DDP or FSDP has averaged the gradients, which nobody
-                must before they are used; with ``participation`` :meth:`clients` does so.
-            ConfigMismatchError: in the first exchange, if ranks are configured differently or start
-                from different models.
-        """
+    def _take_step(self) -> None:
+        """Take one local step and, where one is due, exchange: then all ranks must be here."""
         self._tell_what_was_loaded()
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         progress, transport = self._progress, self.exchange.transport
         if not progress.knows_gradients:
             own = [p.grad for p in self._parameters]
@@ -250,7 +211,6 @@ class LocalRounds(WrappingOptimizer):
                 if progress.steps % self.local_steps == index * self.local_steps // count:
                     self._exchange_own(fragment)
                     progress.exchanged_at[index] = progress.steps
-        return loss
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -329,116 +289,6 @@ class LocalRounds(WrappingOptimizer):
                 self._clients.leave(client, keep=contribution is not None)
             collection.add(turn, contribution, memory)
         self._conclude(everything, collection.finish())
-
-    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore this rank's part of what :meth:`state_dict` returned on all ranks, in rank order.
-
-        Raises:
-            ValueError: if states are missing, out of order or of different steps, and on another
-                number of ranks: each has a model of its own between exchanges.
-        """
-        check_complete(states)
-        transport = self.exchange.transport
-        if len(states) != transport.world_size:
-            raise ValueError(
-                f"{type(self).__name__}: what {len(states)} ranks saved cannot go on with "
-                f"{transport.world_size}, since each has a model of its own: end with "
-                "synchronize(), save the model, and begin the rounds anew"
-            )
-        self.load_state_dict(dict(states[transport.rank]))
-
-    def release_state_dict(self) -> dict[str, Any]:
-        """Return what rounds of private clients may show to anybody: what their guarantee covers.
-
-        That is the server's ``model`` by name, the ``server``'s state and the ``round_index``.
-        Residuals, clients' inner states and how many steps were taken are not in it, nor what only
-        this rank has.  To go on with the run, save :meth:`state_dict` in a place that is private.
-        """
-        shared = (value.clone() for value in self._model.values)
-        return {
-            "model": dict(zip(self._names, shared, strict=True)),
-            # A copy, like all the rest: the state is that of this moment.
-            "server": copy.deepcopy(self.server.state_dict()),
-            "round_index": self.round_index,
-        }
-
-    def _state_to_save(self) -> dict[str, Any]:
-        shared = self._model.values
-        own = {
-            name: p.detach().clone()
-            for name, p, value in zip(self._names, self._parameters, shared, strict=True)
-            if not torch.equal(p, value)
-        }
-        inner = copy.deepcopy(self.inner.state_dict())
-        return {
-            **self.exchange.state_dict(),
-            **inner,
-            "rounds": sealed(
-                {
-                    "released": self.release_state_dict(),
-                    "private": {
-                        "inner": sealed(inner)[SEAL],
-                        "steps": self.steps,
-                        "exchanged_at": list(self._progress.exchanged_at),
-                        "own": own,
-                        "clients": self._clients.state_dict(),
-                    },
-                }
-            ),
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        rounds, transport = state.get("rounds"), self.exchange.transport
-        if not isinstance(rounds, Mapping):
-            raise ValueError(
-                f"{type(self).__name__}: the state is not one of rounds: load what their "
-                "state_dict() returned"
-            )
-        require_seal(rounds)
-        check_whole(state)
-        released, private = rounds["released"], rounds["private"]
-        inner = {key: state[key] for key in self.inner.state_dict() if key in state}
-        require_seal({**inner, SEAL: private["inner"]})
-        shapes = {n: tuple(s.shape) for n, s in zip(self._names, self._model.values, strict=True)}
-        if {name: tuple(tensor.shape) for name, tensor in released["model"].items()} != shapes:
-            raise ValueError(
-                f"{type(self).__name__}: the state has other parameters than this model: it was "
-                f"saved with {len(released['model'])}, here are {len(shapes)}, and all names and "
-                "shapes must be the same"
-            )
-        loaded_from = state["rank"] if state["rank"] != transport.rank else None
-        if loaded_from is not None:
-            # What only the rank that saved it may go on with, lest it be counted twice.
-            private = {**private, "own": {}, "clients": {}}
-            keys = {"memory", "server_memory"} & state.keys()
-            remembered: dict[str, Any] = {key: {} for key in keys}
-            state = seal_own({**state, **remembered, "rank": transport.rank})
-        self.exchange.load_state_dict(state)
-        self._clients.load_state_dict(private["clients"])
-        self.inner.load_state_dict(state)
-        self.server.load_state_dict(released["server"])
-        self._model.load([released["model"][name] for name in self._names])
-        with torch.no_grad():
-            for name, parameter in zip(self._names, self._parameters, strict=True):
-                if name in private["own"]:
-                    parameter.copy_(private["own"][name])
-        progress = self._progress
-        progress.steps = private["steps"]
-        progress.round_index = released["round_index"]
-        progress.exchanged_at = list(private["exchanged_at"])
-        progress.loaded_from = loaded_from
-
-    def _tell_what_was_loaded(self) -> None:
-        """Warn, once, if what is lost has not been restored by now from this rank's own file."""
-        other, self._progress.loaded_from = self._progress.loaded_from, None
-        if other is not None:
-            warnings.warn(
-                f"{type(self).__name__}: this rank goes on from the state that rank {other} saved, "
-                "without a residual and without what it had not exchanged itself: let every rank "
-                "save_rank_file(rounds, folder) with the checkpoint, and load_rank_files(rounds, "
-                "folder) when that is loaded",
-                stacklevel=5,
-            )
 
     def _exchange_own(self, fragment: Sequence[int]) -> None:
         """Exchange this rank's progress on a fragment and let the server take its step there."""

@@ -1,28 +1,37 @@
 """The local optimizers of Fed-AMS and FED-LAMB: own moments, a shared bound on the second."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.optim.exact_state import ExactStateOptimizer
+from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, widened
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.requirements import require_choice, require_flag
+from comm_hooks.optim.moments import averages_, corrected, count_step, values
+from comm_hooks.requirements import require_choice
 
 
-def check_clients(
-    owner: object, *, bound: str, bias_correction: bool = False, **hyperparameters: Any
-) -> None:
+@runtime_checkable
+class SharesStatistics(Protocol):
+    """An inner optimizer that wants more averaged at the end of a round than the parameters."""
+
+    def statistics(self) -> dict[str, torch.Tensor]:
+        """Return this client's tensors; the same names and shapes on all clients."""
+
+    def set_statistics(self, mean: Mapping[str, torch.Tensor]) -> None:
+        """Take the mean over the round's clients."""
+
+
+def check_clients(owner: object, *, bound: str = "server", **hyperparameters: Any) -> None:
     """Raise ``ValueError`` for what clients that share their moments cannot be made with."""
     check_hyperparameters(owner, **hyperparameters)
     if not hyperparameters["eps"] > 0:
         raise ValueError(f"{type(owner).__name__}: eps must be positive: v_hat starts there")
     require_choice(owner, "bound", bound, ("server", "client"))
-    require_flag(owner, "bias_correction", bias_correction)
 
 
-class LocalAMSGrad(ExactStateOptimizer):
+class LocalAMSGrad(BatchedOptimizer):
     """AMSGrad on one client, whose step lengths are bounded by a v_hat that all clients share.
 
     Chen, Li & Li, "Toward communication efficient adaptive gradient method" (FODS 2020), where it
@@ -76,36 +85,25 @@ class LocalAMSGrad(ExactStateOptimizer):
         bias_correction: bool = False,
         bound: str = "server",
     ) -> None:
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        check_clients(self, bound=bound, bias_correction=bias_correction, **settings)
+        check_clients(self, bound=bound, eps=eps, bias_correction=bias_correction)
         self.bias_correction = bias_correction
         self.bound = bound
-        super().__init__(params, settings)
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
         self._v_hat: dict[torch.Tensor, torch.Tensor] = {
             p: torch.full_like(p, group["eps"], dtype=torch.float32)
             for group in self.param_groups
             for p in group["params"]
         }
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def _check_group(self, settings: Group) -> None:
+        check_clients(self, **settings)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one local step; parameters without a gradient are left alone."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if parameters:
-                directions = self._directions(parameters, group)
-                torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
-                self._move(parameters, directions, group)
-        return loss
+    def _update(self, parameters: Tensors, group: Group) -> None:
+        directions = self._directions(parameters, group)
+        torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
+        self._move(parameters, directions, group)
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """Return this client's v', under the places of the parameters."""
@@ -135,55 +133,42 @@ class LocalAMSGrad(ExactStateOptimizer):
         self._v_hat = {p: v.to(p.device, torch.float32, copy=True) for p, v in v_hat}
         super().load_state_dict(state_dict)
 
-    def _own(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["exp_avg_sq"] = self._initial(parameter)
-        return state
+    def _states(self, parameters: Tensors, group: Group) -> list[dict[str, Any]]:
+        states = [self.state[p] for p in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+                eps = group["eps"]
+                state["exp_avg_sq"] = torch.full_like(parameter, eps, dtype=torch.float32)
+        return states
 
-    def _initial(self, parameter: torch.Tensor) -> torch.Tensor:
-        eps = next(g["eps"] for g in self.param_groups if any(p is parameter for p in g["params"]))
-        return torch.full_like(parameter, eps, dtype=torch.float32)
-
-    def _directions(
-        self, parameters: list[torch.Tensor], group: dict[str, Any]
-    ) -> list[torch.Tensor]:
-        beta1, beta2 = group["betas"]
-        states = [self._own(p) for p in parameters]
-        gradients = [p.grad.float() for p in parameters if p.grad is not None]
-        torch._foreach_add_([s["step"] for s in states], 1)
-        m = [s["exp_avg"] for s in states]
-        v = [s["exp_avg_sq"] for s in states]
-        torch._foreach_lerp_(m, gradients, 1 - beta1)
-        torch._foreach_mul_(v, beta2)
-        torch._foreach_addcmul_(v, gradients, gradients, value=1 - beta2)
-        roots = torch._foreach_add([self._v_hat[p] for p in parameters], group["eps"])
+    def _directions(self, parameters: Tensors, group: Group) -> Tensors:
+        states = self._states(parameters, group)
+        count_step(states)
+        gradients = widened([p.grad for p in parameters], torch.float32)
+        m, _ = averages_(states, gradients, group["betas"])
+        bounds = list(torch._foreach_add([self._v_hat[p] for p in parameters], group["eps"]))
         if self.bound == "client":
             own = self._second_moments(parameters, group)
-            torch._foreach_maximum_(roots, torch._foreach_add(own, group["eps"]))
-        torch._foreach_sqrt_(roots)
-        directions = torch._foreach_div(m, roots)
+            torch._foreach_maximum_(bounds, torch._foreach_add(own, group["eps"]))
+        directions = list(torch._foreach_div(m, torch._foreach_sqrt(bounds)))
         if self.bias_correction:
-            torch._foreach_div_(directions, [1 - beta1 ** int(s["step"]) for s in states])
-        return list(directions)
+            steps = [int(s["step"]) for s in states]
+            directions = corrected(directions, group["betas"][0], steps)
+        return directions
 
-    def _second_moments(
-        self, parameters: list[torch.Tensor], group: dict[str, Any]
-    ) -> list[torch.Tensor]:
+    def _second_moments(self, parameters: Tensors, group: Group) -> Tensors:
         """Return this client's v'; before its first step that is eps."""
-        states = [self._own(p) for p in parameters]
-        v = [s["exp_avg_sq"] for s in states]
+        states = self._states(parameters, group)
+        v = values(states, "exp_avg_sq")
         if not self.bias_correction:
             return v
         beta2 = group["betas"][1]
         corrections = [1 - beta2 ** int(s["step"]) if s["step"] else 1.0 for s in states]
         return list(torch._foreach_div(v, corrections))
 
-    def _move(
-        self, parameters: list[torch.Tensor], directions: list[torch.Tensor], group: dict[str, Any]
-    ) -> None:
+    def _move(self, parameters: Tensors, directions: Tensors, group: Group) -> None:
         torch._foreach_add_(parameters, directions, alpha=-group["lr"])
 
 
@@ -244,9 +229,7 @@ class LocalLAMB(LocalAMSGrad):
                 f"{scales.tolist()}"
             )
 
-    def _move(
-        self, parameters: list[torch.Tensor], directions: list[torch.Tensor], group: dict[str, Any]
-    ) -> None:
+    def _move(self, parameters: Tensors, directions: Tensors, group: Group) -> None:
         scales = self.phi(torch.stack(torch._foreach_norm(parameters)))
         norms = torch.stack(torch._foreach_norm(directions))
         ratios = torch.where((scales > 0) & (norms > 0), scales / norms, 1.0)

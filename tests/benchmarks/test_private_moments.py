@@ -15,7 +15,7 @@ from benchmarks.studies.private_moments.measure import (
     steps_by_floor,
 )
 from comm_hooks.optim.private import GaussianMechanism, Released, Secret
-from comm_hooks.optim.private.secret import Stream
+from comm_hooks.optim.private.noise.secret import Stream
 from tests.benchmarks.studying import nothing
 
 SETUP = Setup(

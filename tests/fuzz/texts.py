@@ -14,7 +14,7 @@ from comm_hooks.config import build_compressor, build_memory
 from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.launchers.audit.configuration import read_configuration
 from comm_hooks.launchers.report.reading import read_runs
-from comm_hooks.optim.private.ledger import Ledger
+from comm_hooks.optim.private.accounting.ledger import Ledger
 from tests.fuzz.fuzzing import Draw
 from tests.fuzz.trees import PLAIN, mutated
 

@@ -1,5 +1,6 @@
 """More of what optimizers that own the exchange go through on real ranks, beside ``replicas``."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 from tests.optim.replicas import Make, advance, fresh, gradient
+from tests.ranks import Ranks
 
+RanksOf = Callable[[int], Ranks]
 Values = dict[str, np.ndarray]
 
 

@@ -19,9 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from comm_hooks import register
 from comm_hooks.optim.adam import Adam, AMSGrad
 from tests.optim.gradients import HYPER, SHAPES, STEPS, parameters_of, run
-from tests.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.optim.scenarios import RanksOf
 
 each_class = pytest.mark.parametrize("optimizer_class", [Adam, AMSGrad])
 each_path = pytest.mark.parametrize("foreach", [None, False])

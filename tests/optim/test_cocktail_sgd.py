@@ -5,11 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from comm_hooks import ErrorFeedback, Exchange, Identity, TopK
+from comm_hooks import ErrorFeedback, Exchange, TopK
 from comm_hooks.compressors.cocktail import Cocktail
-from comm_hooks.memory import Differences
 from comm_hooks.optim.cocktail_sgd import CocktailSGD
 from comm_hooks.randomness import derive_key, fork
 from tests.optim.replicas import (
@@ -19,12 +17,10 @@ from tests.optim.replicas import (
     Mean,
     gradient,
     largest_of_blocks,
-    resume,
-    skip,
     start,
     train,
 )
-from tests.optim.test_compressed_adam import RanksOf
+from tests.optim.scenarios import RanksOf
 
 STEPS, SEED, DENSITY, BLOCK = 30, 2, 0.1, 64
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}
@@ -123,44 +119,3 @@ def test_cocktail_goes_both_ways(ranks_of: RanksOf) -> None:
             # the residual makes up for it.
             assert np.isclose(replica[name], expected[name], atol=2e-5).mean() > 0.95
             np.testing.assert_allclose(replica[name], expected[name], atol=2e-3)
-
-
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
-    ranks_of: RanksOf, delayed: bool, poison: float
-) -> None:
-    outcomes = ranks_of(2).run(skip, make, {"delayed": delayed, "momentum": 0.5}, poison)
-    unchanged, moved, total = outcomes[0]
-    assert unchanged
-    assert moved
-    assert outcomes[0] == outcomes[1]
-    assert np.isfinite(total)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
-    ranks_of: RanksOf, dtype: torch.dtype
-) -> None:
-    assert all(ranks_of(2).run(resume, make, {"delayed": True, "momentum": 0.5}, dtype))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": -1.0}, "lr must not be negative"),
-        ({"momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
-        ({"exchange": TopK()}, "exchange must be an Exchange"),
-        ({"exchange": Exchange(TopK(), None)}, "drops elements for ever"),
-        ({"exchange": Exchange(TopK(), Differences())}, "sends changes of gradients"),
-    ],
-    ids=str,
-)
-def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
-    arguments = {"exchange": Exchange(TopK(), ErrorFeedback()), "lr": 0.1} | options
-    with pytest.raises(ValueError, match=message):
-        CocktailSGD([nn.Parameter(torch.zeros(2))], **arguments)
-
-
-def test_a_control_without_compression_is_accepted() -> None:
-    CocktailSGD([nn.Parameter(torch.zeros(2))], Exchange(Identity()), lr=0.1)

@@ -1,6 +1,5 @@
 """CompressedAdam against an independent NumPy reference, on real ranks."""
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,26 +10,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from comm_hooks import ConfigMismatchError, ErrorFeedback, Exchange, Identity, Sign, TopK, skip_hook
+from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK, skip_hook
 from comm_hooks.compressors import Compressor
 from comm_hooks.optim import CompressedAdam
-from tests.ranks import Ranks
+from tests.optim.decaying import (
+    COMPRESSORS,
+    FREEZE,
+    SHAPES,
+    STEPS,
+    gradient,
+    start,
+)
+from tests.optim.scenarios import RanksOf
 
-RanksOf = Callable[[int], Ranks]
-SHAPES = {"weight": (16, 40), "bias": (9,)}
-STEPS, FREEZE = 30, 6
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-
-
-def start(name: str) -> np.ndarray:
-    return np.random.default_rng(len(name)).normal(size=SHAPES[name])
-
-
-def gradient(name: str, step: int, rank: int) -> np.ndarray:
-    """A signal that all ranks share, noise of their own, and a size that decays."""
-    signal = np.random.default_rng(len(name) + 77).normal(size=SHAPES[name])
-    noise = np.random.default_rng([len(name), step, rank]).normal(size=SHAPES[name])
-    return (signal + noise) * 0.97**step
 
 
 def train(compressor: Compressor, options: dict[str, Any], named: bool) -> dict[str, np.ndarray]:
@@ -50,19 +43,6 @@ def train(compressor: Compressor, options: dict[str, Any], named: bool) -> dict[
             parameter.grad = torch.from_numpy(gradient(name, step, rank)).float()
         optimizer.step()
     return {name: p.detach().numpy() for name, p in parameters.items()}
-
-
-def sign_blocks(x: np.ndarray, block: int) -> np.ndarray:
-    flat = x.reshape(-1, block)
-    scale = np.abs(flat).mean(1, keepdims=True)
-    return np.where(flat >= 0, scale, -scale).reshape(x.shape)
-
-
-def largest(x: np.ndarray, count: int) -> np.ndarray:
-    kept = np.zeros_like(x)
-    places = np.argsort(-np.abs(x).ravel())[:count]
-    kept.ravel()[places] = x.ravel()[places]
-    return kept
 
 
 def reference(
@@ -113,15 +93,7 @@ def reference(
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize(
-    ("compressor", "compress"),
-    [
-        (Identity(), lambda x: x),
-        (Sign(block_size=64), lambda x: sign_blocks(x, 64)),
-        (TopK(density=0.05, value_bits=32), lambda x: largest(x, 32)),
-    ],
-    ids=["identity", "sign", "topk"],
-)
+@COMPRESSORS
 @pytest.mark.filterwarnings("ignore:world size is 1")
 def test_matches_the_reference(
     ranks_of: RanksOf,
@@ -186,63 +158,6 @@ def loss_of(ddp: DistributedDataParallel, step: int) -> torch.Tensor:
     return ddp(torch.randn(8, 40, generator=generator)).square().mean()
 
 
-def overflow() -> list[tuple[bool, float]]:
-    ddp, optimizer = make()
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    history = []
-    for step in range(8):
-        optimizer.zero_grad()
-        before = [p.clone() for p in ddp.parameters()]
-        loss = loss_of(ddp, step)
-        if step in (1, 5) and dist.get_rank() == 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        if step % 2:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        moved = any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
-        history.append((moved, float(sum(p.sum() for p in ddp.parameters()))))
-    return history
-
-
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks_of: RanksOf) -> None:
-    histories = ranks_of(2).run(overflow)
-    assert [moved for moved, _ in histories[0]] == [s not in (1, 5) for s in range(8)]
-    assert histories[0] == histories[1]
-    assert np.isfinite(histories[0][-1][1])
-
-
-def resume() -> bool:
-    def train(
-        ddp: DistributedDataParallel, optimizer: CompressedAdam, steps: range
-    ) -> dict[str, torch.Tensor]:
-        for step in steps:
-            optimizer.zero_grad()
-            loss_of(ddp, step).backward()
-            optimizer.step()
-        return ddp.module.state_dict()
-
-    ddp, optimizer = make()
-    train(ddp, optimizer, range(4))
-    file = io.BytesIO()
-    state = [ddp.module.state_dict(), optimizer.state_dict(), optimizer.exchange.state_dict()]
-    torch.save(state, file)
-    expected = train(ddp, optimizer, range(4, 8))
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    ddp, optimizer = make()
-    ddp.module.load_state_dict(state[0])
-    optimizer.load_state_dict(state[1])
-    optimizer.exchange.load_state_dict(state[2])
-    actual = train(ddp, optimizer, range(4, 8))
-    return all(torch.equal(actual[n], expected[n]) for n in expected)
-
-
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(ranks_of: RanksOf) -> None:
-    assert all(ranks_of(2).run(resume))
-
-
 def train_groups() -> tuple[bool, bool]:
     ddp, optimizer = make(groups=True)
     before = [p.clone() for p in ddp.parameters()]
@@ -282,46 +197,6 @@ def names_of_residuals(named: bool) -> list[str]:
 def test_residuals_are_tied_to_names(ranks_of: RanksOf) -> None:
     assert ranks_of(2).run(names_of_residuals, True) == [["weight"]] * 2
     assert ranks_of(2).run(names_of_residuals, False) == [["0"]] * 2
-
-
-def freeze_at_different_steps() -> None:
-    parameter = nn.Parameter(torch.ones(4, 4))
-    parameter.grad = torch.ones(4, 4)
-    CompressedAdam([parameter], Exchange(Sign()), freeze_step=5 + dist.get_rank()).step()
-
-
-def test_ranks_that_would_freeze_at_different_steps_fail_together(ranks_of: RanksOf) -> None:
-    for outcome in ranks_of(2).outcomes(freeze_at_different_steps):
-        assert isinstance(outcome.error, ConfigMismatchError)
-        assert "freeze_step is 5 on rank 0, 6 on rank 1" in str(outcome.error)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"freeze_step": 0}, "freeze_step must be an integer of at least 1"),
-        ({"freeze_step": 2.5}, "freeze_step must be an integer of at least 1"),
-        ({"freeze_step": 9, "total_steps": 9}, "freeze_step 9 leaves none of total_steps 9"),
-        ({"total_steps": 0}, "total_steps must be an integer of at least 1"),
-        ({"lr": -1.0}, "lr must not be negative"),
-        ({"eps": float("nan")}, "eps must not be negative"),
-        ({"betas": (0.9, 1.0)}, r"betas must lie in \[0, 1\)"),
-        ({"exchange": Sign()}, "exchange must be an Exchange"),
-    ],
-    ids=str,
-)
-def test_bad_hyperparameters_are_refused(options: dict[str, Any], message: str) -> None:
-    arguments = {"exchange": Exchange(Sign()), "freeze_step": 1} | options
-    with pytest.raises(ValueError, match=message):
-        CompressedAdam([nn.Parameter(torch.zeros(2))], **arguments)
-
-
-def test_sparse_gradients_are_refused() -> None:
-    table = nn.Embedding(4, 2, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    optimizer = CompressedAdam(table.parameters(), Exchange(Sign()), freeze_step=1)
-    with pytest.raises(ValueError, match="does not support sparse gradients"):
-        optimizer.step()
 
 
 def test_an_exchange_that_would_compress_its_scales_is_refused() -> None:

@@ -13,7 +13,6 @@ from torch import nn
 from comm_hooks import ErrorFeedback, Exchange, TopK
 from comm_hooks.compressors import Compressor
 from comm_hooks.compressors.dct import DCTTopK
-from comm_hooks.memory import MomentumCorrection
 from comm_hooks.optim import demo
 from comm_hooks.optim.demo import DeMo
 from comm_hooks.randomness import Draw
@@ -25,12 +24,10 @@ from tests.optim.replicas import (
     gradient,
     largest,
     largest_of_blocks,
-    resume,
-    skip,
     start,
     train,
 )
-from tests.optim.test_compressed_adam import RanksOf
+from tests.optim.scenarios import RanksOf
 
 STEPS, CHUNK, DENSITY, DECAY = 30, 8, 0.1, 0.99
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}
@@ -178,38 +175,3 @@ def test_senders_are_counted_on_every_route(ranks_of: RanksOf, collective: str) 
     for replicas in signs:
         assert all(np.array_equal(replica, replicas[0]) for replica in replicas)
     assert 0.5 < (signs[0][0] == signs[1][0]).mean() < 1
-
-
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(ranks_of: RanksOf, poison: float) -> None:
-    outcomes = ranks_of(2).run(skip, make, {"compressor": DCTTopK(CHUNK, 0.5)}, poison)
-    unchanged, moved, total = outcomes[0]
-    assert unchanged
-    assert moved
-    assert outcomes[0] == outcomes[1]
-    assert np.isfinite(total)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
-    ranks_of: RanksOf, dtype: torch.dtype
-) -> None:
-    assert all(ranks_of(2).run(resume, make, {"compressor": DCTTopK(CHUNK, DENSITY)}, dtype))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": -1.0}, "lr must not be negative"),
-        ({"mean": "all"}, "DeMo: mean must be one of senders, ranks, got 'all'"),
-        ({"weight_decay": float("inf")}, "weight_decay must be finite"),
-        ({"exchange": TopK()}, "exchange must be an Exchange"),
-        ({"exchange": Exchange(TopK(), None)}, "the momentum is the exchange's residual"),
-        ({"exchange": Exchange(TopK(), MomentumCorrection())}, "not MomentumCorrection"),
-    ],
-    ids=str,
-)
-def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
-    arguments = {"exchange": Exchange(DCTTopK(), ErrorFeedback(decay=0.999))} | options
-    with pytest.raises(ValueError, match=message):
-        DeMo([nn.Parameter(torch.zeros(2))], **arguments)

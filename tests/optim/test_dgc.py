@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from comm_hooks import ErrorFeedback, Exchange, RandomK, Sign, TopK
+from comm_hooks import Exchange, TopK
 from comm_hooks.memory import MomentumCorrection
 from comm_hooks.optim.dgc import DGC
 from tests.optim.replicas import (
@@ -18,12 +18,10 @@ from tests.optim.replicas import (
     fresh,
     gradient,
     largest_of_blocks,
-    resume,
-    skip,
     start,
     train,
 )
-from tests.optim.test_compressed_adam import RanksOf
+from tests.optim.scenarios import RanksOf
 
 STEPS, DENSITY, BLOCK, MOMENTUM = 30, 0.03, 64, 0.9
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}
@@ -149,27 +147,6 @@ def test_clips_by_the_number_of_ranks(
     assert steps == taken
 
 
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
-    ranks_of: RanksOf, clip_norm: float | None, poison: float
-) -> None:
-    outcomes = ranks_of(2).run(skip, make, {"clip_norm": clip_norm}, poison)
-    unchanged, moved, total = outcomes[0]
-    assert unchanged
-    assert moved
-    assert outcomes[0] == outcomes[1]
-    assert np.isfinite(total)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
-    ranks_of: RanksOf, dtype: torch.dtype
-) -> None:
-    # Saved at step 5, between two densities.
-    assert all(ranks_of(2).run(resume, make, {"warmup_steps": 24}, dtype))
-
-
 def learn_with_groups() -> tuple[bool, bool]:
     parameters = fresh()
     (first, one), *rest = parameters.items()
@@ -184,29 +161,3 @@ def learn_with_groups() -> tuple[bool, bool]:
 
 def test_groups_have_their_own_learning_rates(ranks_of: RanksOf) -> None:
     assert ranks_of(2).run(learn_with_groups) == [(True, True)] * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": -1.0}, "lr must not be negative"),
-        ({"warmup_steps": -1}, r"warmup_steps must lie in \[0, inf\)"),
-        ({"warmup_steps": 2.0}, "warmup_steps must be an integer"),
-        ({"clip_norm": 0.0}, r"clip_norm must lie in \(0, inf\)"),
-        ({"clip_norm": float("nan")}, r"clip_norm must lie in \(0, inf\)"),
-        ({"exchange": TopK()}, "exchange must be an Exchange"),
-        ({"exchange": Exchange(TopK())}, "memory must be MomentumCorrection"),
-        ({"exchange": Exchange(TopK(), ErrorFeedback())}, "memory must be MomentumCorrection"),
-        ({"exchange": Exchange(Sign(), MomentumCorrection())}, "must leave elements out"),
-    ],
-    ids=str,
-)
-def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
-    arguments = {"exchange": Exchange(TopK(), MomentumCorrection()), "lr": 0.1} | options
-    with pytest.raises(ValueError, match=message):
-        DGC([nn.Parameter(torch.zeros(2))], **arguments)
-
-
-def test_random_elements_are_accepted() -> None:
-    exchange = Exchange(RandomK(unbiased=False), MomentumCorrection())
-    DGC([nn.Parameter(torch.zeros(2))], exchange, lr=0.1, warmup_steps=10)

@@ -19,10 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from comm_hooks import CountSketch, ErrorFeedback, Exchange, Sign, TopK, register, skip_hook
 from comm_hooks.optim import LocalRounds, LocalVarianceAdam, Marina, Participation
 from comm_hooks.optim.double_averaging import double_averaging, refuse_double_averaging
-from tests.ranks import Ranks
+from tests.optim.scenarios import RanksOf
 from tests.test_hook import Net, batch
-
-RanksOf = Callable[[int], Ranks]
 
 
 def local_hook(

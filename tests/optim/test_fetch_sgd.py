@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from comm_hooks import SRHT, CountSketch, ErrorFeedback, Exchange, Identity, TopK
-from comm_hooks.compressors import Compressor, RandomK
+from comm_hooks import SRHT, CountSketch, Exchange, Identity
+from comm_hooks.compressors import Compressor
 from comm_hooks.optim.fetch_sgd import SKETCH, FetchSGD, median
 from comm_hooks.randomness import derive_key, fork
 from comm_hooks.wire.summed_header import summed_header_nbytes
@@ -20,12 +20,10 @@ from tests.optim.replicas import (
     fresh,
     gradient,
     largest,
-    resume,
-    skip,
     start,
     train,
 )
-from tests.optim.test_compressed_adam import RanksOf
+from tests.optim.scenarios import RanksOf
 
 STEPS = 30
 # Elements that share their median's cell have the same estimate.  With this seed none of them ever
@@ -203,28 +201,6 @@ def test_masking_is_stable_where_subtracting_need_not_be(ranks_of: RanksOf) -> N
     assert subtracted > 10 * halfway, "what the docstring warns of no longer happens"
 
 
-@pytest.mark.parametrize("masking", [False, True])
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
-    ranks_of: RanksOf, masking: bool, poison: float
-) -> None:
-    options = {"compressor": CountSketch(0.3), "rows": 3, "masking": masking, "density": 1.0}
-    outcomes = ranks_of(2).run(skip, make, options, poison)
-    unchanged, moved, total = outcomes[0]
-    assert unchanged
-    assert moved
-    assert outcomes[0] == outcomes[1]
-    assert np.isfinite(total)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
-    ranks_of: RanksOf, dtype: torch.dtype
-) -> None:
-    options = {"compressor": CountSketch(0.3), "rows": 3, "masking": True}
-    assert all(ranks_of(2).run(resume, make, options, dtype))
-
-
 def only_exempt() -> bool:
     parameter = nn.Parameter(torch.zeros(5))
     optimizer = FetchSGD([parameter], Exchange(CountSketch()), lr=0.5, momentum=0.5, density=0.1)
@@ -288,26 +264,3 @@ def test_median_is_the_true_median(count: int) -> None:
     values = torch.randn(count, 200).round(decimals=1)
     expected = np.median(values.numpy(), axis=0)
     np.testing.assert_allclose(median(list(values.unbind())), expected, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": -1.0}, "lr must not be negative"),
-        ({"momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
-        ({"density": 0.0}, "density is the fraction that is kept"),
-        ({"rows": 0}, "rows must be an integer of at least 1"),
-        ({"rows": 1}, "a Count-Sketch of one row, whatever its ratio, cannot tell"),
-        ({"exchange": TopK()}, "exchange must be an Exchange"),
-        ({"exchange": Exchange(TopK())}, "needs a linear sketch"),
-        ({"exchange": Exchange(Identity(16))}, "needs a linear sketch"),
-        ({"exchange": Exchange(RandomK())}, "needs a linear sketch"),
-        ({"exchange": Exchange(Identity(), ErrorFeedback())}, "use memory=None"),
-        ({"exchange": Exchange(SRHT()), "masking": True}, "would clear all of the sketch"),
-    ],
-    ids=str,
-)
-def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
-    arguments = {"exchange": Exchange(CountSketch()), "lr": 0.1, "density": 0.1} | options
-    with pytest.raises(ValueError, match=message):
-        FetchSGD([nn.Parameter(torch.zeros(2))], **arguments)

@@ -27,7 +27,7 @@ from comm_hooks.optim.marina import COIN, Marina
 from comm_hooks.randomness import derive_key, random_unit
 from comm_hooks.wire.summed_header import summed_header_nbytes
 from tests.optim.replicas import equal, snapshot
-from tests.optim.test_compressed_adam import RanksOf
+from tests.optim.scenarios import RanksOf
 
 STEPS, SEED, INPUTS, OUTPUTS, BATCH = 30, 5, 12, 8, 6
 HYPER = {"lr": 0.05, "weight_decay": 0.1}

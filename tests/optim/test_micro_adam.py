@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from comm_hooks import ErrorFeedback, Exchange, Sign, TopK
-from comm_hooks.memory import Differences
+from comm_hooks import ErrorFeedback, Exchange, TopK
 from comm_hooks.optim.micro_adam import MicroAdam
 from tests.optim.replicas import (
     LR_DECAY,
@@ -20,12 +19,10 @@ from tests.optim.replicas import (
     fresh,
     gradient,
     largest_of_blocks,
-    resume,
-    skip,
     start,
     train,
 )
-from tests.optim.test_compressed_adam import RanksOf
+from tests.optim.scenarios import RanksOf
 
 STEPS, WINDOW, DENSITY, BLOCK = 30, 4, 0.05, 64
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -154,28 +151,6 @@ def test_takes_less_than_a_byte_per_parameter(
     assert max(ranks_of(ranks).run(kept_bytes, collective, value_bits)) <= most
 
 
-@pytest.mark.parametrize("bits", [4, 32])
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
-    ranks_of: RanksOf, bits: int, poison: float
-) -> None:
-    outcomes = ranks_of(2).run(skip, make, {"bits": bits}, poison)
-    unchanged, moved, total = outcomes[0]
-    assert unchanged
-    assert moved
-    assert outcomes[0] == outcomes[1]
-    assert np.isfinite(total)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("collective", ["all_gather", "sharded"])
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
-    ranks_of: RanksOf, dtype: torch.dtype, collective: str
-) -> None:
-    options = {"bits": 4, "value_bits": 4, "collective": collective}
-    assert all(ranks_of(2).run(resume, make, options, dtype))
-
-
 def learn_with_groups() -> tuple[bool, bool]:
     parameters = fresh()
     (first, one), *rest = parameters.items()
@@ -234,27 +209,3 @@ def test_a_window_of_another_size_is_refused(ranks_of: RanksOf) -> None:
     assert all(
         "saved with other settings" in text for text in ranks_of(2).run(load_with_another_window)
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window": 0}, "window must be an integer of at least 1"),
-        ({"bias_correction": "all"}, "bias_correction must be one of window, published"),
-        ({"lr": -1.0}, "lr must not be negative"),
-        ({"betas": (0.9, 1.0)}, r"betas must lie in \[0, 1\)"),
-        ({"exchange": TopK()}, "exchange must be an Exchange"),
-        ({"exchange": Exchange(Sign(), collective="sharded")}, "holds the blocks of TopK"),
-        (
-            {"exchange": Exchange(TopK(), None, "all_gather", granularity="bucket")},
-            "granularity 'bucket'",
-        ),
-        ({"exchange": Exchange(TopK(), ErrorFeedback())}, "collective must be"),
-        ({"exchange": Exchange(TopK(), Differences(), "sharded")}, "memory must be ErrorFeedback"),
-    ],
-    ids=str,
-)
-def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
-    arguments = {"exchange": Exchange(TopK(), ErrorFeedback(), "sharded")} | options
-    with pytest.raises(ValueError, match=message):
-        MicroAdam([nn.Parameter(torch.zeros(2))], **arguments)

@@ -8,7 +8,7 @@ import pytest
 from comm_hooks.launchers.audit.script.observer import Observer
 from comm_hooks.launchers.audit.script.run import Variant
 from comm_hooks.optim import observed
-from comm_hooks.optim.private.poisson import PoissonSampler
+from comm_hooks.optim.private.data.poisson import PoissonSampler
 
 
 def test_an_observer_may_change_what_a_method_gets_and_returns() -> None:

@@ -16,11 +16,10 @@ from comm_hooks.launchers.lab.simulated import (
     new_model,
 )
 from comm_hooks.launchers.lab.tasks import Task
-from comm_hooks.optim.rounds.fed_avg import FedAvg
-from comm_hooks.optim.rounds.fed_lamb import FedAMS, FedLAMB
+from comm_hooks.optim.rounds.algorithms import FedAMS, FedAvg, FedLAMB
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import Participation
-from comm_hooks.optim.rounds.sharing import SharesStatistics
+from comm_hooks.optim.rounds.shared_moments import SharesStatistics
 
 BETAS = (0.9, 0.999)
 LAMBDAS = (0.0, 0.01, 0.1)

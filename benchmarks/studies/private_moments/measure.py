@@ -11,7 +11,7 @@ from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Identity
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.private import DPAdamBC, GaussianMechanism, Secret
-from comm_hooks.optim.private.dp_adam import suggested_gamma
+from comm_hooks.optim.private.optimizers.dp_adam import suggested_gamma
 
 BETA1 = 0.9
 ALPHA = 0.05

@@ -37,7 +37,7 @@ from comm_hooks.optim.private import (
     DPMicroAdam,
     ScaleThenPrivatize,
 )
-from comm_hooks.optim.private.public_gradients import PublicGradients
+from comm_hooks.optim.private.optimizers.public_knowledge import PublicGradients
 
 NOT_PRIVATE = "Adam, not private"
 TASKS = ("digits", "cifar10")

@@ -24,15 +24,15 @@ from comm_hooks.compressors import Identity
 from comm_hooks.exchange import Exchange
 from comm_hooks.launchers.lab.outcomes import Advance, Diverged, Method, Outcome, Point, Settings
 from comm_hooks.launchers.lab.simulated import is_due
-from comm_hooks.optim.private.ada_dps import AdaDPS, AdaS
-from comm_hooks.optim.private.dp2 import DP2
-from comm_hooks.optim.private.dp_adam import DPAdam, DPAdamBC
 from comm_hooks.optim.private.dp_optimizer import DPOptimizer
-from comm_hooks.optim.private.dp_rmsprop import DPRMSProp
-from comm_hooks.optim.private.dp_sgd import DPSGD
-from comm_hooks.optim.private.mechanism import GaussianMechanism
-from comm_hooks.optim.private.scale_then_privatize import ScaleThenPrivatize
-from comm_hooks.optim.private.secret import Secret
+from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
+from comm_hooks.optim.private.noise.secret import Secret
+from comm_hooks.optim.private.optimizers.ada_dps import AdaDPS, AdaS
+from comm_hooks.optim.private.optimizers.dp2 import DP2
+from comm_hooks.optim.private.optimizers.dp_adam import DPAdam, DPAdamBC
+from comm_hooks.optim.private.optimizers.dp_rmsprop import DPRMSProp
+from comm_hooks.optim.private.optimizers.dp_sgd import DPSGD
+from comm_hooks.optim.private.optimizers.scale_then_privatize import ScaleThenPrivatize
 
 Named = list[tuple[str, nn.Parameter]]
 Build = Callable[[Named, Settings], Optimizer]

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from comm_hooks.optim.private.clipping import SampleClipper
+from comm_hooks.optim.private.gradients.clipping import SampleClipper
 
 SAMPLES = 1000
 FEATURES = 500

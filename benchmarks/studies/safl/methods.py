@@ -17,7 +17,7 @@ from comm_hooks.launchers.lab.simulated import (
     simulated_method,
 )
 from comm_hooks.launchers.lab.tasks import Task
-from comm_hooks.optim.rounds.safl import SAFL
+from comm_hooks.optim.rounds.algorithms import SAFL
 
 SAFL_START = 0.016
 UNCOMPRESSED = "fed_opt"

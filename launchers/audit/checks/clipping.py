@@ -9,7 +9,7 @@ from torch import nn
 
 from comm_hooks.launchers.audit.stages import Stages
 from comm_hooks.launchers.audit.world import Shapes, user_seed
-from comm_hooks.optim.private.clipped_sum import ClippedGradients
+from comm_hooks.optim.private.gradients.clipping import ClippedGradients
 
 _SMALL: Shapes = {
     "stem.weight": (4, 3, 2, 2),

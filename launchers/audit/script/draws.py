@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from comm_hooks.launchers.audit.script.planting import Plant, plant
-from comm_hooks.optim.private.poisson import PoissonLoader, PoissonSampler
-from comm_hooks.optim.private.tickets import Ticket, Tickets
+from comm_hooks.optim.private.data.poisson import PoissonLoader, PoissonSampler
+from comm_hooks.optim.private.data.tickets import Ticket, Tickets
 
 
 class Draws:

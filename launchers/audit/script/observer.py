@@ -28,11 +28,11 @@ from comm_hooks.launchers.audit.script.sources import Sources
 from comm_hooks.launchers.audit.script.watched import Watched, digest_of, flat
 from comm_hooks.optim.observed import observing
 from comm_hooks.optim.private.accounting import GaussianEvent
+from comm_hooks.optim.private.accounting.ledger import Ledger
 from comm_hooks.optim.private.dp_optimizer import DPOptimizer
 from comm_hooks.optim.private.engine import PrivacyEngine
-from comm_hooks.optim.private.ledger import Ledger
-from comm_hooks.optim.private.mechanism import GaussianMechanism
-from comm_hooks.optim.private.placement import judge
+from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
+from comm_hooks.optim.private.noise.placement import judge
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What every accountant answers, and what all of them refuse."""
+"""The contract of accountants, and what all of them refuse."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from comm_hooks.launchers.audit.stages import Stages
-from comm_hooks.optim.private.clipped_sum import ClippedSum
-from comm_hooks.optim.private.clipping import clip_factors, sample_norms
-from comm_hooks.optim.private.per_sample import PerSampleGradients
+from comm_hooks.optim.private.gradients.clipping import ClippedSum, clip_factors, sample_norms
+from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 from tests.launchers.audit.parts import stages_with
 
 Gradients = list[torch.Tensor]

@@ -9,9 +9,9 @@ from comm_hooks.collectives.requests import Round
 from comm_hooks.exchange import Exchange
 from comm_hooks.launchers.audit.stages import Mechanism, Stages
 from comm_hooks.memory import ErrorFeedback
-from comm_hooks.optim.private.mechanism import Released
-from comm_hooks.optim.private.noise import add_noise_
-from comm_hooks.optim.private.secret import Secret
+from comm_hooks.optim.private.noise.gaussian import add_noise_
+from comm_hooks.optim.private.noise.mechanism import Released
+from comm_hooks.optim.private.noise.secret import Secret
 
 Tensors = dict[str, torch.Tensor]
 MASK = {"compressor": "random_k", "density": 0.125, "unbiased": False}

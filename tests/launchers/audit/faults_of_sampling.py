@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from comm_hooks.launchers.audit.stages import Stages
-from comm_hooks.optim.private.poisson import PoissonSampler
-from comm_hooks.optim.private.secret import Secret
+from comm_hooks.optim.private.data.poisson import PoissonSampler
+from comm_hooks.optim.private.noise.secret import Secret
 from tests.launchers.audit.parts import stages_with
 
 Masks = np.ndarray[Any, Any]

@@ -6,11 +6,10 @@ from torch import nn
 
 from comm_hooks.exchange import Exchange
 from comm_hooks.launchers.audit.stages import Mechanism, Stages
-from comm_hooks.optim.private.batches import LossFunction
-from comm_hooks.optim.private.clipped_sum import ClippedGradients
-from comm_hooks.optim.private.mechanism import GaussianMechanism
-from comm_hooks.optim.private.per_sample import PerSampleGradients
-from comm_hooks.optim.private.poisson import PoissonSampler
+from comm_hooks.optim.private.data.poisson import PoissonSampler
+from comm_hooks.optim.private.gradients.clipping import ClippedGradients, LossFunction
+from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
+from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
 
 
 def stages_with(part: type[Any]) -> type[Stages]:

@@ -17,14 +17,21 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.launchers.audit import Stages
 from comm_hooks.launchers.audit.configuration import Configuration
 from comm_hooks.launchers.audit.stages import Mechanism
-from comm_hooks.optim.private.batches import LossFunction
-from comm_hooks.optim.private.clipped_sum import ClippedGradients, ClippedSum
-from comm_hooks.optim.private.clipping import clip_factors, sample_norms
-from comm_hooks.optim.private.mechanism import GaussianMechanism, Released
-from comm_hooks.optim.private.noise import Values, add_noise_, on_pieces_
-from comm_hooks.optim.private.per_sample import PerSampleGradients
-from comm_hooks.optim.private.poisson import PoissonSampler
-from comm_hooks.optim.private.secret import Secret, Stream
+from comm_hooks.optim.private.data.poisson import PoissonSampler
+from comm_hooks.optim.private.gradients.clipping import (
+    ClippedGradients,
+    ClippedSum,
+    LossFunction,
+    clip_factors,
+    sample_norms,
+)
+from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
+from comm_hooks.optim.private.noise.gaussian import Values, add_noise_, on_pieces_
+from comm_hooks.optim.private.noise.mechanism import (
+    GaussianMechanism,
+    Released,
+)
+from comm_hooks.optim.private.noise.secret import Secret, Stream
 from tests.launchers.audit.parts import library_mechanism, stages_with
 
 Tensors = Sequence[torch.Tensor]

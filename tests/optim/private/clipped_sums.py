@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from comm_hooks.optim.private.clipped_sum import ClippedSum
+from comm_hooks.optim.private.gradients.clipping import ClippedSum
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

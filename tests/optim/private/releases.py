@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from comm_hooks.optim.private.clipping import SampleClipper
-from comm_hooks.optim.private.noised_optimizer import NoisedOptimizer
+from comm_hooks.optim.private.gradients.clipping import SampleClipper
+from comm_hooks.optim.private.optimizers.descent import NoisedOptimizer
 
 SHAPES = {"weight": (6, 5), "bias": (7,)}
 STEPS = 30

@@ -18,9 +18,8 @@ from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 from comm_hooks.optim.private.client_level import _ClientGuard
 from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad
 from tests.optim.private.saving import equal
-from tests.ranks import Ranks
+from tests.optim.scenarios import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 CLIENTS = 12
 COMPRESSORS: list[tuple[Compressor, bool]] = [
     (Identity(), False),

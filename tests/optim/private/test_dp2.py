@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from comm_hooks.optim.private.dp2 import DP2
-from comm_hooks.optim.private.dp_sgd import DPSGD
+from comm_hooks.optim.private.optimizers.dp2 import DP2
+from comm_hooks.optim.private.optimizers.dp_sgd import DPSGD
 from tests.optim.private.releases import (
     NORM,
     SHAPES,

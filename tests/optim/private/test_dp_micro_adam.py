@@ -13,13 +13,13 @@ from torch import nn
 
 from comm_hooks import TopK
 from comm_hooks.compressors import Quantize
-from comm_hooks.optim.private import dp_micro_adam
-from comm_hooks.optim.private.dp_micro_adam import DPMicroAdam
+from comm_hooks.optim.private.optimizers import dp_micro_adam
+from comm_hooks.optim.private.optimizers.dp_micro_adam import DPMicroAdam
 from comm_hooks.optim.sparse_window import SparseWindow
 from comm_hooks.randomness import Draw, fork
 from tests.optim.private.saving import resumes_exactly
 from tests.optim.replicas import LR_DECAY, SHAPES, draw, fresh, largest_of_blocks, start
-from tests.optim.test_compressed_adam import RanksOf
+from tests.optim.scenarios import RanksOf
 
 # All of these parameters are of two dimensions but the bias; "third" has several blocks for Q.
 STEPS, WINDOW, DENSITY, BLOCK, MIN_NUMEL = 36, 4, 0.05, 64, 16

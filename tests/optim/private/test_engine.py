@@ -41,10 +41,9 @@ from comm_hooks.optim.private import (
     ScaleThenPrivatize,
 )
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant, max_steps
-from comm_hooks.optim.private.noise import add_noise_
-from tests.ranks import Ranks
+from comm_hooks.optim.private.noise.gaussian import add_noise_
+from tests.optim.scenarios import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 SAMPLES = 240
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.independence import IndependenceProbe
+from comm_hooks.optim.private.gradients.independence import IndependenceProbe
 from tests.optim.private.dependence import (
     DEPENDENT,
     INDEPENDENT,

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant, merged
+from comm_hooks.optim.private.accounting.ledger import Ledger
 from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.ledger import Ledger
 
 MECHANISMS = [(1.0, 0.01), (0.7, 0.01), (4096 / 45000, 1.0)]
 histories = st.lists(
@@ -334,7 +334,7 @@ def test_one_process_at_a_time(path):
 RELEASING = """
 import sys
 from comm_hooks.optim.private.accounting import GaussianEvent
-from comm_hooks.optim.private.ledger import Ledger
+from comm_hooks.optim.private.accounting.ledger import Ledger
 ledger = Ledger(sys.argv[1])
 for step in range(10**6):
     ledger.record(GaussianEvent(1.0 + step // 50, 0.01))

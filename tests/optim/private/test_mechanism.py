@@ -24,8 +24,11 @@ from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange.layout import Granularity
 from comm_hooks.optim.private import mechanism as mechanism_module
 from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.mechanism import GaussianMechanism, Released
-from comm_hooks.optim.private.secret import Stream
+from comm_hooks.optim.private.noise.mechanism import (
+    GaussianMechanism,
+    Released,
+)
+from comm_hooks.optim.private.noise.secret import Stream
 
 SIGMA, C, B = 2.0, 0.5, 10.0
 MASK = RandomK(density=0.25, unbiased=False)

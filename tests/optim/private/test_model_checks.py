@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import register, skip_hook
 from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.model_checks import check_model, replace_batch_norm
+from comm_hooks.optim.private.gradients.model_checks import check_model, replace_batch_norm
 from tests.optim.private.clipped_sums import MODELS, make
 from tests.ranks import Ranks
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from comm_hooks.optim.private.noise import add_noise_
-from comm_hooks.optim.private.secret import Secret, Stream
+from comm_hooks.optim.private.noise.gaussian import add_noise_
+from comm_hooks.optim.private.noise.secret import Secret, Stream
 
 _MASK = (1 << 64) - 1
 _KEY = (0x0123456789ABCDEF, 0xFEDCBA9876543210)

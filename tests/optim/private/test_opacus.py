@@ -19,10 +19,14 @@ from opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
 )
 
-from comm_hooks.optim.private.clipped_sum import ClippedSum, PublicTransform
 from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.opacus import HookedGradients, OpacusGhostGradients, OpacusGradients
-from comm_hooks.optim.private.per_sample import PerSampleGradients
+from comm_hooks.optim.private.gradients.clipping import ClippedSum, PublicTransform
+from comm_hooks.optim.private.gradients.opacus import (
+    HookedGradients,
+    OpacusGhostGradients,
+    OpacusGradients,
+)
+from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 from tests.optim.private.clipped_sums import Batch, distance, draw, make, norm, sample_losses
 from tests.optim.private.dependence import (
     DEPENDENT,
@@ -364,7 +368,8 @@ def test_ghost_clipping_stops_where_a_derivative_is_not_finite_and_its_norm_is()
     expected = ours(model, batch)
     gradients = OpacusGhostGradients(model, sample_losses, 0.4)
     overflow = mock.patch(
-        "comm_hooks.optim.private.opacus.clip_factors", lambda norms, _: norms * float("inf")
+        "comm_hooks.optim.private.gradients.opacus.clip_factors",
+        lambda norms, _: norms * float("inf"),
     )
     with overflow, pytest.raises(RuntimeError, match="ghost clipping cannot leave it out"):
         gradients.backward(batch)

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from comm_hooks.optim.private.clipped_sum import ClippedSum, PublicTransform
-from comm_hooks.optim.private.clipping import sample_norms
-from comm_hooks.optim.private.per_sample import PerSampleGradients
+from comm_hooks.optim.private.gradients.clipping import ClippedSum, PublicTransform, sample_norms
+from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 from tests.optim.private.clipped_sums import (
     MODELS,
     Batch,

@@ -22,7 +22,7 @@ from comm_hooks.collectives import Simulated
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.placement import Place, Scheme, Verdict, judge
+from comm_hooks.optim.private.noise.placement import Place, Scheme, Verdict, judge
 
 MASK = RandomK(density=0.1, unbiased=False)
 NON_LINEAR: list[Compressor] = [

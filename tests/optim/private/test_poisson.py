@@ -23,8 +23,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from comm_hooks.optim.private.poisson import PoissonLoader, PoissonSampler, private_loader
-from comm_hooks.optim.private.secret import Secret
+from comm_hooks.optim.private.data.poisson import PoissonLoader, PoissonSampler, private_loader
+from comm_hooks.optim.private.noise.secret import Secret
 from tests.ranks import Ranks
 
 # Tests of frequencies take a known one, so that they come out the same every time.
@@ -122,7 +122,7 @@ def test_ranks_with_the_same_seed_select_independently(ranks_of: Callable[[int],
 
 RESUMED = """
 import torch
-from comm_hooks.optim.private.poisson import PoissonSampler
+from comm_hooks.optim.private.data.poisson import PoissonSampler
 torch.manual_seed(0)
 print(list(PoissonSampler(100, 0.5, 2)))
 """

@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from comm_hooks.optim.private import DP2, AdaDPS, PrivacyEngine, ScaleThenPrivatize
-from comm_hooks.optim.private.public_gradients import PublicGradients
+from comm_hooks.optim.private.optimizers.public_knowledge import PublicGradients
 
 NORM, STEPS, SAMPLES = 0.8, 5, 20
 

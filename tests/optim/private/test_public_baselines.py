@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from comm_hooks.optim.private.dp_rmsprop import DPRMSProp
-from comm_hooks.optim.private.public_baselines import PDADPMD, DPAdamPub, DPRPub
+from comm_hooks.optim.private.optimizers.dp_rmsprop import DPRMSProp
+from comm_hooks.optim.private.optimizers.public_baselines import PDADPMD, DPAdamPub, DPRPub
 from tests.optim.private.releases import (
     SHAPES,
     STEPS,
@@ -25,7 +25,6 @@ from tests.optim.private.releases import (
     trained,
     unchanged,
 )
-from tests.optim.private.saving import resumes_exactly
 
 LR, EPS, DECAY, MOMENTUM = 0.05, 0.05, 0.1, 0.6
 TOTAL = 20
@@ -81,17 +80,6 @@ def test_matches_the_reference(kind: str) -> None:
 def test_nothing_is_done_before_clipping(kind: str) -> None:
     parameters = fresh()
     assert advance(parameters, MAKE[kind](parameters), range(2)) == [None, None]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", MAKE)
-def test_a_resumed_run_goes_on_as_it_was(kind: str, dtype: torch.dtype) -> None:
-    def run(parameters: dict[str, nn.Parameter], optimizer: Any, steps: range) -> None:
-        if kind != "dp_rmsprop":
-            optimizer._public_gradients.calls = steps.start
-        advance(parameters, optimizer, steps)
-
-    assert resumes_exactly(lambda items: MAKE[kind](dict(items)), dtype, fresh, run)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import random
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,10 @@ from comm_hooks import ConfigMismatchError
 from comm_hooks.collectives import Simulated
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.optim.private import DPSGD, PrivacyEngine
-from comm_hooks.optim.private.same_data import SAMPLES, compare_datasets
+from comm_hooks.optim.private.data.same_data import SAMPLES, compare_datasets
 from tests.optim.private.test_tickets import loss_function
-from tests.ranks import Ranks
+from tests.optim.scenarios import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 LENGTH = 400
 
 

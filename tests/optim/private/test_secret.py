@@ -21,7 +21,7 @@ from comm_hooks.optim.private import (
     PrivateParticipation,
     Secret,
 )
-from comm_hooks.optim.private.secret import Stream
+from comm_hooks.optim.private.noise.secret import Stream
 
 KNOWN = bytes(range(32))
 

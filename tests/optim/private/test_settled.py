@@ -22,9 +22,8 @@ from comm_hooks.optim.private import (
     PrivacyError,
 )
 from tests.optim.private.test_tickets import dataset, loss_function
-from tests.ranks import Ranks
+from tests.optim.scenarios import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:world size is 1"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),

@@ -11,9 +11,13 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from comm_hooks.optim.private.ada_dps import AdaDPS
-from comm_hooks.optim.private.public_gradients import PublicGradients
-from comm_hooks.optim.private.side_information import mean_tf_idf, tf_idf, token_frequency
+from comm_hooks.optim.private.optimizers.ada_dps import AdaDPS
+from comm_hooks.optim.private.optimizers.public_knowledge import (
+    PublicGradients,
+    mean_tf_idf,
+    tf_idf,
+    token_frequency,
+)
 
 numbers = st.lists(st.floats(0, 1e6), min_size=1, max_size=30).filter(lambda n: max(n) > 1e-3)
 

@@ -40,9 +40,8 @@ from tests.optim.rounds.problem import (
     start,
     values,
 )
-from tests.ranks import Ranks
+from tests.optim.scenarios import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 ROUNDS, K = 8, 3
 BETAS, EPS, DECAY, LR = (0.9, 0.99), 1e-6, 0.05, 0.02
 

@@ -16,9 +16,8 @@ from comm_hooks import ErrorFeedback, Exchange, Identity, TopK
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
 from comm_hooks.optim import SAFL, DiLoCo, FedAMS, FedAvg, FedLAMB, LocalRounds, SparseLoCo
 from tests.optim.rounds.problem import Arrays, make_parameters, set_gradients, values
-from tests.ranks import Ranks
+from tests.optim.scenarios import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 K = 4
 
 

@@ -26,9 +26,8 @@ from tests.optim.rounds.problem import (
     start,
     values,
 )
-from tests.ranks import Ranks
+from tests.optim.scenarios import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 CLIENTS, ROUNDS, K = 7, 10, 3
 LR, MOMENTUM = 0.05, 0.5
 PARTICIPATION = Participation(clients=CLIENTS, fraction=0.5, seed=1)

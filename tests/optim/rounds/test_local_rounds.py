@@ -36,9 +36,8 @@ from tests.optim.rounds.problem import (
     start,
     values,
 )
-from tests.ranks import Ranks
+from tests.optim.scenarios import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 STEPS, K = 24, 4
 LR, MOMENTUM = 0.05, 0.5
 OUTER_LR, OUTER_MOMENTUM = 0.8, 0.6

@@ -30,15 +30,6 @@ _DEEPSPEED_ONLY = (
     "bias_correction",
     "eps_inside_sqrt",
 )
-# One scale per tensor, as in DeepSpeed: learning rates carry over.
-_SIGNS = {
-    "compressor": "sign",
-    "block_size": None,
-    "scale": "rms",
-    "memory": "error_feedback",
-    "collective": "sharded",
-}
-_LARGEST = {"compressor": "topk", "density": 1 / 64, "value_bits": 1, "memory": "error_feedback"}
 
 
 @dataclass(frozen=True)
@@ -47,10 +38,8 @@ class OptimizerType:
 
     Attributes:
         optimizer: the class whose keyword arguments are the ``params``.
-        exchange: the ``comm_hooks`` block of an optimizer that owns its exchange, as published;
-            None for one that works on gradients which were averaged before.
-        needs: what a user's block gets in addition where it says nothing, because the optimizer
-            works with nothing else.
+        needed: the keys of the published exchange that a user's block gets where it says nothing,
+            because the optimizer works with nothing else.
         defaults: of ``params``, where they differ from the class's.
         ignored: ``params`` that are accepted and change nothing.
         refused: ``params`` that must not be true, and why.
@@ -58,69 +47,52 @@ class OptimizerType:
     """
 
     optimizer: type[torch.optim.Optimizer]
-    exchange: Mapping[str, Any] | None = None
-    needs: Mapping[str, Any] = field(default_factory=dict)
+    needed: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     needs_block: bool = False
+
+    @property
+    def exchange(self) -> Mapping[str, Any] | None:
+        """The ``comm_hooks`` block of an optimizer that owns its exchange, as published.
+
+        None for one that works on gradients which were averaged before.
+        """
+        return getattr(self.optimizer, "published", None)
+
+    @property
+    def needs(self) -> Mapping[str, Any]:
+        """What a user's block gets in addition."""
+        return {key: (self.exchange or {})[key] for key in self.needed}
 
 
 _DEEPSPEED_REFUSED = {
     "amsgrad": "there is no AMSGrad variant, as in DeepSpeed: use CDAdam, which is AMSGrad",
     "max_grad_norm": "use gradient_clipping at the top level, as in DeepSpeed",
 }
-_DIFFERENCES = {"memory": "differences"}
-_SHARDED_MEMORY = {
-    "memory": {"type": "error_feedback", "bits": 4, "stochastic": True},
-    "collective": "sharded",
-}
-_MOMENTUM = {"memory": "momentum_correction"}
-_DECAYING = {"memory": {"type": "error_feedback", "decay": 0.999}}
-
 TYPES: Mapping[str, OptimizerType] = {
     "OneBitAdam": OptimizerType(
         OneBitAdam,
-        _SIGNS,
         defaults={"freeze_step": 100_000},
         ignored=_DEEPSPEED_ONLY,
         refused=_DEEPSPEED_REFUSED,
     ),
     "ZeroOneAdam": OptimizerType(
         ZeroOneAdam,
-        _SIGNS,
         defaults={"var_freeze_step": 100_000},
         ignored=_DEEPSPEED_ONLY,
         refused=_DEEPSPEED_REFUSED,
     ),
-    "CompressedAdam": OptimizerType(CompressedAdam, _LARGEST),
-    "LocalVarianceAdam": OptimizerType(LocalVarianceAdam, _LARGEST),
-    "CDAdam": OptimizerType(
-        CDAdam, {"compressor": "sign", **_DIFFERENCES, "collective": "sharded"}, _DIFFERENCES
-    ),
-    "EF21": OptimizerType(
-        EF21, {"compressor": "topk", "density": 1 / 64, **_DIFFERENCES}, _DIFFERENCES
-    ),
-    "MicroAdam": OptimizerType(
-        MicroAdam,
-        {"compressor": "topk", "density": 0.01, "value_bits": 4, **_SHARDED_MEMORY},
-        _SHARDED_MEMORY,
-    ),
-    "CocktailSGD": OptimizerType(
-        CocktailSGD,
-        {
-            "compressor": "cocktail",
-            "mask": 0.1,
-            "density": 0.2,
-            "memory": "error_feedback",
-            "collective": "sharded",
-        },
-    ),
-    "DGC": OptimizerType(DGC, {"compressor": "topk", "density": 0.001, **_MOMENTUM}, _MOMENTUM),
-    "DeMo": OptimizerType(
-        DeMo, {"compressor": "dct_topk", "chunk": 64, "density": 1 / 128, **_DECAYING}, _DECAYING
-    ),
-    "FetchSGD": OptimizerType(FetchSGD, {"compressor": "count_sketch", "ratio": 0.01}),
+    "CompressedAdam": OptimizerType(CompressedAdam),
+    "LocalVarianceAdam": OptimizerType(LocalVarianceAdam),
+    "CDAdam": OptimizerType(CDAdam, needed=("memory",)),
+    "EF21": OptimizerType(EF21, needed=("memory",)),
+    "MicroAdam": OptimizerType(MicroAdam, needed=("memory", "collective")),
+    "CocktailSGD": OptimizerType(CocktailSGD),
+    "DGC": OptimizerType(DGC, needed=("memory",)),
+    "DeMo": OptimizerType(DeMo, needed=("memory",)),
+    "FetchSGD": OptimizerType(FetchSGD),
     "SAFL": OptimizerType(SAFL, needs_block=True),
     "AMSGrad": OptimizerType(AMSGrad),
     # AdamW under a name that DeepSpeed refuses where comm-hooks was forgotten.

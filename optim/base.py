@@ -1,0 +1,159 @@
+"""The base of all optimizers: how they step, what they load, and parameters' names."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+
+from comm_hooks.optim.hyperparameters import check_gradient
+
+Tensors = list[torch.Tensor]
+Group = dict[str, Any]
+States = Sequence[dict[str, Any]]
+
+
+class SteppingOptimizer(torch.optim.Optimizer):
+    """An optimizer that implements :meth:`_take_step` in place of :meth:`step`."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take a step; one that exchanges is taken on all ranks together.
+
+        Args:
+            closure: computes the gradients anew and returns the loss.
+
+        Raises:
+            ValueError: for sparse gradients; in the first step of an optimizer that exchanges, if
+                DDP or FSDP has averaged them.
+            ConfigMismatchError: in the first exchange, if ranks are configured differently or start
+                from different models.
+            PayloadError: if ranks have drifted apart since.
+        """
+        return self._step_with(closure)
+
+    def _step_with(self, closure: Callable[[], float] | None) -> float | None:
+        """Evaluate the closure, if there is one, and step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._take_step()
+        return loss
+
+    @abstractmethod
+    def _take_step(self) -> None:
+        """Update the parameters by the gradients in ``p.grad``."""
+
+
+class ExactStateOptimizer(SteppingOptimizer):
+    """An optimizer whose state comes back from a checkpoint in the dtypes in which it was saved.
+
+    :class:`torch.optim.Optimizer` casts what it loads to the dtype of the parameters.  That rounds
+    the float32 moments of a bfloat16 model, and turns indices and packed bits into floats.
+
+    Not supported: tensors that are nested deeper in a parameter's state; they are cast.
+    """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict()`` returned, bit for bit, on the devices of the parameters.
+
+        Raises:
+            ValueError: if the parameter groups differ, or for the state of another optimizer that
+                this one cannot go on from; nothing is changed.
+        """
+        seen: list[dict[str, Any]] = []
+
+        def look(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+            seen.append(state)
+
+        # Other hooks may replace the state; this one comes last and sees what is really loaded.
+        with self.register_load_state_dict_pre_hook(look):
+            super().load_state_dict(state_dict)
+        saved = seen[0]
+        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        for key, parameter in zip(keys, self._parameters(), strict=True):
+            for name, value in saved["state"].get(key, {}).items():
+                if isinstance(value, torch.Tensor):
+                    loaded = self.state[parameter][name]
+                    if loaded.dtype != value.dtype:
+                        self.state[parameter][name] = value.to(loaded.device)
+
+    def _parameters(self) -> Tensors:
+        """Return all parameters in the order of the groups."""
+        return parameters_of(self.param_groups)
+
+
+class BatchedOptimizer(ExactStateOptimizer):
+    """An optimizer that updates parameters of one device and dtype together.
+
+    A subclass implements :meth:`_check_group` and :meth:`_update`.  Parameters without a gradient
+    stay as they are.
+    """
+
+    @abstractmethod
+    def _check_group(self, settings: Group) -> None:
+        """Raise ``ValueError`` for hyperparameters of a parameter group that are out of range."""
+
+    @abstractmethod
+    def _update(self, parameters: Tensors, group: Group) -> None:
+        """Update parameters of one device and dtype, all of which have a gradient."""
+
+    def _check_step(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Raise for what makes a step impossible; called before it changes anything."""
+        for gradient in gradients:
+            check_gradient(self, gradient)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters, with hyperparameters of its own or else the defaults.
+
+        Raises:
+            ValueError: for hyperparameters out of range; nothing is changed.
+        """
+        self._check_group({key: param_group.get(key, self.defaults[key]) for key in self.defaults})
+        super().add_param_group(param_group)
+
+    def _take_step(self) -> None:
+        work = [
+            (group, [p for p in group["params"] if p.grad is not None])
+            for group in self.param_groups
+        ]
+        self._check_step([p.grad for _, parameters in work for p in parameters])
+        for group, parameters in work:
+            alike: dict[tuple[torch.device, torch.dtype], Tensors] = {}
+            for parameter in parameters:
+                alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+            for members in alike.values():
+                self._update(members, group)
+
+
+def parameters_of(groups: Sequence[Mapping[str, Any]]) -> Tensors:
+    """Return the parameters of all groups, in order."""
+    return [p for group in groups for p in group["params"]]
+
+
+def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the parameters' names, or else their numbers as text."""
+    names = [name for group in groups for name in group.get("param_names", ())]
+    count = len(parameters_of(groups))
+    return names if len(names) == count else [str(index) for index in range(count)]
+
+
+def block(**settings: Any) -> Mapping[str, Any]:
+    """Return settings of an exchange as :func:`~comm_hooks.config.build_exchange` takes them."""
+    return settings
+
+
+def widened(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> Tensors:
+    """Return tensors in ``dtype``; no copies where they have it already."""
+    return [tensor.to(dtype) for tensor in tensors if tensor is not None]
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a parameter of ``dtype`` is computed: float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)

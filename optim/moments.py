@@ -1,0 +1,91 @@
+"""Adam's moments and the steps along them, for parameters that are updated together.
+
+All functions take one tensor per parameter and work in few kernels (``torch._foreach``).
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from comm_hooks.optim.base import Group, States, Tensors
+
+
+def values(states: States, key: str) -> Tensors:
+    """Return what every state has under a key."""
+    return [state[key] for state in states]
+
+
+def count_step(states: States) -> None:
+    """Add 1 to every state's ``step``."""
+    torch._foreach_add_(values(states, "step"), 1)
+
+
+def zeros(
+    states: States, key: str, like: Sequence[torch.Tensor], dtype: torch.dtype | None = None
+) -> Tensors:
+    """Return every state's buffer under a key, made at first with zeros."""
+    for state, tensor in zip(states, like, strict=True):
+        if key not in state:
+            state[key] = torch.zeros_like(tensor, dtype=dtype)
+    return values(states, key)
+
+
+def average_(m: Tensors, new: Tensors, beta: float) -> None:
+    """M = beta m + (1 - beta) new."""
+    torch._foreach_lerp_(m, new, 1 - beta)
+
+
+def average_squares_(v: Tensors, new: Tensors, beta: float) -> None:
+    """V = beta v + (1 - beta) new^2."""
+    torch._foreach_mul_(v, beta)
+    torch._foreach_addcmul_(v, new, new, 1 - beta)
+
+
+def averages_(states: States, new: Tensors, betas: Sequence[float]) -> tuple[Tensors, Tensors]:
+    """Take Adam's averages, ``exp_avg`` (m) and ``exp_avg_sq`` (v), and return both."""
+    m, v = values(states, "exp_avg"), values(states, "exp_avg_sq")
+    average_(m, new, betas[0])
+    average_squares_(v, new, betas[1])
+    return m, v
+
+
+def roots(v: Tensors, eps: float, correction: float = 1.0) -> Tensors:
+    """Return sqrt(v / correction) + eps."""
+    found = list(torch._foreach_sqrt(v))
+    if correction != 1:
+        torch._foreach_div_(found, correction**0.5)
+    torch._foreach_add_(found, eps)
+    return found
+
+
+def corrected(v: Tensors, beta: float, steps: Sequence[int]) -> Tensors:
+    """Return v / (1 - beta^t), each parameter having taken t steps of its own."""
+    return list(torch._foreach_div(v, [1 - beta**t for t in steps]))
+
+
+def momentum_(buffers: Tensors, new: Tensors, momentum: float) -> Tensors:
+    """B = momentum b + new; return b."""
+    torch._foreach_mul_(buffers, momentum)
+    torch._foreach_add_(buffers, new)
+    return buffers
+
+
+def decay_(parameters: Tensors, group: Group) -> None:
+    """Theta = (1 - lr weight_decay) theta: decoupled, as in AdamW."""
+    if group["weight_decay"]:
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+
+
+def descend_(
+    parameters: Tensors, directions: Tensors, group: Group, correction: float = 1.0
+) -> None:
+    """Theta = (1 - lr weight_decay) theta - lr / correction directions."""
+    decay_(parameters, group)
+    torch._foreach_add_(parameters, directions, alpha=-group["lr"] / correction)
+
+
+def adamw_(parameters: Tensors, m: Tensors, v: Tensors, group: Group, t: int | None) -> None:
+    """Take AdamW's step in place; without correction of the bias if t is None."""
+    c1, c2 = (1 - beta**t if t is not None else 1.0 for beta in group["betas"])
+    directions = list(torch._foreach_div(m, roots(v, group["eps"], c2)))
+    descend_(parameters, directions, group, c1)

@@ -1,0 +1,1 @@
+"""Which samples are in a step: Poisson sampling, and one use of every batch."""

@@ -1,0 +1,313 @@
+"""Poisson sampling: every sample is in every batch with the same probability, independently."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from comm_hooks.optim.observed import observed
+from comm_hooks.optim.private.data.tickets import Tickets
+from comm_hooks.optim.private.errors import Settled
+from comm_hooks.optim.private.noise.secret import Secret, Unrepeatable
+from comm_hooks.requirements import (
+    require_callable,
+    require_choice,
+    require_integer,
+    require_kind,
+    require_positive,
+    require_within,
+)
+
+Collate = Callable[[list[Any]], Any]
+
+
+class PoissonSampler(Settled, Unrepeatable, Sampler[list[int]]):
+    """Batches in which each index stands with probability q, independently of all others.
+
+    What accountants mean by a sampling rate.  Batches have about ``q num_samples`` indices, some
+    have none, and those are steps like all others.
+
+    Who was sampled must be secret.  So every batch is drawn from a stream of its own of a
+    :class:`~comm_hooks.optim.private.Secret`, not from PyTorch's generators: ranks that have set
+    the same seed sample independently, and a resumed process samples anew.
+
+    Args:
+        num_samples: how many indices to choose from.
+        sample_rate: q; public.
+        steps: how many batches to yield per iteration; public.
+        secret: the source of randomness; by default one of this process's own.
+        rank: tells apart ranks that share a secret.
+
+    Raises:
+        ValueError: if ``sample_rate`` is not in (0, 1], or ``num_samples`` or ``steps`` is not
+            positive.
+
+    Example::
+
+        >>> from comm_hooks.optim.private.data.poisson import PoissonSampler
+        >>> sampler = PoissonSampler(num_samples=1000, sample_rate=0.01, steps=300)
+        >>> len(sampler), sum(len(indices) for indices in sampler) > 2000
+        (300, True)
+    """
+
+    settled = frozenset({"num_samples", "sample_rate"})
+
+    def __init__(
+        self,
+        num_samples: int,
+        sample_rate: float,
+        steps: int,
+        *,
+        secret: Secret | None = None,
+        rank: int = 0,
+    ) -> None:
+        require_positive(self, "num_samples", num_samples)
+        require_within(self, "sample_rate", sample_rate, "(0, 1]")
+        require_positive(self, "steps", steps)
+        require_integer(self, "rank", rank)
+        if secret is not None:
+            require_kind(self, "secret", secret, Secret)
+        self.num_samples = num_samples
+        self.sample_rate = sample_rate
+        self.steps = steps
+        self._secret = secret or Secret()
+        self._rank = rank
+        # Over all iterations: no stream may be used twice.
+        self._drawn = 0
+
+    def __len__(self) -> int:
+        """Return the number of batches of one iteration."""
+        return self.steps
+
+    @observed("draw")
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield lists of indices in increasing order."""
+        for _ in range(self.steps):
+            stream = self._secret.stream("poisson sampling", rank=self._rank, step=self._drawn)
+            self._drawn += 1
+            yield stream.draw(self.num_samples, self.sample_rate)
+
+
+class PoissonLoader(DataLoader[Any]):
+    """A data loader with Poisson-sampled batches of this rank's shard of a dataset.
+
+    The shard is every ``world_size``-th sample from ``rank`` on, so that each sample is on one
+    rank; together, the ranks' batches are a Poisson sample of the whole dataset at the same rate.
+    An empty batch consists of tensors with no rows, which differ from those of other batches in
+    nothing else.
+
+    Args:
+        dataset: with a length; the same on all ranks.
+        sample_rate: q: the probability of each sample to be in a step's batches; public.
+        steps: how many batches to yield per iteration; public, and the same on all ranks.
+        collate_fn: makes a batch of a list of samples: tensors with a leading dimension of samples,
+            in tuples, lists and dicts.  By default PyTorch's.
+        rank: of this process.
+        world_size: how many ranks share the dataset.
+        secret: see :class:`PoissonSampler`.
+        **options: of :class:`torch.utils.data.DataLoader`: ``num_workers``, ``pin_memory``, ...
+
+    Attributes:
+        tickets: one for every batch that was drawn, which
+            :class:`~comm_hooks.optim.private.DPOptimizer` takes.
+
+    Raises:
+        ValueError: for a dataset without a length, or with fewer samples than ranks; for a rate
+            or number of steps out of range; for an option that would decide what a batch is; and
+            for batches in which something else than the rows of tensors stands for the samples.
+
+    Example::
+
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> from comm_hooks.optim.private.data.poisson import PoissonLoader
+        >>> dataset = TensorDataset(torch.randn(500, 8), torch.randint(10, (500,)))
+        >>> loader = PoissonLoader(dataset, sample_rate=0.02, steps=25)
+        >>> for inputs, labels in loader:  # about 10 samples each
+        ...     assert inputs.shape[1:] == (8,)
+    """
+
+    @observed("loader")
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sample_rate: float,
+        steps: int,
+        *,
+        collate_fn: Collate | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        secret: Secret | None = None,
+        **options: Any,
+    ) -> None:
+        for option in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"):
+            if option in options:
+                raise ValueError(
+                    f"PoissonLoader: {option} cannot be set: sample_rate and steps decide what is "
+                    "in a batch and how many there are"
+                )
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"{type(dataset).__name__} has no samples that could be drawn by their number: "
+                "Poisson sampling needs a dataset with __len__ and __getitem__"
+            )
+        require_within(self, "sample_rate", sample_rate, "(0, 1]")
+        require_positive(self, "steps", steps)
+        require_positive(self, "world_size", world_size)
+        require_choice(self, "rank", rank, range(world_size))
+        if collate_fn is not None:
+            require_callable(self, "collate_fn", collate_fn)
+        if secret is not None:
+            require_kind(self, "secret", secret, Secret)
+        shard = _Shard(dataset, rank, world_size)
+        collate = collate_fn or torch.utils.data.default_collate
+        super().__init__(
+            shard,
+            batch_sampler=PoissonSampler(len(shard), sample_rate, steps, secret=secret, rank=rank),
+            collate_fn=_CollateAlsoNothing(collate, _without_rows(collate([shard[0]]))),
+            **options,
+        )
+        self.tickets = Tickets()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield batches, each with a ticket for one step."""
+        self.tickets.start()
+        for batch in super().__iter__():
+            self.tickets.issue(batch)
+            yield batch
+
+
+def private_loader(
+    data_loader: DataLoader[Any],
+    sample_rate: float,
+    steps: int | None = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    secret: Secret | None = None,
+) -> PoissonLoader:
+    """Rebuild a data loader so that it samples as :class:`PoissonLoader` does.
+
+    Keeps the dataset, ``collate_fn`` and everything about workers and memory.  ``batch_size``,
+    ``drop_last``, shuffling and a ``DistributedSampler`` are replaced by the arguments here.
+
+    Args:
+        data_loader: over a dataset with a length.
+        sample_rate: q.
+        steps: how many batches to yield per iteration; by default the integer nearest to 1 / q, in
+            which a sample is drawn once on average.
+        rank, world_size, secret: see :class:`PoissonLoader`.
+
+    Raises:
+        ValueError: as :class:`PoissonLoader`; also for a loader that chooses its samples otherwise
+            than in order or at random from all, and for one without automatic batching.
+
+    Example::
+
+        >>> import torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from comm_hooks.optim.private.data.poisson import private_loader
+        >>> usual = DataLoader(TensorDataset(torch.randn(500, 8)), batch_size=10, shuffle=True)
+        >>> loader = private_loader(usual, sample_rate=0.02)
+        >>> len(loader)
+        50
+    """
+    require_within("private_loader", "sample_rate", sample_rate, "(0, 1]")
+    dataset = data_loader.dataset
+    if not isinstance(dataset, IterableDataset):
+        batch_sampler = data_loader.batch_sampler
+        if batch_sampler is None:
+            raise ValueError(
+                "the data loader has batch_size=None, so that its batches are made by the dataset: "
+                "Poisson sampling needs a dataset of single samples"
+            )
+        sampler = data_loader.sampler
+        kinds = (SequentialSampler, RandomSampler, DistributedSampler)
+        if type(batch_sampler) is not BatchSampler or not isinstance(sampler, kinds):
+            chosen_by = sampler if type(batch_sampler) is BatchSampler else batch_sampler
+            raise ValueError(
+                f"{type(chosen_by).__name__} chooses which samples are seen, which Poisson "
+                "sampling would override: for a part of the dataset use torch.utils.data.Subset"
+            )
+    return PoissonLoader(
+        dataset,
+        sample_rate,
+        max(1, round(1 / sample_rate)) if steps is None else steps,
+        collate_fn=data_loader.collate_fn,
+        rank=rank,
+        world_size=world_size,
+        secret=secret,
+        num_workers=data_loader.num_workers,
+        pin_memory=data_loader.pin_memory,
+        timeout=data_loader.timeout,
+        worker_init_fn=data_loader.worker_init_fn,
+        multiprocessing_context=data_loader.multiprocessing_context,
+        generator=data_loader.generator,
+        prefetch_factor=data_loader.prefetch_factor,
+        persistent_workers=data_loader.persistent_workers,
+    )
+
+
+class _Shard(Dataset[Any]):
+    """A rank's share of a dataset."""
+
+    def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
+        if len(dataset) < world_size:
+            raise ValueError(
+                f"PoissonLoader: {len(dataset)} samples are not enough for {world_size} ranks: "
+                f"world_size can be at most {len(dataset)}"
+            )
+        self._dataset = dataset
+        self._indices = range(rank, len(dataset), world_size)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[self._indices[index]]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        # Datasets need not know what to do with no indices at all.
+        if not indices:
+            return []
+        if hasattr(self._dataset, "__getitems__"):
+            return self._dataset.__getitems__([self._indices[i] for i in indices])
+        return [self[i] for i in indices]
+
+
+class _CollateAlsoNothing:
+    """A collate function that has an answer to an empty list.  Goes to workers, so no closure."""
+
+    def __init__(self, collate: Collate, nothing: Any) -> None:
+        self._collate = collate
+        self._nothing = nothing
+
+    def __call__(self, samples: list[Any]) -> Any:
+        # Copied, because a user may write to a batch.
+        return self._collate(samples) if samples else pytree.tree_map(torch.clone, self._nothing)
+
+
+def _without_rows(batch_of_one: Any) -> Any:
+    """Return the empty batch of the same structure."""
+    for leaf in pytree.tree_leaves(batch_of_one):
+        what = type(leaf).__name__
+        if isinstance(leaf, torch.Tensor):
+            if leaf.dim() > 0 and len(leaf) == 1:
+                continue
+            what = f"a tensor of shape {tuple(leaf.shape)}"
+        raise ValueError(
+            "the structure of an empty batch is not known: of one sample, collate_fn must make "
+            f"tensors whose first dimension is 1, in tuples, lists and dicts, got {what}"
+        )
+    return pytree.tree_map(lambda leaf: leaf[:0], batch_of_one)

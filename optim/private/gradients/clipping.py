@@ -1,0 +1,324 @@
+"""Clipped sums of per-sample gradients, however those are computed."""
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from comm_hooks.optim.private.errors import Settled
+from comm_hooks.requirements import (
+    in_one_line,
+    is_number,
+    require_callable,
+    require_kind,
+    require_positive,
+)
+
+LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+
+# A float32 sum of n squares may be off by n roundings, and on CPU torch.linalg.vector_norm is: the
+# norm of 16 Mi equal elements comes out 0.9 % too small, so that clipping would miss C by as much.
+# Of BLOCK elements it is off by at most BLOCK / 2 roundings; blocks are added up in float64.
+_BLOCK = 256
+# Covers the norm's rounding, (BLOCK / 2 + 1) 2^-24, and those of the factor and of the product.
+_ROUNDING = 2.0**-16
+# Squares of smaller elements underflow in float32, so that they would count for nothing.
+_SMALLEST_NORM = 1e-10
+
+
+@dataclass(frozen=True)
+class PublicTransform:
+    """What is done to every sample's gradient before it is clipped: g -> scale g + shift.
+
+    Both must be public: from public data, or from what was released with noise.  One tensor per
+    trainable parameter, shaped like it.
+
+    Attributes:
+        scale: elementwise factors.
+        shift: what is added afterwards; None for nothing.
+    """
+
+    scale: Sequence[torch.Tensor]
+    shift: Sequence[torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class ClippedSum:
+    """The sum, over this rank's samples of one step, of clipped gradients.  Private: not noised.
+
+    Attributes:
+        tensors: float32, one per trainable parameter, shaped like it; zeros for an empty batch.
+        samples: how many samples are in it.
+        not_finite: how many more were left out because their gradient was not finite.
+    """
+
+    tensors: list[torch.Tensor]
+    samples: int
+    not_finite: int = 0
+
+
+class ClippedGradients(ABC):
+    """Computes clipped sums of per-sample gradients.
+
+    One sample changes a sum by at most ``max_grad_norm``, in Euclidean norm over all parameters.
+
+    Attributes:
+        parameters: the trainable ones, in the order of all lists of tensors.
+        max_grad_norm: C, after the transform.
+        transform: applied to every sample's gradient before clipping; None for none.  Set before
+            the first sample of a step.
+    """
+
+    parameters: list[torch.nn.Parameter]
+    max_grad_norm: float
+    transform: PublicTransform | None = None
+
+    def samples_in(self, batch: Any) -> int:
+        """Return how many samples :meth:`backward` would add.
+
+        Raises:
+            ValueError: if that cannot be said.
+        """
+        return len(batch)
+
+    @abstractmethod
+    def backward(self, batch: Any) -> torch.Tensor:
+        """Add the clipped gradients of a batch; return its mean loss, detached."""
+
+    @abstractmethod
+    def take(self) -> ClippedSum:
+        """Return the sum since the last call, and start a new one."""
+
+    def discard(self) -> None:
+        """Forget the sum since the last :meth:`take`."""
+        self.take()
+
+
+def sample_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the Euclidean norm of each sample's gradient over all parameters.
+
+    Args:
+        gradients: float32, one ``(B, ...)`` per parameter.
+
+    Returns:
+        float64, ``(B,)``; infinite where float32 cannot hold the squares, so elements of 1e18 and
+        less are safe.
+    """
+    parts = []
+    for gradient in gradients:
+        rows = _rows(gradient)
+        whole = rows.shape[1] // _BLOCK * _BLOCK
+        blocks = rows[:, :whole].unflatten(1, (whole // _BLOCK, _BLOCK))
+        rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)
+        norms = torch.cat([torch.linalg.vector_norm(blocks, dim=2), rest], dim=1)
+        norm = torch.linalg.vector_norm(norms, dim=1, dtype=torch.float64)
+        parts.append(norm.to(gradients[0].device))
+    return torch.linalg.vector_norm(torch.stack(parts), dim=0)
+
+
+def _rows(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.reshape(len(gradient), gradient.shape[1:].numel())
+
+
+def clip_factors(norms: torch.Tensor, max_grad_norm: float) -> torch.Tensor:
+    """Return what to multiply each sample's gradient by: float32, ``(B,)``; 0 if not finite."""
+    factors = (max_grad_norm * (1 - _ROUNDING) / norms).clamp(max=1.0)
+    return torch.where(norms.isfinite(), factors, 0.0).float()
+
+
+class SampleClipper(Settled, ClippedGradients):
+    """Clips per-sample gradients, however they were computed, and adds them up.
+
+    1. g <- scale g + shift, if there is a transform
+    2. n <- the norm of g over all parameters; samples where it is not finite are left out
+    3. sum <- sum + min(1, C (1 - 2^-16) / n) g, in float32
+
+    The margin of 2^-16 covers the rounding of the norm and of the product, so that no sample's
+    clipped gradient exceeds C.  The rounding of a float32 sum of n samples comes on top: it is less
+    than n^2 2^-24 C, and in practice a few 2^-24 of the norm of the sum.
+
+    Args:
+        parameters: the trainable ones.
+        max_grad_norm: C.
+
+    Raises:
+        ValueError: if there are no parameters, or C is not a finite number of at least 1e-10.
+    """
+
+    settled = frozenset({"parameters", "max_grad_norm"})
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], max_grad_norm: float) -> None:
+        if not is_number(max_grad_norm) or not _SMALLEST_NORM <= max_grad_norm < math.inf:
+            raise ValueError(
+                f"{type(self).__name__}: max_grad_norm must be a finite number of at least "
+                f"{_SMALLEST_NORM:g}, got {in_one_line(max_grad_norm)}"
+            )
+        if not parameters:
+            raise ValueError(
+                f"{type(self).__name__}: the model has no parameters with requires_grad=True"
+            )
+        self.parameters = list(parameters)
+        self.max_grad_norm = float(max_grad_norm)
+        self._warned = False
+        self._start()
+
+    def take(self) -> ClippedSum:
+        """Return the sum since the last call, and start a new one."""
+        taken = ClippedSum(self._sums, self._samples, self._not_finite)
+        self._start()
+        return taken
+
+    def discard(self) -> None:
+        """Forget the sum since the last call of :meth:`take`."""
+        self._start()
+
+    def _start(self) -> None:
+        self._sums = [
+            torch.zeros(p.shape, dtype=torch.float32, device=p.device) for p in self.parameters
+        ]
+        self._samples = 0
+        self._not_finite = 0
+
+    def _add_samples(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Clip gradients of samples, one ``(B, ...)`` per parameter, and add them to the sum."""
+        if len(gradients[0]) == 0:
+            return
+        gradients = [gradient.detach().float() for gradient in gradients]
+        if self.transform is not None:
+            gradients = _transformed(gradients, self.transform)
+        norms = sample_norms(gradients)
+        factors = clip_factors(norms, self.max_grad_norm)
+        finite = norms.isfinite()
+        samples = int(finite.sum())
+        if samples < len(norms):
+            # Multiplying by zero would not do: 0 x infinity is NaN.
+            gradients = [gradient[finite.to(gradient.device)] for gradient in gradients]
+            factors = factors[finite]
+        for total, gradient in zip(self._sums, gradients, strict=True):
+            total.view(-1).addmv_(_rows(gradient).T, factors.to(gradient.device))
+        self._count(samples, len(norms) - samples)
+
+    def _count(self, samples: int, not_finite: int) -> None:
+        self._samples += samples
+        self._not_finite += not_finite
+        if not_finite and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the gradients of {not_finite} samples are not finite: they are left out of the "
+                "sum. This is said once; DPOptimizer.not_finite counts them",
+                stacklevel=4,
+            )
+
+
+def _transformed(
+    gradients: Sequence[torch.Tensor], transform: PublicTransform
+) -> list[torch.Tensor]:
+    shapes = [gradient.shape[1:] for gradient in gradients]
+    for what, tensors in (("scale", transform.scale), ("shift", transform.shift)):
+        if tensors is not None and [tensor.shape for tensor in tensors] != shapes:
+            raise ValueError(
+                f"transform.{what} must have one tensor per trainable parameter, shaped like it: "
+                f"expected {[tuple(s) for s in shapes]}, got {[tuple(t.shape) for t in tensors]}"
+            )
+    if transform.shift is None:
+        return [g * scale for g, scale in zip(gradients, transform.scale, strict=True)]
+    return [
+        torch.addcmul(shift, g, scale)
+        for g, scale, shift in zip(gradients, transform.scale, transform.shift, strict=True)
+    ]
+
+
+class BatchClipper(SampleClipper):
+    """Clips the gradients of a batch's samples and adds them up, one micro-batch after the other.
+
+    Args:
+        model: the one that is trained.
+        loss_function: ``loss_function(model, batch)`` returns the loss of each sample, ``(B,)``.
+        parameters, max_grad_norm: see :class:`SampleClipper`.
+        micro_batch_size: how many samples to pass to the loss function at a time; by default the
+            whole batch.
+
+    Raises:
+        ValueError: for a setting of another kind, or out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_function: LossFunction,
+        parameters: list[torch.nn.Parameter],
+        max_grad_norm: float,
+        micro_batch_size: int | None,
+    ) -> None:
+        require_kind(self, "model", model, nn.Module)
+        require_callable(
+            self,
+            "loss_function",
+            loss_function,
+            "; loss_function(model, batch) returns the loss of each sample",
+        )
+        if micro_batch_size is not None:
+            require_positive(self, "micro_batch_size", micro_batch_size)
+        super().__init__(parameters, max_grad_norm)
+        self._model = model
+        self._loss_function = loss_function
+        self.micro_batch_size = micro_batch_size
+
+    def samples_in(self, batch: Any) -> int:
+        """Return the common leading dimension of a batch's tensors."""
+        leaves = pytree.tree_leaves(batch)
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                raise ValueError(
+                    "a batch must consist of tensors in tuples, lists and dicts, found "
+                    f"{type(leaf).__name__}"
+                )
+        shapes = [tuple(leaf.shape) for leaf in leaves]
+        if len({shape[:1] for shape in shapes}) != 1 or () in shapes:
+            raise ValueError(
+                f"the tensors of a batch must have a common leading dimension, got shapes {shapes}"
+            )
+        return int(shapes[0][0])
+
+    def backward(self, batch: Any) -> torch.Tensor:
+        """Add the clipped gradients of a batch to the sum.
+
+        May be called several times per step.  ``p.grad`` is neither read nor written.  If a
+        micro-batch fails, the step's sum starts anew.
+
+        Args:
+            batch: tensors with a common leading dimension, in tuples, lists and dicts.
+
+        Returns:
+            The mean loss, detached, a scalar: NaN for an empty batch.  It is *not* noised.
+
+        Raises:
+            ValueError: if the batch has no common leading dimension, the loss has another shape,
+                or the forward pass does not use a parameter.
+            PrivacyError: for what this class says it refuses.
+        """
+        size = self.samples_in(batch)
+        if size == 0:
+            return torch.full((), torch.nan, device=self.parameters[0].device)
+        leaves, structure = pytree.tree_flatten(batch)
+        parts = [leaf.split(self.micro_batch_size or size) for leaf in leaves]
+        losses = []
+        try:
+            for part in zip(*parts, strict=True):
+                filled = pytree.tree_unflatten(list(part), structure)
+                losses.append(self._add_batch(filled, len(part[0])))
+        except BaseException:
+            # Who runs out of memory may try the same batch again: no sample may count twice.
+            self._start()
+            raise
+        return torch.cat(losses).mean()
+
+    @abstractmethod
+    def _add_batch(self, batch: Any, size: int) -> torch.Tensor:
+        """Add the clipped gradients of a micro-batch; return its losses, ``(size,)``, detached."""

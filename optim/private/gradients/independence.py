@@ -1,0 +1,284 @@
+"""A look at whether samples are independent of each other, as clipping takes them to be."""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
+
+from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.optim.private.gradients.clipping import LossFunction
+from comm_hooks.optim.private.gradients.model_checks import unwritten_buffers
+
+# Of so many rows every two are told apart by their number's bits, and a mean over them changes by
+# half if half of them are gone, which is more than rounding makes of it in any dtype.
+_MOST_ROWS = 8
+_EXTREME = 1e3
+
+
+def sample_losses(
+    model: nn.Module, loss_function: LossFunction, batch: Any, size: int
+) -> torch.Tensor:
+    """Return the loss of each sample of a batch.
+
+    Raises:
+        ValueError: if it is not one number for each.
+        PrivacyError: if the forward pass writes to the model; its buffers are restored.
+    """
+    with unwritten_buffers(model):
+        losses = loss_function(model, batch)
+    if not isinstance(losses, torch.Tensor) or losses.shape != (size,):
+        got = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        raise ValueError(
+            f"loss_function must return the loss of each sample, shape ({size},), got {got}: use "
+            'reduction="none", and the mean over what a sample consists of'
+        )
+    return losses
+
+
+class IndependenceProbe:
+    """Refuses a loss of a sample that depends on the other samples of its batch.
+
+    Clipping bounds what a sample does to its own gradient.  Where it also moves the gradients of
+    others (a contrastive loss, a normalization over the batch, a mean over all tokens) its
+    influence has no bound.  In the first batch that has two samples with finite losses, eight of
+    them are split into those that are kept and those that are changed, in all ways in which a bit
+    of their number tells them apart, so that every two are on different sides once.  Neither the
+    losses of those that are kept, nor the gradient of their sum with random weights, may move if
+    the others are
+
+    * replaced by those that are kept
+    * made extreme: numbers times 1000 and -1000, those from 0 to 1 the other way round
+    * left out; for a model that draws random numbers in ``eval()``, of its dropout first, and of
+      all of it if that does not help
+
+    and if all of the batch's other samples are left out.  All draw the same random numbers, and
+    torch's, NumPy's and Python's generators are left as they were.
+
+    What moves by less than sqrt(eps) of its norm passes, for the coarsest dtype that is met (on
+    GPUs TF32 for float32): 0.00035 for float32 on a CPU, 0.09 for bfloat16.
+
+    Args:
+        model: as the loss function takes it.  Its buffers may not change.
+        loss_function: ``loss_function(model, batch)`` returns the loss of each sample, ``(B,)``.
+
+    Attributes:
+        epsilon: of the coarsest dtype that was met so far.
+
+    Not noticed: what this batch does not show, such as a margin that none of it comes near; what is
+    below the tolerance; what depends on absent samples only, in training only, if the model is
+    random; what a model keeps outside of its buffers.  Extreme samples for which the loss function
+    raises are left out.
+
+    Example::
+
+        >>> import torch
+        >>> from comm_hooks.optim.private.gradients.independence import IndependenceProbe
+        >>> def loss_function(model, batch):
+        ...     outputs = model(batch)
+        ...     return (outputs - outputs.mean(0)).square().sum(1)
+        >>> IndependenceProbe(model, loss_function).look(torch.randn(4, 8))
+        Traceback (most recent call last):
+        comm_hooks.optim.private.errors.PrivacyError: the loss of a sample depends on other ...
+    """
+
+    def __init__(self, model: nn.Module, loss_function: LossFunction) -> None:
+        self._model = model
+        self._loss_function = loss_function
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.epsilon = 0.0
+        self._has_seen = False
+        devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+        self._devices = sorted(device.index for device in devices)
+        for parameter in self._parameters:
+            self._note(parameter)
+            if parameter.is_cuda and parameter.dtype is torch.float32:
+                self.epsilon = max(self.epsilon, 2.0**-10)  # TF32
+
+    def look(self, batch: Any) -> bool:
+        """Look at a batch, unless one has been looked at; return whether one has been.
+
+        Args:
+            batch: tensors with a common leading dimension, in tuples, lists and dicts.
+
+        Raises:
+            PrivacyError: if samples depend on each other.
+            ValueError: if the loss is not one number for each.
+        """
+        leaves, self._structure = pytree.tree_flatten(batch)
+        if self._has_seen or len(leaves[0]) < 2:
+            return self._has_seen
+        everything = range(len(leaves[0]))
+        (losses,) = self._seen(leaves, everything).losses
+        finite = losses.isfinite().nonzero().flatten()
+        if len(finite) < 2:
+            return False
+        leaves = [leaf[finite.to(leaf.device)] for leaf in leaves]
+        few = [leaf[:_MOST_ROWS] for leaf in leaves]
+        self._compare_replaced(few)
+        for modules in ((), self._dropouts(), tuple(self._model.modules())):
+            with _evaluated(modules):
+                if not self._is_random(few):
+                    self._compare_left_out(few, leaves)
+                    break
+        self._has_seen = True
+        return True
+
+    def _compare_replaced(self, rows: list[torch.Tensor]) -> None:
+        everything = range(len(rows[0]))
+        once, again = (self._seen(rows, everything) for _ in range(2))
+        if self._differ(once, again, math.sqrt(self.epsilon)):
+            raise PrivacyError(
+                "the losses of a batch come out otherwise when they are computed again, so that "
+                "samples cannot be shown to be independent: let the model keep nothing of what it "
+                "saw, and draw with the usual generators of torch, NumPy or Python"
+            )
+        for kept, others in _splits(len(rows[0])):
+            before = self._seen(rows, kept)
+            self._require_same(before, self._seen(_replaced(rows, kept, others), kept))
+            for sign in (1.0, -1.0):
+                try:
+                    extreme = self._seen(_extreme(rows, others, sign), kept)
+                except PrivacyError:
+                    raise
+                except Exception:
+                    continue
+                self._require_same(before, extreme)
+
+    def _compare_left_out(self, few: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
+        for kept, _ in _splits(len(few[0])):
+            alone = self._seen([leaf[kept] for leaf in few], range(len(kept)))
+            self._require_same(self._seen(few, kept), alone)
+        if len(leaves[0]) > len(few[0]):
+            first = range(len(few[0]))
+            self._require_same(self._seen(leaves, first), self._seen(few, first))
+
+    def _is_random(self, rows: list[torch.Tensor]) -> bool:
+        everything = range(len(rows[0]))
+        once, again = (self._seen(rows, everything, draws_before=draws) for draws in (0, 17))
+        return self._differ(once, again, self.epsilon)
+
+    def _dropouts(self) -> Sequence[nn.Module]:
+        kinds = (_DropoutNd, nn.MultiheadAttention)
+        return [module for module in self._model.modules() if isinstance(module, kinds)]
+
+    def _seen(
+        self, leaves: list[torch.Tensor], kept: Sequence[int], *, draws_before: int = 0
+    ) -> "_Seen":
+        """Return what a batch gives for some of its rows, by the random numbers of this moment."""
+        size = len(leaves[0])
+        weights = 1 + torch.rand(size, generator=torch.Generator().manual_seed(0))
+        with (
+            _same_draws(self._devices),
+            torch.enable_grad(),
+            saved_tensors_hooks(self._note, lambda tensor: tensor),
+        ):
+            for device in ("cpu", *(f"cuda:{index}" for index in self._devices)):
+                torch.rand(draws_before, device=device)
+            batch = pytree.tree_unflatten(leaves, self._structure)
+            losses = sample_losses(self._model, self._loss_function, batch, size)
+            chosen = losses[list(kept)]
+            weighted = (chosen * weights[: len(kept)].to(losses)).sum()
+            gradient: Sequence[torch.Tensor | None] = []
+            if weighted.requires_grad:
+                gradient = torch.autograd.grad(weighted, self._parameters, allow_unused=True)
+        self._note(losses)
+        found = [torch.zeros(()) if part is None else part for part in gradient]
+        return _Seen([chosen.detach()], found)
+
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
+        return tensor
+
+    def _require_same(self, before: "_Seen", after: "_Seen") -> None:
+        if self._differ(before, after, math.sqrt(self.epsilon)):
+            raise PrivacyError(
+                "the loss of a sample depends on other samples of its batch, so that clipping "
+                "bounds nobody's influence: use a model that sees one sample at a time, a loss "
+                "that compares it with nothing but its label, and no mean over the batch"
+            )
+
+    def _differ(self, before: "_Seen", after: "_Seen", tolerance: float) -> bool:
+        if not _distance(before.losses, after.losses) <= tolerance * _norm(before.losses):
+            return True
+        # 0 x infinity, of samples that do not count, tells nothing.
+        distance = _distance(before.gradient, after.gradient)
+        return math.isfinite(distance) and distance > tolerance * _norm(before.gradient)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Losses of some samples of a batch, and the gradient of their sum with random weights."""
+
+    losses: Sequence[torch.Tensor]
+    gradient: Sequence[torch.Tensor]
+
+
+def _splits(rows: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the numbers of rows in two parts, so that each pair is in different ones, both ways."""
+    for bit in range((rows - 1).bit_length()):
+        parts = [[row for row in range(rows) if row >> bit & 1 == value] for value in (0, 1)]
+        yield parts[0], parts[1]
+        yield parts[1], parts[0]
+
+
+def _replaced(leaves: list[torch.Tensor], kept: list[int], others: list[int]) -> list[torch.Tensor]:
+    rows = list(range(len(leaves[0])))
+    for place, other in enumerate(others):
+        rows[other] = kept[place % len(kept)]
+    return [leaf[rows] for leaf in leaves]
+
+
+def _extreme(leaves: list[torch.Tensor], others: list[int], sign: float) -> list[torch.Tensor]:
+    changed = []
+    for leaf in leaves:
+        leaf = leaf.clone()
+        if leaf.is_floating_point():
+            rows = leaf[others]
+            # Probabilities and masks must remain in their range.
+            is_fraction = bool(((leaf >= 0) & (leaf <= 1)).all())
+            leaf[others] = 1 - rows.round() if is_fraction else rows * (sign * _EXTREME)
+        changed.append(leaf)
+    return changed
+
+
+@contextmanager
+def _evaluated(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put modules, but not those inside of them, into the mode of ``eval()`` meanwhile."""
+    modes = [(module, module.training) for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _same_draws(devices: list[int]) -> Iterator[None]:
+    """Leave the generators of random numbers as they were before."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
+    return math.hypot(*(float(torch.linalg.vector_norm(t.double())) for t in tensors))
+
+
+def _distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
+    return _norm([a.double() - b.double() for a, b in zip(one, other, strict=True)])

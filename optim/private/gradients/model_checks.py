@@ -1,0 +1,232 @@
+"""What a model must be so that clipping bounds what a sample can do."""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from comm_hooks.frameworks.ddp.hook import skip_hook
+from comm_hooks.frameworks.ddp.model import hooks_of
+from comm_hooks.optim.private.errors import PrivacyError
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model whose training could not be private, before any sample is seen.
+
+    Args:
+        model: as it is trained, that is, possibly in ``DistributedDataParallel``.
+
+    Raises:
+        PrivacyError: for modules that mix the samples of a batch or keep statistics of them (batch
+            normalization, and instance normalization with running statistics), for embeddings
+            whose rows the forward pass writes (``max_norm``), and for a communication hook, except
+            :func:`~comm_hooks.skip_hook`, which sends nothing.
+        ValueError: if no parameter is trainable, or one is complex or sharded; for an engine of
+            DeepSpeed.
+
+    Not noticed: modules of your own that mix samples.
+
+    Example::
+
+        >>> from torch import nn
+        >>> from comm_hooks.optim.private.gradients.model_checks import check_model
+        >>> check_model(nn.Sequential(nn.Linear(8, 8), nn.GroupNorm(2, 8)))
+    """
+    # Only who has imported DeepSpeed can have one of its engines.
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine):
+        raise ValueError(
+            "DeepSpeed averages raw gradients, where private training needs those of single "
+            "samples: train the module that the engine was made of, without DeepSpeed"
+        )
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ValueError("the model has no parameters with requires_grad=True: nothing to train")
+    for what, names in (
+        ("complex", [n for n, p in trainable.items() if p.is_complex()]),
+        ("sharded", [n for n, p in trainable.items() if isinstance(p, DTensor)]),
+    ):
+        if names:
+            raise ValueError(f"{what} parameters are not supported: {', '.join(names)}")
+    for is_refused, problem, instead in _REFUSED:
+        if found := [name or "the model" for name, m in model.named_modules() if is_refused(m)]:
+            raise PrivacyError(f"{problem}: {', '.join(found)}. {instead}")
+    _refuse_hooks(model)
+
+
+def refuse_later_hooks(model: nn.Module) -> None:
+    """Let ``register_comm_hook`` raise, on every DDP module of a model that is now private."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            module.register_comm_hook = _refuse_later_hook  # type: ignore[method-assign]
+
+
+def _refuse_later_hook(state: object, hook: object) -> None:
+    raise PrivacyError(
+        "this model is trained privately, and DDP averages nothing of it: a communication hook "
+        "would never be called. Give the exchange to make_private() instead"
+    )
+
+
+@contextmanager
+def unchanged_buffers() -> Iterator[None]:
+    """Watch the modules that are called meanwhile, and refuse what changed their buffers.
+
+    Raises:
+        PrivacyError: in the end, if there is such a buffer.
+    """
+    before: dict[nn.Module, dict[str, torch.Tensor]] = {}
+
+    def note(module: nn.Module, arguments: object) -> None:
+        if module not in before:
+            for part in module.modules():
+                before[part] = {name: buffer.clone() for name, buffer in _own_buffers(part)}
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
+    # Their values, since batch norm's kernels do not count that they have written them.
+    changed = {
+        f"{type(module).__name__}.{name}"
+        for module, values in before.items()
+        for name, buffer in _own_buffers(module)
+        if name not in values or not torch.equal(buffer, values[name].to(buffer.device))
+    }
+    if changed:
+        raise PrivacyError(
+            f"buffers have clean statistics of a client: {', '.join(sorted(changed))}. They "
+            "stay in the model, without noise. Use GroupNorm or LayerNorm, "
+            "track_running_stats=False, or eval() in the modules that have them"
+        )
+
+
+@contextmanager
+def unwritten_buffers(model: nn.Module) -> Iterator[None]:
+    """Refuse what writes to a model's buffers or parameters meanwhile; buffers are restored.
+
+    Raises:
+        PrivacyError: in the end, if something was written.
+    """
+    before = [
+        (module, name, buffer, buffer._version, buffer.clone())
+        for module in model.modules()
+        for name, buffer in _own_buffers(module)
+    ]
+    known = {(module, name) for module, name, *_ in before}
+    versions = [(name, p, p._version) for name, p in model.named_parameters()]
+    written = []
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            for name in [n for n, _ in _own_buffers(module) if (module, n) not in known]:
+                delattr(module, name)
+                written.append(f"{type(module).__name__}.{name}")
+        for module, name, buffer, version, value in before:
+            is_same = getattr(module, name, None) is buffer and buffer._version == version
+            # The kernels of batch norm do not count that they have written.
+            if not is_same or not torch.equal(buffer, value):
+                with torch.no_grad():
+                    buffer.copy_(value)
+                setattr(module, name, buffer)
+                written.append(f"{type(module).__name__}.{name}")
+    written += [name for name, p, version in versions if p._version != version]
+    if written:
+        raise PrivacyError(
+            "the forward pass writes to the model, which would keep what it has seen without "
+            f"noise: {', '.join(sorted(set(written)))}. Use modules that do not, or eval() for "
+            "those that write in training only"
+        )
+
+
+def _own_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return module.named_buffers(recurse=False)
+
+
+def replace_batch_norm(model: nn.Module, groups: int = 32) -> nn.Module:
+    """Replace batch normalization by group normalization, which sees one sample at a time.
+
+    Weights and biases are kept, running statistics are lost: train the model anew, or start from
+    one that was trained with group normalization.
+
+    Args:
+        model: changed in place.  Make the optimizer afterwards.
+        groups: the number of groups; where it does not divide the number of channels, their
+            greatest common divisor.
+
+    Returns:
+        The model; another module only where the model itself is a batch normalization.
+
+    Raises:
+        ValueError: if ``groups`` is not positive.
+
+    Example::
+
+        >>> from torch import nn
+        >>> from comm_hooks.optim.private.gradients.model_checks import replace_batch_norm
+        >>> replace_batch_norm(nn.Sequential(nn.BatchNorm2d(48)))[0].num_groups
+        16
+    """
+    if groups < 1:
+        raise ValueError(f"replace_batch_norm: groups must be positive, got {groups!r}")
+    replaced = {m: _group_norm(m, groups) for m in model.modules() if isinstance(m, _BatchNorm)}
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, _BatchNorm):
+                setattr(module, name, replaced[child])
+    return replaced.get(model, model)  # type: ignore[call-overload]
+
+
+def _group_norm(module: _BatchNorm, groups: int) -> nn.GroupNorm:
+    channels = module.num_features
+    norm = nn.GroupNorm(math.gcd(groups, channels), channels, module.eps, module.affine)
+    if module.affine:
+        # The parameters themselves, with their dtype, device and whether they are frozen.
+        norm.weight, norm.bias = module.weight, module.bias
+    return norm.train(module.training)
+
+
+# Modules of these kinds: why they are refused, and what to do instead.
+_REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
+    (
+        lambda module: isinstance(module, _BatchNorm),
+        "batch normalization mixes the samples of a batch, so that clipping bounds nobody's "
+        "influence",
+        "Use GroupNorm or LayerNorm; replace_batch_norm(model) makes GroupNorms",
+    ),
+    (
+        lambda module: getattr(module, "running_mean", None) is not None,
+        "running statistics of the samples are part of the model but have no noise",
+        "Use track_running_stats=False",
+    ),
+    (
+        lambda module: (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        ),
+        "max_norm shortens the rows of those who are in a batch, in the forward pass, without "
+        "noise",
+        "Leave max_norm out",
+    ),
+)
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    for module in model.modules():
+        for hook in hooks_of(module):
+            if hook is not skip_hook:
+                name = getattr(hook, "__name__", hook)
+                raise PrivacyError(
+                    f"the communication hook {name} would see the raw gradient, neither clipped "
+                    "nor noised: give the engine an exchange instead, and register no hook or "
+                    "comm_hooks.skip_hook"
+                )

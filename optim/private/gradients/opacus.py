@@ -1,0 +1,376 @@
+"""Per-sample gradients of Opacus: its hooks, and ghost clipping.  Needs ``comm-hooks[dp]``."""
+
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.optim.private.gradients.clipping import (
+    BatchClipper,
+    LossFunction,
+    clip_factors,
+    sample_norms,
+)
+from comm_hooks.optim.private.gradients.independence import IndependenceProbe, sample_losses
+from comm_hooks.optim.private.gradients.per_sample import require_used, unwrapped
+from comm_hooks.requirements import require_kind
+
+try:
+    from opacus.grad_sample import (
+        GradSampleHooks,
+        GradSampleHooksFastGradientClipping,
+        GradSampleModuleExpandedWeights,
+    )
+except ImportError as error:
+    raise ImportError('Opacus is not installed: pip install "comm-hooks[dp]"') from error
+
+# What is said of a first layer, whose inputs need no gradient.
+warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
+
+# Of so many samples of the first batch it is looked whether Opacus's norm is that of their own
+# gradient, up to a difference that rounding does not make.
+_COMPARED = 8
+
+
+class HookedGradients(BatchClipper):
+    """What both ways of Opacus have in common: a loss of each sample, and hooks around it.
+
+    The hooks are on in :meth:`backward` alone, so that the model can be called and differentiated
+    elsewhere as if there were none.  What the loss function may call is checked: in the first batch
+    of two samples by
+    :class:`~comm_hooks.optim.private.gradients.independence.IndependenceProbe`, and by the norms
+    that Opacus finds, which must be those of the samples' own gradients; in every batch by what the
+    forward pass writes to the model, and by the number of rows in every layer.
+
+    Args:
+        module: the model, as it is or in ``DistributedDataParallel``, or one to which Opacus is
+            attached in the same mode (its wrapper, or the hooks themselves).  Hooks are attached to
+            it.
+        loss_function, max_grad_norm, micro_batch_size: see
+            :class:`~comm_hooks.optim.private.gradients.clipping.BatchClipper`.  The model that the
+            loss function is given is the one inside of all wrappers.
+
+    Raises:
+        ValueError: for a module with hooks of another kind, C out of range, or a model with nothing
+            to train.
+        PrivacyError: in :meth:`backward` for samples that depend on each other, or are not where
+            Opacus expects them, and for a forward pass that writes to the model.
+        NotImplementedError: by Opacus, for layers that it cannot take.
+    """
+
+    _hooks_class: ClassVar[type]
+
+    def __init__(
+        self,
+        module: "nn.Module | GradSampleHooks",
+        loss_function: LossFunction,
+        max_grad_norm: float,
+        *,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        require_kind(self, "module", module, nn.Module, GradSampleHooks)
+        self._hooks: Any = _hooks_of(module, self._hooks_class, type(self).__name__)
+        model = cast(nn.Module, self._hooks._module)
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        super().__init__(
+            model, loss_function, list(named.values()), max_grad_norm, micro_batch_size
+        )
+        self._names = list(named)
+        self._probe = IndependenceProbe(model, loss_function)
+        self._is_compared = False
+        self._forget()
+        self._hooks.disable_hooks()
+
+    @abstractmethod
+    def _differentiate(self, losses: torch.Tensor, scalar: torch.Tensor) -> torch.Tensor:
+        """Have Opacus differentiate the scalar; return each sample's norm, as clipping sees it."""
+
+    @abstractmethod
+    def _add_losses(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
+        """Add the clipped gradients to the sum."""
+
+    def _add_batch(self, batch: Any, size: int) -> torch.Tensor:
+        is_shown = self._probe.look(batch)
+        try:
+            with torch.enable_grad():
+                with self._hooked():
+                    losses = sample_losses(self._model, self._loss_function, batch, size)
+                    if not losses.requires_grad:
+                        require_used(self._names, [None] * len(self._names))
+                    # Opacus multiplies by the number of rows where it expects a mean.
+                    is_mean = self._hooks.loss_reduction == "mean"
+                    norms = self._differentiate(losses, losses.mean() if is_mean else losses.sum())
+                if is_shown and not self._is_compared:
+                    self._compare(losses, norms)
+                self._add_losses(losses, norms)
+        finally:
+            self._forget()
+        return losses.detach()
+
+    def _compare(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
+        """Look whether the rows of what Opacus has computed belong to the samples."""
+        if len(losses) < 2 or not bool((losses.isfinite() & norms.isfinite()).all()):
+            return  # 0 x infinity, of another sample, would spoil the gradient of one
+        # Norms are added up in float32, whatever the gradients are.
+        tolerance = 4 * math.sqrt(max(self._probe.epsilon, torch.finfo(torch.float32).eps))
+        for row in range(min(len(losses), _COMPARED)):
+            own = torch.autograd.grad(
+                losses[row], self.parameters, retain_graph=True, materialize_grads=True
+            )
+            expected = float(sample_norms([gradient[None].float() for gradient in own]))
+            if abs(float(norms[row]) - expected) > tolerance * expected + 1e-30:
+                raise PrivacyError(
+                    f"the gradient of a sample has norm {expected:g}, and Opacus finds "
+                    f"{float(norms[row]):g}, so that it would be clipped wrongly: every layer must "
+                    'see the samples in the order of the batch. Valid instead: "functorch"'
+                )
+        self._is_compared = True
+
+    def _require_rows(self, found: list[Any], size: int) -> None:
+        """Make sure that every layer has seen every sample once, and in one row."""
+        for name, layer in self._model.named_modules():
+            if vars(layer).get("activations"):
+                raise ValueError(
+                    f"{name or 'the model'} was called with gradients that the loss does not use, "
+                    "so that Opacus cannot tell which of its calls is which: call what is not "
+                    "differentiated under torch.no_grad()"
+                )
+        require_used(self._names, found)
+        rows = [len(samples) for samples in found]
+        if any(count != size for count in rows):
+            listed = ", ".join(f"{n}: {r}" for n, r in zip(self._names, rows, strict=True))
+            raise ValueError(
+                f"layers have seen other numbers of rows than the batch has samples, {size}, so "
+                f"that it is not known which gradients belong together: {listed}. The first "
+                "dimension must be the sample in every layer"
+            )
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        self._forget()
+        self._hooks.enable_hooks()
+        try:
+            yield
+        finally:
+            self._hooks.disable_hooks()
+
+    def _forget(self) -> None:
+        """Remove what Opacus keeps of a batch, also where a pass has failed half way."""
+        for layer in self._hooks.iterate_submodules(self._model):
+            vars(layer).pop("activations", None)
+            vars(layer).pop("max_batch_len", None)
+        for parameter in self.parameters:
+            vars(parameter).pop("_current_grad_sample", None)
+            kept = cast(Any, parameter)
+            kept.grad_sample = kept._norm_sample = None
+            kept._forward_counter = 0
+
+
+class OpacusGradients(HookedGradients):
+    """The sum of clipped per-sample gradients that the hooks of Opacus compute.
+
+    One backward pass of the sum of the losses, in which they find every sample's gradient, which is
+    transformed, clipped and added as ``SampleClipper`` says.  The loss function may call the model
+    several times, on the same samples in the same order.
+
+    Args:
+        module: see :class:`HookedGradients`; Opacus's are ``GradSampleModule`` and
+            ``GradSampleHooks``, also with ``force_functorch=True``.
+        loss_function, max_grad_norm, micro_batch_size: see :class:`HookedGradients`.
+
+    Raises:
+        PrivacyError: for ``grad_sample_mode="ew"``, which adds up the samples of several backward
+            passes before they can be clipped, and cannot have an empty batch.
+
+    Example::
+
+        >>> import torch
+        >>> from comm_hooks.optim.private.gradients.opacus import OpacusGradients
+        >>> def loss_function(model, batch):
+        ...     return model(batch).square().sum(1)
+        >>> gradients = OpacusGradients(model, loss_function, max_grad_norm=1.0)
+        >>> loss = gradients.backward(torch.randn(16, 8))
+        >>> gradients.take().samples
+        16
+    """
+
+    _hooks_class = GradSampleHooks
+
+    def _differentiate(self, losses: torch.Tensor, scalar: torch.Tensor) -> torch.Tensor:
+        torch.autograd.grad(
+            scalar, self.parameters, retain_graph=not self._is_compared, allow_unused=True
+        )
+        found = [cast(Any, p).grad_sample for p in self.parameters]
+        self._require_rows(found, len(losses))
+        if self._is_compared:
+            return torch.empty(0)
+        norms = sample_norms([gradient.detach().float() for gradient in found])
+        return norms.to(losses.device)
+
+    def _add_losses(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
+        self._add_samples([cast(Any, p).grad_sample for p in self.parameters])
+
+
+class OpacusGhostGradients(HookedGradients):
+    """The sum of clipped gradients by ghost clipping, without a gradient of any single sample.
+
+    1. n <- the norm of each sample's gradient, which Opacus finds from what goes in and out of
+       each layer (Li et al. 2022), in one backward pass
+    2. sum <- sum + the gradient of sum_i min(1, C / n_i) loss_i, in a second one
+
+    This saves memory, and with large layers time.
+
+    Args:
+        module: see :class:`HookedGradients`; Opacus's are ``GradSampleModuleFastGradientClipping``
+            and the hooks of that name.  Their own ``max_grad_norm`` is not used.
+        loss_function, max_grad_norm, micro_batch_size: see :class:`HookedGradients`.
+
+    Raises:
+        ValueError: in :meth:`backward` for a :attr:`transform`.
+        PrivacyError: in :meth:`backward` for sequences (see below).
+        NotImplementedError: by Opacus, also for layers that share parameters, or are called more
+            than once.
+        RuntimeError: in :meth:`backward`, if the norms of all samples are finite and a derivative
+            is not.
+
+    Samples whose loss or norm is not finite are left out, and the others passed to the loss
+    function again.
+
+    Not supported: :attr:`transform`.  Sequences, that is, an ``nn.Linear`` or ``nn.Embedding`` that
+    a sample passes more than once: their norm is a sum of terms of both signs, in the model's
+    dtype, and where the gradients of a sample's positions nearly cancel, it comes out too small,
+    and the sample is hardly clipped (in a case made for it, to 690 C).  Use
+    :class:`OpacusGradients` or :class:`~comm_hooks.optim.private.PerSampleGradients` for
+    sequences.
+
+    Example::
+
+        >>> import torch
+        >>> from comm_hooks.optim.private.gradients.opacus import OpacusGhostGradients
+        >>> def loss_function(model, batch):
+        ...     return model(batch).square().sum(1)
+        >>> gradients = OpacusGhostGradients(model, loss_function, max_grad_norm=1.0)
+        >>> loss = gradients.backward(torch.randn(16, 8))
+        >>> gradients.take().samples
+        16
+    """
+
+    _hooks_class = GradSampleHooksFastGradientClipping
+
+    def backward(self, batch: Any) -> torch.Tensor:
+        if self.transform is not None:
+            raise ValueError(
+                "ghost clipping never has the gradient of a sample, so that it cannot be "
+                "transformed before it is clipped: use PerSampleGradients or OpacusGradients"
+            )
+        return super().backward(batch)
+
+    def _differentiate(self, losses: torch.Tensor, scalar: torch.Tensor) -> torch.Tensor:
+        torch.autograd.grad(scalar, self.parameters, retain_graph=True, allow_unused=True)
+        found = [cast(Any, p)._norm_sample for p in self.parameters]
+        self._require_rows(found, len(losses))
+        norms = torch.stack([norm.to(losses.device) for norm in found])
+        return torch.linalg.vector_norm(norms, dim=0, dtype=torch.float64)
+
+    def _add_batch(self, batch: Any, size: int) -> torch.Tensor:
+        try:
+            return super()._add_batch(batch, size)
+        except _NotFinite as found:
+            # Their derivatives would spoil the sum, whatever factor they had: 0 x NaN is NaN.
+            kept = found.finite.nonzero().flatten()
+            self._count(0, size - len(kept))
+            if len(kept):
+                rest = pytree.tree_map(lambda leaf: leaf[kept.to(leaf.device)], batch)
+                self._add_batch(rest, len(kept))
+            return found.losses
+
+    def _add_losses(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
+        finite = norms.isfinite() & losses.detach().isfinite()
+        if not bool(finite.all()):
+            raise _NotFinite(finite, losses.detach())
+        factors = clip_factors(norms, self.max_grad_norm)
+        gradients = torch.autograd.grad((factors.to(losses) * losses).sum(), self.parameters)
+        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+            raise RuntimeError(
+                "the derivatives of a sample are not finite, though its norm is, and ghost "
+                "clipping cannot leave it out: use PerSampleGradients or OpacusGradients, which can"
+            )
+        for total, gradient in zip(self._sums, gradients, strict=True):
+            total.add_(gradient)
+        self._count(len(losses), 0)
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        handles = [
+            layer.register_forward_pre_hook(_refuse_sequences)
+            for layer in self._model.modules()
+            if isinstance(layer, nn.Linear | nn.Embedding)
+        ]
+        try:
+            with super()._hooked():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _NotFinite(Exception):
+    """Some samples' losses or norms are not finite."""
+
+    def __init__(self, finite: torch.Tensor, losses: torch.Tensor) -> None:
+        super().__init__()
+        self.finite, self.losses = finite, losses
+
+
+def _refuse_sequences(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Refuse more than one row per sample, where Opacus finds the norm by Gram matrices."""
+    rows = inputs[0].dim() - (1 if isinstance(layer, nn.Linear) else 0)
+    if torch.is_grad_enabled() and layer.weight.requires_grad and rows > 1:
+        raise PrivacyError(
+            f"ghost clipping of sequences: {type(layer).__name__} sees {tuple(inputs[0].shape)}, "
+            "and where the gradients of a sample's positions nearly cancel, its norm comes out too "
+            'small to clip it. Valid instead: grad_sample_mode="hooks" or "functorch"'
+        )
+
+
+def _hooks_of(module: "nn.Module | GradSampleHooks", kind: type, name: str) -> "GradSampleHooks":
+    """Return the hooks of a model, of one of two kinds; those of an earlier training are reused."""
+    if isinstance(module, GradSampleModuleExpandedWeights):
+        raise PrivacyError(
+            'grad_sample_mode="ew" adds up the samples of several backward passes, so that '
+            'clipping bounds none of them: use "hooks" or "functorch"'
+        )
+    is_ghost = kind is GradSampleHooksFastGradientClipping
+    if isinstance(module, GradSampleHooks):
+        if isinstance(module, GradSampleHooksFastGradientClipping) != is_ghost:
+            other = "OpacusGradients" if is_ghost else "OpacusGhostGradients"
+            raise ValueError(
+                f"{name}: module has Opacus's {type(module).__name__}; {other} is for that mode"
+            )
+        return module
+    model = unwrapped(module)
+    for known in _attached(model):
+        is_same = isinstance(known, GradSampleHooksFastGradientClipping) == is_ghost
+        if is_same and known._module is model:
+            return known
+        known.cleanup()
+    return kind(model, loss_reduction="sum")
+
+
+def detach(module: nn.Module) -> None:
+    """Remove Opacus's hooks from a model, which could not be called under ``vmap`` with them."""
+    for known in _attached(module):
+        known.cleanup()
+
+
+def _attached(model: nn.Module) -> "set[GradSampleHooks]":
+    hooks = (hook for layer in model.modules() for hook in layer._forward_hooks.values())
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return {owner for owner in owners if isinstance(owner, GradSampleHooks)}

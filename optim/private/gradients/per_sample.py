@@ -1,0 +1,199 @@
+"""Per-sample gradients by torch.func, with nothing but PyTorch."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from comm_hooks.frameworks.ddp.model import is_replicated
+from comm_hooks.optim.private.gradients.clipping import BatchClipper, LossFunction
+from comm_hooks.requirements import require_flag, require_kind
+
+
+class PerSampleGradients(BatchClipper):
+    """The sum of clipped per-sample gradients of a model, one sample at a time under ``vmap``.
+
+    For each sample x of a batch
+
+    1. g <- the gradient of ``loss_function(model, x)``, where x keeps a leading dimension of 1
+    2. g <- scale g + shift, if :attr:`transform` is set
+    3. sum <- sum + min(1, C / norm of g) g, in float32, the norm over all parameters
+
+    as in DP-SGD (Abadi et al. 2016).  A sample whose gradient is not finite, or whose norm
+    overflows, is left out and counted; the first time with a warning.
+
+    Parameters that modules share get one gradient, the sum over all uses.  In a half-precision
+    model, gradients are computed in its dtype, clipped and added in float32.  Under
+    ``DistributedDataParallel`` the wrapped model is called, so that DDP averages nothing.
+
+    Args:
+        model: whose parameters with ``requires_grad`` at this moment are trained.  Not changed: a
+            forward pass sees copies of the buffers.
+        loss_function: ``loss_function(model, batch)`` returns the loss of each sample, ``(B,)``.
+            Its batches are of one sample, so that a mean over them, a scalar, will do as well.  The
+            model it is given is the unwrapped one.
+        max_grad_norm: C.
+        micro_batch_size: how many samples to differentiate at once, which takes as many copies of
+            the gradient; by default the whole batch.
+        compile: whether ``torch.compile`` does step 1.  Every micro-batch is then filled up to
+            ``micro_batch_size``, which must be given, so that one compilation is enough.
+
+    Raises:
+        ValueError: if C is not a finite number of at least 1e-10, ``micro_batch_size`` is not
+            positive, or missing for ``compile=True``, nothing in the model is trainable, or a part
+            of the model is under DDP; with the first sample, if the forward pass writes to a
+            buffer.
+
+    Not supported: modules that mix the samples of a batch (see
+    :func:`~comm_hooks.optim.private.check_model`), control flow that depends on the
+    values of a sample, what has no rule for ``vmap`` (``nn.LSTM``, ``nn.GRU``), sharded parameters.
+
+    Example::
+
+        >>> import torch
+        >>> from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
+        >>> def loss_function(model, batch):
+        ...     inputs, labels = batch
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+        >>> gradients = PerSampleGradients(model, loss_function, max_grad_norm=1.0)
+        >>> loss = gradients.backward((torch.randn(16, 8), torch.randint(8, (16,))))
+        >>> gradients.take().samples
+        16
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_function: LossFunction,
+        max_grad_norm: float,
+        *,
+        micro_batch_size: int | None = None,
+        compile: bool = False,
+    ) -> None:
+        require_kind(self, "model", model, nn.Module)
+        require_flag(self, "compile", compile)
+        if compile and micro_batch_size is None:
+            raise ValueError(
+                "PerSampleGradients: compile=True needs a micro_batch_size, because every other "
+                "number of samples would be compiled anew"
+            )
+        loss = _Loss(unwrapped(model), loss_function)
+        named = {n: p for n, p in loss.named_parameters() if p.requires_grad}
+        super().__init__(
+            loss.model, loss_function, list(named.values()), max_grad_norm, micro_batch_size
+        )
+        self._loss = loss
+        self._names = list(named)
+        self._checked = False
+        per_sample = vmap(
+            grad_and_value(self._sample_loss), (None, None, 0), randomness="different"
+        )
+        self._differentiate = torch.compile(per_sample) if compile else per_sample
+        self._fill = compile
+
+    def _add_batch(self, batch: Any, size: int) -> torch.Tensor:
+        if not self._checked:
+            self._check(pytree.tree_map(lambda tensor: tensor[:1], batch))
+            self._checked = True
+        values = {n: p.detach() for n, p in zip(self._names, self.parameters, strict=True)}
+        with self._attention():
+            gradients, losses = self._differentiate(
+                values, self._buffers(), pytree.tree_map(self._filled, batch)
+            )
+        # Fillings are at the end.
+        self._add_samples([gradients[name][:size] for name in self._names])
+        return losses.detach()[:size]
+
+    def _attention(self) -> AbstractContextManager[None]:
+        # On CPU, vmap would call the fused kernel for one sample after the other, with a warning.
+        on_cpu = self.parameters[0].device.type == "cpu"
+        return sdpa_kernel(SDPBackend.MATH) if on_cpu else nullcontext()
+
+    def _filled(self, samples: torch.Tensor) -> torch.Tensor:
+        missing = (self.micro_batch_size or 0) - len(samples)
+        if not self._fill or not missing:
+            return samples
+        return torch.cat([samples, samples[:1].expand(missing, *samples.shape[1:])])
+
+    def _sample_loss(
+        self, values: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], sample: Any
+    ) -> torch.Tensor:
+        batch_of_one = pytree.tree_map(lambda tensor: tensor.unsqueeze(0), sample)
+        loss = functional_call(self._loss, {**values, **buffers}, (batch_of_one,))
+        return loss.squeeze(0) if loss.dim() else loss
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        # Copies, so that a forward pass cannot keep anything of a sample.
+        return {name: buffer.clone() for name, buffer in self._loss.named_buffers()}
+
+    def _check(self, batch_of_one: Any) -> None:
+        """Raise ``ValueError`` for what ``vmap`` would let pass, or complain of in other words."""
+        buffers = self._buffers()
+        with torch.enable_grad():
+            loss = functional_call(self._loss, buffers, (batch_of_one,))
+        if not isinstance(loss, torch.Tensor) or loss.shape not in ((), (1,)):
+            got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(
+                "loss_function must return the loss of each sample, for the one that it is given "
+                f"at a time a tensor of shape (1,) or (), got {got}"
+            )
+        written = [name.removeprefix("model.") for name, b in buffers.items() if b._version > 0]
+        if written:
+            raise ValueError(
+                "the forward pass writes to buffers, which would keep what it has seen without "
+                f"noise: {', '.join(written)}. Use modules that do not, or eval() for those that "
+                "write in training only"
+            )
+        used: Sequence[torch.Tensor | None] = [None] * len(self.parameters)
+        if loss.requires_grad:
+            used = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        require_used(self._names, used, "model.")
+
+
+class _Loss(nn.Module):
+    """A loss function as a module, so that whatever it calls of the model sees the parameters."""
+
+    def __init__(self, model: nn.Module, loss_function: LossFunction) -> None:
+        super().__init__()
+        self.model = model
+        self._loss_function = loss_function
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self._loss_function(self.model, batch)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside ``DistributedDataParallel`` and ``torch.compile``."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        inner = model.module if isinstance(model, DistributedDataParallel) else inner
+        if inner is None:
+            break
+        model = inner
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) or is_replicated(module):
+            raise ValueError(
+                "DDP would average raw gradients of one sample: wrap the whole model in "
+                f"DistributedDataParallel or nothing, not {type(module).__name__} inside of it"
+            )
+    return model
+
+
+def require_used(names: list[str], gradients: Any, prefix: str = "") -> None:
+    """Raise ``ValueError`` naming parameters that have no gradient."""
+    unused = [
+        name.removeprefix(prefix)
+        for name, gradient in zip(names, gradients, strict=True)
+        if gradient is None
+    ]
+    if unused:
+        raise ValueError(
+            "parameters that the forward pass does not use would receive nothing but noise: freeze "
+            f"them with requires_grad_(False): {', '.join(unused)}"
+        )

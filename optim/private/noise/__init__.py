@@ -1,0 +1,1 @@
+"""How much noise is added, where, and from which randomness."""

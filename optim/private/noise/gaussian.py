@@ -1,0 +1,68 @@
+"""Gaussian noise on tensors, from streams that cannot be guessed."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from comm_hooks.kernels.gaussian import add_gaussian_
+from comm_hooks.kernels.triton import available
+from comm_hooks.optim.private.noise.secret import Stream
+
+Values = npt.NDArray[np.floating]
+
+# The noise of a piece, float64, stays in the cache.
+_PIECE = 1 << 16
+
+
+def add_noise_(tensors: Sequence[torch.Tensor], std: float, stream: Stream) -> None:
+    """Add independent N(0, std^2) to every element, in place.
+
+    On a CPU NumPy's ziggurat draws it in float64: it follows the normal distribution to 8.5
+    standard deviations within 1e-8, and ends at 12.2, where 3e-34 is left.  (float32 from 32
+    uniform bits ends at 5.8: whatever lies beyond that shows that a sample was there.)  A GPU makes
+    it where it is, from the same generator's words, and it ends at 13.3.  It is rounded once,
+    together with what it is added to.
+    """
+    rest = []
+    for tensor in tensors:
+        if tensor.is_contiguous() and available(tensor[None]):
+            add_gaussian_(tensor, std, *stream.seeds())
+        else:
+            rest.append(tensor)
+
+    def add(values: Values, generator: np.random.Generator) -> None:
+        noise = generator.standard_normal(values.size)
+        noise *= std
+        noise += values
+        values[:] = noise
+
+    on_pieces_(rest, add, stream)
+
+
+def on_pieces_(
+    tensors: Sequence[torch.Tensor],
+    change: Callable[[Values, np.random.Generator], None],
+    stream: Stream,
+) -> None:
+    """Change tensors in place, piece by piece on several threads, each with its own generator.
+
+    What is drawn does not depend on the number of threads.  Tensors of a GPU travel to the CPU and
+    back, since PyTorch's generators of GPUs have but 64 bits of seed.
+    """
+    on_cpu = [tensor.cpu().contiguous() for tensor in tensors]
+    pieces = [piece.numpy() for t in on_cpu for piece in t.view(-1).split(_PIECE)]
+    generators = (stream.generator() for _ in pieces)
+    workers = min(torch.get_num_threads(), len(pieces))
+    if workers > 1:
+        # NumPy and its generators release the interpreter's lock.
+        with ThreadPoolExecutor(workers) as threads:
+            list(threads.map(change, pieces, generators))
+    else:
+        for piece, generator in zip(pieces, generators, strict=False):
+            change(piece, generator)
+    for tensor, changed in zip(tensors, on_cpu, strict=True):
+        if changed is not tensor:
+            tensor.copy_(changed)

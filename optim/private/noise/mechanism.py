@@ -1,0 +1,329 @@
+"""The Gaussian mechanism on several ranks: from clipped sums to one noised mean."""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+import torch
+
+from comm_hooks.collectives.requests import AllGatherObject, Round
+from comm_hooks.exchange import Exchange
+from comm_hooks.exchange.safeguard import Safeguard
+from comm_hooks.optim.observed import observed
+from comm_hooks.optim.private.errors import PrivacyError, Settled, resettle
+from comm_hooks.optim.private.noise.discrete import (
+    Grid,
+    add_discrete_noise_,
+)
+from comm_hooks.optim.private.noise.gaussian import add_noise_
+from comm_hooks.optim.private.noise.placement import (
+    PLACES,
+    Place,
+    Scheme,
+    judge,
+)
+from comm_hooks.optim.private.noise.secret import (
+    Secret,
+    Stream,
+    Unrepeatable,
+)
+from comm_hooks.requirements import is_number, require_choice, require_kind, require_within
+
+NoiseKind = Literal["gaussian", "discrete"]
+AddNoise = Callable[[Sequence[torch.Tensor]], None]
+
+
+@dataclass(frozen=True)
+class Released:
+    """What the mechanism lets out: a noised mean, the same on all ranks.
+
+    Attributes:
+        tensors: by name, float32.
+        noise_variance: of the noise in one coordinate; None where compression made it unknown.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    noise_variance: float | None
+
+
+@dataclass(frozen=True)
+class MechanismSettings:
+    """What every release goes by; see :class:`GaussianMechanism`."""
+
+    place: Place
+    noise_multiplier: float
+    max_grad_norm: float
+    expected_batch_size: float
+    noise: NoiseKind
+
+
+def _setting(name: str, doc: str) -> Any:
+    return property(lambda mechanism: getattr(mechanism.settings, name), doc=doc)
+
+
+class GaussianMechanism(Settled, Unrepeatable):
+    r"""Adds noise of a given multiplier to sums of clipped gradients, and compresses them.
+
+    With S_i the clipped sum of rank i of N, C the norm to which each sample was clipped, sigma the
+    noise multiplier, B a public divisor and T the exchange's compressor:
+
+    * ``"central"``: S_i travel exactly to the owners of shards, who add N(0, sigma^2 C^2) to the
+      sum and send T of it to all, with error feedback of what T left out.  Ranks and links are
+      trusted; half of the traffic is compressed.
+    * ``"shares"``: each rank adds N(0, sigma^2 C^2 / N) to S_i; linear T only.
+    * ``"local"``: each rank adds N(0, sigma^2 C^2) to S_i; any T.  Nobody need be trusted, and the
+      sum has N times the variance.
+    * ``"aggregate"``: the payloads T S_i are summed, and noise is added to the sum of payloads,
+      times what T may lengthen a vector by; linear T only, no error feedback.
+
+    Then the result is divided by B.  :func:`~comm_hooks.optim.private.judge` says what
+    each of them guarantees.
+
+    Args:
+        exchange: the compressor, the memory and how to reach the other ranks.
+        place: one of the four.
+        noise_multiplier: sigma.
+        max_grad_norm: C.
+        expected_batch_size: B, over all ranks.
+        noise: ``"gaussian"``: normal numbers, in float64; ``"discrete"``: sums are rounded to a
+            fine grid, and the noise is an exact discrete Gaussian on it (Canonne, Kamath & Steinke,
+            NeurIPS 2020), whose low bits tell nothing about the sum.  Its standard deviation is up
+            to 0.1 % larger, to cover the rounding; it takes some 30 times as long, and does not go
+            with ``"shares"``.
+        secret: where noise comes from; a new one by default.
+
+    Attributes:
+        settings: the numbers and words above, as one record that every release reads.
+
+    Raises:
+        PrivacyError: for a combination that would not be private, and for an exchange that
+            remembers something already; later, for settings that are changed.
+        ValueError: for settings that cannot work.
+
+    Example::
+
+        >>> from comm_hooks import Exchange, TopK, ErrorFeedback
+        >>> from comm_hooks.optim.private import GaussianMechanism
+        >>> mechanism = GaussianMechanism(
+        ...     Exchange(TopK(density=1 / 16), ErrorFeedback()),
+        ...     place="local",
+        ...     noise_multiplier=1.0,
+        ...     max_grad_norm=0.1,
+        ...     expected_batch_size=64,
+        ... )
+        >>> mechanism.release({"weight": torch.zeros(64, 64)}).tensors["weight"].shape
+        torch.Size([64, 64])
+    """
+
+    settled = frozenset(
+        (
+            "exchange",
+            "settings",
+            "verdict",
+            *(setting.name for setting in fields(MechanismSettings)),
+        )
+    )
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        place: Place = "central",
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: float,
+        noise: NoiseKind = "gaussian",
+        secret: Secret | None = None,
+    ) -> None:
+        require_kind(self, "exchange", exchange, Exchange)
+        require_within(self, "noise_multiplier", noise_multiplier, "(0, inf)")
+        require_within(self, "max_grad_norm", max_grad_norm, "(0, inf)")
+        require_within(self, "expected_batch_size", expected_batch_size, "(0, inf)")
+        require_choice(self, "place", place, PLACES)
+        require_choice(self, "noise", noise, get_args(NoiseKind))
+        if secret is not None:
+            require_kind(self, "secret", secret, Secret)
+        require_nothing_remembered(exchange)
+        self.exchange = exchange
+        self.settings = MechanismSettings(
+            place, noise_multiplier, max_grad_norm, expected_batch_size, noise
+        )
+        self.verdict = judge(self.scheme())
+        if noise == "discrete" and place == "shares":
+            raise PrivacyError(
+                "noise='discrete' with placement 'shares': the sum of discrete Gaussians is not "
+                "one. Valid instead: placement 'central', 'local' or 'aggregate', or "
+                "noise='gaussian'"
+            )
+        if place == "central":
+            require_owners(exchange)
+        self._secret = Secret() if secret is None else secret
+        self._shared_secret: Secret | None = None
+        self._step = 0
+        self._parts = _parts_of(exchange)
+        agreed = asdict(self.settings)
+        exchange.agree_on({"placement": agreed.pop("place"), **agreed})
+
+    place = _setting("place", "Where noise is added.")
+    noise_multiplier = _setting("noise_multiplier", "Sigma.")
+    max_grad_norm = _setting("max_grad_norm", "C.")
+    expected_batch_size = _setting("expected_batch_size", "B.")
+    noise = _setting("noise", "Its kind.")
+
+    def change(self, **settings: float) -> None:
+        """Release by other settings from now on; who calls enters them into the ledger."""
+        changed: Any = settings
+        resettle(self, "settings", replace(self.settings, **changed))
+        self.exchange.agree_on(settings)
+
+    def require_unchanged(self) -> None:
+        """Raise ``PrivacyError`` if the exchange is not what it was when it was judged."""
+        now = _parts_of(self.exchange)
+        changed = [name for name, value in self._parts.items() if now.get(name) != value]
+        if changed:
+            raise PrivacyError(
+                f"the exchange was changed after it was judged: {', '.join(changed)}. Nothing was "
+                "released; call make_private() anew, with a new exchange"
+            )
+
+    def release(self, sums: Mapping[str, torch.Tensor]) -> Released:
+        """Return the noised mean; all ranks must call it, each with its own clipped sums.
+
+        Args:
+            sums: by parameter name, float32, the same names and shapes on all ranks; may be
+                overwritten.  Zeros on a rank whose batch is empty.
+
+        Raises:
+            ConfigMismatchError: in the first release, if ranks are configured differently.
+        """
+        return self.exchange.transport.run(self.round(sums))
+
+    @observed("release")
+    def round(self, sums: Mapping[str, torch.Tensor]) -> Round[Released]:
+        """Return a round that releases; see :meth:`release`, and ``Exchange.round``."""
+        self.require_unchanged()
+        exchange = self.exchange
+        ranks = exchange.transport.world_size
+        tensors = list(sums.values())
+        bucket = exchange.bucket_of(sums)
+        verdict = self.verdict
+        if self.place == "aggregate":
+            verdict = judge(self.scheme(exchange.norm_bound(bucket.layout)))
+        # Now, not at the end: a step that fails half way and is tried again has released something.
+        self._step += 1
+        sensitivity = verdict.std * self.max_grad_norm
+        elements = sum(tensor.numel() for tensor in tensors)
+        std = self._std(sensitivity, elements)
+        safeguard: Safeguard | None = None
+        if self.place == "central":
+            stream = self._stream("noise of owner")
+            safeguard = _OwnerNoise(
+                lambda total: self._add_noise_(total, sensitivity, elements, stream)
+            )
+        elif self.place == "aggregate":
+            if self._shared_secret is None:
+                yield from exchange.agree()
+                parts = yield AllGatherObject(os.urandom(32).hex())
+                self._shared_secret = Secret(bytes.fromhex("".join(parts)))
+            stream = self._shared_secret.stream("noise", rank=0, step=self._step)
+            safeguard = _PayloadNoise(
+                lambda total: self._add_noise_(
+                    total, sensitivity, sum(tensor.numel() for tensor in total), stream
+                )
+            )
+        else:
+            self._add_noise_(tensors, sensitivity, elements, self._stream("noise"))
+        yield from exchange.bucket_round(bucket, tensors, safeguard=safeguard)
+        exchange.end_step()
+        torch._foreach_mul_(tensors, ranks / self.expected_batch_size)
+        unit = (std / verdict.std / self.expected_batch_size) ** 2
+        variance = verdict.variance_of_sum
+        return Released(dict(sums), None if variance is None else variance * unit)
+
+    def _std(self, sensitivity: float, elements: int) -> float:
+        if self.noise == "discrete":
+            return Grid.of(self.noise_multiplier, sensitivity, elements).std
+        return self.noise_multiplier * sensitivity
+
+    @observed("noise")
+    def _add_noise_(
+        self, tensors: Sequence[torch.Tensor], sensitivity: float, elements: int, stream: Stream
+    ) -> None:
+        """Add noise to some of the elements of a vector that one sample changes by so much."""
+        if self.noise == "discrete":
+            grid = Grid.of(self.noise_multiplier, sensitivity, elements)
+            add_discrete_noise_(tensors, grid, stream)
+        else:
+            add_noise_(tensors, self._std(sensitivity, elements), stream)
+
+    def _stream(self, purpose: str) -> Stream:
+        return self._secret.stream(purpose, rank=self.exchange.transport.rank, step=self._step)
+
+    def scheme(self, norm_bound: float | None = None) -> Scheme:
+        """Return how noise and compression follow each other here, for the rules."""
+        return Scheme.of(self.exchange, self.place, norm_bound=norm_bound)
+
+
+def _parts_of(exchange: Exchange) -> dict[str, Any]:
+    """Return what a verdict rests on.  Memories and transports equal themselves alone."""
+    return {
+        **exchange.settings.as_dict(),
+        "memory": exchange.memory,
+        "the memory's settings": repr(exchange.memory),
+        "transport": exchange.transport,
+    }
+
+
+def require_nothing_remembered(exchange: Exchange) -> None:
+    """Raise ``PrivacyError`` for an exchange that would release what it has seen before."""
+    state = exchange.state_dict()
+    if state.get("memory") or state.get("server_memory"):
+        raise PrivacyError(
+            "the exchange remembers what it has not sent yet, perhaps of gradients without noise, "
+            "and would release it: give a new Exchange. The checkpoint of a private one is loaded "
+            "into it after make_private()"
+        )
+
+
+class _Noise(Safeguard):
+    """Noise where messages have been summed; what is in them has been clipped before."""
+
+    def __init__(self, add_noise_: AddNoise) -> None:
+        self._add_noise_ = add_noise_
+
+    def clip_(self, message: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def add_noise_(self, total: Sequence[torch.Tensor]) -> None:
+        self._add_noise_(total)
+
+
+class _OwnerNoise(_Noise):
+    """On the sum of a shard, by its owner."""
+
+    place = "owner"
+
+
+class _PayloadNoise(_Noise):
+    """The same on all ranks, on the sum of payloads of clipped vectors, scaled to it."""
+
+    place = "payload"
+
+
+def require_owners(exchange: Exchange) -> None:
+    """Raise ``ValueError`` for an exchange whose vectors cannot have owners of shards."""
+    possible = exchange.settings.carriers()
+    if "sharded" not in possible or exchange.settings.collective not in ("auto", "sharded"):
+        raise ValueError(
+            f"placement 'central' needs owners of shards, which {exchange.compressor} with "
+            f"collective={exchange.settings.collective!r} cannot have: leave that at 'auto', and "
+            "choose a compressor that is the same on all ranks"
+        )
+
+
+def require_positive_number(name: str, value: float) -> None:
+    """Raise ``ValueError`` unless ``value`` is a finite number above 0."""
+    if not is_number(value) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive number, got {value!r}")

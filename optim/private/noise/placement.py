@@ -1,0 +1,305 @@
+"""Where noise may be added when gradients are compressed and distributed: the rules, as code.
+
+Accuracy never shows that a guarantee has been lost, so every combination is looked up here before
+training starts.  With g_i the clipped sum of rank i (one sample changes one g_i by at most C), T a
+compressor and sigma the noise multiplier, the trap is this: "every rank adds N(0, sigma^2 C^2 / N),
+compresses and sends" has level sigma only if T is the same linear map on all ranks.  Else the
+result is no function of the noised sum, only of N messages of level sigma / sqrt(N) each: an
+epsilon of 7.4 is really 30.7 on 8 ranks.
+"""
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.identity import Identity
+from comm_hooks.exchange import Exchange
+from comm_hooks.optim.private.accounting.events import GaussianEvent
+from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.optim.private.optimizers.descent import NoisedOptimizer
+from comm_hooks.requirements import require_choice, require_kind, require_positive, require_within
+
+Unit = Literal["sample", "client"]
+Place = Literal["central", "shares", "local", "aggregate", "rank_0"]
+PLACES: tuple[Place, ...] = ("central", "shares", "local", "aggregate")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How noise, clipping and compression follow each other.
+
+    Attributes:
+        unit: who is protected: a ``"sample"``, or a ``"client"`` with all that it has.
+        place: where noise is added: ``"central"``, once, to the exact sum; ``"shares"``, a share of
+            sigma C / sqrt(N) on each rank; ``"local"``, all of sigma C on each rank;
+            ``"aggregate"``, to what the compressed messages add up to; ``"rank_0"``, all of it on
+            one rank, as Opacus does.
+        compressor: what makes messages of vectors.
+        exempt: what compresses the parameters that the compressor does not see.
+        feedback: where what was not sent is remembered: ``"before_noise"``, of clean vectors,
+            ``"after_noise"``, of noised ones, or ``"none"``.
+        feedback_linear: whether that is kept in full; 4 or 16 bits are rounded on each rank anew.
+        world_size: N.
+        clipping: what is clipped to C: ``"unit"``, one sample's gradient or one client's delta;
+            ``"message"``, after it has been compressed (and, unless linear, decompressed);
+            ``"micro_batch"``, the mean of several samples.
+        divisor: of the sum: ``"public"``, or ``"actual"``, the number of those who were drawn.
+        weights: of clients: ``"uniform"``, or ``"examples"``, as many as each has.
+        scaling: what per-sample gradients are scaled by before clipping: ``"none"``, ``"public"``
+            (also what was released with noise before) or ``"private"`` statistics.
+        norm_bound: the largest norm of a message over that of what is in it; by default the
+            compressor's for one parameter of 2^20 elements.
+    """
+
+    unit: Unit = "sample"
+    place: Place = "central"
+    compressor: Compressor = field(default_factory=Identity)
+    exempt: Compressor = field(default_factory=Identity)
+    feedback: Literal["none", "before_noise", "after_noise"] = "none"
+    feedback_linear: bool = True
+    world_size: int = 1
+    clipping: Literal["unit", "message", "micro_batch"] = "unit"
+    divisor: Literal["public", "actual"] = "public"
+    weights: Literal["uniform", "examples"] = "uniform"
+    scaling: Literal["none", "public", "private"] = "none"
+    norm_bound: float | None = None
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            if get_origin(setting.type) is Literal:
+                value = getattr(self, setting.name)
+                require_choice(self, setting.name, value, get_args(setting.type))
+        require_kind(self, "compressor", self.compressor, Compressor)
+        require_kind(self, "exempt", self.exempt, Compressor)
+        require_positive(self, "world_size", self.world_size)
+        if self.norm_bound is not None:
+            require_within(self, "norm_bound", self.norm_bound, "(0, inf)")
+
+    @classmethod
+    def of(cls, exchange: Exchange, place: Place, unit: Unit = "sample", **stated: Any) -> "Scheme":
+        """Return what this library does with an exchange, except for what is stated otherwise.
+
+        Clients remember what they did not send of clean deltas, and so do ranks whose payloads are
+        noised when they have been summed; elsewhere what is remembered is noised already.
+        """
+        remembers = "before_noise" if unit == "client" or place == "aggregate" else "after_noise"
+        usual = {
+            "compressor": exchange.compressor,
+            "exempt": exchange.settings.exempt,
+            "feedback": remembers if exchange.memory else "none",
+            "feedback_linear": exchange.memory is None or exchange.memory.linear,
+            "world_size": exchange.transport.world_size,
+            "clipping": "message" if unit == "client" else "unit",
+        }
+        return cls(unit, place, **{**usual, **stated})
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether what compresses is a linear map, the same on all ranks given public state."""
+        return self.compressor.linear and self.exempt.linear and not self.compressor.per_rank
+
+    @property
+    def rounds_feedback(self) -> bool:
+        """Whether each rank adds to its vector something that is no linear function of vectors."""
+        return self.feedback != "none" and not self.feedback_linear
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a valid scheme gives, in multiples of sigma and sigma C.
+
+    Attributes:
+        rule: its number in the documentation.
+        multiplier: the accountant's noise multiplier over sigma, against who sees the model at
+            every step.
+        peer_multiplier: the same against who sees the messages of single ranks; 0: no protection.
+        std: of the noise over sigma C, in each vector to which it is added.
+        variance_of_sum: of the noise in a coordinate of the sum over ranks, over (sigma C)^2; None
+            where compression makes it differ from coordinate to coordinate.
+        checkpoint_multiplier: the same as ``multiplier`` against who also sees what single ranks
+            save, residuals included; 0: no protection.
+    """
+
+    rule: int
+    multiplier: float
+    peer_multiplier: float
+    std: float
+    variance_of_sum: float | None
+    checkpoint_multiplier: float = 1.0
+
+    def recorded(self, event: GaussianEvent, placement: str) -> GaussianEvent:
+        """Return an event that says where its noise is added, and who is protected by how much."""
+        return replace(
+            event,
+            placement=placement,
+            checkpoint_multiplier=self.checkpoint_multiplier,
+            rank_multiplier=self.peer_multiplier,
+        )
+
+
+def _refuse(rule: int, problem: str, instead: str) -> NoReturn:
+    raise PrivacyError(f"not private (rule {rule}): {problem}. Valid instead: {instead}")
+
+
+def judge(scheme: Scheme) -> Verdict:
+    """Return what a scheme guarantees.
+
+    Raises:
+        PrivacyError: if it does not guarantee what it claims; the message names the rule and what
+            would be valid.
+
+    Not supported, and refused where they would be needed: integer mechanisms under secure
+    aggregation (rule 14), noise on the factors of PowerSGD (rule 15), clipping norms that adapt
+    (rule 20).
+
+    Example::
+
+        >>> from comm_hooks import RandomK, TopK
+        >>> from comm_hooks.optim.private.noise.placement import Scheme, judge
+        >>> mask = RandomK(density=0.1, unbiased=False)
+        >>> judge(Scheme(place="shares", compressor=mask, world_size=4)).peer_multiplier
+        0.5
+        >>> judge(Scheme(place="shares", compressor=TopK(density=0.01), world_size=4))
+        Traceback (most recent call last):
+        comm_hooks.optim.private.errors.PrivacyError: not private (rule 5): shares of noise ...
+    """
+    for (setting, value), rule, problem, instead in _NEVER:
+        if getattr(scheme, setting) == value:
+            _refuse(rule, problem, instead)
+    if scheme.unit == "client":
+        return _judge_client(scheme)
+    return _judge_sample(scheme)
+
+
+def require_known_variance(optimizer: type, scheme: Scheme) -> None:
+    """Raise :class:`PrivacyError` for an optimizer that needs the noise's variance and gets none.
+
+    Args:
+        optimizer: its class, any.
+        scheme: a valid one.
+    """
+    needs = issubclass(optimizer, NoisedOptimizer) and optimizer.needs_noise_variance
+    if needs and judge(scheme).variance_of_sum is None:
+        raise PrivacyError(
+            f"{optimizer.__name__} subtracts the variance of the noise, which is not known (rule "
+            f"17) after {scheme.compressor}: what arrives is mostly zeros, or noise of another "
+            "size. Valid instead: no compressor, or DPAdam or DPMicroAdam"
+        )
+
+
+# Wherever the noise is: what a scheme must not be, by which rule, why, and what would be valid.
+_NEVER = (
+    (
+        ("scaling", "private"),
+        16,
+        "gradients are scaled by statistics of private data before they are clipped",
+        "statistics of public data, or of gradients that were released with noise",
+    ),
+    (
+        ("clipping", "micro_batch"),
+        18,
+        "clipping the mean of a micro-batch lets one sample change the sum by 2 C",
+        "clip every sample's gradient, or train with twice the noise",
+    ),
+    (
+        ("divisor", "actual"),
+        19,
+        "dividing by the number of those who were drawn shows that number in the noise's scale",
+        "a public divisor: expected_batch_size, or the expected number of clients",
+    ),
+    (
+        ("weights", "examples"),
+        11,
+        "weights by the number of examples are private, and let one client change the sum by more "
+        "than C",
+        "weight clients equally",
+    ),
+)
+
+
+def _judge_sample(scheme: Scheme) -> Verdict:
+    name = type(scheme.compressor).__name__
+    ranks = scheme.world_size
+    if scheme.feedback == "before_noise":
+        _refuse(
+            10,
+            "error feedback of clean gradients brings a sample back in steps in which it was not "
+            "drawn, which no accountant of sampled steps covers",
+            "error feedback of noised gradients: placement 'central', 'shares' or 'local'",
+        )
+    dense = scheme.compressor == Identity() and scheme.exempt == Identity()
+    remembers = scheme.feedback != "none"
+    if scheme.place == "central":
+        return Verdict(2, 1.0, 0.0, 1.0, 1.0 if dense else None)
+    if scheme.place == "local":
+        return Verdict(6, 1.0, 1.0, 1.0, float(ranks) if dense else None)
+    if scheme.place == "shares":
+        if not scheme.is_linear or scheme.rounds_feedback:
+            _refuse(
+                5,
+                f"shares of noise on {ranks} ranks and then {name}, which is not one linear map "
+                "for all (or whose error feedback is rounded), leave each message with "
+                f"sigma / sqrt({ranks}), and nothing more",
+                "placement 'local', or 'central'; or a linear compressor (random_k, srht, "
+                "count_sketch) with exempt_bits=32, and ErrorFeedback(bits=32)",
+            )
+        share = 1 / math.sqrt(ranks)
+        saved = share if remembers else 1.0
+        return Verdict(4, 1.0, share, share, 1.0 if dense else None, saved)
+    if scheme.place == "rank_0":
+        if not scheme.is_linear or scheme.rounds_feedback:
+            _refuse(
+                3,
+                f"noise on rank 0 alone and then {name} on every rank, not one linear map for all "
+                f"(or with rounded error feedback): what the other {ranks - 1} send carries no "
+                "noise",
+                "placement 'local', or 'central'",
+            )
+        saved = 0.0 if remembers else 1.0
+        return Verdict(4, 1.0, 0.0, 1.0, 1.0 if dense else None, saved)
+    if not scheme.is_linear:
+        _refuse(
+            8,
+            f"noise on the sum of what {name} made of clean gradients: one sample can change that "
+            "by much more than C",
+            "placement 'local', or 'central'; or a linear compressor (random_k, srht, "
+            "count_sketch) with exempt_bits=32",
+        )
+    bound = _norm_bound(scheme)
+    if math.isinf(bound):
+        _refuse(
+            9,
+            f"{name} has no bound on the norm of what it makes of a clipped gradient",
+            "a compressor with one (random_k, srht, count_sketch), or placement 'shares'",
+        )
+    rule = 7 if bound <= 1 else 9
+    return Verdict(rule, 1.0, 0.0, bound, 1.0 if dense else None)
+
+
+def _judge_client(scheme: Scheme) -> Verdict:
+    name = type(scheme.compressor).__name__
+    dense = scheme.compressor == Identity() and scheme.exempt == Identity()
+    if scheme.place != "aggregate":
+        _refuse(
+            11,
+            f"at client level placement {scheme.place!r} is not offered: sums of clients' deltas "
+            "are noised where they arrive",
+            "placement 'aggregate'",
+        )
+    if scheme.clipping != "message" and _norm_bound(scheme) > 1:
+        _refuse(
+            12,
+            f"a delta is clipped before {name}, which may make it longer",
+            "clip again what arrives: clipping='message'",
+        )
+    rule = 13 if scheme.is_linear and not dense else 11
+    # Ranks save what clients remember, and how many were drawn.
+    return Verdict(rule, 1.0, 0.0, 1.0, 1.0 if dense else None, checkpoint_multiplier=0.0)
+
+
+def _norm_bound(scheme: Scheme) -> float:
+    if scheme.norm_bound is not None:
+        return scheme.norm_bound
+    compressed = scheme.compressor.norm_bound(1 << 20, world_size=scheme.world_size)
+    return max(compressed, scheme.exempt.norm_bound(1))

@@ -1,0 +1,1 @@
+"""The optimizers on noised gradients."""

@@ -1,0 +1,374 @@
+"""The algorithms that are rounds of local steps with some optimizer inside and one on the server.
+
+All arguments and limits that they do not describe are those of
+:class:`~comm_hooks.optim.LocalRounds`: ``params`` are the model's parameters, better named,
+``local_steps`` the steps of a round (K or H), ``participation`` the clients if there are more than
+ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import SGD, AdamW
+from torch.optim.optimizer import ParamsT
+
+from comm_hooks.exchange import Exchange
+from comm_hooks.memory.error_feedback import ErrorFeedback
+from comm_hooks.optim.adam import Adam, AMSGrad
+from comm_hooks.optim.base import block
+from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.rounds.local_rounds import LocalRounds
+from comm_hooks.optim.rounds.participation import ClientSampling
+from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad, LocalLAMB, check_clients
+from comm_hooks.requirements import require_callable, require_flag, require_kind, require_within
+
+
+class FedAvg(LocalRounds):
+    """Local SGD on every client, averaged every K steps: FedAvg, which FED-LAMB calls Fed-SGD.
+
+    McMahan, Moore, Ramage, Hampson & Aguera y Arcas, AISTATS 2017, Algorithm 1, with equal weights:
+    :class:`LocalRounds` with SGD inside and SGD of ``server_lr`` (1: the average) as the server.
+
+    Args:
+        exchange: any; with ``Identity()`` this is FedAvg as published.
+        lr: the clients' learning rate.
+        momentum: the clients'.
+        weight_decay: the clients', coupled (as in ``torch.optim.SGD``).
+        server_lr, server_momentum: the server's; with momentum this is FedAvgM.
+
+    Example::
+
+        >>> import torch
+        >>> from comm_hooks import Exchange, Identity
+        >>> from comm_hooks.optim import FedAvg, Participation
+        >>> half = Participation(clients=10, fraction=0.5)
+        >>> rounds = FedAvg(model.named_parameters(), Exchange(Identity()), participation=half)
+        >>> for client in rounds.clients():
+        ...     loss = model(torch.full((1, 8), float(client))).square().mean()
+        ...     loss.backward()
+        ...     rounds.step()
+        ...     rounds.zero_grad()
+    """
+
+    published = block(compressor="identity")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        exchange: Exchange,
+        *,
+        lr: float = 0.1,
+        local_steps: int | None = None,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        server_lr: float = 1.0,
+        server_momentum: float = 0.0,
+        participation: ClientSampling | None = None,
+    ) -> None:
+        check_hyperparameters(
+            self, lr=lr, momentum=momentum, weight_decay=weight_decay, server_lr=server_lr
+        )
+        require_within(self, "server_momentum", server_momentum, "[0, 1)")
+        members: Any = list(params)
+        super().__init__(
+            SGD(members, lr=lr, momentum=momentum, weight_decay=weight_decay),
+            exchange,
+            SGD(members, lr=server_lr, momentum=server_momentum),
+            local_steps=local_steps,
+            participation=participation,
+        )
+
+
+class DiLoCo(LocalRounds):
+    """Local AdamW and outer Nesterov momentum.
+
+    Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
+    Algorithm 1; with ``fragments`` > 1 Streaming DiLoCo (2025), without its overlap.
+    :class:`LocalRounds` with AdamW inside and SGD with Nesterov momentum as the server.
+
+    Args:
+        exchange: any; with ``Identity()`` this is DiLoCo as published.
+        lr, betas, eps, weight_decay: of the inner AdamW.
+        outer_lr, outer_momentum: the server's.  With 1 and 0 it is the plain average.
+
+    Example::
+
+        >>> from comm_hooks import Exchange, Quantize, ErrorFeedback
+        >>> from comm_hooks.optim import DiLoCo
+        >>> exchange = Exchange(Quantize(bits=4), memory=ErrorFeedback())
+        >>> rounds = DiLoCo(model.named_parameters(), exchange, lr=1e-3, local_steps=100)
+    """
+
+    published = block(compressor="identity")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        exchange: Exchange,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        local_steps: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        fragments: int = 1,
+    ) -> None:
+        settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_hyperparameters(self, **settings, outer_lr=outer_lr)
+        require_within(self, "outer_momentum", outer_momentum, "[0, 1)")
+        members: Any = list(params)
+        super().__init__(
+            AdamW(members, **settings),
+            exchange,
+            SGD(members, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0),
+            local_steps=local_steps,
+            fragments=fragments,
+        )
+
+
+class SparseLoCo(LocalRounds):
+    """Local AdamW, and sparse, quantized deltas with a residual that decays.
+
+    SparseLoCo (Sarfi et al., 2025).  Every H steps, per rank:
+
+    1. e = decay e + delta;
+    2. send the top-k of every chunk of e, quantized;
+    3. e = e - what was sent;
+    4. x = x - outer_lr mean of what was sent.
+
+    That is :class:`LocalRounds` with AdamW inside and the exchange
+    ``Exchange(TopK(density=1 / 32, value_bits=2), memory=ErrorFeedback(decay=0.95))``.
+
+    Differences to the published code: the mean is over all ranks, not over those that sent a
+    coordinate; the learning rate is applied once; two bits are two bits on the wire.
+
+    Args:
+        exchange: with an ErrorFeedback that decays.
+        lr, betas, eps, weight_decay: of the inner AdamW.
+        outer_lr: the server's learning rate.
+
+    Raises:
+        ValueError: if the exchange's memory is not an ErrorFeedback with ``decay`` below 1.
+
+    Example::
+
+        >>> from comm_hooks import ErrorFeedback, Exchange, TopK
+        >>> from comm_hooks.optim import SparseLoCo
+        >>> exchange = Exchange(TopK(density=1 / 32, value_bits=2), ErrorFeedback(decay=0.95))
+        >>> rounds = SparseLoCo(model.named_parameters(), exchange, lr=1e-3, local_steps=15)
+    """
+
+    published = block(
+        compressor="topk",
+        density=1 / 32,
+        value_bits=2,
+        memory={"type": "error_feedback", "decay": 0.95},
+    )
+
+    def __init__(
+        self,
+        params: ParamsT,
+        exchange: Exchange,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        local_steps: int,
+        outer_lr: float = 1.0,
+    ) -> None:
+        settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_hyperparameters(self, **settings, outer_lr=outer_lr)
+        require_kind(self, "exchange", exchange, Exchange)
+        memory = exchange.memory
+        if not isinstance(memory, ErrorFeedback) or memory.decay == 1:
+            raise ValueError(
+                f"SparseLoCo: the exchange's memory must be ErrorFeedback(decay=0.95) or another "
+                f"decay below 1, got {memory!r}"
+            )
+        members: Any = list(params)
+        super().__init__(
+            AdamW(members, **settings),
+            exchange,
+            SGD(members, lr=outer_lr),
+            local_steps=local_steps,
+        )
+
+
+class FedAMS(LocalRounds):
+    """Local AMSGrad with a shared v_hat, averaged every K steps: what FED-LAMB calls Fed-AMS.
+
+    Chen, Li & Li, FODS 2020.  (Another algorithm has the same name: Wang, Lin & Chen, ICML 2022,
+    local SGD with AMSGrad on the server: ``LocalRounds(SGD(...), exchange, AMSGrad(...))``.)
+    Round r over the clients that take part:
+
+    1. each starts at the server's theta and v_hat and takes K steps of
+       :class:`~comm_hooks.optim.rounds.shared_moments.LocalAMSGrad`;
+    2. theta = mean theta_i, through the exchange; v_hat = max(v_hat, mean v'_i), exactly.
+
+    As published, clients divide by the server's v_hat alone and correct no bias, so that the first
+    round has nothing but eps to divide by: tune lr for it, or choose a larger eps.  With
+    ``bias_correction=True, bound="client"`` steps have the length of Adam's from the first on.
+
+    Args:
+        exchange: for the deltas; v always travels as float32.
+        lr, betas, eps, weight_decay, bias_correction, bound: the clients'.
+
+    Example::
+
+        >>> from comm_hooks import Exchange, Identity
+        >>> from comm_hooks.optim import FedAMS
+        >>> rounds = FedAMS(model.named_parameters(), Exchange(Identity()), local_steps=4)
+    """
+
+    published = block(compressor="identity")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        exchange: Exchange,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = False,
+        bound: str = "server",
+        local_steps: int | None = None,
+        participation: ClientSampling | None = None,
+    ) -> None:
+        settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        settings |= {"bias_correction": bias_correction, "bound": bound}
+        check_clients(self, **settings)
+        inner = LocalAMSGrad(params, **settings)
+        super().__init__(inner, exchange, local_steps=local_steps, participation=participation)
+
+
+class FedLAMB(LocalRounds):
+    """Layerwise and dimensionwise local adaptive steps: FED-LAMB.
+
+    Karimi, Li & Li, UAI 2023, Algorithm 2.  As :class:`FedAMS`, with local steps whose length is
+    set layer by layer: ``theta = theta - lr phi(|theta|) (p + lambda theta) / |p + lambda theta|``;
+    see :class:`~comm_hooks.optim.rounds.shared_moments.LocalLAMB`.
+
+    Differences to the paper's listing: what lines 9 and 11 correct does not overwrite m and v,
+    which would grow without bound; the gradient of line 6 is taken anew in every local step; t
+    counts the steps that a client has taken in all, since its moments last as long; a layer of norm
+    zero moves.  As there, clients divide by the server's v_hat alone (line 12) and send v
+    corrected; ``bound="client"`` lets a client's own v bound its steps too.  In the first round,
+    where v_hat is still eps, the layers' lengths are set by phi all the same, but directions are
+    those of SGD with momentum, and beside them the weight decay vanishes.
+
+    Args:
+        params: the model's parameters, better named; each tensor is a layer.
+        exchange: for the deltas; v always travels as float32.
+        lr, betas, eps, bound: the clients'.
+        weight_decay: lambda; the paper tries 0, 0.01, 0.1.
+        phi: scale of a layer's step by its norm, stacked (layers,) -> (layers,), positive; the
+            identity by default.  The theory wants it bounded: ``lambda n: n.clamp(0.01, 10)``.
+
+    Raises:
+        ValueError: if phi is not positive.
+
+    Example::
+
+        >>> from comm_hooks import Exchange, Identity
+        >>> from comm_hooks.optim import FedLAMB
+        >>> rounds = FedLAMB(model.named_parameters(), Exchange(Identity()), local_steps=4)
+    """
+
+    published = block(compressor="identity")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        exchange: Exchange,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        phi: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        bound: str = "server",
+        local_steps: int | None = None,
+        participation: ClientSampling | None = None,
+    ) -> None:
+        settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_clients(self, bound=bound, **settings)
+        if phi is not None:
+            require_callable(self, "phi", phi)
+        inner = LocalLAMB(params, phi=phi, bound=bound, **settings)
+        super().__init__(inner, exchange, local_steps=local_steps, participation=participation)
+
+
+class SAFL(LocalRounds):
+    """Sketched adaptive federated learning.
+
+    SAFL (Algorithm 1).  Round t, with the same sketch R for all clients, fresh every round:
+
+    1. each client takes K local SGD steps from x_t: x_{t,k} = x_{t,k-1} - local_lr g_{t,k-1};
+    2. it sends sk(x_{t,0} - x_{t,K}) = R (x_{t,0} - x_{t,K});
+    3. the sketches are averaged, on the wire;
+    4. every rank applies u = desk(mean) = R^T mean to the same AMSGrad (or Adam) step with
+       learning rate ``lr``, without bias correction: see :class:`~comm_hooks.optim.AMSGrad`.
+
+    Differences to the listing: each parameter has a sketch of its own unless
+    ``granularity="bucket"``; those that the exchange exempts, small or of one dimension, travel
+    exactly (``min_numel=1, min_ndim=1`` exempts none).
+
+    Args:
+        exchange: with a sketch: :class:`~comm_hooks.CountSketch`, :class:`~comm_hooks.SRHT` or
+            :class:`~comm_hooks.GaussianSketch`; ``granularity="bucket"`` sketches the whole model
+            at once, as the paper does.
+        lr: the server's learning rate (kappa).
+        local_lr: the clients' (eta).  The adaptive server is blind to its scale: it matters
+            for K > 1 only.
+        betas, eps, weight_decay: the server's.
+        amsgrad: False for Adam on the server.
+
+    Raises:
+        ValueError: if the exchange's compressor is not linear and unbiased: other compressors need
+            error feedback, for which there are :class:`LocalRounds` and its other kinds.
+
+    Example::
+
+        >>> from comm_hooks import CountSketch, Exchange
+        >>> from comm_hooks.optim import SAFL
+        >>> exchange = Exchange(CountSketch(ratio=0.02), granularity="bucket")
+        >>> safl = SAFL(model.named_parameters(), exchange, lr=1e-3, local_lr=0.1, local_steps=4)
+    """
+
+    published = block(compressor="count_sketch")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        exchange: Exchange,
+        *,
+        lr: float = 1e-3,
+        local_lr: float = 0.1,
+        local_steps: int | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = True,
+        participation: ClientSampling | None = None,
+    ) -> None:
+        require_flag(self, "amsgrad", amsgrad)
+        require_kind(self, "exchange", exchange, Exchange)
+        settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_hyperparameters(self, **settings, local_lr=local_lr)
+        if not (exchange.compressor.linear and exchange.compressor.unbiased):
+            raise ValueError(
+                f"SAFL: {exchange.compressor} is no sketch: use CountSketch, SRHT or "
+                "GaussianSketch (or LocalRounds, which takes any compressor)"
+            )
+        members: Any = list(params)
+        inner = SGD(members, lr=local_lr)
+        server = (AMSGrad if amsgrad else Adam)(members, **settings)
+        super().__init__(
+            inner, exchange, server, local_steps=local_steps, participation=participation
+        )

@@ -1,0 +1,194 @@
+"""What rounds of local work have counted, save and may show."""
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from comm_hooks.exchange import Exchange
+from comm_hooks.exchange.resuming import check_complete, check_whole, seal_own
+from comm_hooks.exchange.sealing import SEAL, require_seal, sealed
+from comm_hooks.optim.base import names_of, parameters_of
+from comm_hooks.optim.rounds.clients import ClientStates
+from comm_hooks.optim.rounds.server_model import ServerModel
+from comm_hooks.optim.wrapping import WrappingOptimizer
+
+
+@dataclass
+class Progress:
+    """What is counted, in one place: frameworks wrap optimizers, and a wrapper must count along.
+
+    Args:
+        exchanged_at: for each fragment the step after which it was exchanged last.
+
+    Attributes:
+        steps: local steps.
+        round_index: exchanges, each of a fragment.
+        bytes_uncompressed: what all-reducing gradients at each of the steps taken here would have
+            sent.
+        knows_gradients: whether it has been made sure that nobody else averages them.
+        averaging: until then, what this rank's first step of a turn says about that.
+        loaded_from: the rank whose state this one goes on from, until it says so.
+    """
+
+    exchanged_at: list[int]
+    steps: int = 0
+    round_index: int = 0
+    bytes_uncompressed: int = 0
+    knows_gradients: bool = False
+    averaging: dict[str, Any] | None = None
+    loaded_from: int | None = None
+
+
+class SavedRounds(WrappingOptimizer):
+    """The state of rounds: a server's model and optimizer, and what clients remember.
+
+    Args:
+        inner: the optimizer of the local steps.
+        exchange: how deltas are averaged.
+        server: over the same parameters.
+        fragments: how many parts are exchanged at steps of their own.
+        keep_inner: whether a client's inner state lasts from turn to turn.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        exchange: Exchange,
+        server: Optimizer,
+        *,
+        fragments: int,
+        keep_inner: bool,
+    ) -> None:
+        super().__init__(inner)
+        self.exchange = exchange
+        self.server = server
+        self._parameters = parameters_of(inner.param_groups)
+        self._names = names_of(inner.param_groups)
+        self._progress = Progress(exchanged_at=[0] * fragments)
+        self._model = ServerModel(self._parameters, server)
+        self._clients = ClientStates(inner, exchange.memory, keep_inner=keep_inner)
+
+    @property
+    def steps(self) -> int:
+        """How many local steps this rank has taken."""
+        return self._progress.steps
+
+    @property
+    def round_index(self) -> int:
+        """How many exchanges there have been, each of a fragment."""
+        return self._progress.round_index
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore this rank's part of what :meth:`state_dict` returned on all ranks, in rank order.
+
+        Raises:
+            ValueError: if states are missing, out of order or of different steps, and on another
+                number of ranks: each has a model of its own between exchanges.
+        """
+        check_complete(states)
+        transport = self.exchange.transport
+        if len(states) != transport.world_size:
+            raise ValueError(
+                f"{type(self).__name__}: what {len(states)} ranks saved cannot go on with "
+                f"{transport.world_size}, since each has a model of its own: end with "
+                "synchronize(), save the model, and begin the rounds anew"
+            )
+        self.load_state_dict(dict(states[transport.rank]))
+
+    def release_state_dict(self) -> dict[str, Any]:
+        """Return what rounds of private clients may show to anybody: what their guarantee covers.
+
+        That is the server's ``model`` by name, the ``server``'s state and the ``round_index``.
+        Residuals, clients' inner states and how many steps were taken are not in it, nor what only
+        this rank has.  To go on with the run, save :meth:`state_dict` in a place that is private.
+        """
+        shared = (value.clone() for value in self._model.values)
+        return {
+            "model": dict(zip(self._names, shared, strict=True)),
+            # A copy, like all the rest: the state is that of this moment.
+            "server": copy.deepcopy(self.server.state_dict()),
+            "round_index": self.round_index,
+        }
+
+    def _state_to_save(self) -> dict[str, Any]:
+        shared = self._model.values
+        own = {
+            name: p.detach().clone()
+            for name, p, value in zip(self._names, self._parameters, shared, strict=True)
+            if not torch.equal(p, value)
+        }
+        inner = copy.deepcopy(self.inner.state_dict())
+        return {
+            **self.exchange.state_dict(),
+            **inner,
+            "rounds": sealed(
+                {
+                    "released": self.release_state_dict(),
+                    "private": {
+                        "inner": sealed(inner)[SEAL],
+                        "steps": self.steps,
+                        "exchanged_at": list(self._progress.exchanged_at),
+                        "own": own,
+                        "clients": self._clients.state_dict(),
+                    },
+                }
+            ),
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        rounds, transport = state.get("rounds"), self.exchange.transport
+        if not isinstance(rounds, Mapping):
+            raise ValueError(
+                f"{type(self).__name__}: the state is not one of rounds: load what their "
+                "state_dict() returned"
+            )
+        require_seal(rounds)
+        check_whole(state)
+        released, private = rounds["released"], rounds["private"]
+        inner = {key: state[key] for key in self.inner.state_dict() if key in state}
+        require_seal({**inner, SEAL: private["inner"]})
+        shapes = {n: tuple(s.shape) for n, s in zip(self._names, self._model.values, strict=True)}
+        if {name: tuple(tensor.shape) for name, tensor in released["model"].items()} != shapes:
+            raise ValueError(
+                f"{type(self).__name__}: the state has other parameters than this model: it was "
+                f"saved with {len(released['model'])}, here are {len(shapes)}, and all names and "
+                "shapes must be the same"
+            )
+        loaded_from = state["rank"] if state["rank"] != transport.rank else None
+        if loaded_from is not None:
+            # What only the rank that saved it may go on with, lest it be counted twice.
+            private = {**private, "own": {}, "clients": {}}
+            keys = {"memory", "server_memory"} & state.keys()
+            remembered: dict[str, Any] = {key: {} for key in keys}
+            state = seal_own({**state, **remembered, "rank": transport.rank})
+        self.exchange.load_state_dict(state)
+        self._clients.load_state_dict(private["clients"])
+        self.inner.load_state_dict(state)
+        self.server.load_state_dict(released["server"])
+        self._model.load([released["model"][name] for name in self._names])
+        with torch.no_grad():
+            for name, parameter in zip(self._names, self._parameters, strict=True):
+                if name in private["own"]:
+                    parameter.copy_(private["own"][name])
+        progress = self._progress
+        progress.steps = private["steps"]
+        progress.round_index = released["round_index"]
+        progress.exchanged_at = list(private["exchanged_at"])
+        progress.loaded_from = loaded_from
+
+    def _tell_what_was_loaded(self) -> None:
+        """Warn, once, if what is lost has not been restored by now from this rank's own file."""
+        other, self._progress.loaded_from = self._progress.loaded_from, None
+        if other is not None:
+            warnings.warn(
+                f"{type(self).__name__}: this rank goes on from the state that rank {other} saved, "
+                "without a residual and without what it had not exchanged itself: let every rank "
+                "save_rank_file(rounds, folder) with the checkpoint, and load_rank_files(rounds, "
+                "folder) when that is loaded",
+                stacklevel=7,
+            )

@@ -1,0 +1,344 @@
+"""What every optimizer that owns its exchange promises, whatever it sends."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from comm_hooks import (
+    SRHT,
+    ConfigMismatchError,
+    CountSketch,
+    Differences,
+    ErrorFeedback,
+    Exchange,
+    Identity,
+    Sign,
+    TopK,
+)
+from comm_hooks.compressors import Compressor, RandomK
+from comm_hooks.compressors.cocktail import Cocktail
+from comm_hooks.compressors.dct import DCTTopK
+from comm_hooks.memory import MomentumCorrection
+from comm_hooks.optim import (
+    DGC,
+    EF21,
+    CDAdam,
+    CocktailSGD,
+    CompressedAdam,
+    DeMo,
+    FetchSGD,
+    LocalVarianceAdam,
+    MicroAdam,
+    OneBitAdam,
+    ZeroOneAdam,
+)
+from comm_hooks.optim.exchanging import ExchangingOptimizer
+from tests.optim.replicas import MIN_NUMEL, resume, skip
+from tests.optim.scenarios import RanksOf, collectives, history, overflow, same
+
+RATES: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+HYPER: dict[str, Any] = {**RATES, "betas": (0.9, 0.95), "eps": 1e-8}
+SIGN = Sign(block_size=64)
+TOP_K = TopK(density=0.05, block_size=200, value_bits=32)
+SCHEDULE = {
+    "var_freeze_step": 8,
+    "var_update_scaler": 3,
+    "local_step_scaler": 4,
+    "local_step_clipper": 4,
+}
+NAN, INF = float("nan"), float("inf")
+
+
+def build(
+    kind: type[ExchangingOptimizer],
+    compressor: Compressor,
+    memory: Callable[[], Any] | None,
+    params: Any,
+    *,
+    collective: str = "sharded",
+    **hyper: Any,
+) -> ExchangingOptimizer:
+    own = memory() if memory else None
+    return kind(params, Exchange(compressor, own, collective, min_numel=MIN_NUMEL), **hyper)  # type: ignore[call-arg]
+
+
+MICRO = partial(ErrorFeedback, bits=4, stochastic=True)
+MAKE: dict[str, Callable[..., ExchangingOptimizer]] = {
+    "lva": partial(build, LocalVarianceAdam, TOP_K, ErrorFeedback, **HYPER),
+    "compressed": partial(build, CompressedAdam, TOP_K, ErrorFeedback, freeze_step=2, **HYPER),
+    "one_bit": partial(build, OneBitAdam, SIGN, ErrorFeedback, **{"freeze_step": 6, **HYPER}),
+    "zero_one": partial(build, ZeroOneAdam, SIGN, ErrorFeedback, **{**HYPER, **SCHEDULE}),
+    "cd": partial(build, CDAdam, SIGN, Differences, **HYPER),
+    "ef21": partial(build, EF21, TOP_K, Differences, momentum=0.9, **RATES),
+    "micro_4": partial(build, MicroAdam, TopK(0.05, 64, 4), MICRO, window=4, **HYPER),
+    "micro_32": partial(build, MicroAdam, TopK(0.05, 64, 32), ErrorFeedback, window=4, **HYPER),
+    "cocktail": partial(build, CocktailSGD, Cocktail(0.5, 0.2, 4, 32), ErrorFeedback, **RATES),
+    "demo": partial(build, DeMo, DCTTopK(8, 0.1), partial(ErrorFeedback, decay=0.99), **RATES),
+    "dgc": partial(build, DGC, TopK(0.03, 64, 32), partial(MomentumCorrection, 0.9), **RATES),
+    "fetch": partial(
+        build, FetchSGD, CountSketch(0.3), None, rows=3, momentum=0.9, density=0.02, **RATES
+    ),
+}
+GATHER = {"collective": "all_gather"}
+
+
+@pytest.mark.parametrize("poison", [NAN, INF])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("lva", {}),
+        ("compressed", {}),
+        ("compressed", {"scaled": True}),
+        ("one_bit", {"freeze_step": 2}),
+        ("one_bit", {"freeze_step": 6}),
+        # The bad step is the fourth: a variance step in one case, a synchronization in the other.
+        ("zero_one", {"var_freeze_step": 2, "var_update_scaler": 4}),
+        ("zero_one", {"var_freeze_step": 8, "var_update_scaler": 4}),
+        ("cd", {}),
+        ("cd", GATHER),
+        ("ef21", {"momentum": 0.0, **GATHER}),
+        ("ef21", {"momentum": 0.9, **GATHER}),
+        ("micro_4", {}),
+        ("micro_32", {}),
+        ("cocktail", {"delayed": False, "momentum": 0.5}),
+        ("cocktail", {"delayed": True, "momentum": 0.5}),
+        ("demo", GATHER),
+        ("dgc", {"clip_norm": None, **GATHER}),
+        ("dgc", {"clip_norm": 1.0, **GATHER}),
+        ("fetch", {"masking": False, "density": 1.0, "collective": "auto"}),
+        ("fetch", {"masking": True, "density": 1.0, "collective": "auto"}),
+    ],
+    ids=str,
+)
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing(
+    ranks_of: RanksOf, kind: str, options: dict[str, Any], poison: float
+) -> None:
+    outcomes = ranks_of(2).run(skip, MAKE[kind], options, poison)
+    unchanged, moved, total = outcomes[0]
+    assert unchanged
+    assert moved
+    assert outcomes[0] == outcomes[1]
+    assert np.isfinite(total)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad", "steps"),
+    [
+        ("lva", [1, 6, 7], 9),
+        ("compressed", [1, 6, 7], 9),
+        ("cd", [1, 6, 7], 9),
+        ("ef21", [1, 6, 7], 9),
+        ("one_bit", [2, 8, 9], 12),  # before and after freeze_step, and twice in a row
+    ],
+    ids=str,
+)
+def test_an_overflow_under_a_scaler_skips_the_step_on_all(
+    ranks_of: RanksOf, kind: str, bad: list[int], steps: int
+) -> None:
+    clean = ranks_of(2).run(history, MAKE[kind], {}, steps)
+    spoiled = ranks_of(2).run(overflow, MAKE[kind], {}, steps + len(bad), bad)
+    for values, expected in zip(spoiled, clean, strict=True):
+        assert all(same(values[b], values[b - 1]) for b in bad)
+        assert same(values[-1], expected[-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("lva", {}),
+        ("compressed", {"freeze_step": 3, "scaled": True}),
+        *[("one_bit", {"freeze_step": step}) for step in (2, 5, 7)],
+        # Interrupted after step 5: among variance steps, while synchronized, and between.
+        ("zero_one", {"var_freeze_step": 8}),
+        ("zero_one", {"var_freeze_step": 3}),
+        ("zero_one", {"var_freeze_step": 2, "local_step_scaler": 1}),
+        ("cd", {}),
+        ("ef21", {}),
+        ("ef21", GATHER),
+        ("micro_4", {}),
+        ("micro_4", GATHER),
+        ("cocktail", {"delayed": True, "momentum": 0.5}),
+        ("demo", GATHER),
+        ("dgc", {"warmup_steps": 24, **GATHER}),  # saved between two densities
+        ("fetch", {"masking": True, "collective": "auto"}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
+    ranks_of: RanksOf, kind: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    assert all(ranks_of(2).run(resume, MAKE[kind], options, dtype))
+
+
+@pytest.mark.parametrize(
+    ("kind", "exact"), [("cd", 0), ("ef21", 0), ("lva", 0), ("one_bit", 6), ("compressed", 2)]
+)
+@pytest.mark.parametrize(
+    ("collective", "compressed"),
+    [("sharded", ["AllToAll", "AllGather"]), ("all_gather", ["AllGather"])],
+)
+def test_one_exchange_per_step(
+    ranks_of: RanksOf, kind: str, exact: int, collective: str, compressed: list[str]
+) -> None:
+    options = {"collective": collective}
+    for asked in ranks_of(2).run(collectives, MAKE[kind], options, exact + 3):
+        assert asked == [["AllReduce"]] * exact + [compressed] * 3
+
+
+def configure_differently(kind: str, option: str, values: list[Any]) -> None:
+    parameter = nn.Parameter(torch.ones(4, 4))
+    parameter.grad = torch.ones(4, 4)
+    MAKE[kind]([parameter], **{option: values[dist.get_rank()]}).step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "values"),
+    [
+        ("cd", "bias_correction", [True, False]),
+        ("one_bit", "freeze_step", [5, 6]),
+        ("compressed", "freeze_step", [5, 6]),
+        ("zero_one", "local_step_clipper", [4, 5]),
+    ],
+)
+def test_ranks_that_are_configured_differently_fail_together(
+    ranks_of: RanksOf, kind: str, option: str, values: list[Any]
+) -> None:
+    for outcome in ranks_of(2).outcomes(configure_differently, kind, option, values):
+        assert isinstance(outcome.error, ConfigMismatchError)
+        assert f"{option} is {values[0]} on rank 0, {values[1]} on rank 1" in str(outcome.error)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_sparse_gradients_are_refused(kind: str) -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    optimizer = MAKE[kind](table.parameters())
+    with pytest.raises(ValueError, match="does not support sparse gradients"):
+        optimizer.step()
+
+
+FREEZE = {"freeze_step": 1}
+REFUSED: list[tuple[type, dict[str, Any], str]] = [
+    *((kind, {"lr": -1.0}, "lr must not be negative") for kind in (LocalVarianceAdam, CDAdam)),
+    *((kind, {"lr": -1.0}, "lr must not be negative") for kind in (MicroAdam, DGC, DeMo, FetchSGD)),
+    *((kind, {"lr": INF}, "lr must be finite") for kind in (EF21, ZeroOneAdam, CocktailSGD)),
+    *((kind, {"eps": NAN}, "eps must not be negative") for kind in (CompressedAdam, OneBitAdam)),
+    *(
+        (kind, {"betas": (0.9, 1.0)}, r"betas must lie in \[0, 1\)")
+        for kind in (LocalVarianceAdam, CompressedAdam, OneBitAdam, ZeroOneAdam, CDAdam, MicroAdam)
+    ),
+    *(
+        (kind, {"momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1.0")
+        for kind in (EF21, CocktailSGD, FetchSGD)
+    ),
+    (EF21, {"momentum": NAN}, r"momentum must lie in \[0, 1\), got nan"),
+    (CDAdam, {"weight_decay": NAN}, "weight_decay must not be negative"),
+    (DeMo, {"weight_decay": INF}, "weight_decay must be finite"),
+    *(
+        (kind, {"freeze_step": bad}, f"{kind.__name__}: freeze_step must be an integer of at least")
+        for kind in (CompressedAdam, OneBitAdam)
+        for bad in (0, 2.5)
+    ),
+    *(
+        (kind, {"freeze_step": 9, "total_steps": 9}, "freeze_step 9 leaves none of total_steps 9")
+        for kind in (CompressedAdam, OneBitAdam)
+    ),
+    *(
+        (kind, {"total_steps": bad}, "total_steps must be an integer of at least 1")
+        for kind in (CompressedAdam, OneBitAdam)
+        for bad in (0, 2.0)
+    ),
+    *(
+        (ZeroOneAdam, {name: bad}, f"{name} must be an integer of at least 1")
+        for name, bad in zip(SCHEDULE, (0, 0, 1.5, True), strict=True)
+    ),
+    (MicroAdam, {"window": 0}, "window must be an integer of at least 1"),
+    (MicroAdam, {"bias_correction": "all"}, "bias_correction must be one of window, published"),
+    (MicroAdam, {"exchange": Exchange(SIGN, collective="sharded")}, "holds the blocks of TopK"),
+    (
+        MicroAdam,
+        {"exchange": Exchange(TopK(), None, "all_gather", granularity="bucket")},
+        "granularity 'bucket'",
+    ),
+    (MicroAdam, {"exchange": Exchange(TopK(), ErrorFeedback())}, "collective must be"),
+    (
+        MicroAdam,
+        {"exchange": Exchange(TopK(), Differences(), "sharded")},
+        "memory must be ErrorFeedback",
+    ),
+    (CocktailSGD, {"exchange": Exchange(TopK(), None)}, "drops elements for ever"),
+    (CocktailSGD, {"exchange": Exchange(TopK(), Differences())}, "sends changes of gradients"),
+    (DeMo, {"mean": "all"}, "DeMo: mean must be one of senders, ranks, got 'all'"),
+    (DeMo, {"exchange": Exchange(TopK(), None)}, "the momentum is the exchange's residual"),
+    (DeMo, {"exchange": Exchange(TopK(), MomentumCorrection())}, "not MomentumCorrection"),
+    (DGC, {"warmup_steps": -1}, r"warmup_steps must lie in \[0, inf\)"),
+    (DGC, {"warmup_steps": 2.0}, "warmup_steps must be an integer"),
+    *((DGC, {"clip_norm": bad}, r"clip_norm must lie in \(0, inf\)") for bad in (0.0, NAN)),
+    (DGC, {"exchange": Exchange(TopK())}, "memory must be MomentumCorrection"),
+    (DGC, {"exchange": Exchange(TopK(), ErrorFeedback())}, "memory must be MomentumCorrection"),
+    (DGC, {"exchange": Exchange(SIGN, MomentumCorrection())}, "must leave elements out"),
+    (FetchSGD, {"density": 0.0}, "density is the fraction that is kept"),
+    (FetchSGD, {"rows": 0}, "rows must be an integer of at least 1"),
+    (FetchSGD, {"rows": 1}, "a Count-Sketch of one row, whatever its ratio, cannot tell"),
+    *(
+        (FetchSGD, {"exchange": Exchange(compressor)}, "needs a linear sketch")
+        for compressor in (TopK(), Identity(16), RandomK())
+    ),
+    (FetchSGD, {"exchange": Exchange(Identity(), ErrorFeedback())}, "use memory=None"),
+    (FetchSGD, {"exchange": Exchange(SRHT()), "masking": True}, "would clear all of the sketch"),
+    (
+        CDAdam,
+        {"exchange": Exchange(Sign(), ErrorFeedback())},
+        r"CDAdam: the exchange's memory must be Differences\(\), got ErrorFeedback\(bits=32\): "
+        r"write Exchange\(Sign\(block_size=4096, scale='mean'\), memory=Differences\(\)\)",
+    ),
+    (CDAdam, {"exchange": Exchange(SIGN, None)}, r"memory must be Differences\(\), got None"),
+    (EF21, {"exchange": Exchange(SIGN, ErrorFeedback())}, r"EF21: .* must be Differences\(\)"),
+]
+# What each is made with where a case says nothing.
+USUAL: dict[type, tuple[Exchange, dict[str, Any]]] = {
+    LocalVarianceAdam: (Exchange(SIGN), {}),
+    CompressedAdam: (Exchange(SIGN), FREEZE),
+    OneBitAdam: (Exchange(SIGN), FREEZE),
+    ZeroOneAdam: (Exchange(SIGN), {"var_freeze_step": 1}),
+    CDAdam: (Exchange(SIGN, Differences()), {}),
+    EF21: (Exchange(SIGN, Differences()), {}),
+    MicroAdam: (Exchange(TopK(), ErrorFeedback(), "sharded"), {}),
+    CocktailSGD: (Exchange(TopK(), ErrorFeedback()), {"lr": 0.1}),
+    DeMo: (Exchange(DCTTopK(), ErrorFeedback(decay=0.999)), {}),
+    DGC: (Exchange(TopK(), MomentumCorrection()), {"lr": 0.1}),
+    FetchSGD: (Exchange(CountSketch()), {"lr": 0.1, "density": 0.1}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [*REFUSED, *((kind, {"exchange": TopK()}, "exchange must be an Exchange") for kind in USUAL)],
+    ids=str,
+)
+def test_what_cannot_work_is_refused(kind: type, options: dict[str, Any], message: str) -> None:
+    exchange, others = USUAL[kind]
+    with pytest.raises(ValueError, match=message):
+        kind([nn.Parameter(torch.zeros(2))], **{"exchange": exchange, **others, **options})
+
+
+@pytest.mark.parametrize("kind", USUAL)
+def test_what_each_is_usually_made_with_is_accepted(kind: type) -> None:
+    exchange, others = USUAL[kind]
+    kind([nn.Parameter(torch.zeros(2))], exchange, **others)
+
+
+def test_a_control_without_compression_is_accepted() -> None:
+    CocktailSGD([nn.Parameter(torch.zeros(2))], Exchange(Identity()), lr=0.1)
+
+
+def test_random_elements_are_accepted() -> None:
+    exchange = Exchange(RandomK(unbiased=False), MomentumCorrection())
+    DGC([nn.Parameter(torch.zeros(2))], exchange, lr=0.1, warmup_steps=10)
