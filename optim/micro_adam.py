@@ -119,10 +119,8 @@ class MicroAdam(ExchangingOptimizer):
             window=window,
             bias_correction=bias_correction,
         )
-        if (
-            not isinstance(exchange.compressor, TopK)
-            or exchange.settings.granularity != "parameter"
-        ):
+        granularity = exchange.settings.granularity
+        if not isinstance(exchange.compressor, TopK) or granularity != "parameter":
             raise ValueError(
                 "MicroAdam: its window holds the blocks of TopK, parameter by parameter; got "
                 f"{exchange.compressor} with granularity {granularity!r}"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from comm_hooks import ConfigMismatchError, ErrorFeedback, Exchange, Identity, Sign
+from comm_hooks import ErrorFeedback, Exchange, Sign
 from comm_hooks.exchange.layout import Granularity
 from comm_hooks.optim.one_bit_adam import OneBitAdam
 from tests.optim.references import OPERATORS, Exact, PublishedMean
@@ -21,13 +21,10 @@ from tests.optim.replicas import (
     fresh,
     gradient,
     resume,
-    skip,
     start,
 )
-from tests.optim.scenarios import Values, collectives, history, overflow, same
-from tests.ranks import Ranks
+from tests.optim.scenarios import RanksOf, Values, history, same
 
-RanksOf = Callable[[int], Ranks]
 STEPS, FREEZE = 30, 6
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -135,40 +132,6 @@ def test_the_warm_up_is_adam_without_bias_correction(ranks_of: RanksOf) -> None:
     assert max(ranks_of(2).run(warm_up_and_adam)) < 1e-5
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("freeze_step", [2, 6])
-def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing(
-    ranks_of: RanksOf, poison: float, freeze_step: int
-) -> None:
-    outcomes = ranks_of(2).run(skip, make, {"freeze_step": freeze_step}, poison)
-    assert [outcome[:2] for outcome in outcomes] == [(True, True)] * 2
-    assert outcomes[0] == outcomes[1]
-
-
-def test_an_overflow_under_a_scaler_skips_the_step_on_all(ranks_of: RanksOf) -> None:
-    bad = [2, 8, 9]  # before and after freeze_step, and twice in a row
-    clean = ranks_of(2).run(history, make, {}, 12)
-    for spoiled, expected in zip(ranks_of(2).run(overflow, make, {}, 15, bad), clean, strict=True):
-        assert all(same(spoiled[b], spoiled[b - 1]) for b in bad)
-        assert same(spoiled[-1], expected[-1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("freeze_step", [2, 5, 7])
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
-    ranks_of: RanksOf, freeze_step: int, dtype: torch.dtype
-) -> None:
-    assert all(ranks_of(2).run(resume, make, {"freeze_step": freeze_step}, dtype))
-
-
-@pytest.mark.parametrize(
-    ("sharded", "compressed"), [(True, ["AllToAll", "AllGather"]), (False, ["AllGather"])]
-)
-def test_one_exchange_per_step(ranks_of: RanksOf, sharded: bool, compressed: list[str]) -> None:
-    for asked in ranks_of(2).run(collectives, make, {"sharded": sharded}, FREEZE + 3):
-        assert asked == [["AllReduce"]] * FREEZE + [compressed] * 3
-
-
 def move_late_rows(eps: float) -> list[float]:
     """Return how far rows move of which the first has no gradient during the warm-up."""
     table = nn.Parameter(torch.ones(4, 64))
@@ -186,48 +149,3 @@ def test_coordinates_without_a_second_moment_stay(ranks_of: RanksOf, eps: float)
     for first, *others in ranks_of(2).run(move_late_rows, eps):
         assert first == 0
         assert min(others) > 1e-2
-
-
-def freeze_at_different_steps() -> None:
-    parameter = nn.Parameter(torch.ones(4, 4))
-    parameter.grad = torch.ones(4, 4)
-    OneBitAdam([parameter], Exchange(Sign()), freeze_step=5 + dist.get_rank()).step()
-
-
-def test_ranks_that_would_freeze_at_different_steps_fail_together(ranks_of: RanksOf) -> None:
-    for outcome in ranks_of(2).outcomes(freeze_at_different_steps):
-        assert isinstance(outcome.error, ConfigMismatchError)
-        assert "freeze_step is 5 on rank 0, 6 on rank 1" in str(outcome.error)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"freeze_step": 0}, "OneBitAdam: freeze_step must be an integer of at least 1"),
-        ({"freeze_step": 7, "total_steps": 7}, "freeze_step 7 leaves none of total_steps 7"),
-        ({"total_steps": 2.0}, "total_steps must be an integer of at least 1"),
-        ({"lr": -1.0}, "lr must not be negative"),
-        ({"eps": float("nan")}, "eps must not be negative"),
-        ({"betas": (1.0, 0.9)}, r"betas must lie in \[0, 1\)"),
-        ({"exchange": Identity()}, "exchange must be an Exchange"),
-    ],
-    ids=str,
-)
-def test_bad_hyperparameters_are_refused(options: dict[str, Any], message: str) -> None:
-    arguments = {"exchange": Exchange(Sign()), "freeze_step": 1} | options
-    with pytest.raises(ValueError, match=message):
-        OneBitAdam([nn.Parameter(torch.zeros(2))], **arguments)
-
-
-def test_a_run_longer_than_the_warm_up_is_accepted() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    optimizer = OneBitAdam([parameter], Exchange(Sign()), freeze_step=6, total_steps=7)
-    assert optimizer.freeze_step == 6
-
-
-def test_sparse_gradients_are_refused() -> None:
-    table = nn.Embedding(4, 2, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    optimizer = OneBitAdam(table.parameters(), Exchange(Sign()), freeze_step=1)
-    with pytest.raises(ValueError, match="does not support sparse gradients"):
-        optimizer.step()
