@@ -4,6 +4,6 @@ One idea per file. What is trained: ``corpus``, ``model``, ``tasks``. With what:
 ``crossings`` and ``optimizers``. By whom: ``training`` (a rank of its own process), ``processes``
 (starting and watching such ranks; ``events`` is what they tell), ``simulated`` (all ranks in this
 process). What comes out: ``runs`` (one method, one record; ``plain`` checks what was read),
-``outcomes`` (a method tuned by ``search`` and run with several seeds). What people see:
-``progress``, ``tables``, ``plots``, ``options`` (how it was run).
+``outcomes`` (a method tuned by ``search`` and run with several seeds). What commands do alike:
+``conducting``. What people see: ``progress``, ``tables``, ``plots``, ``options`` (how it was run).
 """

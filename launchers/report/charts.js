@@ -52,9 +52,10 @@ function draw() {
 
 /** Show the same point in all charts but, where given, the one in which it is shown already. */
 function mark(name, step, except) {
+  const plain = (name) => name.replace(/: 0 bytes$/, "");
   for (const plot of plots) {
     if (plot === except) continue;
-    const trace = plot.data.findIndex((each) => each.text && each.name.startsWith(name));
+    const trace = plot.data.findIndex((each) => each.text && plain(each.name) === plain(name));
     const point = trace < 0 ? -1 : plot.data[trace].customdata.indexOf(step);
     if (point >= 0) Plotly.Fx.hover(plot, [{ curveNumber: trace, pointNumber: point }]);
   }
@@ -82,7 +83,7 @@ for (const id of ["controls", "charts"]) document.getElementById(id).hidden = fa
 draw();
 for (const plot of plots) {
   plot.on("plotly_hover", ({ event, points: [{ data, customdata }] }) => {
-    if (event?.isTrusted) mark(data.name.replace(": 0 bytes", ""), customdata, plot);
+    if (event?.isTrusted) mark(data.name, customdata, plot);
   });
   plot.on("plotly_unhover", () => plots.forEach((each) => each !== plot && Plotly.Fx.unhover(each)));
   plot.addEventListener("keydown", (event) => move(plot, event));

@@ -4,7 +4,7 @@ import html
 import statistics
 from typing import Any, NamedTuple
 
-from comm_hooks.launchers.lab.plots import DASHES, assign_looks
+from comm_hooks.launchers.lab.plots import assign_looks
 from comm_hooks.launchers.lab.runs import Point, Run
 from comm_hooks.launchers.lab.tables import format_bytes
 from comm_hooks.launchers.report.groups import Group, group_runs, seed_names
@@ -106,12 +106,11 @@ def make_charts(series: list[Series]) -> list[dict[str, Any]]:
 def _trace(
     common: dict[str, Any], name: str, curve: Curve, xs: list[Any], dash: int, width: float
 ) -> dict[str, Any]:
-    shape = "dot" if DASHES[dash] == "dotted" else DASHES[dash][:4].replace("soli", "solid")
     return {
         **common,
         "name": html.escape(name, quote=False),
         "mode": "lines+markers" if width > 1 and len(curve) <= _DOTS else "lines",
-        "line": {"width": width, "dash": shape},
+        "line": {"width": width, "dash": ("solid", "dash", "dot")[dash]},
         "x": xs,
         "y": [round(point.loss, 5) for point in curve],
         "customdata": [point.step for point in curve],
