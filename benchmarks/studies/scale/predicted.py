@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from comm_hooks.collectives.routes import OneShot, Route, Sharded
 
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Compressor, CountSketch, Identity, Sign, TopK
 from comm_hooks.exchange.layout import Layout, Segment
+from comm_hooks.exchange.routes import Gathered, Route, Sharded, Summed
 from comm_hooks.launchers.advise.cost_model import (
     Collective,
     Compute,
@@ -266,8 +266,9 @@ def _route(scheme: Scheme, bucket: Sequence[tuple[int, ...]], ranks: int) -> Rou
     transport = Simulated(ranks)[0]
     compressors = [scheme.compressor] * len(layout.compressed)
     if scheme.way == "sharded":
-        return Sharded(layout, compressors, transport, None)
-    return OneShot(layout, compressors, transport, sum_on_wire=scheme.compressor.linear)
+        return Sharded(layout, compressors, transport, 0, None)
+    kind = Summed if scheme.compressor.linear else Gathered
+    return kind(layout, compressors, transport, 0)
 
 
 def break_even(rows: Sequence[Predicted]) -> list[dict[str, Any]]:

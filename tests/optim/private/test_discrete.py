@@ -11,12 +11,12 @@ from comm_hooks import CountSketch, ErrorFeedback, Exchange, Identity, TopK
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.optim.private import GaussianMechanism, PrivacyEngine, PrivacyError, Secret
+from comm_hooks.optim.private.noise import discrete as module
 from comm_hooks.optim.private.noise.discrete import (
     Grid,
     add_discrete_noise_,
     discrete_gaussian,
 )
-from comm_hooks.optim.private.noise.gaussian import discrete as module
 
 SIGMA, C, B = 2.0, 0.5, 10.0
 
