@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from comm_hooks.launchers.audit.script.observer import Observer
-from comm_hooks.launchers.audit.script.run import Variant
+from comm_hooks.launchers.audit.script.observer import Observer, Variant
 from comm_hooks.optim import observed
 from comm_hooks.optim.private.data.poisson import PoissonSampler
 

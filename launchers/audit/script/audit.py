@@ -16,8 +16,9 @@ from comm_hooks.launchers.audit.script.noise import (
     judge_draws,
     judge_size,
 )
+from comm_hooks.launchers.audit.script.observer import Variant
 from comm_hooks.launchers.audit.script.planting import Kind, Plant
-from comm_hooks.launchers.audit.script.run import Job, Run, ScriptFailed, Variant, run_script
+from comm_hooks.launchers.audit.script.run import Job, Run, ScriptFailed, run_script
 from comm_hooks.launchers.audit.script.twins import Twins, are_alike, compare
 
 _KINDS: tuple[Kind, ...] = ("absent", "huge", "swapped", "not finite")

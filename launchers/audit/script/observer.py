@@ -6,10 +6,11 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -24,6 +25,7 @@ from comm_hooks.compressors.identity import Identity
 from comm_hooks.launchers.audit.script.clients import Clients
 from comm_hooks.launchers.audit.script.draws import Draws
 from comm_hooks.launchers.audit.script.places import Places
+from comm_hooks.launchers.audit.script.planting import Plant
 from comm_hooks.launchers.audit.script.sources import Sources
 from comm_hooks.launchers.audit.script.watched import Watched, digest_of, flat
 from comm_hooks.optim.observed import observing
@@ -35,10 +37,25 @@ from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
 from comm_hooks.optim.private.noise.placement import judge
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 
-if TYPE_CHECKING:
-    from comm_hooks.launchers.audit.script.run import Variant
-
 _SEED = 20_240_229
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How one run differs from the others.
+
+    Attributes:
+        name: for people.
+        draws, noise: numbers that stand for the secrets of who is drawn and of the noise.
+        plant: what is done with one sample; None: nothing.
+        varied_source: the row that is changed in what the data set is made of; None: nothing.
+    """
+
+    name: str
+    draws: int = 0
+    noise: int = 0
+    plant: Plant | None = None
+    varied_source: int | None = None
 
 
 class Stopped(BaseException):

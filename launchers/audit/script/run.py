@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from comm_hooks.launchers.audit.script.observer import Observer, Stopped
-from comm_hooks.launchers.audit.script.planting import Plant
+from comm_hooks.launchers.audit.script.observer import Observer, Stopped, Variant
 from comm_hooks.launchers.endpoint import Endpoint, free_port, loopback_interface
 from comm_hooks.launchers.place import Place
 from comm_hooks.optim.private.errors import PrivacyError
@@ -60,24 +59,6 @@ class Job:
     processes: int | None = None
     steps: int = 20
     timeout: float = 120.0
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How one run differs from the others.
-
-    Attributes:
-        name: for people.
-        draws, noise: numbers that stand for the secrets of who is drawn and of the noise.
-        plant: what is done with one sample; None: nothing.
-        varied_source: the row that is changed in what the data set is made of; None: nothing.
-    """
-
-    name: str
-    draws: int = 0
-    noise: int = 0
-    plant: Plant | None = None
-    varied_source: int | None = None
 
 
 @dataclass

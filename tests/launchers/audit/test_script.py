@@ -19,9 +19,10 @@ from typer.testing import CliRunner, Result
 
 from comm_hooks.launchers.audit.script.audit import choose
 from comm_hooks.launchers.audit.script.noise import Noise, judge_correlation, judge_size
+from comm_hooks.launchers.audit.script.observer import Variant
 from comm_hooks.launchers.audit.script.places import Places
 from comm_hooks.launchers.audit.script.planting import Plant, plant
-from comm_hooks.launchers.audit.script.run import Run, Variant, _copy_folder
+from comm_hooks.launchers.audit.script.run import Run, _copy_folder
 from comm_hooks.launchers.audit.script.twins import compare
 from comm_hooks.launchers.main import app
 from tests.launchers.audit.script_faults import CORRECT, FAULTS, Script, messages_of, written
