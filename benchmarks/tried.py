@@ -33,8 +33,9 @@ from comm_hooks.launchers.lab.corpus import load_corpus
 from comm_hooks.launchers.lab.methods import parse_method, parse_methods
 from comm_hooks.launchers.lab.options import describe_training, versions
 from comm_hooks.launchers.lab.processes import available_cores, run_method, threads_per_rank
-from comm_hooks.launchers.lab.runs import Figures, Run, Settings, parse_run
+from comm_hooks.launchers.lab.runs import Figures, Run, Settings
 from comm_hooks.launchers.machine import processor
+from comm_hooks.launchers.report.reading import read_runs
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -100,11 +101,7 @@ def make_jobs(
 
 def read_records(folder: Path) -> list[Run]:
     """Return all records of a folder."""
-    return [
-        parse_run(json.loads(line))
-        for path in sorted(folder.glob("*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
+    return read_runs(*sorted(folder.glob("*.jsonl")))
 
 
 def run_missing(jobs: Sequence[Job], folder: Path, corpus: Path, workers: int) -> list[Run]:
