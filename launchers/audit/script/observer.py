@@ -156,7 +156,7 @@ class Observer:
             frame = frame.f_back
         if not modules[0].startswith("comm_hooks."):
             return urandom(size)
-        is_noise = any(name.endswith("private.mechanism") for name in modules)
+        is_noise = GaussianMechanism.__module__ in modules
         secret = ("noise", self._variant.noise) if is_noise else ("draws", self._variant.draws)
         self._randomness[secret[0]] = count = self._randomness.get(secret[0], 0) + 1
         label = f"{secret} {count} {self._rank}"
