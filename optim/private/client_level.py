@@ -1,7 +1,7 @@
 """Rounds of local work in which every client is protected as a whole."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -18,13 +18,16 @@ from comm_hooks.optim.private.gradients.clipping import clip_factors, sample_nor
 from comm_hooks.optim.private.gradients.model_checks import unchanged_buffers
 from comm_hooks.optim.private.noise.gaussian import add_noise_
 from comm_hooks.optim.private.noise.placement import Scheme, judge
-from comm_hooks.optim.private.noise.secret import (
-    Secret,
-    Stream,
-    Unrepeatable,
+from comm_hooks.optim.private.noise.secret import Secret, Stream, Unrepeatable
+from comm_hooks.optim.rounds.participation import (
+    Aggregate,
+    ClientSampling,
+    Collection,
+    Contribution,
+    Named,
+    Turn,
+    deal,
 )
-from comm_hooks.optim.rounds.collecting import Aggregate, Collection, Contribution
-from comm_hooks.optim.rounds.participation import ClientSampling, deal
 from comm_hooks.requirements import require_callable, require_positive, require_within
 
 
@@ -69,9 +72,9 @@ class PrivateParticipation(Unrepeatable, ClientSampling):
     Raises:
         ValueError: for settings out of range.
 
-    What may be shown to others is what :meth:`~comm_hooks.optim.LocalRounds.release_state_dict`
-    returns.  Buffers that a client's forward passes change (batch norm's) are refused: they would
-    stay in the model.
+    What may be shown to others is what ``release_state_dict()`` of
+    :class:`~comm_hooks.optim.LocalRounds` returns.  Buffers that a client's forward passes change
+    (batch norm's) are refused: they would stay in the model.
 
     Not supported: weights for clients of different size; inner optimizers that share statistics;
     ``collective="sharded"``; clients that distrust the ranks.
@@ -131,12 +134,7 @@ class PrivateParticipation(Unrepeatable, ClientSampling):
         """Refuse what a client leaves in the model beside its delta: buffers of statistics."""
         return unchanged_buffers()
 
-    def collection(
-        self,
-        exchange: Exchange,
-        delta: Mapping[str, torch.Tensor],
-        statistics: Mapping[str, torch.Tensor],
-    ) -> Collection:
+    def collection(self, exchange: Exchange, delta: Named, statistics: Named) -> Collection:
         """Return what collects the round whose clients have just been drawn.
 
         Raises:
@@ -144,7 +142,7 @@ class PrivateParticipation(Unrepeatable, ClientSampling):
         """
         assert self._secret is not None, "turns() comes first"
         stream = self._secret.stream("noise", rank=0, step=self._rounds)
-        return _PrivateCollection(self, exchange, delta, statistics, stream)
+        return _PrivateCollection(exchange, delta, statistics, self, stream)
 
 
 class _PrivateCollection(Collection):
@@ -152,10 +150,10 @@ class _PrivateCollection(Collection):
 
     def __init__(
         self,
-        participation: PrivateParticipation,
         exchange: Exchange,
-        delta: Mapping[str, torch.Tensor],
-        statistics: Mapping[str, torch.Tensor],
+        delta: Named,
+        statistics: Named,
+        participation: PrivateParticipation,
         stream: Stream,
     ) -> None:
         super().__init__(exchange, delta, statistics)
@@ -169,12 +167,7 @@ class _PrivateCollection(Collection):
         self._pending: tuple[dict[str, torch.Tensor], Memory | None] | None = None
 
     @observed("contribution")
-    def add(
-        self,
-        turn: Sequence[int | None],
-        contribution: Contribution | None,
-        memory: Memory | None,
-    ) -> None:
+    def add(self, turn: Turn, contribution: Contribution | None, memory: Memory | None) -> None:
         self._send(noise_std=None)
         message = {name: torch.zeros_like(t) for name, t in self.total.items()}
         if contribution is not None:

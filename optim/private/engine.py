@@ -152,7 +152,7 @@ class PrivacyEngine:
             grad_sample_mode: how ``optimizer.backward(batch)`` finds per-sample gradients:
                 ``"functorch"``, by ``torch.func``; ``"hooks"``, by Opacus; ``"ghost"``, by Opacus
                 without any sample's gradient, which needs the least memory, but see
-                ``OpacusGhostGradients`` in :mod:`comm_hooks.optim.private.gradients.opacus` about
+                :class:`~comm_hooks.optim.private.gradients.opacus.OpacusGhostGradients` about
                 sequences.
             micro_batch_size: how many samples to pass to the loss function at a time.
 

@@ -70,7 +70,7 @@ class FedAvg(LocalRounds):
             self, lr=lr, momentum=momentum, weight_decay=weight_decay, server_lr=server_lr
         )
         require_within(self, "server_momentum", server_momentum, "[0, 1)")
-        members: Any = list(params)
+        members: Any = list(params)  # iterated over twice
         super().__init__(
             SGD(members, lr=lr, momentum=momentum, weight_decay=weight_decay),
             exchange,
@@ -119,7 +119,7 @@ class DiLoCo(LocalRounds):
         settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_hyperparameters(self, **settings, outer_lr=outer_lr)
         require_within(self, "outer_momentum", outer_momentum, "[0, 1)")
-        members: Any = list(params)
+        members: Any = list(params)  # iterated over twice
         super().__init__(
             AdamW(members, **settings),
             exchange,
@@ -189,7 +189,7 @@ class SparseLoCo(LocalRounds):
                 f"SparseLoCo: the exchange's memory must be ErrorFeedback(decay=0.95) or another "
                 f"decay below 1, got {memory!r}"
             )
-        members: Any = list(params)
+        members: Any = list(params)  # iterated over twice
         super().__init__(
             AdamW(members, **settings),
             exchange,
@@ -366,7 +366,7 @@ class SAFL(LocalRounds):
                 f"SAFL: {exchange.compressor} is no sketch: use CountSketch, SRHT or "
                 "GaussianSketch (or LocalRounds, which takes any compressor)"
             )
-        members: Any = list(params)
+        members: Any = list(params)  # iterated over twice
         inner = SGD(members, lr=local_lr)
         server = (AMSGrad if amsgrad else Adam)(members, **settings)
         super().__init__(

@@ -19,13 +19,13 @@ from comm_hooks.optim.double_averaging import (
 )
 from comm_hooks.optim.observed import observed
 from comm_hooks.optim.rounds.checks import check_rounds, cut
-from comm_hooks.optim.rounds.collecting import (
+from comm_hooks.optim.rounds.participation import (
     Aggregate,
+    ClientSampling,
     Collection,
     Contribution,
     PlainCollection,
 )
-from comm_hooks.optim.rounds.participation import ClientSampling
 from comm_hooks.optim.rounds.saving import SavedRounds
 from comm_hooks.optim.rounds.shared_moments import SharesStatistics
 from comm_hooks.requirements import require_choice

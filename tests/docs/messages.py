@@ -35,6 +35,12 @@ def messages(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.FunctionDef) and (file.name, node.name) == _SHARED
             for inner in ast.walk(node)
         }
+        for node in tree.body:
+            # A table of what is refused: a test, the message, what to do instead.
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_REFUSED":
+                assert isinstance(node.value, ast.Tuple)
+                for row in node.value.elts:
+                    yield f"{file.name}:{row.lineno}", _text(row.elts[1])  # type: ignore[attr-defined]
         for node in ast.walk(tree):
             if id(node) in shared:
                 continue

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comm_hooks.layout import Rows
+from comm_hooks.memory.rows import Rows
 
 from comm_hooks import Differences, ErrorFeedback, MomentumCorrection
 from comm_hooks.memory import Memory

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from comm_hooks.checks import Collective
+from comm_hooks.exchange import Collective
 
 from benchmarks.studies.safl.budget import BETAS, all_reduced, nearest, sharded
 from comm_hooks.collectives import Transport

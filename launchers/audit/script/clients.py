@@ -8,9 +8,8 @@ import torch
 from comm_hooks.launchers.audit.script.planting import EXTREMES, Plant
 from comm_hooks.launchers.audit.script.watched import flat
 from comm_hooks.optim.private.client_level import PrivateParticipation
-from comm_hooks.optim.rounds.collecting import Contribution
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
-from comm_hooks.optim.rounds.participation import deal
+from comm_hooks.optim.rounds.participation import Contribution, deal
 
 
 class Clients:
