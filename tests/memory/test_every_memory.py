@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from comm_hooks.memory.rows import Rows
 
 from comm_hooks import Differences, ErrorFeedback, MomentumCorrection
 from comm_hooks.memory import Memory
+from comm_hooks.memory.rows import Rows
 
 NUMEL = 300
 every_memory = pytest.mark.parametrize(

@@ -8,12 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from comm_hooks.exchange import Collective
-
 from benchmarks.studies.safl.budget import BETAS, all_reduced, nearest, sharded
 from comm_hooks.collectives import Transport
 from comm_hooks.compressors import Cocktail, Compressor, CountSketch, RandomK, Sign, TopK
-from comm_hooks.exchange import Exchange
+from comm_hooks.exchange import Collective, Exchange
 from comm_hooks.launchers.lab.outcomes import Settings
 from comm_hooks.launchers.lab.simulated import Client, NamedParameters
 from comm_hooks.memory import Differences, ErrorFeedback
