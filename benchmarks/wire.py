@@ -40,16 +40,17 @@ def main(density: float = 1 / 64) -> None:
         for index_code in INDEX_CODES:
             top_k = TopK(density, BLOCK, value_bits, index_code)
             format_ = PayloadFormat([(top_k, *vector.shape)], ranks=range(2), place=0)
-            payload = format_.encode([vector], [[1]], torch.tensor(0.0), STAMP)
+            (payload,) = format_.encode_all([vector[None]], [[1]], torch.tensor(0.0), STAMP)
             back = torch.empty_like(vector)
             format_.decode([back], payload, [[1]], 0)
             bits = 8 * payload.nbytes / (BLOCKS * kept)
             arrived = int((back != 0).sum()) / (BLOCKS * kept)
-            names = {"f": format_, "v": [vector], "p": payload, "b": [back], "k": [[1]]}
+            names = {"f": format_, "v": [vector[None]], "p": payload, "b": [back], "k": [[1]]}
             names |= {"h": torch.tensor(0.0), "s": STAMP}
+            encode = "f.encode_all(v, k, h, s)"
             print(
                 f"| {value_bits} | {index_code} | {bits:.3f} | {bits / (entropy + value_bits):.3f} "
-                f"| {100 * arrived:.2f} % | {milliseconds('f.encode(v, k, h, s)', **names):.0f} "
+                f"| {100 * arrived:.2f} % | {milliseconds(encode, **names):.0f} "
                 f"| {milliseconds('f.decode(b, p, k, 0)', **names):.0f} |"
             )
 

@@ -1,6 +1,7 @@
 """A simulated world in which one rank decodes for all ends as one in which every rank does."""
 
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,8 +101,14 @@ def test_payloads_made_together_are_those_made_one_by_one(
     payloads = form.encode_all(stacks, of_all, health, stamp, residuals=residuals)
     for m in range(count):
         matrices = [stack[m] for stack in apart]
-        one = form.encode(matrices, [part[m] for part in keys], health, stamp, residuals=residuals)
-        assert torch.equal(one, payloads[m])
+        message = SimpleNamespace(
+            matrices=matrices,
+            keys=[part[m] for part in keys],
+            health=health,
+            stamp=stamp,
+            residuals=residuals,
+        )
+        assert torch.equal(form.encode(message), payloads[m])  # type: ignore[arg-type]
     assert all(torch.equal(one, other) for one, other in zip(apart, stacks, strict=True))
     assert float(form.health(payloads, stamp)) == 0
     form.decode_all(stacks, payloads, of_all)

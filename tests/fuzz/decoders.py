@@ -192,7 +192,8 @@ def _honest(
     for rank in range(ranks):
         own = PayloadFormat(parts, range(ranks), rank, summed=summed)
         vectors = [torch.randn(m.shape, generator=generator) for m in matrices]
-        sent.append(own.encode(vectors, _keys(matrices), torch.tensor(0.0), _STAMP))
+        stacks = [vector[None] for vector in vectors]
+        sent += own.encode_all(stacks, _keys(matrices), torch.tensor(0.0), _STAMP)
     received = torch.stack(sent)
     if summed:
         received = received.view(torch.float32).sum(0, keepdim=True).view(torch.uint8)
