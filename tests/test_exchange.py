@@ -86,11 +86,11 @@ class World:
         total = torch.zeros(SHAPES[name]).flatten()
         for rank, exchange in enumerate(self.exchanges):
             assert exchange.memory
-            assert exchange._server_memory
+            assert exchange.remembered.server
             worker = exchange.memory.state_dict().get(name)
             if worker is not None:
                 total += worker / size
-            shard = exchange._server_memory.state_dict().get(name)
+            shard = exchange.remembered.server.state_dict().get(name)
             if shard is not None:
                 start = rank * shard.numel()
                 stop = min(start + shard.numel(), total.numel())

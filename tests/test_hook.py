@@ -164,8 +164,8 @@ def train_and_account(mode: str, compressor: Any, collective: str) -> dict[str, 
     errors = {}
     exchange = state.exchange
     assert exchange.memory
-    assert exchange._server_memory
-    workers, shards = exchange.memory.state_dict(), exchange._server_memory.state_dict()
+    assert exchange.remembered.server
+    workers, shards = exchange.memory.state_dict(), exchange.remembered.server.state_dict()
     for name, total in true.items():
         if name in workers:
             flat = total.contiguous().flatten()

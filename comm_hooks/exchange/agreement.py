@@ -1,6 +1,8 @@
 """What ranks must have in common: compared in words before the first exchange, later by digests."""
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +11,7 @@ from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.errors import ConfigMismatchError
 from comm_hooks.exchange.layout import Segment
 from comm_hooks.wire.checksum import fingerprint
-from comm_hooks.wire.stamp import digest
+from comm_hooks.wire.stamp import Stamp, digest
 
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -25,6 +27,77 @@ class Owner(Protocol):
 
     def names(self) -> Collection[str] | None:
         """Return the names of all tensors that are ever exchanged; None if nobody knows."""
+
+
+class Agreement:
+    """What the ranks of an exchange must have in common, and when they make sure of it.
+
+    Attributes:
+        settings: what the users of the exchange have added to its own settings.
+        reached: whether ranks have compared all of it.
+        loaded_at: the step that was restored last, if one was.
+    """
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = {}
+        self.reached = False
+        self.loaded_at: int | None = None
+        self._owner: weakref.ref[Owner] | None = None
+
+    def __copy__(self) -> "Agreement":
+        """Return the same without an owner: a copy of the exchange has another one."""
+        duplicate = Agreement()
+        duplicate.__dict__.update(self.__getstate__(), settings=dict(self.settings))
+        return duplicate
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: all but the owner, which is known by a weak reference."""
+        return {**self.__dict__, "_owner": None}
+
+    @property
+    def owner(self) -> Owner | None:
+        """The optimizer or hook that exchanges, as long as there is one."""
+        return self._owner() if self._owner else None
+
+    @owner.setter
+    def owner(self, owner: Owner | None) -> None:
+        # Weak: an owner has its exchange, and a circle would keep ledgers and memories alive.
+        self._owner = weakref.ref(owner) if owner else None
+
+    def add(self, settings: Mapping[str, Any]) -> None:
+        """Let ranks agree on these values, too."""
+        self.settings |= settings
+
+    def reach(self, config: Mapping[str, Any]) -> Round[None]:
+        """Return a round in which all ranks find out whether they are configured alike."""
+        yield from compare_settings(config, self.owner)
+        self.reached = True
+
+    def is_due(self, step: int, verify_every: int, *, is_new: bool) -> bool:
+        """Return whether ranks are to make sure, in this step, of more than their stamps say."""
+        # What has just been loaded is looked at, too.
+        return verify_every > 0 and (is_new or step == self.loaded_at or step % verify_every == 0)
+
+    def stamp(self, digest_: int, step: int) -> Stamp:
+        """Return what the payloads of a bucket have in common in a step."""
+        owner = self.owner
+        return Stamp(
+            digest_,
+            step,
+            # Exchanges since the start or the last load, and which of the two it was.
+            loads=2 * (step - (self.loaded_at or 0)) + (self.loaded_at is not None),
+            hyperparameters=digest(owner.hyperparameters()) if owner else 0,
+        )
+
+    def with_fingerprint(self, stamp: Stamp, replica: Sequence[torch.Tensor] | None) -> Stamp:
+        """Return a stamp with the fingerprint of what must be bit-identical on all ranks.
+
+        Args:
+            replica: that; None for what the owner says.
+        """
+        if replica is None:
+            replica = self.owner.replica() if self.owner else ()
+        return replace(stamp, model=fingerprint(replica)) if replica else stamp
 
 
 def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

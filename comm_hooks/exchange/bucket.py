@@ -1,11 +1,13 @@
 """What an exchange knows of each bucket."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import torch
 
-from comm_hooks.exchange.layout import Granularity, Layout, Segment
+from comm_hooks.exchange.layout import Layout, Segment
 from comm_hooks.exchange.routes import Route
+from comm_hooks.exchange.settings import ExchangeSettings
+from comm_hooks.requirements import require_dense_floats
 
 
 class Bucket:
@@ -31,11 +33,13 @@ class Buckets:
     A bucket that shares a parameter with a new one is gone: DDP has rebuilt its buckets.
 
     Args:
-        granularity: what a compressor sees as one vector.
+        settings: of the exchange.
+        numels: where to note the number of elements of each parameter.
     """
 
-    def __init__(self, granularity: Granularity) -> None:
-        self._granularity = granularity
+    def __init__(self, settings: ExchangeSettings, numels: dict[str, int]) -> None:
+        self._settings = settings
+        self._numels = numels
         self._found: dict[Hashable, Bucket] = {}
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -44,29 +48,63 @@ class Buckets:
     def __len__(self) -> int:
         return len(set(self._found.values()))
 
-    def find(
-        self, key: Hashable, device: torch.device, segments: Callable[[], Sequence[Segment]]
+    def of(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        beside: Mapping[str, torch.Tensor] | None = None,
     ) -> Bucket:
-        """Return the bucket that was found under this key before, or that of these segments.
+        """Return the bucket of these tensors by name; see :meth:`~comm_hooks.Exchange.average_`.
 
         Raises:
-            ValueError: if two segments have the same name.
+            ValueError: if there are none, or one is not dense and floating-point.
         """
-        bucket = self._found.get((key, device))
-        if bucket is None:
-            bucket = self._found[key, device] = self._of(tuple(segments()), device)
-        return bucket
+        if not tensors:
+            raise ValueError("there is nothing to average: no tensors were given")
+        for tensor in tensors.values():
+            require_dense_floats(tensor)
+        exempts = self._settings.exempts
+        segments = [Segment(n, tuple(t.shape), exempts(t.shape)) for n, t in tensors.items()]
+        segments += [Segment(n, tuple(t.shape), True, True) for n, t in (beside or {}).items()]
+        return self.of_segments(segments, next(iter(tensors.values())).device)
 
-    def _of(self, segments: tuple[Segment, ...], device: torch.device) -> Bucket:
-        if (segments, device) not in self._found:
-            names = {segment.name for segment in segments}
-            if len(names) < len(segments):
+    def of_parameters(
+        self,
+        parameters: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        name_of: Callable[[torch.Tensor], str],
+    ) -> Bucket:
+        """Return the bucket of these parameters' gradients.
+
+        Args:
+            parameters: which decide whether they are exempt; they must outlive the exchange.
+            tensors: the gradients, shaped as at the first call.
+            name_of: returns a parameter's name.
+        """
+        key = (tuple(map(id, parameters)), tensors[0].device)
+        if key not in self._found:
+            exempts = self._settings.exempts
+            pairs = zip(parameters, tensors, strict=True)
+            segments = [Segment(name_of(p), tuple(t.shape), exempts(p.shape)) for p, t in pairs]
+            bucket = self.of_segments(segments, tensors[0].device)
+            self._found[key] = bucket
+        return self._found[key]
+
+    def of_segments(self, segments: Sequence[Segment], device: torch.device) -> Bucket:
+        """Return the bucket of these segments.
+
+        Raises:
+            ValueError: if two of them have the same name.
+        """
+        key = (tuple(segments), device)
+        if key not in self._found:
+            layout = Layout(key[0], device, self._settings.granularity)
+            if len(layout.names) < len(segments):
                 raise ValueError("parameter names must be distinct within a bucket")
             self._found = {
-                key: bucket
-                for key, bucket in self._found.items()
-                if names.isdisjoint(bucket.layout.names)
+                known: bucket
+                for known, bucket in self._found.items()
+                if layout.names.isdisjoint(bucket.layout.names)
             }
-            layout = Layout(segments, device, self._granularity)
-            self._found[segments, device] = Bucket(layout)
-        return self._found[segments, device]
+            self._found[key] = Bucket(layout)
+            self._numels.update({s.name: s.numel for s in segments if not s.exempt})
+        return self._found[key]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,25 +18,23 @@ from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.errors import PeerError
-from comm_hooks.exchange.agreement import Owner, compare_settings, compare_tensors
+from comm_hooks.exchange.agreement import Agreement, Owner, compare_tensors
 from comm_hooks.exchange.bucket import Bucket, Buckets
-from comm_hooks.exchange.layout import Layout, Segment
+from comm_hooks.exchange.layout import Layout
 from comm_hooks.exchange.message import Terms
 from comm_hooks.exchange.resuming import (
+    Remembered,
     check_complete,
     check_memory,
     check_own,
     check_whole,
-    cut_memory,
-    merge_memories,
     seal_own,
 )
 from comm_hooks.exchange.routes import RaggedShards, Route, choose_route
 from comm_hooks.exchange.safeguard import Safeguard
 from comm_hooks.exchange.settings import Collective, ExchangeSettings
 from comm_hooks.memory.base import Memory
-from comm_hooks.requirements import require_dense_floats, require_kind
-from comm_hooks.wire.checksum import fingerprint
+from comm_hooks.requirements import require_kind
 from comm_hooks.wire.stamp import WIRE_VERSION, Stamp, digest
 
 if TYPE_CHECKING:
@@ -121,19 +119,13 @@ class Exchange:
             require_kind(self, "transport", transport, Transport)
         if own_memory:
             _take(own_memory, self)
-        self.settings = settings
-        self.memory = own_memory
+        self.remembered = Remembered(own_memory)
         self.step = 0
-        self._agreed_on: dict[str, Any] = {}
-        self._owner: weakref.ref[Owner] | None = None
-        self._server_memory = own_memory.for_server() if own_memory else None
+        self.agreement = Agreement()
         self._transport = transport
         self._process_group = process_group
-        self._agreed = False
-        self._loaded_at: int | None = None
-        self.buckets = Buckets(settings.granularity)
-        self._numels: dict[str, int] = {}  # of all parameters that the memory may know
         self._bytes = self._bytes_between_nodes = self._bytes_uncompressed = 0
+        self.settings = settings
 
     @classmethod
     def of(
@@ -168,32 +160,39 @@ class Exchange:
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         """Return an exchange between the same ranks, with a copy of what is remembered."""
         duplicate = memo[id(self)] = copy.copy(self)
-        memories = self.memory, self._server_memory
-        duplicate.memory, duplicate._server_memory = copy.deepcopy(memories, memo)
-        duplicate._agreed_on = dict(self._agreed_on)
-        duplicate.owner = None
-        duplicate._numels = dict(self._numels)
-        # Workspaces are made when they are needed.
-        duplicate.buckets = Buckets(self.settings.granularity)
+        duplicate.remembered = copy.copy(self.remembered)
+        duplicate.agreement = copy.copy(self.agreement)
+        duplicate.settings = self.settings
         return duplicate
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: all but the owner, which is known by a weak reference."""
-        return {**self.__dict__, "_owner": None}
+    @property
+    def settings(self) -> ExchangeSettings:
+        """What all ranks have in common."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: ExchangeSettings) -> None:
+        self._settings = settings
+        # Workspaces are made when they are needed.
+        self.buckets = Buckets(settings, self.remembered.numels)
 
     @property
     def owner(self) -> Owner | None:
         """The optimizer or hook that exchanges through this, as long as there is one."""
-        return self._owner() if self._owner else None
+        return self.agreement.owner
 
     @owner.setter
     def owner(self, owner: Owner | None) -> None:
-        # Weak: an owner has its exchange, and a circle would keep ledgers and memories alive.
-        self._owner = weakref.ref(owner) if owner else None
+        self.agreement.owner = owner
 
     @property
     def compressor(self) -> Compressor:
         return self.settings.compressor
+
+    @property
+    def memory(self) -> Memory | None:
+        """What this rank remembers of what it did not send."""
+        return self.remembered.memory
 
     @property
     def transport(self) -> Transport:
@@ -216,7 +215,7 @@ class Exchange:
         Args:
             settings: plain values by name.
         """
-        self._agreed_on |= settings
+        self.agreement.add(settings)
 
     def config(self) -> dict[str, Any]:
         """Return all that must be equal on all ranks, as plain values."""
@@ -225,14 +224,14 @@ class Exchange:
             "ranks_per_node": self.ranks_per_node,
             "step": self.step,
             "wire_version": WIRE_VERSION,
-            **self._agreed_on,
+            **self.agreement.settings,
         }
 
     def agree(self) -> Round[None]:
         """Make sure, once, that all ranks are configured alike."""
-        if self._agreed:
+        if self.agreement.reached:
             return
-        yield from compare_settings(self.config(), self.owner)
+        yield from self.agreement.reach(self.config())
         ranks = self.transport.world_size
         if self.settings.collective == "hierarchical":
             if self._require_ranks_per_node() == ranks:
@@ -243,7 +242,6 @@ class Exchange:
                 "is saved",
                 stacklevel=2,
             )
-        self._agreed = True
 
     def agree_now(self) -> None:
         """Do so before the first round; blocking, on all ranks."""
@@ -266,7 +264,7 @@ class Exchange:
         process group use :meth:`average_`, which takes the same arguments.
         """
         yield from self.bucket_round(
-            self.bucket_of(tensors, beside),
+            self.buckets.of(tensors, beside),
             [*tensors.values(), *(beside or {}).values()],
             compress=compress,
             memory=memory,
@@ -312,59 +310,6 @@ class Exchange:
             )
         )
 
-    def bucket(self, segments: Sequence[Segment], device: torch.device) -> Bucket:
-        """Return the bucket of these segments, made at the first call."""
-        return self._find(tuple(segments), device, lambda: segments)
-
-    def bucket_of(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        beside: Mapping[str, torch.Tensor] | None = None,
-    ) -> Bucket:
-        """Return the bucket of these tensors by name; see :meth:`average_`.
-
-        Raises:
-            ValueError: if there are none, or one is not dense and floating-point.
-        """
-        if not tensors:
-            raise ValueError("there is nothing to average: no tensors were given")
-        for tensor in tensors.values():
-            require_dense_floats(tensor)
-        exempts = self.settings.exempts
-        segments = [Segment(n, tuple(t.shape), exempts(t.shape)) for n, t in tensors.items()]
-        segments += [Segment(n, tuple(t.shape), True, True) for n, t in (beside or {}).items()]
-        return self.bucket(segments, next(iter(tensors.values())).device)
-
-    def bucket_of_parameters(
-        self,
-        parameters: Sequence[torch.Tensor],
-        tensors: Sequence[torch.Tensor],
-        name_of: Callable[[torch.Tensor], str],
-    ) -> Bucket:
-        """Return the bucket of these parameters' gradients.
-
-        Args:
-            parameters: which decide whether they are exempt; they must outlive the exchange.
-            tensors: the gradients, shaped as at the first call.
-            name_of: returns a parameter's name.
-        """
-
-        def segments() -> list[Segment]:
-            exempts = self.settings.exempts
-            pairs = zip(parameters, tensors, strict=True)
-            return [Segment(name_of(p), tuple(t.shape), exempts(p.shape)) for p, t in pairs]
-
-        return self._find(tuple(map(id, parameters)), tensors[0].device, segments)
-
-    def _find(
-        self, key: Any, device: torch.device, segments: Callable[[], Sequence[Segment]]
-    ) -> Bucket:
-        bucket = self.buckets.find(key, device, segments)
-        if not bucket.compared:
-            whole = (s for s in bucket.layout.segments if not s.exempt)
-            self._numels.update((s.name, s.numel) for s in whole)
-        return bucket
-
     def workspace(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return contiguous float32 tensors of these names and shapes to make a message in.
 
@@ -372,7 +317,7 @@ class Exchange:
         soon as another round averages tensors of any of these names.
 
         Raises:
-            ValueError: as :meth:`bucket_of`.
+            ValueError: as :meth:`average_`.
 
         Example::
 
@@ -383,7 +328,7 @@ class Exchange:
             >>> _ = torch.mul(weight, 2, out=message["weight"])
             >>> exchange.average_(message)
         """
-        return dict(zip(tensors, self.bucket_of(tensors).layout.views, strict=True))
+        return dict(zip(tensors, self.buckets.of(tensors).layout.views, strict=True))
 
     def norm_bound(self, layout: Layout) -> float:
         """Return the largest possible norm of a payload over that of what is in it.
@@ -416,7 +361,7 @@ class Exchange:
         """Return a round on one bucket of a step that may have several.
 
         Args:
-            bucket: from :meth:`bucket` and its relatives.
+            bucket: from :attr:`buckets`.
             tensors: dense, of one floating-point dtype, shaped like the bucket's segments;
                 overwritten with the mean.
             compress, memory, safeguard: see :meth:`average_`.
@@ -432,12 +377,10 @@ class Exchange:
         if is_new:
             yield from compare_tensors(bucket.layout.segments)
             bucket.compared = True
-        stamp = self.stamp(bucket)
         verify = self.verifies(is_new=is_new)
+        stamp = self._stamp(bucket)
         if verify:
-            tensors_alike = self.owner.replica() if replica is None and self.owner else replica
-            if tensors_alike:
-                stamp = replace(stamp, model=fingerprint(tensors_alike))
+            stamp = self.agreement.with_fingerprint(stamp, replica)
         remembers = compress and not (safeguard and safeguard.place == "owner")
         terms = Terms(
             stamp,
@@ -484,7 +427,7 @@ class Exchange:
         own, limit = self.transport.rank, largest_in(output[0].dtype) if output else None
         verify = self.verifies()
         terms = [
-            Terms(self.stamp(b), self.memory, scale, verify=verify, limit=limit) for b in shards
+            Terms(self._stamp(b), self.memory, scale, verify=verify, limit=limit) for b in shards
         ]
 
         def round_() -> Round[None]:
@@ -506,10 +449,7 @@ class Exchange:
         Args:
             is_new: nobody has made sure of it yet.
         """
-        # What has just been loaded is looked at, too.
-        is_due = is_new or self.step == self._loaded_at
-        every = self.settings.verify_every
-        return every > 0 and (is_due or self.step % every == 0)
+        return self.agreement.is_due(self.step, self.settings.verify_every, is_new=is_new)
 
     def _reported(self, round_: Round[None], round_number: int) -> Round[None]:
         """Return a round of this step of whose failure here the other ranks are told."""
@@ -522,20 +462,12 @@ class Exchange:
             self.transport.report(error, round_number)
             raise
 
-    def stamp(self, bucket: Bucket) -> Stamp:
+    def _stamp(self, bucket: Bucket) -> Stamp:
         """Return what the payloads of a bucket in the present step have in common."""
         if bucket.digest is None:
             settings = {key: value for key, value in self.config().items() if key != "step"}
             bucket.digest = digest(settings, bucket.layout.segments)
-        since = self.step - (self._loaded_at or 0)
-        owner = self.owner
-        return Stamp(
-            bucket.digest,
-            self.step,
-            # Exchanges since the start or the last load, and which of the two it was.
-            loads=2 * since + (self._loaded_at is not None),
-            hyperparameters=digest(owner.hyperparameters()) if owner else 0,
-        )
+        return self.agreement.stamp(bucket.digest, self.step)
 
     def _count(self, route: Route, tensors: Sequence[torch.Tensor]) -> None:
         ranks = self.transport.world_size
@@ -557,7 +489,6 @@ class Exchange:
         ``residual_norm``, of everything the memory keeps.  With ``collective="hierarchical"`` also
         ``bytes_sent_between_nodes``, which is a part of ``bytes_sent``.
         """
-        memories = [m for m in (self.memory, self._server_memory) if m]
         knows_nodes = self.settings.collective == "hierarchical"
         between = {"bytes_sent_between_nodes": self._bytes_between_nodes} if knows_nodes else {}
         return {
@@ -567,7 +498,7 @@ class Exchange:
             **between,
             "bytes_uncompressed": self._bytes_uncompressed,
             "compression_ratio": self._bytes_uncompressed / self._bytes if self._bytes else 1.0,
-            "residual_norm": sum(m.norm() ** 2 for m in memories) ** 0.5,
+            "residual_norm": self.remembered.norm(),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -584,12 +515,7 @@ class Exchange:
         }
         if self.settings.collective == "hierarchical":
             state["ranks_per_node"] = self.ranks_per_node
-        if self.memory and self._server_memory:
-            state["memory_type"] = type(self.memory).__name__
-            state["memory"] = self.memory.state_dict()
-            state["server_memory"] = self._server_memory.state_dict()
-            state["numels"] = dict(self._numels)
-        return seal_own(state)
+        return seal_own({**state, **self.remembered.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned on this rank; all ranks must load theirs.
@@ -608,11 +534,8 @@ class Exchange:
                 f"collective={state['collective']!r}: with {self.settings.collective!r} there may "
                 "be no such owners, so load the states of all ranks with load_state_dicts()"
             )
-        if self.memory and self._server_memory:
-            self.memory.load_state_dict(state["memory"])
-            self._server_memory.load_state_dict(state["server_memory"])
-            self._numels = dict(state["numels"])
-        self.step = self._loaded_at = state["step"]
+        self.remembered.load_state_dict(state)
+        self.step = self.agreement.loaded_at = state["step"]
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore what :meth:`state_dict` returned on *all* ranks, on any number of ranks.
@@ -630,26 +553,17 @@ class Exchange:
                 of memory; nothing is changed.
         """
         check_complete(states)
-        is_alike = (
-            len(states) == self.transport.world_size
-            and states[0].get("ranks_per_node") == self.ranks_per_node
-        )
+        ranks, rank = self.transport.world_size, self.transport.rank
+        is_alike = (len(states), states[0].get("ranks_per_node")) == (ranks, self.ranks_per_node)
         if is_alike and all(map(self._passes_on, states)):
-            self.load_state_dict(states[self.transport.rank])
+            self.load_state_dict(states[rank])
             return
         for state in states:
             check_memory(state, self.memory, self._known_names())
-        if self.memory and self._server_memory:
-            numels = {name: n for state in states for name, n in state["numels"].items()}
-            merged = merge_memories(states, self.memory, self._server_memory)
-            if self.settings.collective == "hierarchical":
-                count = self._require_ranks_per_node()
-                place = self.transport.rank % count
-                merged = cut_memory(merged, self.memory, numels, place, count)
-            self.memory.load_state_dict(merged)
-            self._server_memory.load_state_dict({})
-            self._numels = numels
-        self.step = self._loaded_at = states[0]["step"]
+        over_nodes = self.settings.collective == "hierarchical"
+        count = self._require_ranks_per_node() if over_nodes else None
+        self.remembered.load_merged(states, rank % (count or 1), count)
+        self.step = self.agreement.loaded_at = states[0]["step"]
 
     def _known_names(self) -> Collection[str] | None:
         return self.owner.names() if self.owner else None
@@ -660,10 +574,10 @@ class Exchange:
         Whether ``"auto"`` and ``"hierarchical"`` divide into shards depends on more than settings,
         but where they did they will.
         """
-        if not state.get("server_memory") or self.settings.collective == "sharded":
+        collective = self.settings.collective
+        if not state.get("server_memory") or collective == "sharded":
             return True
-        possible = self.settings.carriers()
-        return self.settings.collective == state["collective"] and "sharded" in possible
+        return collective == state["collective"] and "sharded" in self.settings.carriers()
 
     def _route(
         self, bucket: Bucket, compress: bool | Compressor, safeguard: Safeguard | None
@@ -678,7 +592,7 @@ class Exchange:
                 self.settings,
                 compressor,
                 self.transport,
-                self._server_memory,
+                self.remembered.server,
                 place=place,
                 ranks_per_node=self._require_ranks_per_node() if over_nodes else None,
             )

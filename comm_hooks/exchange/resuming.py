@@ -1,5 +1,9 @@
-"""What a rank may load: its own state, or those of all ranks of a run that had another number."""
+"""What an exchange saves, and what it may load.
 
+A rank loads its own state, or those of all ranks of a run that had another number of them.
+"""
+
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +55,75 @@ _SCHEMA: dict[str, tuple[Callable[[object], bool], str]] = {
 }
 _ALWAYS = ("step", "rank", "world_size", "collective")
 _WITH_MEMORY = ("memory_type", "memory", "server_memory", "numels")
+
+
+class Remembered:
+    """What a rank remembers for an exchange.
+
+    Args:
+        memory: of what this rank did not send; None if nothing is remembered.
+
+    Attributes:
+        memory: see above.
+        server: of what it did not pass on as an owner of shards; None without a memory.
+        numels: the number of elements of each parameter that they may know.
+    """
+
+    def __init__(self, memory: Memory | None) -> None:
+        self.memory = memory
+        self.server = memory.for_server() if memory else None
+        self.numels: dict[str, int] = {}
+
+    def __copy__(self) -> "Remembered":
+        """Return another of the same kind that remembers the same."""
+        duplicate = Remembered(copy.deepcopy(self.memory))
+        duplicate.server = copy.deepcopy(self.server)
+        duplicate.numels = dict(self.numels)
+        return duplicate
+
+    def norm(self) -> float:
+        """Return the Euclidean norm of all of it, in unscaled gradient units."""
+        memories = [memory for memory in (self.memory, self.server) if memory]
+        return float(sum(memory.norm() ** 2 for memory in memories) ** 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is saved of it."""
+        if self.memory is None or self.server is None:
+            return {}
+        return {
+            "memory_type": type(self.memory).__name__,
+            "memory": self.memory.state_dict(),
+            "server_memory": self.server.state_dict(),
+            "numels": dict(self.numels),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore what :meth:`state_dict` returned, which :func:`check_memory` has looked at."""
+        if self.memory and self.server:
+            self.memory.load_state_dict(state["memory"])
+            self.server.load_state_dict(state["server_memory"])
+            self._know(state["numels"])
+
+    def load_merged(self, states: Sequence[State], place: int, ranks_per_node: int | None) -> None:
+        """Restore what ranks of another number have saved.
+
+        Args:
+            states: of all of them.
+            place: of this rank in its node.
+            ranks_per_node: None where nodes do not matter.
+        """
+        if self.memory and self.server:
+            numels = {name: n for state in states for name, n in state["numels"].items()}
+            merged = merge_memories(states, self.memory, self.server)
+            if ranks_per_node is not None:
+                merged = cut_memory(merged, self.memory, numels, place, ranks_per_node)
+            self.memory.load_state_dict(merged)
+            self.server.load_state_dict({})
+            self._know(numels)
+
+    def _know(self, numels: Mapping[str, int]) -> None:
+        self.numels.clear()
+        self.numels.update(numels)
 
 
 def seal_own(state: State) -> dict[str, Any]:

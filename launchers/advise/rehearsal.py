@@ -241,7 +241,7 @@ class Rehearsals:
                     exempt = exchange.settings.exempts(parameter.shape)
                     segments.append(Segment(name, (parameter.numel(),), exempt))
                     tensors.append(gradient.flatten().clone())
-                bucket = exchange.bucket(segments, self._stage.device)
+                bucket = exchange.buckets.of_segments(segments, self._stage.device)
                 transport.start_noting()
                 transport.run(exchange.bucket_round(bucket, tensors))
                 if take:  # the first makes workspaces

@@ -198,7 +198,7 @@ class _PrivateCollection(Collection):
         guard = self._guard(self._participation.max_norm, noise_std, self._stream)
         exchange.transport.run(
             exchange.bucket_round(
-                exchange.bucket_of(message), tensors, memory=memory, safeguard=guard
+                exchange.buckets.of(message), tensors, memory=memory, safeguard=guard
             )
         )
         ranks = exchange.transport.world_size

@@ -286,7 +286,7 @@ def test_auto_never_means_it() -> None:
         (Exchange(Sign(), transport=Simulated(4)[0]), 0),
         (World(2, 2).exchanges[0], 1),
     ):
-        bucket = exchange.bucket([Segment("w", (64, 64), False)], torch.device("cpu"))
+        bucket = exchange.buckets.of_segments([Segment("w", (64, 64), False)], torch.device("cpu"))
         route: Any = exchange._route(bucket, True, None)
         assert isinstance(route, Hierarchical) == hierarchies
         assert not isinstance(getattr(route, "_between", None), Hierarchical)

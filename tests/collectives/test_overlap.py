@@ -50,7 +50,7 @@ def gradients(rank: int, step: int) -> list[torch.Tensor]:
 def rounds(exchange: Exchange, buckets: list[torch.Tensor]) -> Iterator[Round[None]]:
     for index, bucket in enumerate(buckets):
         segment = Segment(f"w{index}", tuple(bucket.shape), False)
-        yield exchange.bucket_round(exchange.bucket([segment], CPU), [bucket])
+        yield exchange.bucket_round(exchange.buckets.of_segments([segment], CPU), [bucket])
 
 
 def note(order: list[int], index: int, future: torch.futures.Future[None]) -> None:

@@ -86,7 +86,9 @@ def in_flight(transport: Transport) -> torch.Tensor:
     buckets = [[torch.randn(64, 32, generator=generator)] for _ in range(5)]
     futures: list[torch.futures.Future[None]] = []
     for index, bucket in enumerate(buckets):
-        layout = exchange.bucket([Segment(f"w{index}", (64, 32), False)], torch.device("cpu"))
+        layout = exchange.buckets.of_segments(
+            [Segment(f"w{index}", (64, 32), False)], torch.device("cpu")
+        )
         futures.append(transport.run_async(exchange.bucket_round(layout, bucket)))
     for future in futures:
         future.wait()

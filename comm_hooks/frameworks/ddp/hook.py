@@ -261,7 +261,7 @@ def compression_hook(
             own = [parameters[place] for place in part]
             with state._underway.noting():
                 tensors = [gradients[place] for place in part]
-                own_bucket = exchange.bucket_of_parameters(own, tensors, state._name)
+                own_bucket = exchange.buckets.of_parameters(own, tensors, state._name)
                 yield from exchange.bucket_round(own_bucket, tensors, scale=scale, replica=own)
             return buffer
 

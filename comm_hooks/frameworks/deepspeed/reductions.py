@@ -34,7 +34,7 @@ def _replace_whole(engine: Any, exchange: Exchange) -> None:
     def reduce(grads: Sequence[Any], elements_per_buffer: int) -> None:
         scale = _loss_scale(engine)
         for parameters, tensors in _buckets(_whole(engine, exchange, grads), elements_per_buffer):
-            bucket = exchange.bucket_of_parameters(
+            bucket = exchange.buckets.of_parameters(
                 parameters, tensors, engine.param_names.__getitem__
             )
             exchange.transport.run(exchange.bucket_round(bucket, tensors, scale=scale))
@@ -99,7 +99,7 @@ def _replace_partitioned(engine: Any, exchange: Exchange) -> None:
         parameters = [optimizer.param_dict[entry[2]] for entry in entries]
         mean = bucket if dtype is None else bucket.to(dtype)
         tensors = mean.split([parameter.numel() for parameter in parameters])
-        found = exchange.bucket_of_parameters(parameters, tensors, engine.param_names.__getitem__)
+        found = exchange.buckets.of_parameters(parameters, tensors, engine.param_names.__getitem__)
         exchange.transport.run(exchange.bucket_round(found, tensors, scale=_loss_scale(engine)))
         has_exchanged = True
         if mean is not bucket:

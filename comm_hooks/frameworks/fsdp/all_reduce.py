@@ -225,7 +225,7 @@ class CompressedAllReduce:
             unit.pieces(), flat, self._shards.rank, exchange.settings.exempts
         )
         if segments:
-            bucket = exchange.bucket(segments, flat.device)
+            bucket = exchange.buckets.of_segments(segments, flat.device)
             scale = float(self._loss_scale()) if self._loss_scale else 1.0
             # Not run_async(): FSDP uses the tensor on this stream as soon as the hook returns.
             exchange.transport.run(exchange.bucket_round(bucket, tensors, scale=scale))

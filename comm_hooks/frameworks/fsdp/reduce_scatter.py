@@ -181,7 +181,7 @@ class CompressedReduceScatter:
         shards, tensors = [], []
         for shard, part in enumerate(flat.view(ranks, -1)):
             segments, views = unit.views(pieces, part, shard, exempts)
-            shards.append(exchange.bucket(segments, flat.device))
+            shards.append(exchange.buckets.of_segments(segments, flat.device))
             tensors.append(views)
         own = unit.views(pieces, output, exchange.transport.rank, exempts)[1]
         # The padding of the shard is reduced again where FSDP has replicas.

@@ -207,7 +207,7 @@ class GaussianMechanism(Settled, Unrepeatable):
         exchange = self.exchange
         ranks = exchange.transport.world_size
         tensors = list(sums.values())
-        bucket = exchange.bucket_of(sums)
+        bucket = exchange.buckets.of(sums)
         verdict = self.verdict
         if self.place == "aggregate":
             verdict = judge(self.scheme(exchange.norm_bound(bucket.layout)))

@@ -108,7 +108,9 @@ def test_an_exchange_that_was_changed_releases_nothing(part: str, value: Any) ->
     exchange = exchange_of(ErrorFeedback())
     model, optimizer, loader = private(engine, exchange=exchange)
     train(optimizer, loader)
-    if hasattr(exchange, part):
+    if part == "memory":
+        exchange.remembered.memory = value
+    elif hasattr(exchange, part):
         setattr(exchange, part, value)
     else:
         exchange.settings = replace(exchange.settings, **{part: value})
