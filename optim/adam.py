@@ -62,13 +62,15 @@ class _Adam(BatchedOptimizer):
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state = self.state[parameter]
-        state.setdefault("step", torch.tensor(0.0))
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0)
         dtype = state_dtype(parameter.dtype)
         for name in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * self._amsgrad:
             # Each for itself, so that AMSGrad can go on from a checkpoint of Adam.
             zeros([state], name, [parameter], dtype)
             # From torch's optimizers, or from a model in another dtype.
-            state[name] = state[name].to(dtype)
+            if state[name].dtype != dtype:
+                state[name] = state[name].to(dtype)
         return state
 
     def _update_one(self, parameter: torch.Tensor, group: Group) -> None:

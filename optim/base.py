@@ -145,7 +145,7 @@ def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def block(**settings: Any) -> Mapping[str, Any]:
-    """Return settings of an exchange as :func:`~comm_hooks.config.build_exchange` takes them."""
+    """Return settings as :meth:`~comm_hooks.ExchangeSettings.from_dict` takes them."""
     return settings
 
 
@@ -156,4 +156,4 @@ def widened(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> Tenso
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a parameter of ``dtype`` is computed: float32 or wider."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32

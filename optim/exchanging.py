@@ -62,7 +62,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
     """Whether :meth:`_step` uses what it is given as a workspace, and so needs copies."""
 
     published: ClassVar[Mapping[str, Any]]
-    """The exchange it was published with, as :func:`~comm_hooks.config.build_exchange` takes it."""
+    """The exchange of its authors, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
 
     _knows_gradients = False
     """Whether it has been made sure that nobody else averages them."""

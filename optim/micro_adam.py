@@ -192,7 +192,8 @@ class MicroAdam(ExchangingOptimizer):
         for parameter in self._parameters():
             state = self.state[parameter]
             if self.exchange.settings.exempts(parameter.shape):
-                state.setdefault("step", torch.tensor(0.0))
+                if "step" not in state:
+                    state["step"] = torch.tensor(0.0)
                 for key in ("exp_avg", "exp_avg_sq"):
                     zeros([state], key, [parameter], torch.float32)
                 continue

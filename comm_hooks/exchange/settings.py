@@ -158,7 +158,9 @@ class ExchangeSettings:
             )
         if strangers:
             kind = f"setting with {compressor}"
-            raise _SettingError(unknown(kind, strangers[0], [*own, *settings]), strangers[0])
+            raise _SettingError(
+                unknown(kind, strangers[0], ["compressor", *own, *settings]), strangers[0]
+            )
         if isinstance(compressor, str):
             compressor = build_compressor(compressor, **_only(own, options))
         try:

@@ -170,7 +170,7 @@ def padding() -> bool:
     padded = sum(piece.padded for piece in pieces)
     output = torch.full((padded,), 7.0)
     flat_gradient = torch.ones(4 * padded)
-    state.exchange.transport.run(state._round(unit, output, flat_gradient, 1.0, mean=True))
+    state.exchange.transport.run(state._round(unit, output, flat_gradient, mean=True))
     own = [piece.shards[dist.get_rank()].numel() for piece in pieces]
     return int((output == 0).sum()) == padded - sum(own)
 

@@ -384,7 +384,7 @@ def test_what_cannot_work_is_refused_before_training(ranks_of: RanksOf) -> None:
         "hook": "DDPStrategy(ddp_comm_hook=...) and CompressionCallback each register a hook",
         "static_graph": "static_graph=True: the first backward pass must not be under no_sync()",
         "density": "TopK: density is the fraction that is kept",
-        "option": "unknown option of topk 'densty': did you mean 'density'?",
+        "option": "unknown setting with topk 'densty': did you mean 'density'?",
     }
     for messages in ranks_of(2).run(refusals):
         assert messages.keys() == expected.keys()

@@ -133,11 +133,11 @@ class CompressionState:
         return f"CompressionState{settings}"
 
     def stats(self) -> dict[str, float]:
-        """Return what this rank moved; see :meth:`~comm_hooks.exchange.Exchange.stats`."""
+        """Return what this rank moved; see :meth:`~comm_hooks.Exchange.stats`."""
         return self.exchange.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank must save; see :meth:`~comm_hooks.exchange.Exchange.state_dict`."""
+        """Return what this rank must save; see :meth:`~comm_hooks.Exchange.state_dict`."""
         return seal_own({**self.exchange.state_dict(), "buckets": self._buckets()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ class CompressionState:
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore what :meth:`state_dict` returned on *all* ranks, on any number of ranks.
 
-        See :meth:`~comm_hooks.exchange.Exchange.load_state_dicts`.
+        See :meth:`~comm_hooks.Exchange.load_state_dicts`.
 
         Raises:
             ValueError: also if a state names parameters that this model lacks; nothing is changed.

@@ -27,7 +27,7 @@ class EngineCompression:
         self.exchange = exchange
 
     def stats(self) -> dict[str, float]:
-        """Return what this rank moved; see :meth:`~comm_hooks.exchange.Exchange.stats`.
+        """Return what this rank moved; see :meth:`~comm_hooks.Exchange.stats`.
 
         ``steps`` counts exchanges: one per step of the optimizer, or at ZeRO stage 2 one per
         backward pass.  The parameters that DeepSpeed gathers at ZeRO stages 1 and 2 are not
