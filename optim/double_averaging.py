@@ -139,7 +139,7 @@ def _averaging_models(parameters: set[torch.Tensor]) -> Iterator[DistributedData
 
 
 def _models_of_fsdp1(parameters: set[torch.Tensor]) -> Iterator[Any]:
-    # Whoever has such a model has imported this, which takes a while.
+    # Owners of such a model have imported this, which takes a while.
     if module := sys.modules.get("torch.distributed.fsdp"):
         yield from _models_of(module.FullyShardedDataParallel, parameters)
 

@@ -73,8 +73,8 @@ class GlooRanks(Transport):
     def connect(self, request: Request) -> None:
         """Make the connections of a round that begins with this request, if they are not there.
 
-        By the thread that the program runs in: whoever waits for others in a store keeps all other
-        threads from it, so that two ranks could wait for each other's.
+        To be called in the main thread: a wait in a store keeps all other threads from it, so that
+        two ranks could wait for each other.
         """
         if request.group:
             for kind in get_args(GroupKind):

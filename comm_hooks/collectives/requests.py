@@ -2,7 +2,7 @@
 
 A round is a generator that yields requests and is sent the replies.  It never touches a network
 itself, so that the same code runs over torch.distributed, in a simulated world, blocking or
-asynchronously: whoever drives it decides.
+asynchronously: its driver decides.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 Gloo has collectives of its own.  Where ranks call them with payloads of different sizes, because
 one of them is in another round, it ends the process with ``abort()``.  Messages can be told apart
-by a tag: those of payloads of another size never meet, and whoever waits for one times out.  The
+by a tag: those of payloads of another size never meet, and their receiver times out.  The
 algorithms are the same, and as fast (``python -m benchmarks.rings``).
 
 All of them post receives before sends: a message that meets a posted receive is sent at once, and

@@ -213,7 +213,7 @@ class TorchDistributed(Transport):
     def _run_on_stream(
         self, round_: Round[Result], device: torch.device
     ) -> torch.futures.Future[Result]:
-        """Queue all of a round on a side stream; the future orders whoever takes its value.
+        """Queue all of a round on a side stream; the future orders its readers.
 
         One stream for everything: what a round allocates is then used and freed on the stream that
         it belongs to.  Waiting for a collective holds up that stream only.

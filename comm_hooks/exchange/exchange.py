@@ -208,12 +208,12 @@ class Exchange:
         return self.settings.ranks_per_node or self.transport.ranks_per_node
 
     def agree_on(self, settings: Mapping[str, Any]) -> None:
-        """Let ranks make sure that they have more in common than this exchange's own settings.
+        """Add settings of the owner's that all ranks must have in common.
 
-        For whoever exchanges through it, before the first round; what was said before stays.
+        To be called before the first round.
 
         Args:
-            settings: plain values by name.
+            settings: plain values by name; those that were added before stay.
         """
         self.agreement.add(settings)
 
@@ -260,7 +260,7 @@ class Exchange:
     ) -> Round[None]:
         """Return a round that replaces each tensor, in place, by its mean over ranks.
 
-        For whoever drives several ranks (:class:`~comm_hooks.collectives.Simulated`); with a
+        For drivers of several ranks (:class:`~comm_hooks.collectives.Simulated`); with a
         process group use :meth:`average_`, which takes the same arguments.
         """
         yield from self.bucket_round(
@@ -275,7 +275,7 @@ class Exchange:
     def end_step(self) -> None:
         """Count a step: whatever comes next belongs to other gradients of the same parameters.
 
-        For whoever exchanges bucket by bucket; :meth:`round` and :meth:`average_` do it themselves.
+        For hooks, which exchange bucket by bucket; :meth:`average_` does it itself.
         """
         self.step += 1
 

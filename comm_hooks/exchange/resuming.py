@@ -39,8 +39,8 @@ def _are_buckets(value: object) -> bool:
     )
 
 
-# What an exchange saves, and a hook with it, how to tell and what to call it; whoever saves more
-# beside it uses other keys.
+# The keys of an exchange's or a hook's state: a test of each value, and its name in messages.  What
+# optimizers and engines save beside it has other keys.
 _SCHEMA: dict[str, tuple[Callable[[object], bool], str]] = {
     "step": (_is_count, "a number of steps"),
     "rank": (_is_count, "a rank"),

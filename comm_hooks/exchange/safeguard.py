@@ -23,7 +23,7 @@ class Safeguard(ABC):
 
     * ``"payload"``: each rank's payload is clipped before it is sent, noise is added to the sum of
       payloads, which is decompressed afterwards; linear compressors only.
-    * ``"message"``: whoever receives a payload decompresses and clips it; noise is added to the
+    * ``"message"``: its receivers decompress and clip a payload; noise is added to the
       sum of those.
     * ``"owner"``: vectors travel to the owners of shards uncompressed, in float32; an owner adds
       noise to the sum of its shard, and what it then compresses for everybody, with an error

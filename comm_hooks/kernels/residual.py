@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """A vector for each row of a matrix, still to be added to it by whoever reads the matrix next.
+    """A vector for each row of a matrix, still to be added by the matrix's next reader.
 
     Compressors that read their input piece by piece add it on the way, which saves a pass.
 

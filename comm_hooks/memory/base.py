@@ -51,7 +51,7 @@ class Memory(ABC):
 
     @abstractmethod
     def for_server(self) -> "Remainder":
-        """Return an empty memory for who averages what others sent and compresses it again."""
+        """Return an empty memory for the server, which compresses the mean once more."""
 
     @abstractmethod
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ class Memory(ABC):
             scale: the factor by which gradients are scaled at present (loss scaling).
 
         Returns:
-            What is still to be added, by who reads the vectors next; None if all has been.
+            What the next reader of the vectors has to add; None if all has been.
         """
 
     @abstractmethod

@@ -52,8 +52,8 @@ class Header(ABC):
             senders: what an error calls the ranks.
 
         Raises:
-            PayloadError: on all ranks alike, if the payloads do not belong together; on whoever
-                received it, if one is damaged.
+            PayloadError: on all ranks alike, if the payloads do not belong together; on its
+                receivers, if one is damaged.
         """
         self.settle()
         found, health = self._read(payloads)

@@ -99,7 +99,7 @@ def _refuse_field(number: int, who: str, others: str, odd: int | None, norm: int
     if number == 0:
         magic = ~_VERSION_MASK & _MASK
         if odd is None or (odd ^ norm) & magic:
-            # Whoever has the right one is no stranger.
+            # A sender with the right one is no stranger.
             stranger = others if odd is not None and odd & magic == MAGIC & magic else who
             raise PayloadError(
                 f"the payload of {stranger} is not one of comm-hooks: all ranks must take part in "

@@ -83,7 +83,7 @@ class SummedHeader(Header):
             # All of them mean the same round, and yet their sum is not what it must be.
             raise PayloadError(_damaged(senders, self._ranks))
         if (strangers == strangers[0]).all():
-            # Who is not like this rank is like the others of that kind: what each has follows.
+            # All strangers are alike, so what each of them has follows from the sum.
             theirs: list[int | None] = _join((sums - alike.count(True) * pieces) / len(strangers))
         else:
             same = (sums == ranks * pieces).view(STAMP_WORDS, _PIECES).all(1).tolist()

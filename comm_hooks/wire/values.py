@@ -195,7 +195,7 @@ def _read_shared_levels(octets: Tensor, sets: int, values: int, count: int) -> T
     levels = (largest * _scale_table(octets.device)[codes])[..., None]
     if ratios:
         levels = levels * _ratio_table(octets.device)[octets[:, None, 2 : 2 + ratios].int()]
-    # So that whoever stores what arrived can do so in 16 bits.
+    # So that 16 bits can store what arrives.
     return _expand(levels.bfloat16().float(), _sets_per_scale(values), sets)
 
 

@@ -1,7 +1,7 @@
 """Timing several trainers so that they can be compared: they take turns.
 
-Machines are busy with other things at some times and not at others.  Whoever runs its steps between
-those of the others meets the same times.
+Machines are busy with other things at some times and not at others.  Methods that take turns meet
+the same times.
 """
 
 import math
@@ -97,7 +97,7 @@ def _time_block(runner: Runner, period: int) -> tuple[float, Block]:
     return seconds, Block(1e3 * seconds / period, by_interface, by_method)
 
 
-def measure_link(bits_per_second: float | None) -> float:
+def measure_all_reduce(bits_per_second: float | None) -> float:
     """Return the bits per second that an all-reduce moves from each rank. Collective.
 
     Args:

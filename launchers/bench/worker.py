@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from comm_hooks.launchers.bench.rates import bits_per_second
 from comm_hooks.launchers.bench.results import Candidate, Timing
-from comm_hooks.launchers.bench.turns import Runner, measure_link, take_turns
+from comm_hooks.launchers.bench.turns import Runner, measure_all_reduce, take_turns
 from comm_hooks.launchers.lab.events import Event, telling
 from comm_hooks.launchers.lab.methods import Method, parse_method
 from comm_hooks.launchers.lab.runs import CONTROL
@@ -59,7 +59,7 @@ def time_at_rates(
         tell({"event": "rate", "rate": rate})
         if not os.read(0, 1):
             raise SystemExit("the launcher is gone")
-        moved = measure_link(bits_per_second(rate))
+        moved = measure_all_reduce(bits_per_second(rate))
         without, *blocks = take_turns(
             [control, *runners.values()], period, steps, lambda: tell({"event": "turn"})
         )

@@ -68,7 +68,7 @@ class Meeting:
             time.sleep(_POLL_SECONDS)
 
     def wait_for_all(self, what: str, ranks: Iterable[int], seconds: float) -> None:
-        """Let those ranks go on together; whoever is late is not waited for longer than told."""
+        """Let those ranks go on together, and wait for late ones no longer than told."""
         self.tell(what, True)
         self.hear(what, ranks, seconds)
 

@@ -40,7 +40,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         gradients: where clipped sums come from.
         mechanism: what makes them private.
         enter: called at the start of every step; raises if the budget is spent.
-        tickets: those of the loader; without, whoever calls answers for the batches.
+        tickets: those of the loader; without them the caller answers for the batches.
 
     Attributes:
         not_finite: how many samples of this rank were left out so far, because their gradients were
@@ -185,7 +185,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         resettle(self.gradients, "max_grad_norm", self.mechanism.max_grad_norm)
 
     def release_state_dict(self) -> dict[str, Any]:
-        """Return what may be shown to whoever may see the model: what the guarantee covers.
+        """Return what may be published with the model: what the guarantee covers.
 
         That is the inner optimizer's state, which is made of noised gradients alone.  Residuals of
         ranks (``exchange.state_dict()``) are not in it: with placement ``"shares"`` they carry

@@ -135,7 +135,7 @@ class AdaDPS(SideInformed, TransformedDescent):
     3. g = (sum_i clip(g_i, C) + N(0, sigma^2 C^2)) / B;
     4. theta = (1 - lr weight_decay) theta - lr b, with b = momentum b + g.
 
-    Steps 2 and 3 are done by whoever computes per-sample gradients and by the mechanism: they ask
+    Steps 2 and 3 are done by the clipper of per-sample gradients and by the mechanism: they call
     :meth:`transform` and leave g in ``p.grad``.  The update stays in the scaled space, to which C
     belongs, too: tune it anew.  The guarantee is that of DP-SGD with the same C and sigma,
     **if A and m are public**: made without private data, and the same on all ranks.

@@ -25,7 +25,7 @@ class ScaleThenPrivatize(TransformedDescent):
     5. theta = (1 - lr weight_decay) theta
        - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps).
 
-    Step 2 is done by whoever computes per-sample gradients and by the mechanism: they ask
+    Step 2 is done by the clipper of per-sample gradients and by the mechanism: they call
     :meth:`transform` and leave h in ``p.grad``.  The guarantee is that of DP-SGD with the same C,
     sigma and sampling.
 

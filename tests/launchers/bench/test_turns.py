@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from comm_hooks.launchers.bench import turns
 from comm_hooks.launchers.bench.results import Block
-from comm_hooks.launchers.bench.turns import Runner, measure_link, take_turns
+from comm_hooks.launchers.bench.turns import Runner, measure_all_reduce, take_turns
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -63,7 +63,7 @@ def test_two_periods_are_timed_however_long_they_take(ranks_of: RanksOf) -> None
 
 
 def link() -> tuple[float, float]:
-    return measure_link(None), measure_link(1e6)
+    return measure_all_reduce(None), measure_all_reduce(1e6)
 
 
 def test_the_link_is_measured_alike_by_all(ranks_of: RanksOf) -> None:
