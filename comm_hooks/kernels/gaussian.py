@@ -7,10 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from comm_hooks.kernels.triton import available
-
-# Elements come in tiles of this many, and as many behind them: cosines, and sines.
-PAIRS = 512
+from comm_hooks.kernels.triton import PAIRS, available
 
 
 def add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 # The most elements of a block that one program holds in registers.
 LARGEST_BLOCK = 16384
+# Gaussian noise comes in tiles of this many elements and as many behind them: cosines, and sines.
+PAIRS = 512
 # Kernels count the elements of a row, and those of an incomplete line behind it, in 32 bits.
 _LARGEST_ROW = 1 << 30
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from comm_hooks.kernels.gaussian import PAIRS
+from comm_hooks.kernels.triton import PAIRS
 from comm_hooks.kernels.triton.launching import launch
 
 
