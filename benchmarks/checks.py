@@ -30,7 +30,7 @@ import torch.distributed as dist
 import typer
 
 from comm_hooks import Exchange
-from comm_hooks.exchange import agreement, exchange
+from comm_hooks.exchange import agreement
 from comm_hooks.frameworks.ddp.model import AccumulationWatch
 from comm_hooks.launchers.lab.methods import parse_method
 from comm_hooks.launchers.lab.model import VOCABULARY, GPTConfig
@@ -61,8 +61,7 @@ _TIMED: tuple[tuple[Any, str, str], ...] = (
     (SummedHeader, "health", "headers"),
     (gathered_header, "checksums", "checksums"),
     (summed_header, "checksums", "checksums"),
-    (Exchange, "stamp", "stamps"),
-    (exchange, "fingerprint", "fingerprint"),
+    (Exchange, "_stamp", "stamps"),
     (agreement, "fingerprint", "fingerprint"),
     (AccumulationWatch, "look", "hook"),
 )

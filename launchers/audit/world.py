@@ -5,6 +5,7 @@ import hashlib
 import math
 import os
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -182,12 +183,16 @@ def fixed_secrets(key: int) -> Iterator[None]:
     """Let the operating system's randomness be the same each time that this is entered with a key.
 
     Two plays in which the data differ then have the same noise and the same draws, and what differs
-    in what they release comes from the data alone.
+    in what they release comes from the data alone.  Other threads, whose draws would come in
+    between, have the true one.
     """
     drawn = 0
+    mine, true = threading.get_ident(), os.urandom
 
     def urandom(size: int) -> bytes:
         nonlocal drawn
+        if threading.get_ident() != mine:
+            return true(size)
         drawn += 1
         label = f"{key} {drawn}".encode()
         return hashlib.shake_256(label).digest(size)

@@ -4,8 +4,10 @@ Each fault is shown to the check that is to find it.  ``make audit-faults`` audi
 whole.
 """
 
+import os
 import random
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from comm_hooks.launchers.audit.checks.clipping import audit_clipping
 from comm_hooks.launchers.audit.checks.memory import check_memory
 from comm_hooks.launchers.audit.checks.noise import check_noise
 from comm_hooks.launchers.audit.checks.sampling import check_sampling, examine
+from comm_hooks.launchers.audit.world import fixed_secrets
 from tests.launchers.audit import planted
 from tests.launchers.audit.correct import correct_settings
 from tests.launchers.audit.faults import BY_CHECK, FAULTS, configuration, stages_of
@@ -127,6 +130,17 @@ def test_a_whole_audit_of_what_is_correct(seed: int) -> None:
     assert isinstance(audit, Audit)
     assert audit.problems == []
     assert not audit.violated
+
+
+def test_what_other_threads_draw_does_not_come_in_between() -> None:
+    def draw() -> bytes:
+        return os.urandom(8)
+
+    with ThreadPoolExecutor(1) as pool, fixed_secrets(1):
+        first, of_another, second = draw(), pool.submit(draw).result(), draw()
+    with fixed_secrets(1):
+        assert [draw(), draw()] == [first, second]
+    assert of_another not in (first, second)
 
 
 @pytest.mark.parametrize("rate", [0.002, 0.05, 0.5, 0.97])

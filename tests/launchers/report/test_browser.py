@@ -277,9 +277,11 @@ def test_points_can_be_read_with_the_keyboard(page: Page) -> None:
     ]
     page.keyboard.press("ArrowUp")
     assert "loss, seed 0 2.420, loss, seed 1 2.120" in reading.inner_text()
-    assert tip(page, 0)[:2] == ["all_reduce, mean", "loss 2.270"]
+    # Plotly draws some time after it was asked to.
+    shown = page.locator("figure").first.locator(".hoverlayer .nums")
+    playwright.expect(shown).to_contain_text("all_reduce, meanloss 2.270")
     page.keyboard.press("Escape")
-    assert page.locator(".hoverlayer .nums").count() == 0
+    playwright.expect(page.locator(".hoverlayer .nums")).to_have_count(0)
 
 
 def test_the_start_of_the_curves_can_be_left_out(page: Page) -> None:
@@ -347,4 +349,5 @@ def test_names_are_text_and_nothing_else(page: Page) -> None:
     assert HOSTILE in page.locator("#legend").inner_text()
     assert page.locator("img").count() == 0
     points(page, 0, html.escape(HOSTILE, quote=False)).first.hover(force=True)
+    playwright.expect(page.locator("figure").first.locator(".hoverlayer")).to_contain_text(HOSTILE)
     assert tip(page, 0)[0] == HOSTILE
