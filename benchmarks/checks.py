@@ -56,9 +56,9 @@ _IN_BUCKETS = " in buckets of 1 MB"
 # (owner, attribute, which check): an outer one does not count what an inner one takes.
 _TIMED: tuple[tuple[Any, str, str], ...] = (
     (GatheredHeader, "write_", "headers"),
-    (GatheredHeader, "health", "headers"),
+    (GatheredHeader, "check", "headers"),
     (SummedHeader, "write_", "headers"),
-    (SummedHeader, "health", "headers"),
+    (SummedHeader, "check", "headers"),
     (gathered_header, "checksums", "checksums"),
     (summed_header, "checksums", "checksums"),
     (Exchange, "_stamp", "stamps"),

@@ -64,7 +64,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
     published: ClassVar[Mapping[str, Any]]
     """The exchange of its authors, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
 
-    _knows_gradients = False
+    _averaging_ruled_out = False
     """Whether it has been made sure that nobody else averages them."""
 
     def __init__(
@@ -160,9 +160,9 @@ class ExchangingOptimizer(ExactStateOptimizer):
                 continue
             check_gradient(self, gradient)
             gradients.append(gradient.to(torch.float32, copy=copy))
-        if not self._knows_gradients:
+        if not self._averaging_ruled_out:
             check_double_averaging(self.exchange.transport, self._parameters(), gradients)
-            self._knows_gradients = True
+            self._averaging_ruled_out = True
         if grad_scale is not None:
             torch._foreach_div_(gradients, grad_scale)
         return gradients

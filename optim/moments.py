@@ -31,12 +31,12 @@ def zeros(
 
 
 def average_(m: Tensors, new: Tensors, beta: float) -> None:
-    """M = beta m + (1 - beta) new."""
+    """Set m to beta m + (1 - beta) new."""
     torch._foreach_lerp_(m, new, 1 - beta)
 
 
 def average_squares_(v: Tensors, new: Tensors, beta: float) -> None:
-    """V = beta v + (1 - beta) new^2."""
+    """Set v to beta v + (1 - beta) new^2."""
     torch._foreach_mul_(v, beta)
     torch._foreach_addcmul_(v, new, new, 1 - beta)
 
@@ -64,14 +64,14 @@ def corrected(v: Tensors, beta: float, steps: Sequence[int]) -> Tensors:
 
 
 def momentum_(buffers: Tensors, new: Tensors, momentum: float) -> Tensors:
-    """B = momentum b + new; return b."""
+    """Set b to momentum b + new; return b."""
     torch._foreach_mul_(buffers, momentum)
     torch._foreach_add_(buffers, new)
     return buffers
 
 
 def decay_(parameters: Tensors, group: Group) -> None:
-    """Theta = (1 - lr weight_decay) theta: decoupled, as in AdamW."""
+    """Set theta to (1 - lr weight_decay) theta: decoupled, as in AdamW."""
     if group["weight_decay"]:
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
 
@@ -79,7 +79,7 @@ def decay_(parameters: Tensors, group: Group) -> None:
 def descend_(
     parameters: Tensors, directions: Tensors, group: Group, correction: float = 1.0
 ) -> None:
-    """Theta = (1 - lr weight_decay) theta - lr / correction directions."""
+    """Set theta to (1 - lr weight_decay) theta - lr / correction directions."""
     decay_(parameters, group)
     torch._foreach_add_(parameters, directions, alpha=-group["lr"] / correction)
 

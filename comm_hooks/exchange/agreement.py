@@ -74,7 +74,7 @@ class Agreement:
         self.reached = True
 
     def is_due(self, step: int, verify_every: int, *, is_new: bool) -> bool:
-        """Return whether ranks are to make sure, in this step, of more than their stamps say."""
+        """Return whether ranks compare fingerprints in this step, beside their stamps."""
         # What has just been loaded is looked at, too.
         return verify_every > 0 and (is_new or step == self.loaded_at or step % verify_every == 0)
 

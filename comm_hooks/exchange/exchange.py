@@ -244,7 +244,7 @@ class Exchange:
             )
 
     def agree_now(self) -> None:
-        """Do so before the first round; blocking, on all ranks."""
+        """Run :meth:`agree` before the first round; blocking, and all ranks must call it."""
         # Counted like one, so that a failure that is over is not taken for one of this.
         self.transport.begin_round()
         self.transport.run(self.agree())
@@ -417,6 +417,9 @@ class Exchange:
     ) -> Round[None]:
         """Return a round in which each rank gets the mean of one shard only.
 
+        The caller has called :meth:`agree_now`, and counts what an uncompressed round would have
+        sent (:meth:`count_traffic`).
+
         Args:
             shards: a bucket for each rank's shard, in rank order.
             tensors: of each bucket; see :meth:`bucket_round`.
@@ -452,7 +455,7 @@ class Exchange:
         return self.agreement.is_due(self.step, self.settings.verify_every, is_new=is_new)
 
     def _reported(self, round_: Round[None], round_number: int) -> Round[None]:
-        """Return a round of this step of whose failure here the other ranks are told."""
+        """Return the round; if it fails on this rank, the other ranks are told."""
         step = self.step
         try:
             yield from round_
@@ -571,8 +574,8 @@ class Exchange:
     def _passes_on(self, state: Mapping[str, Any]) -> bool:
         """Return whether rounds will send what the state's rank remembers as an owner of shards.
 
-        Whether ``"auto"`` and ``"hierarchical"`` divide into shards depends on more than settings,
-        but where they did they will.
+        Settings alone do not decide whether ``"auto"`` and ``"hierarchical"`` divide into shards;
+        an exchange that did will do so again.
         """
         collective = self.settings.collective
         if not state.get("server_memory") or collective == "sharded":

@@ -112,7 +112,7 @@ class Workspace:
     def residuals(self, of_groups: Sequence[Residual | None]) -> list[Residual | None]:
         """Return what is still to be added to each of :meth:`parts`, given that of each group.
 
-        What no part has to itself is added at once.
+        Residuals of groups that share a part are added here.
         """
         of_compressed = list(of_groups)
         if self.compressed is not self.groups:

@@ -41,8 +41,9 @@ class Terms:
 class Message:
     """Vectors about to be sent: with their random keys, their health, and what a memory adds.
 
-    To be made when the vectors are there: it begins by adding, in place, what cannot be left to the
-    compressor.  The memory adds to the ``groups`` only, and keeps what is left of them.
+    Make it once the vectors are filled in: the constructor adds, in place, any residual that the
+    compressor cannot add itself.  The memory adds to the ``groups`` only, and keeps what is left of
+    them.
 
     Args:
         vectors: of this rank.

@@ -122,12 +122,12 @@ class PayloadFormat:
         """Return a view of a payload (nbytes,) without its header, float32."""
         return payload[self._header.nbytes : self._end].view(torch.float32)
 
-    def health(self, payloads: Tensor, stamp: Stamp, *, senders: str = "rank") -> Tensor:
-        """Return 0 if all ranks' vectors were finite, else NaN, and check the headers.
+    def check(self, payloads: Tensor, stamp: Stamp, *, senders: str = "rank") -> Tensor:
+        """Check the headers; return 0 if all ranks' vectors were finite, else NaN.
 
-        See :meth:`~comm_hooks.wire.header.Header.health`.
+        See :meth:`~comm_hooks.wire.header.Header.check`.
         """
-        return self._header.health(payloads, stamp, senders)
+        return self._header.check(payloads, stamp, senders)
 
     def decode_sum(
         self, matrices: Sequence[Tensor], payloads: Tensor, keys: Sequence[Keys], *, alpha: float

@@ -263,7 +263,7 @@ def cut_memory(
         state: as :func:`merge_memories` returns it.
         memory: of the kind that the state is of.
         numels: the number of elements of each whole parameter.
-        place, ranks_per_node: see :class:`~comm_hooks.exchange.routes.hierarchical.NodeShards`.
+        place, ranks_per_node: see :class:`~comm_hooks.exchange.routes.hierarchical.Hierarchical`.
     """
     widths = {name: -(-numel // ranks_per_node) for name, numel in numels.items()}
     cut = {}

@@ -51,8 +51,8 @@ class ExchangeSettings:
     Args:
         compressor: what turns a parameter into a payload.
         memory: what is remembered between rounds; None for nothing; ``"auto"``: error feedback
-            where the compressor is biased.  Of its settings only: every exchange that is made from
-            these remembers for itself.
+            where the compressor is biased.  Only the memory's settings are used: each exchange made
+            from these gets a memory of its own.
         collective: how payloads travel: ``"all_reduce"`` (linear compressors only),
             ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one of these that moves the fewest
             bytes (never shards of what can be summed).  ``"hierarchical"``: averages vectors in

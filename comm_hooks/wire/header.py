@@ -42,8 +42,8 @@ class Header(ABC):
                 else NaN.
         """
 
-    def health(self, payloads: Tensor, stamp: Stamp, senders: str = "rank") -> Tensor:
-        """Return 0 if the vectors of all ranks were finite, else NaN: a float32 scalar.
+    def check(self, payloads: Tensor, stamp: Stamp, senders: str = "rank") -> Tensor:
+        """Check that payloads belong together; return 0 if all vectors were finite, else NaN.
 
         Args:
             payloads: as they have arrived: (N, nbytes), uint8, in rank order, or (1, nbytes) that

@@ -30,7 +30,7 @@ class Stamp:
     Args:
         configuration: of settings and layout; see :func:`digest`.
         step: of the exchange.
-        loads: how often the exchange has loaded a state.
+        loads: twice the exchanges since the start, or since a state was loaded and then plus one.
         hyperparameters: a digest of what the optimizer goes by in this step.
         model: a fingerprint of what must be the same on all ranks, an int32 scalar on the
             payloads' device (``comm_hooks.wire.checksum.fingerprint``).  0 in steps in which
@@ -70,7 +70,7 @@ def digest(*described: object) -> int:
 def refuse_disagreement(stamps: Sequence[Words], senders: Sequence[str]) -> None:
     """Raise ``PayloadError`` naming who differs from the others, and in what.
 
-    The others are those that agree among themselves and are most; of as many, those with the first.
+    The majority counts as right; in a tie, the group that includes the first sender.
 
     Args:
         stamps: of all senders.

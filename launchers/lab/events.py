@@ -15,7 +15,7 @@ from typing import Any
 _POLL_SECONDS = 0.1
 
 Event = dict[str, Any]
-"""One thing a worker told; ``worker.train`` lists most of them."""
+"""One thing a worker told; ``training.train`` lists most of them."""
 
 
 class StalledError(RuntimeError):

@@ -180,8 +180,8 @@ def _published(
 
     Args:
         kind, build, options, note: see :class:`OptimizerEntry`.
-        measured: settings of the compressor and the exchange in place of the published ones, with
-            which methods have been compared so far, at the bytes or with the scales of others.
+        measured: settings of compressor and exchange in place of the published ones, so that
+            methods are compared at similar bytes.
     """
     block = {**kind.published, **measured}
     crossing, memory = block.pop("compressor"), block.pop("memory", "error_feedback")

@@ -123,10 +123,10 @@ class Job:
         return cause_of_failure(told, next(filter(find_killed_rank, outputs), outputs[0]))
 
 
-def worker_command(command: str, arguments: Mapping[str, str]) -> list[str]:
-    """Return the end of a command line that runs a command's worker with these options."""
+def worker_command(package: str, arguments: Mapping[str, str]) -> list[str]:
+    """Return the end of a command line that runs a package's worker with these options."""
     options = [f"--{name}={value}" for name, value in arguments.items()]
-    return ["-m", f"comm_hooks.launchers.{command}.worker", *options]
+    return ["-m", f"comm_hooks.launchers.{package}.worker", *options]
 
 
 @contextlib.contextmanager
@@ -138,7 +138,7 @@ def _torchrun(nproc: int, log: Path, arguments: Mapping[str, str]) -> Iterator[J
         arguments = {**arguments, "events": str(path)}
         with contextlib.closing(EventReader(path)) as events:
             torchrun = subprocess.Popen(
-                [*TORCHRUN, *options, *worker_command("compare", arguments)],
+                [*TORCHRUN, *options, *worker_command("lab", arguments)],
                 env=_environment(nproc),
                 stdin=subprocess.PIPE,  # the workers' sign that we live
                 stdout=output,

@@ -188,11 +188,11 @@ class LocalRounds(SavedRounds):
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         progress, transport = self._progress, self.exchange.transport
-        if not progress.knows_gradients:
+        if not progress.averaging_ruled_out:
             own = [p.grad for p in self._parameters]
             if self.participation is None:
                 check_double_averaging(transport, self._parameters, own)
-                progress.knows_gradients = True
+                progress.averaging_ruled_out = True
             elif progress.averaging is None:
                 # Other ranks may have no client, or one without data: compared when turns are over.
                 progress.averaging = averaging(transport, self._parameters, own)
@@ -317,10 +317,10 @@ class LocalRounds(SavedRounds):
     def _refuse_averaging(self) -> None:
         """Raise ``ValueError`` on all ranks if somebody else averaged what this turn's steps saw.
 
-        Until it is known: one rank alone cannot know.
+        Asked in every turn until two ranks have taken a step: one alone cannot know.
         """
         progress, transport = self._progress, self.exchange.transport
-        if progress.knows_gradients or transport.world_size == 1:
+        if progress.averaging_ruled_out or transport.world_size == 1:
             return
         own, progress.averaging = progress.averaging, None
         findings = [each for each in transport.perform(AllGatherObject(own)) if each]
@@ -329,7 +329,7 @@ class LocalRounds(SavedRounds):
         except ValueError:
             self._model.restore()
             raise
-        progress.knows_gradients = len(findings) > 1
+        progress.averaging_ruled_out = len(findings) > 1
 
     def _collection(self, fragment: Sequence[int]) -> Collection:
         delta = {self._names[i]: torch.zeros_like(self._model.values[i]) for i in fragment}

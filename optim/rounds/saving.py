@@ -30,7 +30,7 @@ class Progress:
         round_index: exchanges, each of a fragment.
         bytes_uncompressed: what all-reducing gradients at each of the steps taken here would have
             sent.
-        knows_gradients: whether it has been made sure that nobody else averages them.
+        averaging_ruled_out: whether it has been made sure that nobody else averages them.
         averaging: until then, what this rank's first step of a turn says about that.
         loaded_from: the rank whose state this one goes on from, until it says so.
     """
@@ -39,7 +39,7 @@ class Progress:
     steps: int = 0
     round_index: int = 0
     bytes_uncompressed: int = 0
-    knows_gradients: bool = False
+    averaging_ruled_out: bool = False
     averaging: dict[str, Any] | None = None
     loaded_from: int | None = None
 

@@ -24,7 +24,7 @@ class SharesStatistics(Protocol):
 
 
 def check_clients(owner: object, *, bound: str = "server", **hyperparameters: Any) -> None:
-    """Raise ``ValueError`` for what clients that share their moments cannot be made with."""
+    """Raise ``ValueError`` for invalid hyperparameters of clients that share their moments."""
     check_hyperparameters(owner, **hyperparameters)
     if not hyperparameters["eps"] > 0:
         raise ValueError(f"{type(owner).__name__}: eps must be positive: v_hat starts there")

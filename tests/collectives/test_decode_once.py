@@ -110,7 +110,7 @@ def test_payloads_made_together_are_those_made_one_by_one(
         )
         assert torch.equal(form.encode(message), payloads[m])  # type: ignore[arg-type]
     assert all(torch.equal(one, other) for one, other in zip(apart, stacks, strict=True))
-    assert float(form.health(payloads, stamp)) == 0
+    assert float(form.check(payloads, stamp)) == 0
     form.decode_all(stacks, payloads, of_all)
     for m in range(count):
         form.decode([stack[m] for stack in apart], payloads[m], [part[m] for part in keys], 1)

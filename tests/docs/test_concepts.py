@@ -4,7 +4,7 @@ import re
 
 from tests.docs.pages import ROOT, Page
 
-_QUESTIONS = 8
+_QUESTIONS = 10
 _MOST_DOORS = 2
 
 

@@ -42,7 +42,7 @@ def payloads(data: bytes) -> None:
     if isinstance(format_._header, GatheredHeader):  # else there is no checksum
         for rank, payload in enumerate(received):
             GatheredHeader(range(ranks), rank).write_(payload[None], _STAMP, torch.tensor(0.0))
-    assert float(format_.health(received, _STAMP)) == 0
+    assert float(format_.check(received, _STAMP)) == 0
     if looks_at_memory:
         _decode(format_, matrices, honest)  # fills caches
         peak = _peak(format_, matrices, honest)
@@ -122,7 +122,7 @@ def _headers(draw: Draw, kind: type[Header]) -> None:
     _spoil(received, draw)
     header = kind(range(ranks), draw.below(ranks))
     try:
-        health = header.health(received, _STAMP)
+        health = header.check(received, _STAMP)
     except PayloadError:
         return
     same = received.view(torch.int32) == sent.view(torch.int32)

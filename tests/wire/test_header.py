@@ -32,7 +32,7 @@ def payload_of(
 
 
 def health_of(*payloads: torch.Tensor, stamp: Stamp = STAMP) -> torch.Tensor:
-    return GatheredHeader(range(len(payloads)), 0).health(torch.stack(payloads), stamp)
+    return GatheredHeader(range(len(payloads)), 0).check(torch.stack(payloads), stamp)
 
 
 words = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9)
@@ -95,7 +95,7 @@ def test_ranks_go_by_the_names_that_users_give_them() -> None:
     of_rank_6 = torch.zeros(HEADER_NBYTES, dtype=torch.uint8)
     header.write_(of_rank_6[None], Stamp(STAMP.configuration, 9), torch.tensor(0.0))
     with pytest.raises(PayloadError, match="rank 6 belongs to step 9, that of rank 4 to step 7"):
-        header.health(torch.stack([of_rank_4, of_rank_6]), STAMP)
+        header.check(torch.stack([of_rank_4, of_rank_6]), STAMP)
 
 
 OTHERS = [
@@ -122,7 +122,7 @@ def test_the_fault_and_the_rank_are_named(change: Callable[[torch.Tensor], Any],
     for own in range(3):
         header = GatheredHeader(range(3), own)
         with pytest.raises(PayloadError, match=re.escape(told)):
-            header.health(torch.stack(payloads), STAMP)
+            header.check(torch.stack(payloads), STAMP)
 
 
 def summed(of_ranks: Sequence[Stamp], healths: Sequence[float] | None = None) -> torch.Tensor:
@@ -143,7 +143,7 @@ def test_a_sum_of_what_belongs_together_tells_whether_all_are_finite(
     healths = [0.0] * ranks
     healths[ranks // 2] = 0.0 if finite else math.nan
     total = summed([stamp] * ranks, healths)
-    health = SummedHeader(range(ranks), ranks - 1).health(total, stamp)
+    health = SummedHeader(range(ranks), ranks - 1).check(total, stamp)
     assert health.item() == 0 if finite else math.isnan(health)
 
 
@@ -152,7 +152,7 @@ def test_a_sum_of_what_belongs_together_tells_whether_all_are_finite(
 def test_a_sum_tells_who_differs_and_in_what(other: Stamp, told: str, own: int) -> None:
     of_ranks = [STAMP, STAMP, other]
     with pytest.raises(PayloadError, match=re.escape(told)):
-        SummedHeader(range(3), own).health(summed(of_ranks), of_ranks[own])
+        SummedHeader(range(3), own).check(summed(of_ranks), of_ranks[own])
 
 
 @given(data=st.data(), ranks=st.integers(2, 9))
@@ -162,7 +162,7 @@ def test_no_sum_of_different_stamps_passes_on_any_rank(data: st.DataObject, rank
     for rank, stamp in enumerate(of_ranks):
         if len({str(s) for s in of_ranks}) > 1:
             with pytest.raises(PayloadError, match="rank"):
-                SummedHeader(range(ranks), rank).health(total, stamp)
+                SummedHeader(range(ranks), rank).check(total, stamp)
 
 
 @given(data=st.data(), ranks=st.integers(2, 5))
@@ -184,7 +184,7 @@ def test_a_flipped_bit_before_a_sum_is_told(data: st.DataObject, ranks: int) -> 
         return  # a bit that rounding drops, or the sign of a zero
     for rank in range(ranks):
         with pytest.raises(PayloadError, match=rf"ranks? ([\d, ]*)\b{victim}\b|not one of"):
-            SummedHeader(range(ranks), rank).health(total.view(torch.uint8), STAMP)
+            SummedHeader(range(ranks), rank).check(total.view(torch.uint8), STAMP)
 
 
 @pytest.mark.parametrize("foreign", [torch.randn(64), torch.zeros(64), torch.full((64,), math.nan)])
@@ -192,14 +192,14 @@ def test_a_sum_with_something_else_is_refused(foreign: torch.Tensor) -> None:
     total = summed([STAMP] * 3).view(torch.float32)
     total += foreign[: total.shape[1]] if foreign.any() else -total
     with pytest.raises(PayloadError, match="is not one of comm-hooks"):
-        SummedHeader(range(3), 0).health(total.view(torch.uint8), STAMP)
+        SummedHeader(range(3), 0).check(total.view(torch.uint8), STAMP)
 
 
 def test_a_sum_whose_marks_alone_differ_is_refused() -> None:
     total = summed([STAMP] * 3)
     total[0, -4:].view(torch.float32).add_(1)
     with pytest.raises(PayloadError, match="rank 2 was damaged on the way to the sum"):
-        SummedHeader(range(3), 0).health(total, STAMP)
+        SummedHeader(range(3), 0).check(total, STAMP)
 
 
 class Tampering(Simulated):
@@ -275,7 +275,7 @@ def test_until_it_is_judged_what_does_not_fit_is_nan(
         payloads = summed(of_ranks)
     found, health = header._read(payloads)
     monkeypatch.setattr(header, "_read", lambda payloads: (found, health))
-    health = header.health(payloads.as_subclass(OnAccelerator), STAMP)
+    health = header.check(payloads.as_subclass(OnAccelerator), STAMP)
     assert math.isnan(health) == (other is not None)
     assert len(later) == 1
 

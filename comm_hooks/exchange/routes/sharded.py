@@ -91,7 +91,7 @@ class Sharded(CompressedRoute):
         health = self._transport.alike(
             "health",
             means,
-            lambda: self._downlink.health(means, terms.stamp, senders="the owner of shard"),
+            lambda: self._downlink.check(means, terms.stamp, senders="the owner of shard"),
         )
         accept = torch.isfinite(health)
         passed_on.settle(accept)
@@ -128,4 +128,4 @@ def scatter(
     """
     received = yield AllToAll(payloads, final=final)
     received = received[:, : format_.nbytes]
-    return received, format_.health(received, stamp)
+    return received, format_.check(received, stamp)

@@ -12,7 +12,7 @@ import functools
 import inspect
 from typing import Any
 
-from comm_hooks.frameworks.deepspeed.configuration import find_block
+from comm_hooks.frameworks.deepspeed.block import find_block
 from comm_hooks.frameworks.deepspeed.engine import attach
 from comm_hooks.frameworks.deepspeed.initializing import import_deepspeed, prepare
 

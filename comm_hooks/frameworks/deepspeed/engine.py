@@ -10,7 +10,7 @@ from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.exchange.agreement import check_agreement
 from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.frameworks.deepspeed import checkpoint, optimizers, reductions
-from comm_hooks.frameworks.deepspeed.configuration import BLOCK
+from comm_hooks.frameworks.deepspeed.block import BLOCK
 from comm_hooks.frameworks.deepspeed.unsupported import check_averaging, check_parallelism
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 from comm_hooks.exchange import ExchangeSettings
 from comm_hooks.frameworks.deepspeed import optimizers
-from comm_hooks.frameworks.deepspeed.configuration import BLOCK, find_block, load
+from comm_hooks.frameworks.deepspeed.block import BLOCK, find_block, load
 from comm_hooks.frameworks.deepspeed.engine import attach
 
 

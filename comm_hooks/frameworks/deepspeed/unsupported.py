@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from comm_hooks.frameworks.deepspeed.configuration import BLOCK
+from comm_hooks.frameworks.deepspeed.block import BLOCK
 
 
 def check_parallelism(engine: Any) -> None:

@@ -46,9 +46,9 @@ class Ledger:
     and is released again: counting in the checkpoint would count it once.  So the ledger is kept
     apart, and nothing in it is ever changed or removed.  It is written in JSON lines:
 
-    1. a header, ``{"ledger": 1, "run": "...", "settings": {...}}``;
-    2. ``{"noise_multiplier": ..., "sample_rate": ...}``: what the steps after this line are;
-       The line also says where noise is added and who is protected by how much of it; see
+    1. a header, ``{"ledger": 2, "run": "...", "settings": {...}}``;
+    2. ``{"noise_multiplier": ..., "sample_rate": ...}``: what the steps after this line are,
+       with where noise is added and who is protected by how much of it; see
        :class:`~comm_hooks.optim.private.accounting.GaussianEvent`;
     3. ``"step ..."``: one such step; or ``[12, "..."]``: that many, at most 1000.
 

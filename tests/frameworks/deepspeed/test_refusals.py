@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from comm_hooks import ConfigMismatchError
-from comm_hooks.frameworks.deepspeed.configuration import find_block, load
+from comm_hooks.frameworks.deepspeed.block import find_block, load
 from tests.frameworks.deepspeed.common import (
     HIDDEN,
     TOPK,

@@ -28,7 +28,7 @@ class InEngine(ExchangingOptimizer):
     """
 
     # An engine has no DDP inside, and takes a step before ranks can be asked.
-    _knows_gradients = True
+    _averaging_ruled_out = True
     is_ready = False
     overflow = False
 
