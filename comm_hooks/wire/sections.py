@@ -12,6 +12,8 @@ def word_aligned(nbytes: int) -> int:
 def join(*sections: Tensor) -> Tensor:
     """Return payloads (n, nbytes), uint8, of these sections (n, ...), each padded by zeros.
 
+    A single section that needs no padding is not copied.
+
     Example::
 
         >>> join(torch.ones(1, 1, dtype=torch.uint8), torch.ones(1, 1))
@@ -20,5 +22,7 @@ def join(*sections: Tensor) -> Tensor:
     parts = []
     for section in sections:
         octets = section.view(torch.uint8)
-        parts += [octets, octets.new_zeros(len(octets), -octets.shape[1] % 4)]
-    return torch.cat(parts, dim=1)
+        parts.append(octets)
+        if missing := -octets.shape[1] % 4:
+            parts.append(octets.new_zeros(len(octets), missing))
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0].contiguous()
