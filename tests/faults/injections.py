@@ -260,7 +260,7 @@ def flip_received_bit(training: Training, case: Case) -> None:
         _flip(payloads, sender, draw.randrange(first, last), draw.randrange(8))
 
     for kind in (GatheredHeader, SummedHeader):
-        _once_in(kind, "health", flip, after=False)
+        _once_in(kind, "check", flip, after=False)
 
 
 def swap_payloads(training: Training, case: Case) -> None:
@@ -269,7 +269,7 @@ def swap_payloads(training: Training, case: Case) -> None:
             place = list(header._ranks).index(case.culprit)
             payloads[place] = payloads[(place + 1) % len(payloads)]
 
-    _once_in(GatheredHeader, "health", swap, after=False)
+    _once_in(GatheredHeader, "check", swap, after=False)
 
 
 def send_last_payload(training: Training, case: Case) -> None:
