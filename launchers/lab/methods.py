@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from comm_hooks import skip_hook
+from comm_hooks import Exchange, Identity, skip_hook
+from comm_hooks.collectives import Transport
 from comm_hooks.config import COMPRESSORS, unknown
 from comm_hooks.launchers.lab.crossings import (
     CROSSINGS,
@@ -30,8 +31,8 @@ from comm_hooks.launchers.lab.crossings import (
     build_exchange,
     stats_traffic,
 )
-from comm_hooks.launchers.lab.optimizers import OPTIMIZERS, Kind, Trainer
-from comm_hooks.launchers.lab.runs import Settings
+from comm_hooks.launchers.lab.optimizers import OPTIMIZERS, Kind, Named, Trainer
+from comm_hooks.launchers.lab.runs import BASELINE, CONTROL, Settings
 
 DEFAULT_METHODS = (
     "all_reduce,none,bf16,powersgd,count_sketch,sign+local_variance_adam,"
@@ -71,6 +72,39 @@ class Method:
         named = [(str(i), nn.Parameter(torch.ones(1))) for i in range(12 * settings.model.layers)]
         entry.build(named, exchange, settings, self.optimizer_options)
 
+    @property
+    def exchanges_itself(self) -> bool:
+        """Whether the optimizer owns the exchange; otherwise gradients are averaged before."""
+        return bool(OPTIMIZERS[self.optimizer].crossing)
+
+    def attach(
+        self, named: Named, settings: Settings, transport: Transport
+    ) -> tuple[Any, Exchange]:
+        """Return the optimizer and the exchange, without DDP: for ranks of any transport.
+
+        Unless the optimizer :attr:`exchanges_itself`, whoever trains averages gradients with the
+        exchange, which for ``all_reduce`` and ``none`` sends what it is given.
+
+        Args:
+            named: the model's parameters.
+            settings: what the method shares with the others.
+            transport: what connects the ranks.
+
+        Raises:
+            ValueError: for what crosses by a hook that only DDP can run.
+        """
+        if self.crossing in COMPRESSORS:
+            exchange = build_exchange(
+                self.crossing, self.crossing_options, settings.seed, transport=transport
+            )
+        elif self.crossing in (BASELINE, CONTROL):
+            exchange = Exchange(Identity(), transport=transport)
+        else:
+            raise ValueError(f"method {self.spec!r}: {self.crossing} needs DDP")
+        entry = OPTIMIZERS[self.optimizer]
+        own = exchange if entry.crossing else None
+        return entry.build(named, own, settings, self.optimizer_options), exchange
+
     def connect(self, model: nn.Module, settings: Settings, **ddp_arguments: Any) -> Trainer:
         """Wrap ``model`` for training with this method. Collective: every rank must call it.
 
@@ -82,7 +116,7 @@ class Method:
         crossing, entry = CROSSINGS[self.crossing], OPTIMIZERS[self.optimizer]
         ddp = DistributedDataParallel(model, **{**crossing.ddp_arguments, **ddp_arguments})
         named = list(model.named_parameters())
-        if not entry.crossing:
+        if not self.exchanges_itself:
             traffic = crossing.connect(ddp, self.crossing_options, settings.seed)
             return Trainer(ddp, entry.build(named, None, settings, self.optimizer_options), traffic)
         ddp.register_comm_hook(None, skip_hook)

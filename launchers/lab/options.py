@@ -51,8 +51,8 @@ def describe_training(settings: Settings) -> dict[str, str]:
         "Model": f"GPT over bytes, {count_parameters(model) / 1e6:.2f} M parameters: "
         f"{model.layers} layers, width {model.width}, {model.heads} heads, context {model.context}",
         "Training": f"{settings.steps} steps, batch {settings.batch} per rank, learning rate "
-        f"{settings.learning_rate:g} after {settings.warmup} steps of warm-up, betas "
-        f"{settings.betas}, weight decay {settings.weight_decay:g}",
+        f"{settings.learning_rate:g} after {settings.warmup} steps of warm-up, then "
+        f"{settings.schedule}, betas {settings.betas}, weight decay {settings.weight_decay:g}",
     }
 
 

@@ -17,7 +17,7 @@ BASELINE = "all_reduce"
 CONTROL = "none"
 """The method that exchanges nothing: what does worse is worth nothing."""
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 """Of the lines of ``runs.jsonl``; to be raised when a field changes its name or meaning."""
 
 
@@ -31,6 +31,7 @@ class Settings:
     eval_every: int = 25
     batch: int = 6  # per rank
     warmup: int = 20  # steps over which the learning rate rises
+    schedule: str = "cosine"  # what it follows then: a name of lab.schedules
     learning_rate: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1

@@ -7,17 +7,19 @@ from comm_hooks.launchers.lab.outcomes import Method, Outcome, Run
 from comm_hooks.launchers.lab.progress import Display
 
 FACTOR = 4.0
-"""Between neighbouring learning rates, until the best lies between two others."""
+"""Between neighbouring learning rates, where nothing else is said."""
 
 _DIGITS = 6  # of the logarithms of distances that count as equal
 
 
-def search(evaluate: Callable[[float], float], start: float, tries: int) -> dict[float, float]:
+def search(
+    evaluate: Callable[[float], float], start: float, tries: int, factor: float = FACTOR
+) -> dict[float, float]:
     """Look for the learning rate with the smallest loss.
 
     1. try ``start``;
-    2. while the best so far is the largest tried, try four times that; while it is the smallest, a
-       quarter;
+    2. while the best so far is the largest tried, try ``factor`` times that; while it is the
+       smallest, that much less;
     3. otherwise try the geometric mean of the best and the further of its neighbours; of equally
        far ones, the better.
 
@@ -28,6 +30,7 @@ def search(evaluate: Callable[[float], float], start: float, tries: int) -> dict
         evaluate: the loss at a learning rate; infinite if training diverges.
         start: where to begin.
         tries: how often ``evaluate`` is called.
+        factor: between neighbouring learning rates, until the best lies between two others.
 
     Returns:
         The loss at each learning rate tried.
@@ -43,9 +46,9 @@ def search(evaluate: Callable[[float], float], start: float, tries: int) -> dict
         rates = sorted(tried)
         place = rates.index(min(rates, key=lambda rate: tried[rate]))
         if place == len(rates) - 1:
-            rate = rates[place] * FACTOR
+            rate = rates[place] * factor
         elif place == 0:
-            rate = rates[place] / FACTOR
+            rate = rates[place] / factor
         else:
             best = rates[place]
             neighbour = min(

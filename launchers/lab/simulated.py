@@ -22,6 +22,7 @@ from comm_hooks.launchers.lab.outcomes import (
     Point,
     Settings,
 )
+from comm_hooks.launchers.lab.schedules import Schedule
 from comm_hooks.launchers.lab.tasks import Task
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 
@@ -67,7 +68,7 @@ class Plan:
         local_steps: a client's steps in each of them.
         batch: samples per step and client.
         points: how often the model is judged, evenly spread, the end included.
-        schedule: the factor of the learning rate, from the share of the rounds that are over.
+        schedule: of the learning rate, over the rounds.
         flat: train a :class:`FlatModel`.
         device: where.
     """
@@ -76,7 +77,7 @@ class Plan:
     local_steps: int
     batch: int
     points: int
-    schedule: Callable[[float], float]
+    schedule: Schedule
     flat: bool = False
     device: str = "cpu"
 
@@ -134,16 +135,6 @@ class FlatModel(nn.Module):
         return self
 
 
-def cosine(progress: float) -> float:
-    """Fall from 1 to 1/1000 along half a cosine (Loshchilov & Hutter, ICLR 2017)."""
-    return 1e-3 + (1 - 1e-3) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def constant(progress: float) -> float:
-    """Stay at 1."""
-    return 1.0
-
-
 def train(task: Task, build: Build, plan: Plan, seed: int, advance: Advance) -> list[Point]:
     """Train a new model; return its curve.
 
@@ -162,11 +153,15 @@ def train(task: Task, build: Build, plan: Plan, seed: int, advance: Advance) -> 
         model = FlatModel(model)
 
     def rank(transport: Transport) -> list[Point]:
-        return _train_rank(task, copy.deepcopy(model), build, plan, seed, advance, transport)
+        return train_rank(task, copy.deepcopy(model), build, plan, seed, advance, transport)
 
     with known_warnings_ignored():
-        curves = [curve for curve in run_ranks(rank, len(task.clients)) if curve]
-    return [mean_point(points) for points in zip(*curves, strict=True)]
+        return mean_curve(run_ranks(rank, len(task.clients)))
+
+
+def mean_curve(curves: Sequence[list[Point]]) -> list[Point]:
+    """Return the mean over the ranks that judged their model."""
+    return [mean_point(points) for points in zip(*filter(None, curves), strict=True)]
 
 
 @contextmanager
@@ -218,7 +213,7 @@ def judge(task: Task, model: nn.Module, round_: int, sent: int, curve: list[Poin
     curve.append(Point(round_, figures["loss"], figures["error"], sent))
 
 
-def _train_rank(
+def train_rank(
     task: Task,
     model: nn.Module,
     build: Build,
@@ -227,6 +222,11 @@ def _train_rank(
     advance: Advance,
     transport: Transport,
 ) -> list[Point]:
+    """Train one rank's replica of a model; return its curve if it is this rank that judges.
+
+    Raises:
+        Diverged: see :func:`train`.
+    """
     client = build(list(model.named_parameters()), transport)
     batches = task.clients[transport.rank].batches(
         plan.batch, batch_generator(seed, transport.rank)

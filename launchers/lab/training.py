@@ -21,6 +21,7 @@ from comm_hooks.launchers.lab.methods import Method, parse_method
 from comm_hooks.launchers.lab.model import GPT
 from comm_hooks.launchers.lab.optimizers import Trainer
 from comm_hooks.launchers.lab.runs import Figures, Point, Settings
+from comm_hooks.launchers.lab.schedules import SCHEDULES, warmed_up
 
 _EVAL_BATCH = 16
 
@@ -84,11 +85,12 @@ def _steps(
 ) -> Iterator[tuple[int, float, float, float]]:
     """Yield (step, this rank's loss, seconds, those it was starved) after each step, from 1."""
     batches = draw_batches(tokens, settings, dist.get_rank())
-    warmup = LambdaLR(trainer.scheduled, lambda done: min(1.0, (done + 1) / settings.warmup))
+    factor = warmed_up(SCHEDULES[settings.schedule], settings.warmup, settings.steps)
+    scheduler = LambdaLR(trainer.scheduled, factor)
     for step in range(1, settings.steps + 1):
         started, starvation = time.perf_counter(), Starvation()
         value = float(trainer.optimizer.step(closure_of(trainer, next(batches))))
-        warmup.step()
+        scheduler.step()
         if not math.isfinite(value):
             raise FloatingPointError(f"diverged: the loss is {value} at step {step}")
         seconds = time.perf_counter() - started

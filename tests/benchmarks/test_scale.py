@@ -27,12 +27,8 @@ from benchmarks.studies.scale.training import Setup, Trained, train
 from comm_hooks import Exchange
 from comm_hooks.collectives import Simulated
 from comm_hooks.launchers.advise.step import Step
-from comm_hooks.launchers.lab.simulated import (
-    batch_generator,
-    cosine,
-    known_warnings_ignored,
-    new_model,
-)
+from comm_hooks.launchers.lab.schedules import cosine
+from comm_hooks.launchers.lab.simulated import batch_generator, known_warnings_ignored, new_model
 from comm_hooks.launchers.lab.tasks import build_task
 from comm_hooks.wire.gathered_header import HEADER_NBYTES
 from tests.benchmarks.studying import NUMEL, nothing

@@ -12,14 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.studies.local_steps.methods import Study, make_methods
-from comm_hooks.launchers.lab.simulated import (
-    FlatModel,
-    Plan,
-    batch_generator,
-    constant,
-    cosine,
-    new_model,
-)
+from comm_hooks.launchers.lab.schedules import constant, cosine
+from comm_hooks.launchers.lab.simulated import FlatModel, Plan, batch_generator, new_model
 from comm_hooks.wire.summed_header import summed_header_nbytes
 from tests.benchmarks.studying import digits, nothing
 

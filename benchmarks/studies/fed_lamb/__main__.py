@@ -11,7 +11,8 @@ from benchmarks.studies import cli
 from benchmarks.studies.fed_lamb.methods import BETAS, LAMBDAS, METHODS, Division, make_methods
 from comm_hooks.launchers.lab import plots, tables
 from comm_hooks.launchers.lab.outcomes import Outcome
-from comm_hooks.launchers.lab.simulated import Plan, constant
+from comm_hooks.launchers.lab.schedules import constant
+from comm_hooks.launchers.lab.simulated import Plan
 
 
 def fed_lamb(

@@ -18,12 +18,12 @@ from comm_hooks.collectives import Simulated, Transport
 from comm_hooks.compressors import Identity
 from comm_hooks.exchange import Exchange
 from comm_hooks.launchers.lab.outcomes import Advance, Method, Point, Settings
+from comm_hooks.launchers.lab.schedules import constant
 from comm_hooks.launchers.lab.simulated import (
     Client,
     NamedParameters,
     Plan,
     batch_generator,
-    constant,
     new_model,
     simulated_method,
 )

@@ -12,7 +12,8 @@ from benchmarks.studies.safl.methods import UNCOMPRESSED, Study, make_methods
 from benchmarks.studies.safl.peers import PEERS
 from comm_hooks.launchers.lab import plots, tables
 from comm_hooks.launchers.lab.outcomes import Outcome
-from comm_hooks.launchers.lab.simulated import Plan, cosine
+from comm_hooks.launchers.lab.schedules import cosine
+from comm_hooks.launchers.lab.simulated import Plan
 
 _LABEL_SMOOTHING = 0.1
 _WEIGHT_DECAY = 1e-4

@@ -13,12 +13,8 @@ from torch.func import functional_call, grad, vmap
 from benchmarks.studies.scale.methods import Method
 from comm_hooks.collectives import Simulated
 from comm_hooks.launchers.lab.outcomes import Advance
-from comm_hooks.launchers.lab.simulated import (
-    batch_generator,
-    cosine,
-    known_warnings_ignored,
-    new_model,
-)
+from comm_hooks.launchers.lab.schedules import cosine
+from comm_hooks.launchers.lab.simulated import batch_generator, known_warnings_ignored, new_model
 from comm_hooks.launchers.lab.tasks import Task, build_task
 
 _JUDGED_AT_ONCE = 64  # models

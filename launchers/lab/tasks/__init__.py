@@ -9,6 +9,7 @@ from typing import Any
 from comm_hooks.config import unknown
 from comm_hooks.launchers.lab.tasks.cifar10 import cifar10
 from comm_hooks.launchers.lab.tasks.digits import digits
+from comm_hooks.launchers.lab.tasks.fashion_mnist import fashion_mnist
 from comm_hooks.launchers.lab.tasks.gpt_text import gpt_text
 from comm_hooks.launchers.lab.tasks.task import Batch, Shard, Task
 from comm_hooks.launchers.lab.tasks.text_classification import IMDB, SST2, text_classification
@@ -18,6 +19,7 @@ __all__ = ["TASKS", "Batch", "Shard", "Task", "build_task"]
 TASKS: dict[str, Callable[..., Task]] = {
     "digits": digits,
     "cifar10": cifar10,
+    "fashion_mnist": fashion_mnist,
     "sst2": functools.partial(text_classification, SST2),
     "imdb": functools.partial(text_classification, IMDB),
     "gpt_text": gpt_text,

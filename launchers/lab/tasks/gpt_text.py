@@ -1,4 +1,4 @@
-"""The GPT of ``comm-hooks compare`` on text, each client with a part of the text of its own."""
+"""Predicting the bytes of a text, each client with a part of the text of its own."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from comm_hooks.config import unknown
 from comm_hooks.launchers.lab.corpus import (
+    CORPORA,
     CorpusError,
     load_corpus,
     shard_bounds,
@@ -14,9 +15,11 @@ from comm_hooks.launchers.lab.corpus import (
 )
 from comm_hooks.launchers.lab.model import GPT, GPTConfig
 from comm_hooks.launchers.lab.tasks.partition import contiguous, iid
+from comm_hooks.launchers.lab.tasks.recurrent import RecurrentText
 from comm_hooks.launchers.lab.tasks.task import Shard, Task
 
 PARTITIONS = ("contiguous", "iid")
+MODELS = ("gpt", "lstm")
 
 # Text is held out at this many places, far enough apart to be of all kinds, and long enough each
 # that little of it continues what the model was trained on.
@@ -29,8 +32,10 @@ def gpt_text(
     clients: int,
     seed: int,
     data_dir: Path | None = None,
+    text: str = "python",
     partition: str = "contiguous",
     label_smoothing: float = 0.0,
+    model: str = "gpt",
     layers: int = 2,
     width: int = GPTConfig.width,
     heads: int = GPTConfig.heads,
@@ -46,14 +51,17 @@ def gpt_text(
     Args:
         clients: how many share the text.
         seed: of the partition ``"iid"``.
-        data_dir: a text file, or a folder whose UTF-8 files are read; by default the source code of
-            Python's standard library.
+        data_dir: a text file, or a folder whose UTF-8 files are read, in place of ``text``.
+        text: ``"python"``, the source of the standard library, ``"c"``, the system's headers, or
+            ``"prose"``, the King James Bible.
         partition: ``"contiguous"``, a part of the text for each client, or ``"iid"``, windows at
             random.  Only with the first are clients so different that not communicating costs.
         label_smoothing: of the training loss.
-        layers: of the model: 1.7 M parameters with 2, and with 6, as in ``compare``, 4.8 M.
+        model: ``"gpt"``, that of ``comm-hooks compare``, or ``"lstm"``.
+        layers: of the model: a GPT has 1.7 M parameters with 2, and with 6, as in ``compare``,
+            4.8 M.
         width: of its hidden states.
-        heads: of its attention; a divisor of ``width``.
+        heads: of a GPT's attention; a divisor of ``width``.
         context: bytes that it sees.
         eval_windows: held-out windows it is judged on, spread evenly, if there are so many.
 
@@ -68,7 +76,11 @@ def gpt_text(
             raise ValueError(f"gpt_text: {name} must be at least 1, got {value!r}")
     if width % heads:
         raise ValueError(f"gpt_text: width {width} is not a multiple of the {heads} heads")
-    windows = _load(data_dir, context)
+    if model not in MODELS:
+        raise ValueError(unknown("model of gpt_text", model, MODELS))
+    if text not in CORPORA:
+        raise ValueError(unknown("text", text, CORPORA))
+    windows = _load(data_dir, text, context)
     training, held_out = _hold_out(len(windows))
     if partition == "contiguous":
         places = contiguous(len(training), clients=clients)
@@ -76,9 +88,15 @@ def gpt_text(
         places = iid(len(training), clients=clients, seed=seed)
     judged = window_starts(len(held_out), 1, min(eval_windows, len(held_out)))
     inputs, targets = windows[:, :-1], windows[:, 1:]
+
+    def make_model() -> nn.Module:
+        if model == "lstm":
+            return RecurrentText(layers=layers, width=width)
+        return NextByte(GPTConfig(**sizes))
+
     return Task(
         name="gpt_text",
-        make_model=lambda: NextByte(GPTConfig(**sizes)),
+        make_model=make_model,
         clients=[Shard(inputs, targets, training[part]) for part in places],
         held_out=Shard(inputs, targets, held_out[judged]),
         label_smoothing=label_smoothing,
@@ -97,13 +115,13 @@ class NextByte(nn.Module):
         return self.gpt.logits(tokens)
 
 
-def _load(path: Path | None, context: int) -> Tensor:
+def _load(path: Path | None, text: str, context: int) -> Tensor:
     """Return the text's windows (count, context + 1); each begins with the last byte of another."""
     try:
-        content = load_corpus(path).content
+        content = (load_corpus(path) if path else CORPORA[text]()).content
     except CorpusError as error:
         # It speaks of the option as compare calls it.
-        raise ValueError(f"gpt_text: {error}".replace("--data ", "--data-dir ", 1)) from None
+        raise ValueError(f"gpt_text: {error}".replace("--data", "--data-dir", 1)) from None
     needed = 2 * _PLACES * context + 1
     if len(content) < needed:
         raise ValueError(

@@ -8,21 +8,29 @@ from torch import Tensor
 from comm_hooks.config import unknown
 from comm_hooks.launchers.lab.corpus import shard_bounds
 
-LABELLED = ("iid", "classes")
+LABELLED = ("iid", "classes", "dirichlet")
 """The partitions of data with labels, by name."""
 
 
 def partition_labelled(
-    labels: Tensor, partition: str, *, clients: int, classes_per_client: int, seed: int
+    labels: Tensor,
+    partition: str,
+    *,
+    clients: int,
+    classes_per_client: int,
+    seed: int,
+    concentration: float = 0.3,
 ) -> list[Tensor]:
     """Return each client's sample indices under the partition of that name.
 
     Args:
         labels: the class of each sample.
-        partition: ``"iid"`` (:func:`iid`) or ``"classes"`` (:func:`by_class`).
+        partition: ``"iid"`` (:func:`iid`), ``"classes"`` (:func:`by_class`) or ``"dirichlet"``
+            (:func:`dirichlet`).
         clients: how many there are.
         classes_per_client: for ``"classes"`` only.
         seed: what the random choices follow from.
+        concentration: for ``"dirichlet"`` only.
 
     Raises:
         ValueError: for an unknown name, and for what cannot be divided as asked.
@@ -31,6 +39,8 @@ def partition_labelled(
         raise ValueError(unknown("partition", partition, LABELLED))
     if partition == "iid":
         return iid(len(labels), clients=clients, seed=seed)
+    if partition == "dirichlet":
+        return dirichlet(labels, clients=clients, concentration=concentration, seed=seed)
     return by_class(labels, clients=clients, classes_per_client=classes_per_client, seed=seed)
 
 
@@ -117,6 +127,55 @@ def by_class(labels: Tensor, *, clients: int, classes_per_client: int, seed: int
         waiting.sort(key=len, reverse=True)
         parts.append(torch.cat([pieces.pop() for pieces in waiting[:classes_per_client]]))
     return parts
+
+
+def dirichlet(labels: Tensor, *, clients: int, concentration: float, seed: int) -> list[Tensor]:
+    """Divide each class in proportions drawn from a Dirichlet distribution.
+
+    As in Hsu, Qi & Brown (2019), the other way round (Yurochkin et al., ICML 2019): per class,
+
+    1. draw the clients' proportions from Dirichlet(concentration, ..., concentration);
+    2. shuffle the class and cut it in these proportions.
+
+    A client that got nothing then takes one sample from the one that has most.
+
+    Args:
+        labels: the class of each sample.
+        clients: how many there are.
+        concentration: above 0; small ones give each class to few clients, large ones are nearly
+            iid.
+        seed: what all random choices follow from.
+
+    Raises:
+        ValueError: for a concentration that is not positive, and more clients than samples.
+
+    Example::
+
+        >>> labels = torch.arange(600) % 10
+        >>> parts = dirichlet(labels, clients=3, concentration=0.3, seed=0)
+        >>> sum(map(len, parts)), len(parts[0].unique()) == len(parts[0])
+        (600, True)
+    """
+    _check_clients(clients, len(labels))
+    if not 0 < concentration < float("inf"):
+        raise ValueError(f"concentration must be positive, got {concentration!r}")
+    generator = torch.Generator().manual_seed(seed)
+    parts: list[list[Tensor]] = [[] for _ in range(clients)]
+    for label in labels.unique():
+        members = (labels == label).nonzero().flatten()
+        shuffled = members[torch.randperm(len(members), generator=generator)]
+        # Gamma variables over their sum; in float64 since small concentrations underflow.
+        shape = torch.full((clients,), concentration, dtype=torch.float64)
+        weights = torch._standard_gamma(shape, generator=generator) + 1e-300
+        cuts = (weights / weights.sum()).cumsum(0)[:-1].mul(len(members)).round().long()
+        for part, piece in zip(parts, shuffled.tensor_split(cuts), strict=True):
+            part.append(piece)
+    joined = [torch.cat(pieces) for pieces in parts]
+    for client in range(clients):
+        if not len(joined[client]):
+            most = max(range(clients), key=lambda other: len(joined[other]))
+            joined[client], joined[most] = joined[most][:1], joined[most][1:]
+    return joined
 
 
 def _apportion(sizes: list[int], clients: int, classes_per_client: int) -> list[int]:

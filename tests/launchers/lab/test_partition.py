@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from comm_hooks.launchers.lab.tasks.partition import by_class, contiguous, iid, partition_labelled
+from comm_hooks.launchers.lab.tasks.partition import (
+    by_class,
+    contiguous,
+    dirichlet,
+    iid,
+    partition_labelled,
+)
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -31,6 +37,38 @@ def test_contiguous_parts_follow_one_another(clients: int, surplus: int) -> None
     parts = contiguous(clients + surplus, clients=clients)
     assert_divided(parts, clients + surplus, clients)
     assert torch.cat(parts).tolist() == list(range(clients + surplus))
+
+
+@given(
+    clients=st.integers(1, 12),
+    surplus=st.integers(0, 100),
+    concentration=st.sampled_from([1e-3, 0.3, 100.0]),
+    seed=seeds,
+)
+def test_a_dirichlet_split_loses_nothing_and_leaves_nobody_out(
+    clients: int, surplus: int, concentration: float, seed: int
+) -> None:
+    labels = torch.arange(clients + surplus) % 3
+    parts = dirichlet(labels, clients=clients, concentration=concentration, seed=seed)
+    assert_divided(parts, clients + surplus, clients)
+
+
+def test_a_small_concentration_gives_each_class_to_few() -> None:
+    labels = torch.arange(6000) % 10
+
+    def largest_share(concentration: float) -> float:
+        parts = dirichlet(labels, clients=5, concentration=concentration, seed=0)
+        counts = torch.stack([labels[part].bincount(minlength=10) for part in parts])
+        return float((counts.amax(0) / counts.sum(0)).mean())
+
+    assert largest_share(0.03) > 0.9
+    assert largest_share(1000.0) < 0.25
+
+
+@pytest.mark.parametrize("concentration", [0.0, -1.0, float("inf"), float("nan")])
+def test_concentrations_must_be_positive(concentration: float) -> None:
+    with pytest.raises(ValueError, match="concentration must be positive"):
+        dirichlet(torch.arange(10), clients=2, concentration=concentration, seed=0)
 
 
 @given(

@@ -1,0 +1,169 @@
+"""The command, see ``--help``."""
+
+import itertools
+import multiprocessing
+import sys
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.quality.methods import METHODS
+from benchmarks.quality.page import make_page, write_picture
+from benchmarks.quality.runs import Record, Wanted, perform, read_records
+from benchmarks.quality.settings import PRESETS, Setting, build
+from benchmarks.quality.tuning import Entry, by_wanted
+from comm_hooks.config import unknown
+from comm_hooks.launchers.lab.methods import parse_method
+from comm_hooks.launchers.lab.runs import BASELINE, CONTROL
+from comm_hooks.launchers.output import complain, refusing
+
+RESULTS = Path(__file__).parents[1] / "results" / "quality"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def quality(
+    tasks: Annotated[str, typer.Option(metavar="LIST", help=f"Of {', '.join(PRESETS)}.")] = (
+        "python,c,prose,images"
+    ),
+    ranks: Annotated[str, typer.Option(metavar="LIST", help="Numbers of ranks.")] = "4",
+    batches: Annotated[str, typer.Option(metavar="LIST", help="Samples per step and rank.")] = (
+        "6,32"
+    ),
+    tokens: Annotated[str, typer.Option(metavar="LIST", help="Tokens per parameter.")] = "2",
+    only: Annotated[str, typer.Option(help="Methods of the list that match, besides controls.")] = (
+        "*"
+    ),
+    method: Annotated[
+        list[str] | None, typer.Option(help="Methods that are not on the list; LR@METHOD.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs with the best learning rate.")] = 3,
+    tries: Annotated[int, typer.Option(min=1, help="Learning rates, on the first seed.")] = 4,
+    jobs: Annotated[int, typer.Option(min=0, help="Runs at a time; 0: write the page.")] = 2,
+    processes: Annotated[
+        bool, typer.Option(help="Each rank a process of its own; else they take turns in one.")
+    ] = False,
+    results: Annotated[Path, typer.Option(help="Where records are kept and the page goes.")] = (
+        RESULTS
+    ),
+) -> None:
+    """Train what has no record yet, then write the page.
+
+    A run of 2 tokens per parameter takes one core about three minutes. Ctrl-C loses the runs under
+    way and nothing else. Exit codes: 0, 2 for bad input or missing data, 130 if interrupted.
+    """
+    with refusing("quality"):
+        settings = [
+            Setting(_known(task), *sizes)
+            for task in tasks.split(",")
+            for sizes in itertools.product(
+                _numbers("--ranks", ranks, int),
+                _numbers("--batches", batches, int),
+                _numbers("--tokens", tokens, float),
+            )
+        ]
+        for each in settings:
+            build(each.task, each.ranks)
+        chosen = {
+            name: start
+            for name, start in METHODS.items()
+            if name in (BASELINE, CONTROL) or fnmatchcase(name, only)
+        }
+        chosen |= dict(map(_parse, method or ()))
+        for name in chosen:
+            parse_method(name)
+        records = by_wanted(read_records(results / "records.jsonl"))
+    entries = [
+        Entry(setting, name, start, tries, range(seeds))
+        for setting in settings
+        for name, start in chosen.items()
+    ]
+    results.mkdir(parents=True, exist_ok=True)
+    if jobs:
+        _run(entries, dict(records), results / "records.jsonl", jobs, processes)
+    _write(results, tries, seeds)
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        numbers = [kind(each) for each in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option}: {text!r} is no list of numbers such as 1,2,4") from None
+    if min(numbers) <= 0:
+        raise ValueError(f"{option}: {min(numbers)} is not positive")
+    return numbers
+
+
+def _known(task: str) -> str:
+    if task not in PRESETS:
+        raise ValueError(unknown("task", task, PRESETS))
+    return task
+
+
+def _parse(text: str) -> tuple[str, float]:
+    start, _, name = text.partition("@")
+    try:
+        return name, float(start)
+    except ValueError:
+        raise ValueError(f"--method: {text!r} is not of the form LR@METHOD") from None
+
+
+def _run(
+    entries: list[Entry], records: dict[Wanted, Record], path: Path, jobs: int, processes: bool
+) -> None:
+    """Make the missing runs, so many at a time, adding each record as soon as it is there."""
+    context = multiprocessing.get_context("spawn")
+    waiting: dict[Future[Record], Wanted] = {}
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        try:
+            while True:
+                wanted = (each for entry in entries for each in entry.next(records))
+                for each in dict.fromkeys(wanted):
+                    if len(waiting) < jobs and each not in waiting.values():
+                        waiting[pool.submit(perform, each, processes=processes)] = each
+                if not waiting:
+                    return
+                finished, _ = wait(waiting, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    each, record = waiting.pop(future), future.result()
+                    records[each] = record
+                    with path.open("a") as file:
+                        file.write(record.to_json() + "\n")
+                    print(_summary(record), file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            complain("quality", "interrupted; what is finished is kept")
+            raise typer.Exit(130) from None
+
+
+def _summary(record: Record) -> str:
+    wanted = record.wanted
+    loss = "diverged" if record.loss is None else f"{record.loss:.4f}"
+    return (
+        f"{wanted.setting}, seed {wanted.seed}: {wanted.method}, lr {wanted.lr:g}: {loss}, "
+        f"{record.bits:.3g} bits, {record.seconds:.0f} s"
+    )
+
+
+def _write(results: Path, tries: int, seeds: int) -> None:
+    """Write the page and the picture of all records, whatever was asked for now."""
+    records = by_wanted(read_records(results / "records.jsonl"))
+    order = list(METHODS)
+    pairs = sorted(
+        {(w.setting, w.method) for w in records},
+        key=lambda pair: (pair[0], order.index(pair[1]) if pair[1] in order else len(order)),
+    )
+    entries = [Entry(s, m, METHODS.get(m, 4e-3), tries, range(seeds)) for s, m in pairs]
+    if not entries:
+        return
+    (results.parent / "quality.md").write_text(make_page(entries, records))
+    write_picture(entries, records, results / "share-vs-bits.png")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,73 @@
+"""One rank's part of a method: the optimizer, its exchange, and gradients that are clipped."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from comm_hooks.collectives import Transport
+from comm_hooks.exchange import Exchange
+from comm_hooks.launchers.lab.methods import Method
+from comm_hooks.launchers.lab.runs import Settings
+from comm_hooks.launchers.lab.simulated import Client, NamedParameters
+
+CLIP_NORM = 1.0
+"""Of gradients: of the mean where gradients are averaged, else of each rank's own."""
+
+Closure = Callable[[], float]
+
+
+@dataclass
+class Averaged:
+    """An optimizer on gradients that are averaged in every step; not at all without an exchange."""
+
+    optimizer: Optimizer
+    exchange: Exchange | None
+    parameters: list[nn.Parameter]
+    compress: bool
+
+    def step(self, closure: Closure) -> float:
+        """Compute gradients, average and clip them, and take the step."""
+        loss = closure()
+        if self.exchange is not None:
+            gradients = {
+                str(i): p.grad for i, p in enumerate(self.parameters) if p.grad is not None
+            }
+            self.exchange.average_(gradients, compress=self.compress)
+        nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
+        self.optimizer.step()
+        return loss
+
+
+@dataclass
+class Own:
+    """An optimizer that exchanges by itself, on gradients that each rank clips for itself."""
+
+    optimizer: Any
+    parameters: list[nn.Parameter]
+
+    def step(self, closure: Closure) -> float:
+        """Compute gradients, clip them, and take the step."""
+        loss = closure()
+        nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
+        self.optimizer.step()
+        return loss
+
+
+def make_client(
+    method: Method,
+    named: NamedParameters,
+    transport: Transport,
+    settings: Settings,
+) -> Client:
+    """Return a rank's part of a method of ``comm-hooks compare``, on any transport."""
+    optimizer, exchange = method.attach(named, settings, transport)
+    parameters = [p for _, p in named]
+    if method.exchanges_itself:
+        return Client(Own(optimizer, parameters), exchange, optimizer)
+    alone = method.crossing == "none"
+    used = None if alone else exchange
+    steps = Averaged(optimizer, used, parameters, compress=method.crossing != "all_reduce")
+    return Client(steps, exchange, optimizer, agrees=not alone)

@@ -1,0 +1,164 @@
+"""One training run, and its record: a line of JSON."""
+
+import datetime
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.quality.clients import make_client
+from benchmarks.quality.settings import Setting, build, parameters
+from comm_hooks.collectives import TorchDistributed, Transport
+from comm_hooks.launchers.lab.methods import parse_method
+from comm_hooks.launchers.lab.outcomes import Diverged, Point
+from comm_hooks.launchers.lab.plain import rebuild
+from comm_hooks.launchers.lab.processes import spawn_ranks
+from comm_hooks.launchers.lab.runs import Settings
+from comm_hooks.launchers.lab.schedules import SCHEDULES, warmed_up
+from comm_hooks.launchers.lab.simulated import (
+    Build,
+    Client,
+    NamedParameters,
+    Plan,
+    mean_curve,
+    new_model,
+    train,
+    train_rank,
+)
+
+WARM_UP = 0.1
+"""The share of the steps over which the learning rate rises."""
+POINTS = 4
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run that may or may not have a record.
+
+    Args:
+        setting: what is trained.
+        method: as ``comm-hooks compare --hooks`` takes it.
+        lr: the largest learning rate.
+        seed: of weights and batches.
+        schedule: of the learning rate after the warm-up.
+        beta1: of Adam's first moment.
+    """
+
+    setting: Setting
+    method: str
+    lr: float
+    seed: int
+    schedule: str = "cosine"
+    beta1: float = 0.9
+
+
+@dataclass(frozen=True)
+class Record:
+    """A finished run.
+
+    Args:
+        wanted: which.
+        loss: on held-out data at the end; None if it diverged.
+        error: share of wrong predictions on held-out data.
+        bits: sent per parameter and step by one rank, in the mean.
+        curve: held-out losses on the way, evenly spread.
+        seconds: it took.
+        date: when.
+    """
+
+    wanted: Wanted
+    loss: float | None
+    error: float | None
+    bits: float
+    curve: list[float]
+    seconds: float
+    date: str
+
+    def to_json(self) -> str:
+        """Return the record as one line."""
+        return json.dumps(asdict(self))
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the records of a file, if there is one.
+
+    Raises:
+        ValueError: for a line that is not one.
+    """
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [rebuild(Record, json.loads(line)) for line in lines]
+
+
+def perform(wanted: Wanted, *, processes: bool = False, threads: int = 1) -> Record:
+    """Train, and return the record.
+
+    Args:
+        wanted: the run.
+        processes: each rank is a process of its own, joined by gloo; else ranks take turns in this.
+        threads: of torch.
+
+    Raises:
+        ValueError: for a method that cannot train here, and data that is missing.
+    """
+    torch.set_num_threads(threads)
+    started = time.monotonic()
+    try:
+        if processes:
+            curves = spawn_ranks(wanted.setting.ranks, _train_in_process, wanted, threads)
+            curve = mean_curve([[Point(*values) for values in rows] for rows in curves])
+        else:
+            task = build(wanted.setting.task, wanted.setting.ranks)
+            curve = train(task, _build(wanted), _plan(wanted), wanted.seed, _nothing)
+    except Diverged:
+        curve = []
+    last = curve[-1] if curve else None
+    sent = last.bytes_sent if last else 0
+    return Record(
+        wanted,
+        loss=last.loss if last else None,
+        error=last.error if last else None,
+        bits=8 * sent / wanted.setting.steps / parameters(wanted.setting.task),
+        curve=[round(point.loss, 5) for point in curve],
+        seconds=round(time.monotonic() - started, 1),
+        date=f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
+    )
+
+
+def _plan(wanted: Wanted) -> Plan:
+    steps = wanted.setting.steps
+    factor = warmed_up(SCHEDULES[wanted.schedule], max(1, round(WARM_UP * steps)), steps)
+    return Plan(steps, 1, wanted.setting.batch, POINTS, lambda over: factor(round(over * steps)))
+
+
+def _build(wanted: Wanted) -> Build:
+    settings = Settings(
+        nproc=wanted.setting.ranks,
+        steps=wanted.setting.steps,
+        seed=wanted.seed,
+        learning_rate=wanted.lr,
+        betas=(wanted.beta1, 0.95),
+        warmup=max(1, round(WARM_UP * wanted.setting.steps)),
+    )
+    method = parse_method(wanted.method)
+
+    def build(named: NamedParameters, transport: Transport) -> Client:
+        return make_client(method, named, transport, settings)
+
+    return build
+
+
+def _train_in_process(wanted: Wanted, threads: int) -> list[tuple[int, float, float, int]]:
+    """Train one rank in a process of its own; return its curve as plain numbers."""
+    torch.set_num_threads(threads)
+    task = build(wanted.setting.task, wanted.setting.ranks)
+    model = new_model(task, wanted.seed, "cpu")
+    transport = TorchDistributed(dist.group.WORLD)
+    curve = train_rank(task, model, _build(wanted), _plan(wanted), wanted.seed, _nothing, transport)
+    return [(p.round, p.loss, p.error, p.bytes_sent) for p in curve]
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,95 @@
+"""What is trained: a task, by how many ranks, in how large batches, and for how long."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from comm_hooks.launchers.lab.simulated import numel
+from comm_hooks.launchers.lab.tasks import Task, build_task
+
+_CONTEXT = 64
+_PATCHES = 49
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A task with a model of about 0.6 million parameters, skewed shards, and its unit of data.
+
+    Args:
+        title: what it is, for readers.
+        task: a name of :data:`~comm_hooks.launchers.lab.tasks.TASKS`.
+        options: of that task.
+        tokens: of one sample: bytes of text, patches of an image.
+    """
+
+    title: str
+    task: str
+    options: Mapping[str, Any]
+    tokens: int
+
+
+_GPT = {"layers": 3, "width": 128, "heads": 4, "context": _CONTEXT, "eval_windows": 256}
+_LSTM = {"model": "lstm", "layers": 1, "width": 256, "context": _CONTEXT, "eval_windows": 256}
+_IMAGES = {"partition": "dirichlet", "concentration": 0.3, "judged": 2000}
+
+PRESETS: Mapping[str, Preset] = {
+    "python": Preset("Python source, GPT", "gpt_text", {"text": "python", **_GPT}, _CONTEXT),
+    "c": Preset("C headers, GPT", "gpt_text", {"text": "c", **_GPT}, _CONTEXT),
+    "prose": Preset("English prose, LSTM", "gpt_text", {"text": "prose", **_LSTM}, _CONTEXT),
+    "images": Preset("Fashion-MNIST, ViT", "fashion_mnist", {"model": "vit", **_IMAGES}, _PATCHES),
+    "images_resnet": Preset(
+        "Fashion-MNIST, ResNet", "fashion_mnist", {"model": "resnet", **_IMAGES}, _PATCHES
+    ),
+    "python_large": Preset(
+        "Python source, GPT of 4.8 M",
+        "gpt_text",
+        {"text": "python", "layers": 6, "width": 256, "heads": 8, "context": 128},
+        128,
+    ),
+}
+"""By name.  Each rank has another part of the text, or a Dirichlet split of the classes."""
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """What all methods share.
+
+    Args:
+        task: a name of :data:`PRESETS`.
+        ranks: how many there are.
+        batch: samples per step and rank.
+        tokens: of training, all ranks together, per parameter of the model.
+    """
+
+    task: str
+    ranks: int
+    batch: int
+    tokens: float
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.ranks} x {self.batch}, {self.tokens:g} tokens/parameter"
+
+    @property
+    def steps(self) -> int:
+        """Steps of the training; at least 20."""
+        preset = PRESETS[self.task]
+        per_step = self.ranks * self.batch * preset.tokens
+        return max(20, round(self.tokens * parameters(self.task) / per_step))
+
+
+@functools.cache
+def parameters(name: str) -> int:
+    """Return the number of parameters of a preset's model."""
+    return numel(build(name, ranks=1))
+
+
+@functools.lru_cache(maxsize=2)
+def build(name: str, ranks: int) -> Task:
+    """Return the task of a preset, divided over the ranks.
+
+    Raises:
+        ValueError: if its data is missing; says which package or folder it wants.
+    """
+    preset = PRESETS[name]
+    return build_task(preset.task, clients=ranks, seed=0, **preset.options)

@@ -1,0 +1,82 @@
+"""What is to be run next: as many learning rates for every method, then the other seeds.
+
+All follows from the records, so a campaign can be interrupted, widened and continued.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.quality.runs import Record, Wanted
+from benchmarks.quality.settings import Setting
+from comm_hooks.launchers.lab.search import search
+
+FACTOR = 2.0
+"""Between neighbouring learning rates, until the best lies between two others."""
+
+Records = Mapping[Wanted, Record]
+
+
+class _Missing(Exception):
+    """A run without a record, whose result decides about the next."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method in a setting: what is tuned, and what it has come to.
+
+    Args:
+        setting: what is trained.
+        method: as ``comm-hooks compare --hooks`` takes it.
+        start: the first learning rate.
+        tries: learning rates tried, on the first seed.
+        seeds: that the best of them is run with.
+    """
+
+    setting: Setting
+    method: str
+    start: float
+    tries: int
+    seeds: Sequence[int]
+
+    def next(self, records: Records) -> list[Wanted]:
+        """Return the runs that can be made now; none if all have been."""
+        best = self.best(records)
+        if isinstance(best, Wanted):
+            return [best]
+        others = (replace(best.wanted, seed=seed) for seed in self.seeds)
+        return [wanted for wanted in others if wanted not in records]
+
+    def best(self, records: Records) -> Record | Wanted:
+        """Return the record of the best learning rate on the first seed, or what is to run first.
+
+        A run that diverged counts as infinitely bad.
+        """
+        first = Wanted(self.setting, self.method, self.start, self.seeds[0])
+        found: list[Record] = []
+
+        def loss_at(rate: float) -> float:
+            wanted = replace(first, lr=float(f"{rate:.3g}"))
+            if wanted not in records:
+                raise _Missing(wanted)
+            found.append(records[wanted])
+            return float("inf") if found[-1].loss is None else found[-1].loss
+
+        try:
+            search(loss_at, self.start, self.tries, FACTOR)
+        except _Missing as missing:
+            wanted: Wanted = missing.args[0]
+            return wanted
+        return min(found, key=lambda record: record.loss or float("inf"))
+
+    def finished(self, records: Records) -> dict[int, Record]:
+        """Return the records of the best learning rate by seed; empty before it is known."""
+        best = self.best(records)
+        if isinstance(best, Wanted):
+            return {}
+        wanted = {seed: replace(best.wanted, seed=seed) for seed in self.seeds}
+        return {seed: records[each] for seed, each in wanted.items() if each in records}
+
+
+def by_wanted(records: Iterable[Record]) -> Records:
+    """Return the records by what was wanted; the last of several counts."""
+    return {record.wanted: record for record in records}

@@ -1,0 +1,199 @@
+"""The share kept: what is run, what is tuned, what is divided by what, and what the page says."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from benchmarks.quality import settings
+from benchmarks.quality.__main__ import app
+from benchmarks.quality.page import make_page, write_picture
+from benchmarks.quality.runs import Record, Wanted, perform, read_records
+from benchmarks.quality.settings import PRESETS, Preset, Setting
+from benchmarks.quality.shares import share_kept
+from benchmarks.quality.tuning import Entry, by_wanted
+
+SETTING = Setting("python", 2, 6, 0.1)
+TINY = {"layers": 1, "width": 16, "heads": 2, "context": 16, "eval_windows": 8}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """A setting that trains in a second."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "rhyme.txt").write_text("".join(f"{i} bottles on the wall, " for i in range(2000)))
+    preset = Preset("Rhymes, GPT", "gpt_text", {"data_dir": text, **TINY}, 16)
+    monkeypatch.setitem(settings.PRESETS, "tiny", preset)
+    settings.build.cache_clear()
+    settings.parameters.cache_clear()
+    return Setting("tiny", 2, 2, 0.1)
+
+
+def record(wanted: Wanted, loss: float | None) -> Record:
+    return Record(wanted, loss, 0.5, 0.1, [], 1.0, "2026-01-01")
+
+
+def play(entry: Entry, loss: Callable[[float, int], float | None]) -> dict[Wanted, Record]:
+    """Make all runs of an entry."""
+    records: dict[Wanted, Record] = {}
+    while wanted := entry.next(records):
+        records |= {each: record(each, loss(each.lr, each.seed)) for each in wanted}
+    return records
+
+
+@given(best=st.floats(1e-5, 10.0), tries=st.integers(1, 6), seeds=st.integers(1, 4))
+def test_every_method_has_as_many_tries_and_its_best_gets_all_seeds(
+    best: float, tries: int, seeds: int
+) -> None:
+    entry = Entry(SETTING, "topk", 1e-3, tries, range(seeds))
+    records = play(entry, lambda lr, seed: abs(math.log(lr / best)) + seed)
+    first = [r for r in records.values() if r.wanted.seed == 0]
+    assert len(first) == tries
+    finished = entry.finished(records)
+    chosen = min(first, key=lambda r: r.loss or 0.0)
+    assert sorted(finished) == list(range(seeds))
+    assert {r.wanted.lr for r in finished.values()} == {chosen.wanted.lr}
+    assert len(records) == tries + seeds - 1
+
+
+def test_a_run_that_diverged_is_not_the_best() -> None:
+    entry = Entry(SETTING, "topk", 1e-3, 3, range(2))
+    records = play(entry, lambda lr, seed: None if lr > 1e-3 else 2.0)
+    assert entry.finished(records)[0].wanted.lr <= 1e-3
+
+
+def test_what_has_a_record_is_not_run_again() -> None:
+    entry = Entry(SETTING, "topk", 1e-3, 3, range(3))
+    records = play(entry, lambda lr, seed: abs(math.log(lr / 2e-3)))
+    assert entry.next(records) == []
+    wider = replace(entry, seeds=range(4))
+    assert [wanted.seed for wanted in wider.next(records)] == [3]
+
+
+def by_seed(*losses: float | None) -> dict[int, Record]:
+    wanted = Wanted(SETTING, "topk", 1e-3, 0)
+    return {seed: record(wanted, loss) for seed, loss in enumerate(losses)}
+
+
+def test_the_share_is_that_of_what_exchanging_is_worth() -> None:
+    share = share_kept(by_seed(2.1, 2.0), by_seed(2.5, 2.5), by_seed(2.0, 2.1))
+    assert share is not None
+    assert share.mean == pytest.approx((0.4 + 0.5) / (0.5 + 0.4))
+    assert share.spread == pytest.approx((0.5 / 0.4 - 0.4 / 0.5) / 2)
+    assert str(share) == "100 ± 23 %"
+
+
+@pytest.mark.parametrize(
+    ("none", "all_reduce"),
+    [
+        ((2.0,), (2.1,)),  # exchanging is worth nothing
+        ((2.10, 2.02, 2.06), (2.06, 2.06, 2.05)),  # little, and not sure
+        ((), (2.0,)),
+        ((None,), (2.0,)),
+    ],
+)
+def test_no_number_is_divided_by_noise(
+    none: tuple[float | None, ...], all_reduce: tuple[float | None, ...]
+) -> None:
+    assert share_kept(by_seed(2.0, 2.0, 2.0), by_seed(*none), by_seed(*all_reduce)) is None
+
+
+def test_what_diverges_keeps_nothing() -> None:
+    share = share_kept(by_seed(2.0, None), by_seed(2.5, 2.5), by_seed(2.0, 2.0))
+    assert share is not None
+    assert share.mean == -math.inf
+
+
+def test_the_page_has_the_shares(tmp_path: Path) -> None:
+    names = {"all_reduce": 2.0, "none": 2.5, "local_adamw:fragments=8": 2.1, "topk": None}
+    entries = [Entry(SETTING, name, 1e-3, 1, range(2)) for name in names]
+    records = {}
+    for entry, loss in zip(entries, names.values(), strict=True):
+        records |= play(entry, lambda lr, seed, loss=loss: loss)  # type: ignore[misc]
+    page = make_page(entries, records)
+    assert "## 2 ranks, 0.1 tokens per parameter" in page
+    assert "| `local_adamw:fragments=8` | 0.1 | 2.100 (**80 ± 0 %**) lr 0.001 |" in page
+    assert "| `topk` | 0.1 | diverged |" in page
+    assert write_picture(entries, records, tmp_path / "share.png").stat().st_size > 1000
+
+
+def test_records_survive_the_file(tiny: Setting, tmp_path: Path) -> None:
+    done = perform(Wanted(tiny, "all_reduce", 3e-3, 0))
+    path = tmp_path / "records.jsonl"
+    path.write_text(done.to_json() + "\n")
+    assert read_records(path) == [done]
+    assert done.loss == pytest.approx(done.curve[-1], abs=1e-5)
+    assert by_wanted([done]) == {done.wanted: done}
+
+
+@pytest.mark.parametrize("method", ["none", "local_adamw:local_steps=4:fragments=2"])
+def test_processes_train_what_simulated_ranks_train(method: str) -> None:
+    wanted = Wanted(Setting("python", 2, 2, 1e-3), method, 3e-3, 1)
+    simulated, real = perform(wanted), perform(wanted, processes=True)
+    assert real.curve == simulated.curve
+    assert real.bits == simulated.bits
+    assert (method == "none") == (real.bits == 0)
+
+
+def test_methods_are_clipped_and_follow_the_schedule(tiny: Setting) -> None:
+    wanted = Wanted(tiny, "all_reduce", 3e-3, 0)
+    assert perform(wanted).loss != perform(replace(wanted, schedule="constant")).loss
+
+
+def test_the_command_runs_what_is_missing(tiny: Setting, tmp_path: Path) -> None:
+    out = tmp_path / "quality"
+    sizes = ["--tasks", "tiny", "--ranks", "2", "--batches", "2", "--tokens", "0.1"]
+    few = ["--tries", "1", "--seeds", "1", "--only", "local_adamw:f*", "--results", str(out)]
+    setting = Setting("tiny", 2, 2, 0.1)
+    wanted = [
+        Wanted(setting, name, 4e-3, 0) for name in ("all_reduce", "none", "local_adamw:fragments=8")
+    ]
+    out.mkdir()
+    (out / "records.jsonl").write_text("".join(record(w, 2.0).to_json() + "\n" for w in wanted))
+    result = CliRunner().invoke(app, [*sizes, *few])
+    assert result.exit_code == 0, result.output
+    assert len(read_records(out / "records.jsonl")) == 3
+    assert "local_adamw:fragments=8" in (tmp_path / "quality.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "pyhton"], "did you mean 'python'"),
+        (["--ranks", "4,x"], "--ranks"),
+        (["--batches", "0"], "--batches"),
+        (["--method", "topk"], "LR@METHOD"),
+        (["--method", "1e-3@topkk"], "did you mean 'topk'"),
+    ],
+)
+def test_wrong_options_are_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*arguments, "--jobs", "0", "--results", str(tmp_path)])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_of_the_size_that_is_said(name: str) -> None:
+    try:
+        task = settings.build(name, 2)
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert len(task.clients) == 2
+    assert 0.4e6 < settings.parameters(name) < 5e6
+
+
+def test_missing_data_says_what_it_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = PRESETS["images"]
+    missing = replace(preset, options={**preset.options, "data_dir": tmp_path})
+    monkeypatch.setitem(settings.PRESETS, "images", missing)
+    settings.build.cache_clear()
+    result = CliRunner().invoke(app, ["--tasks", "images", "--results", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "apt install dataset-fashion-mnist" in result.output
