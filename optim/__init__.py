@@ -12,7 +12,9 @@ from comm_hooks.optim.demo import DeMo
 from comm_hooks.optim.dgc import DGC
 from comm_hooks.optim.differences import EF21, CDAdam
 from comm_hooks.optim.fetch_sgd import FetchSGD
+from comm_hooks.optim.laprop import LaProp
 from comm_hooks.optim.local_variance_adam import LocalVarianceAdam
+from comm_hooks.optim.low_communication import low_communication
 from comm_hooks.optim.marina import Marina
 from comm_hooks.optim.micro_adam import MicroAdam
 from comm_hooks.optim.one_bit_adam import OneBitAdam
@@ -42,6 +44,7 @@ __all__ = [
     "FedAvg",
     "FedLAMB",
     "FetchSGD",
+    "LaProp",
     "LocalRounds",
     "LocalVarianceAdam",
     "Marina",
@@ -51,4 +54,5 @@ __all__ = [
     "SAFL",
     "SparseLoCo",
     "ZeroOneAdam",
+    "low_communication",
 ]

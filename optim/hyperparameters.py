@@ -20,7 +20,7 @@ def check_hyperparameters(owner: object, *, beta_count: int = 2, **values: Any) 
     """Raise ``ValueError`` unless hyperparameters are in the range of the Adam family.
 
     Args:
-        owner: the optimizer, whose class the message names.
+        owner: the optimizer, whose class the message names, or a name.
         beta_count: how many ``betas`` the optimizer has, if any.
         values: ``betas``, decay rates in [0, 1), since an average that decays by 1 never starts;
             ``momentum``, another; ``bias_correction``, ``maximize`` and ``nesterov``, true or
@@ -33,7 +33,7 @@ def check_hyperparameters(owner: object, *, beta_count: int = 2, **values: Any) 
         Traceback (most recent call last):
         ValueError: object: lr must not be negative, got -1.0
     """
-    name = type(owner).__name__
+    name = owner if isinstance(owner, str) else type(owner).__name__
     for key, value in values.items():
         if key == "betas":
             _check_betas(name, value, beta_count)
@@ -65,7 +65,7 @@ def check_freeze_step(owner: object, freeze_step: int, total_steps: int | None) 
     """Raise ``ValueError`` for a warm-up that cannot be, or that takes up the whole run.
 
     Args:
-        owner: the optimizer, whose class the message names.
+        owner: the optimizer, whose class the message names, or a name.
         freeze_step: the last step with exact gradients, at least 1.
         total_steps: how many steps the run has; None if nobody knows.
 
@@ -91,7 +91,7 @@ def check_gradient(owner: object, gradient: torch.Tensor) -> None:
     """Raise ``ValueError`` for a gradient that is sparse or complex.
 
     Args:
-        owner: the optimizer, whose class the message names.
+        owner: the optimizer, whose class the message names, or a name.
         gradient: of one parameter.
 
     Example::

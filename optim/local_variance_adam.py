@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import Group, States, Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.moments import count_step, descend_, values
+from comm_hooks.optim.moments import along_, count_step, normalized_average_, values
 
 
 class LocalVarianceAdam(ExchangingOptimizer):
@@ -90,7 +90,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
         momenta, variances = list(message.values()), self._next_variances(states)
         torch._foreach_copy_(momenta, values(states, "exp_avg"))
         for own, group in self._groups():
-            self._normalize(gradients[own], momenta[own], variances[own], group, t)
+            normalized_average_(momenta[own], gradients[own], variances[own], group, t)
         if not self._average(message):
             return
         torch._foreach_copy_(values(states, "exp_avg"), momenta)
@@ -99,7 +99,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
             state["exp_avg_sq"] = v
         count_step(states)
         for own, group in self._groups():
-            self._move(group, momenta[own], t)
+            along_(group["params"], momenta[own], group, 1 - group["betas"][0] ** t)
 
     def _next_variances(self, states: States) -> Tensors:
         """Return copies of v, contiguous as n is in the workspace, to compute in."""
@@ -111,58 +111,6 @@ class LocalVarianceAdam(ExchangingOptimizer):
             self._spare = [torch.empty_like(v, memory_format=torch.contiguous_format) for v in old]
         torch._foreach_copy_(self._spare, old)
         return self._spare
-
-    @staticmethod
-    def _normalize(
-        gradients: Tensors, momenta: Tensors, variances: Tensors, group: Group, t: int
-    ) -> None:
-        """Take steps 1 and 2, in place.
-
-        That is one step of AdamW without momentum, beta2 and v as here, whose parameter is n: it
-        shrinks by 1 - lr weight_decay = beta1, and moves by -lr = 1 - beta1 along u_i.  PyTorch
-        has it in one pass over memory.
-        """
-        beta1, beta2 = group["betas"]
-        gradients = [_laid_out_like(g, n) for g, n in zip(gradients, momenta, strict=True)]
-        step = torch.full((), float(t), device=momenta[0].device)
-        torch._fused_adamw_(
-            momenta,
-            gradients,
-            gradients,  # without momentum, the first moment is the gradient itself
-            variances,
-            [],
-            [step] * len(momenta),
-            lr=beta1 - 1,
-            beta1=0.0,
-            beta2=beta2,
-            weight_decay=-1.0,
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
-
-    @staticmethod
-    def _move(group: Group, momenta: Tensors, t: int) -> None:
-        """Take step 4."""
-        parameters, lr, decay = group["params"], group["lr"], group["weight_decay"]
-        correction = 1 - group["betas"][0] ** t
-        if any(p.dtype != torch.float32 for p in parameters):
-            descend_(parameters, momenta, group, correction)
-            return
-        momenta = [_laid_out_like(n, p) for n, p in zip(momenta, parameters, strict=True)]
-        # theta - lr / correction (n + correction weight_decay theta), in one pass.
-        torch._fused_sgd_(
-            parameters,
-            momenta,
-            [],
-            weight_decay=correction * decay,
-            momentum=0.0,
-            lr=lr / correction,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-        )
 
 
 def plain_step(
@@ -189,10 +137,3 @@ def plain_step(
     u = gradient / ((v / (1 - beta2**t)).sqrt() + group["eps"])
     n = state["exp_avg"] = mean(beta1 * state["exp_avg"] + (1 - beta1) * u)
     parameter.sub_(lr * (n / (1 - beta1**t) + group["weight_decay"] * parameter))
-
-
-def _laid_out_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the strides of another, which fused kernels do not look at."""
-    if tensor.stride() == other.stride():
-        return tensor
-    return torch.empty_like(other, dtype=tensor.dtype).copy_(tensor)

@@ -89,3 +89,61 @@ def adamw_(parameters: Tensors, m: Tensors, v: Tensors, group: Group, t: int | N
     c1, c2 = (1 - beta**t if t is not None else 1.0 for beta in group["betas"])
     directions = list(torch._foreach_div(m, roots(v, group["eps"], c2)))
     descend_(parameters, directions, group, c1)
+
+
+def normalized_average_(m: Tensors, new: Tensors, v: Tensors, group: Group, t: int) -> None:
+    """Take the averages of LaProp's step t, in place: v of squares, m of what is divided by it.
+
+    1. v = beta2 v + (1 - beta2) new^2,
+    2. m = beta1 m + (1 - beta1) new / (sqrt(v / (1 - beta2^t)) + eps).
+
+    That is one step of AdamW without momentum, beta2 and v as here, whose parameter is m: it
+    shrinks by 1 - lr weight_decay = beta1, and moves by -lr = 1 - beta1.  PyTorch has it in one
+    pass over memory.
+    """
+    beta1, beta2 = group["betas"]
+    new = [_laid_out_like(g.to(n.dtype), n) for g, n in zip(new, m, strict=True)]
+    step = torch.full((), float(t), device=m[0].device)
+    torch._fused_adamw_(
+        m,
+        new,
+        new,  # without momentum, the first moment is the gradient itself
+        v,
+        [],
+        [step] * len(m),
+        lr=beta1 - 1,
+        beta1=0.0,
+        beta2=beta2,
+        weight_decay=-1.0,
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def along_(parameters: Tensors, directions: Tensors, group: Group, correction: float) -> None:
+    """Do what :func:`descend_` does, in one pass over memory where all is float32."""
+    if any(p.dtype != torch.float32 for p in parameters):
+        descend_(parameters, directions, group, correction)
+        return
+    directions = [_laid_out_like(n, p) for n, p in zip(directions, parameters, strict=True)]
+    # theta - lr / correction (n + correction weight_decay theta)
+    torch._fused_sgd_(
+        parameters,
+        directions,
+        [],
+        weight_decay=correction * group["weight_decay"],
+        momentum=0.0,
+        lr=group["lr"] / correction,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    )
+
+
+def _laid_out_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the strides of another, which fused kernels do not look at."""
+    if tensor.stride() == other.stride():
+        return tensor
+    return torch.empty_like(other, dtype=tensor.dtype).copy_(tensor)

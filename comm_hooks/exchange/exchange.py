@@ -20,7 +20,7 @@ from comm_hooks.compressors.identity import Identity
 from comm_hooks.errors import PeerError
 from comm_hooks.exchange.agreement import Agreement, Owner, compare_tensors
 from comm_hooks.exchange.bucket import Bucket, Buckets
-from comm_hooks.exchange.layout import Layout
+from comm_hooks.exchange.layout import Layout, Segment
 from comm_hooks.exchange.message import Terms
 from comm_hooks.exchange.resuming import (
     Remembered,
@@ -471,6 +471,34 @@ class Exchange:
             settings = {key: value for key, value in self.config().items() if key != "step"}
             bucket.digest = digest(settings, bucket.layout.segments)
         return self.agreement.stamp(bucket.digest, self.step)
+
+    def bytes_per_round(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        beside: Mapping[str, Sequence[int]] | None = None,
+    ) -> int:
+        """Return the bytes that this rank will send in a round over tensors of these shapes.
+
+        Sends nothing, and needs none of the tensors.
+
+        Args:
+            shapes: of the tensors, by name.
+            beside: of what travels beside them; see :meth:`average_`.
+
+        Example::
+
+            >>> from comm_hooks import Exchange, TopK
+            >>> from comm_hooks.collectives import Simulated
+            >>> exchange = Exchange(TopK(density=1 / 32), transport=Simulated(2)[0])
+            >>> exchange.bytes_per_round({"w": (64, 64)}) < 4 * 64 * 64 / 16
+            True
+        """
+        exempts = self.settings.exempts
+        segments = [Segment(n, tuple(shape), exempts(shape)) for n, shape in shapes.items()]
+        segments += [Segment(n, tuple(shape), True, True) for n, shape in (beside or {}).items()]
+        nowhere = torch.device("meta")
+        bucket = Bucket(Layout(tuple(segments), nowhere, self.settings.granularity))
+        return self._route(bucket, True, None).traffic
 
     def _count(self, route: Route, tensors: Sequence[torch.Tensor]) -> None:
         ranks = self.transport.world_size

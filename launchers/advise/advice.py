@@ -67,7 +67,7 @@ class Case:
                 "DDP takes PyTorch's bf16_compress_hook with NCCL only; on gloo identity:bits=16 "
                 "sends as many bytes"
             )
-        if self.zero_stage and OPTIMIZERS[method.optimizer].crossing:
+        if self.zero_stage and OPTIMIZERS[method.optimizer].exchanges:
             raise ValueError(
                 f"ZeRO stage {self.zero_stage} cuts the optimizer's state into parts, but "
                 f"{method.optimizer} exchanges by itself and needs all of it"

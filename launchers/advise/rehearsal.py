@@ -187,8 +187,8 @@ class Rehearsals:
 
     def _plan(self, method: Method) -> Plan:
         entry = OPTIMIZERS[method.optimizer]
-        if entry.crossing:
-            exchange = self._make_exchange(method)
+        if entry.exchanges:
+            exchange = None if entry.makes_exchange else self._make_exchange(method)
             return self._play_optimizer(method.optimizer, exchange, method.optimizer_options)
         plan = self._plan_crossing(method)
         if method.optimizer != "adamw":
@@ -278,11 +278,14 @@ class Rehearsals:
     ) -> Plan:
         """Play whole periods of an optimizer, past its warm-up."""
         # Those that freeze something do so after the first step of two periods.
-        settings = Settings(nproc=self.ranks, steps=2 * _MIN_STEPS, warmup=1)
+        entry = OPTIMIZERS[name]
+        steps = Settings.steps if entry.makes_exchange else 2 * _MIN_STEPS
+        settings = Settings(nproc=self.ranks, steps=steps, warmup=1)
         named = [(n, nn.Parameter(p.detach().clone())) for n, p in self._stage.parameters]
-        optimizer = OPTIMIZERS[name].build(named, exchange, settings, dict(options))
         transport = exchange.transport if exchange else self._make_transport()
         assert isinstance(transport, Alone)
+        given = transport if entry.makes_exchange else exchange
+        optimizer = entry.build(named, given, settings, dict(options))
 
         def closure() -> Tensor:
             for (_, parameter), gradient in zip(named, self._stage.gradients, strict=True):

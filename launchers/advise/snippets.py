@@ -14,7 +14,7 @@ from comm_hooks.launchers.lab.crossings import build_exchange
 from comm_hooks.launchers.lab.methods import Method
 from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
 from comm_hooks.launchers.lab.runs import Settings
-from comm_hooks.optim import LocalRounds, Marina
+from comm_hooks.optim import LaProp, LocalRounds, Marina
 
 # Rounds end between an engine's steps, and Marina needs two gradients of one minibatch.
 _NOT_IN_JSON = (LocalRounds, Marina)
@@ -31,6 +31,11 @@ def python_line(method: Method) -> str:
         "register(ddp_model, 'topk')"
     """
     entry = OPTIMIZERS[method.optimizer]
+    if entry.makes_exchange:
+        options = dict(method.optimizer_options)
+        bits = {"bits_per_parameter": options.pop("bits")} if "bits" in options else {}
+        keywords = ["lr=lr", *_keywords({**options, **bits})]
+        return f"{method.optimizer}(model.named_parameters(), {', '.join(keywords)})"
     if entry.crossing:
         return _optimizer_line(method)
     if method.crossing in COMPRESSORS:
@@ -47,7 +52,7 @@ def python_line(method: Method) -> str:
 
 def json_line(method: Method) -> str | None:
     """Return what to add to a DeepSpeed configuration; None if the method has no such form."""
-    if method.crossing not in COMPRESSORS:
+    if method.crossing not in COMPRESSORS or OPTIMIZERS[method.optimizer].makes_exchange:
         return {"all_reduce": "{}", "bf16": '{"communication_data_type": "bf16"}'}.get(
             method.crossing
         )
@@ -119,7 +124,9 @@ def _optimizer_line(method: Method) -> str:
             server = [f"torch.optim.SGD(model.parameters(), {', '.join(_keywords(rates))})"]
         steps = [f"local_steps={optimizer.local_steps}"]
         fragments = [f"fragments={options['fragments']}"] if "fragments" in options else []
-        inner = f"torch.optim.AdamW({named}, lr=lr)"
+        betas = [f"betas=({options['beta1']}, 0.95)"] if "beta1" in options else []
+        kind = "LaProp" if isinstance(optimizer.inner, LaProp) else "torch.optim.AdamW"
+        inner = f"{kind}({', '.join([named, 'lr=lr', *betas])})"
         return f"LocalRounds({', '.join([inner, made, *server, *steps, *fragments])})"
     keywords = _keywords(_arguments(method, optimizer))
     return f"{type(optimizer).__name__}({', '.join([named, made, 'lr=lr', *keywords])})"

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import Exchange, Identity, skip_hook
-from comm_hooks.collectives import Transport
+from comm_hooks.collectives import Simulated, Transport
 from comm_hooks.config import COMPRESSORS, unknown
 from comm_hooks.launchers.lab.crossings import (
     CROSSINGS,
@@ -31,6 +31,7 @@ from comm_hooks.launchers.lab.crossings import (
     build_exchange,
     stats_traffic,
 )
+from comm_hooks.launchers.lab.model import GPT
 from comm_hooks.launchers.lab.optimizers import OPTIMIZERS, Kind, Named, Trainer
 from comm_hooks.launchers.lab.runs import BASELINE, CONTROL, Settings
 
@@ -59,8 +60,10 @@ class Method:
             crossing = f"{exchange.compressor}, {exchange.memory or 'no error feedback'}"
         else:
             crossing = CROSSINGS[self.crossing].note
-        optimizer = OPTIMIZERS[self.optimizer].note
-        return f"{crossing}; {optimizer}" if optimizer else crossing
+        entry = OPTIMIZERS[self.optimizer]
+        if entry.makes_exchange:
+            return entry.note
+        return f"{crossing}; {entry.note}" if entry.note else crossing
 
     def check(self, settings: Settings) -> None:
         """Raise ``ValueError`` if the method cannot train with these settings."""
@@ -68,6 +71,13 @@ class Method:
         exchange = (
             build_exchange(self.crossing, self.crossing_options, 0) if entry.crossing else None
         )
+        if entry.makes_exchange:
+            # Whether it can meet its budget depends on the model.
+            with torch.device("meta"):
+                model = GPT(settings.model)
+            transport = Simulated(settings.nproc)[0]
+            entry.build(model.named_parameters(), transport, settings, self.optimizer_options)
+            return
         # As many parameters as the fewest-layered model has, so that it can be cut into fragments.
         named = [(str(i), nn.Parameter(torch.ones(1))) for i in range(12 * settings.model.layers)]
         entry.build(named, exchange, settings, self.optimizer_options)
@@ -75,7 +85,7 @@ class Method:
     @property
     def exchanges_itself(self) -> bool:
         """Whether the optimizer owns the exchange; otherwise gradients are averaged before."""
-        return bool(OPTIMIZERS[self.optimizer].crossing)
+        return OPTIMIZERS[self.optimizer].exchanges
 
     def attach(
         self, named: Named, settings: Settings, transport: Transport
@@ -93,6 +103,10 @@ class Method:
         Raises:
             ValueError: for what crosses by a hook that only DDP can run.
         """
+        entry = OPTIMIZERS[self.optimizer]
+        if entry.makes_exchange:
+            optimizer = entry.build(named, transport, settings, self.optimizer_options)
+            return optimizer, optimizer.exchange
         if self.crossing in COMPRESSORS:
             exchange = build_exchange(
                 self.crossing, self.crossing_options, settings.seed, transport=transport
@@ -101,7 +115,6 @@ class Method:
             exchange = Exchange(Identity(), transport=transport)
         else:
             raise ValueError(f"method {self.spec!r}: {self.crossing} needs DDP")
-        entry = OPTIMIZERS[self.optimizer]
         own = exchange if entry.crossing else None
         return entry.build(named, own, settings, self.optimizer_options), exchange
 
@@ -120,6 +133,9 @@ class Method:
             traffic = crossing.connect(ddp, self.crossing_options, settings.seed)
             return Trainer(ddp, entry.build(named, None, settings, self.optimizer_options), traffic)
         ddp.register_comm_hook(None, skip_hook)
+        if entry.makes_exchange:
+            optimizer = entry.build(named, None, settings, self.optimizer_options)
+            return Trainer(ddp, optimizer, stats_traffic(optimizer.exchange.stats))
         exchange = build_exchange(self.crossing, self.crossing_options, settings.seed)
         optimizer = entry.build(named, exchange, settings, self.optimizer_options)
         return Trainer(ddp, optimizer, stats_traffic(exchange.stats))
@@ -149,10 +165,15 @@ def parse_method(spec: str) -> Method:
     optimizer, optimizer_given = _parse_half(rest[0]) if rest else ("adamw", {})
     if not rest and _known(crossing, CROSSINGS) is None and _known(crossing, OPTIMIZERS):
         optimizer, optimizer_given, given = crossing, given, {}
-        crossing = OPTIMIZERS[_known(optimizer, OPTIMIZERS) or ""].crossing or "all_reduce"
+        alone = OPTIMIZERS[_known(optimizer, OPTIMIZERS) or ""]
+        crossing = alone.crossing or (CONTROL if alone.makes_exchange else BASELINE)
     crossing = _find("method", crossing, CROSSINGS, {**CROSSINGS, **OPTIMIZERS})
     optimizer = _find("optimizer", optimizer, OPTIMIZERS, OPTIMIZERS)
     entry = OPTIMIZERS[optimizer]
+    if entry.makes_exchange and rest:
+        raise ValueError(
+            f"method {spec!r}: {optimizer} chooses how it exchanges: name it without a '+'"
+        )
     if entry.crossing and crossing not in COMPRESSORS:
         raise ValueError(
             f"method {spec!r}: {optimizer} exchanges by itself and needs a compressor before the "

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from comm_hooks import Exchange
+from comm_hooks.collectives import Transport
 from comm_hooks.config import build_compressor
 from comm_hooks.launchers.lab.crossings import Options, Traffic
 from comm_hooks.launchers.lab.runs import Settings
@@ -33,6 +34,7 @@ from comm_hooks.optim import (
     FedAvg,
     FedLAMB,
     FetchSGD,
+    LaProp,
     LocalRounds,
     LocalVarianceAdam,
     Marina,
@@ -40,6 +42,7 @@ from comm_hooks.optim import (
     OneBitAdam,
     SparseLoCo,
     ZeroOneAdam,
+    low_communication,
 )
 
 Kind = type[bool] | type[int] | type[float]
@@ -87,6 +90,13 @@ class OptimizerEntry:
     """Of that compressor."""
     needs: Options = field(default_factory=dict)
     """Of the exchange, whatever the compressor."""
+    makes_exchange: bool = False
+    """Whether it makes an exchange of its own, on the transport that it is built with."""
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it exchanges by itself; otherwise gradients cross before its steps."""
+        return bool(self.crossing) or self.makes_exchange
 
 
 def _adam_like(settings: Settings, options: Options) -> Options:
@@ -148,24 +158,43 @@ def _build_safl(named: Named, exchange: Exchange, settings: Settings, options: O
     return SAFL(named, exchange, **_adam_like(settings, {**defaults, **options}))
 
 
-def _build_local_adamw(
-    named: Named, exchange: Exchange, settings: Settings, options: Options
+def _local(kind: Callable[..., Optimizer], **settled: Any) -> Build:
+    """Build rounds of local steps with an optimizer that has the settings of AdamW."""
+
+    def build(
+        named: Named, exchange: Exchange, settings: Settings, options: Options
+    ) -> LocalRounds:
+        options = {"local_steps": 8, "fragments": 1, "outer_lr": 1.0, **options}
+        members = list(named)
+        inner = kind(
+            members,
+            lr=options.get("lr", settings.learning_rate),
+            betas=(options.get("beta1", settings.betas[0]), settings.betas[1]),
+            weight_decay=settings.weight_decay,
+            **settled,
+        )
+        momentum = options.get("outer_momentum", 0.0)
+        return LocalRounds(
+            inner,
+            exchange,
+            SGD(members, lr=options["outer_lr"], momentum=momentum),
+            local_steps=options["local_steps"],
+            fragments=options["fragments"],
+        )
+
+    return build
+
+
+def _build_low_communication(
+    named: Named, transport: Transport | None, settings: Settings, options: Options
 ) -> LocalRounds:
-    options = {"local_steps": 8, "fragments": 1, "outer_lr": 1.0, **options}
-    members = list(named)
-    inner = AdamW(
-        members,
-        lr=options.get("lr", settings.learning_rate),
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
-    return LocalRounds(
-        inner,
-        exchange,
-        SGD(members, lr=options["outer_lr"], momentum=options.get("outer_momentum", 0.0)),
-        local_steps=options["local_steps"],
-        fragments=options["fragments"],
+    options = dict(options)
+    chosen = {"bits_per_parameter": options.pop("bits")} if "bits" in options else {}
+    return low_communication(
+        named,
+        **_adam_like(settings, {**options, **chosen}),
+        total_steps=settings.steps,
+        transport=transport,
     )
 
 
@@ -200,6 +229,14 @@ def _published(
 _ADAM: Mapping[str, Kind] = {"lr": float}
 _FREEZE: Mapping[str, Kind] = {"lr": float, "freeze_step": int}
 _ROUNDS: Mapping[str, Kind] = {"lr": float, "local_steps": int}
+_LOCAL: Mapping[str, Kind] = {
+    **_ROUNDS,
+    "beta1": float,
+    "fragments": int,
+    "outer_lr": float,
+    "outer_momentum": float,
+}
+_DELTAS = {"density": 1 / 16, "value_bits": 1, "index_code": "rice", "exempt_bits": 16}
 
 OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "adamw": OptimizerEntry(_build_adamw, _ADAM),
@@ -214,17 +251,25 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
         index_code="rice",
         exempt_bits=16,
     ),
+    "low_communication": OptimizerEntry(
+        _build_low_communication,
+        {"lr": float, "bits": float},
+        note="rounds for a budget of bits per parameter and step",
+        makes_exchange=True,
+    ),
     "local_adamw": OptimizerEntry(
-        _build_local_adamw,
-        {**_ROUNDS, "fragments": int, "outer_lr": float, "outer_momentum": float},
+        _local(AdamW, fused=True),
+        _LOCAL,
         note="LocalRounds: local AdamW, compressed deltas",
         crossing="topk",
-        crossing_options={
-            "density": 1 / 16,
-            "value_bits": 1,
-            "index_code": "rice",
-            "exempt_bits": 16,
-        },
+        crossing_options=_DELTAS,
+    ),
+    "local_laprop": OptimizerEntry(
+        _local(LaProp),
+        _LOCAL,
+        note="LocalRounds: local LaProp, compressed deltas",
+        crossing="topk",
+        crossing_options=_DELTAS,
     ),
     "compressed_adam": _published(
         CompressedAdam,

@@ -3,7 +3,10 @@
 import re
 
 import pytest
+import torch
+from torch import nn
 
+from comm_hooks.collectives import Simulated
 from comm_hooks.config import COMPRESSORS
 from comm_hooks.launchers.lab.methods import (
     DEFAULT_METHODS,
@@ -60,8 +63,31 @@ def test_every_compressor_of_the_core_is_a_method(name: str) -> None:
 def test_every_optimizer_is_a_method_of_its_own(name: str) -> None:
     method = parse_method(name)
     assert method.optimizer == name
-    assert method.crossing == (OPTIMIZERS[name].crossing or "all_reduce")
+    entry = OPTIMIZERS[name]
+    # What makes an exchange of its own needs nothing to cross before.
+    assert method.crossing == (entry.crossing or ("none" if entry.makes_exchange else "all_reduce"))
+    assert method.exchanges_itself == bool(entry.crossing or entry.makes_exchange)
     method.check(Settings())
+
+
+def test_what_makes_its_exchange_is_named_alone() -> None:
+    with pytest.raises(ValueError, match="name it without"):
+        parse_method("topk+low_communication")
+    assert parse_method("lowcommunication:bits=0.05").optimizer_options == {"bits": 0.05}
+
+
+@pytest.mark.parametrize("spec", ["all_reduce", "none", "topk", "sign+local_variance_adam"])
+def test_methods_attach_to_any_transport(spec: str) -> None:
+    method = parse_method(spec)
+    named = [("w", nn.Parameter(torch.ones(40, 40)))]
+    optimizer, exchange = method.attach(named, Settings(), Simulated(2)[1])
+    assert exchange.transport.rank == 1
+    assert method.exchanges_itself == (getattr(optimizer, "exchange", None) is exchange)
+
+
+def test_only_ddp_has_its_own_hooks() -> None:
+    with pytest.raises(ValueError, match="needs DDP"):
+        parse_method("powersgd").attach([], Settings(), Simulated(2)[0])
 
 
 def test_underscores_do_not_matter_and_options_go_to_what_is_named() -> None:

@@ -1,0 +1,91 @@
+"""Adam that divides each gradient by its root mean square before it averages."""
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, state_dtype
+from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.moments import along_, count_step, normalized_average_, values
+
+
+class LaProp(BatchedOptimizer):
+    r"""Adam with its two averages in the other order.
+
+    With g the gradient and m = v = 0 at first:
+
+    1. v = beta2 v + (1 - beta2) g^2,  v-hat = v / (1 - beta2^t);
+    2. m = beta1 m + (1 - beta1) g / (sqrt(v-hat) + eps);
+    3. theta = theta - lr (m / (1 - beta1^t) + weight_decay theta).
+
+    Adam averages gradients and divides by what v is *now*; here every gradient counts by what was
+    usual when it came, and no element of a step is longer than lr / sqrt(1 - beta2).  Ranks that
+    take steps of their own need that more than ranks whose gradients are averaged first: their
+    batches are smaller and noisier.
+
+    Source: Ziyin, Wang & Ueda, "LaProp: Separating Momentum and Adaptivity in Adam", 2020,
+    Algorithm 1, with decoupled weight decay.
+
+    Args:
+        params: parameters, named parameters or parameter groups; a group may have its own value of
+            any other argument.
+        lr: learning rate; schedulers may change it.
+        betas: decay of the first and the second moment, each in [0, 1).
+        eps: added to the denominator.
+        weight_decay: decoupled (AdamW).
+
+    State per parameter: ``step``, a float32 number on the CPU, ``exp_avg`` (m) and ``exp_avg_sq``
+    (v) in float32.  Keys, shapes and dtypes are those of :class:`torch.optim.AdamW`, whose
+    checkpoints can be loaded; but m is in other units, and takes 1 / (1 - beta1) steps to adapt.
+
+    Raises:
+        ValueError: for hyperparameters out of range.
+
+    Not supported: sparse and complex gradients, a learning rate that is a tensor, ``capturable``.
+
+    Example::
+
+        >>> from comm_hooks.optim import LaProp
+        >>> optimizer = LaProp(model.named_parameters(), lr=1e-3)
+        >>> model(torch.ones(1, 8)).square().sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    def _check_group(self, settings: Group) -> None:
+        check_hyperparameters(self, **settings)
+
+    def _update(self, parameters: Tensors, group: Group) -> None:
+        by_age: dict[int, Tensors] = {}
+        for parameter in parameters:
+            by_age.setdefault(self._age(parameter), []).append(parameter)
+        for steps, members in by_age.items():
+            states = [self.state[p] for p in members]
+            count_step(states)
+            momenta = values(states, "exp_avg")
+            gradients = [p.grad for p in members if p.grad is not None]
+            normalized_average_(momenta, gradients, values(states, "exp_avg_sq"), group, steps + 1)
+            along_(members, momenta, group, 1 - group["betas"][0] ** (steps + 1))
+
+    def _age(self, parameter: torch.Tensor) -> int:
+        """Return the steps a parameter has taken, making its state at first."""
+        state = self.state[parameter]
+        if "step" not in state:
+            dtype = state_dtype(parameter.dtype)
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
+        elif state["exp_avg_sq"].stride() != state["exp_avg"].stride():
+            # Loaded from a model that lay in memory in another order; fused kernels do not look.
+            state["exp_avg_sq"] = torch.empty_like(state["exp_avg"]).copy_(state["exp_avg_sq"])
+        return int(state["step"])

@@ -1,0 +1,193 @@
+"""The recommended rounds of local steps, for a given number of bits."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.torch_distributed import TorchDistributed
+from comm_hooks.compressors.sparse import TopK
+from comm_hooks.exchange import Exchange
+from comm_hooks.memory.error_feedback import ErrorFeedback
+from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.laprop import LaProp
+from comm_hooks.optim.rounds.checks import cut
+from comm_hooks.optim.rounds.local_rounds import LocalRounds
+from comm_hooks.requirements import require_choice, require_positive, require_within
+
+INNER = ("adamw", "muon")
+
+_DENSITY = 1 / 40
+"""Where fewer, larger payloads and more, smaller ones cost the same loss."""
+_SPARSEST = 1 / 256
+_DENSEST = 1 / 4
+_LONGEST = 128  # local steps
+
+
+@dataclass(frozen=True)
+class RoundsPlan:
+    """What :func:`low_communication` has chosen.
+
+    Args:
+        local_steps: K.
+        density: of the deltas that are sent.
+        outer_lr: the server's step along the mean of what was sent.
+        bits: that a rank sends per parameter and step.
+    """
+
+    local_steps: int
+    density: float
+    outer_lr: float
+    bits: float
+
+
+def low_communication(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.1,
+    total_steps: int | None = None,
+    bits_per_parameter: float = 0.09,
+    inner: str = "adamw",
+    process_group: dist.ProcessGroup | None = None,
+    transport: Transport | None = None,
+) -> LocalRounds:
+    r"""Return an optimizer that replaces AdamW and sends no more than so many bits.
+
+    Rounds of local steps (:class:`~comm_hooks.optim.LocalRounds`), of which only the largest
+    displacements travel, as signs (top-k, one bit a value, places in Rice code) with error
+    feedback.  Chosen from the number of ranks N and the budget are
+
+    * K, the steps between two exchanges of a parameter: the fewest with which a fortieth of all
+      displacements can be sent.  With fewer steps less drifts apart, with a higher density less
+      waits; at equal bytes that is where both cost the same;
+    * the density: what the budget then allows;
+    * the outer step, sqrt(N): a coordinate that one of N ranks sends arrives divided by N.
+
+    Local steps are those of :class:`~comm_hooks.optim.LaProp`, which normalizes gradients before it
+    averages them, with half the horizon that ``betas[0]`` says: what waits in the residuals is a
+    momentum of its own.  The model is exchanged in K fragments, one at every step.
+
+    Take the learning rate and schedule of AdamW; a little more is often better.  DDP must not
+    average: train the model itself, or register :func:`~comm_hooks.skip_hook`.
+
+    Args:
+        named_parameters: ``model.named_parameters()``.
+        lr: the largest learning rate; schedulers work on what is returned.
+        betas: of the AdamW that is replaced.
+        weight_decay: decoupled.
+        total_steps: of the training, if known: rounds are then short enough for twenty of them.
+        bits_per_parameter: that a rank may send per parameter and step, in the mean.
+        inner: ``"adamw"``, or ``"muon"``: Muon for the hidden matrices.
+        process_group: the ranks; by default all of them.
+        transport: how ranks reach each other, in place of a process group.
+
+    Returns:
+        The rounds.  Evaluate and save within ``server_parameters()``, and end with
+        ``synchronize()``.
+
+    Raises:
+        ValueError: for values out of range; for a budget that no setting meets, with the smallest
+            that one does; if ``torch.distributed`` is not initialized.
+
+    Not supported: what :class:`~comm_hooks.optim.LocalRounds` does not support.
+
+    Example::
+
+        >>> import torch
+        >>> from comm_hooks.optim import low_communication
+        >>> optimizer = low_communication(model.named_parameters(), lr=1e-3, total_steps=1000)
+        >>> for _ in range(4):
+        ...     model(torch.ones(1, 8)).square().sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> optimizer.synchronize()
+    """
+    where = "low_communication"
+    members = list(named_parameters)
+    check_hyperparameters(where, lr=lr, betas=betas, weight_decay=weight_decay)
+    require_within(where, "bits_per_parameter", bits_per_parameter, "(0, inf)")
+    require_choice(where, "inner", inner, INNER)
+    if total_steps is not None:
+        require_positive(where, "total_steps", total_steps)
+    if not members:
+        raise ValueError(f"{where}: there are no parameters")
+    transport = transport or TorchDistributed(process_group)
+    shapes = {name: tuple(p.shape) for name, p in members}
+    plan = plan_rounds(shapes, transport, bits_per_parameter, total_steps)
+    beta1 = max(0.0, 1 - 2 * (1 - betas[0]))
+    optimizer = LaProp(members, lr=lr, betas=(beta1, betas[1]), weight_decay=weight_decay)
+    return LocalRounds(
+        optimizer,
+        make_exchange(plan.density, transport),
+        SGD(members, lr=plan.outer_lr),
+        local_steps=plan.local_steps,
+        fragments=min(plan.local_steps, len(members)),
+    )
+
+
+def make_exchange(density: float, transport: Transport) -> Exchange:
+    """Return what displacements go through."""
+    compressor = TopK(density=density, value_bits=1, index_code="rice")
+    return Exchange(compressor, ErrorFeedback(), exempt_bits=16, transport=transport)
+
+
+def plan_rounds(
+    shapes: Mapping[str, Sequence[int]],
+    transport: Transport,
+    budget: float,
+    total_steps: int | None = None,
+) -> RoundsPlan:
+    """Return the local steps, density and outer step that use a budget best.
+
+    Args:
+        shapes: of the parameters, by name.
+        transport: tells the number of ranks; nothing is sent.
+        budget: bits per parameter and step that a rank may send.
+        total_steps: of the training, if known.
+
+    Raises:
+        ValueError: if nothing meets the budget; says the smallest budget that something does.
+    """
+    longest = _LONGEST if total_steps is None else max(1, min(_LONGEST, total_steps // 20))
+
+    def bits(local_steps: int, density: float) -> float:
+        return bits_of(shapes, transport, local_steps, density)
+
+    for local_steps in range(1, longest + 1):
+        if bits(local_steps, _DENSITY) <= budget:
+            break
+    if (least := bits(local_steps, _SPARSEST)) > budget:
+        raise ValueError(
+            f"low_communication: {budget:g} bits per parameter and step are too few: rounds of "
+            f"{local_steps} steps need {math.ceil(1e4 * least) / 1e4:g}"
+            + (f" (total_steps={total_steps} allows no longer ones)" if total_steps else "")
+        )
+    sparse, dense = _SPARSEST, _DENSEST
+    for _ in range(20):  # until it is known to a millionth
+        middle = math.sqrt(sparse * dense)
+        if bits(local_steps, middle) <= budget:
+            sparse = middle
+        else:
+            dense = middle
+    return RoundsPlan(
+        local_steps, sparse, math.sqrt(transport.world_size), bits(local_steps, sparse)
+    )
+
+
+def bits_of(
+    shapes: Mapping[str, Sequence[int]], transport: Transport, local_steps: int, density: float
+) -> float:
+    """Return the bits that a rank sends per parameter and step."""
+    exchange = make_exchange(density, transport)
+    named = list(shapes.items())
+    numels = [math.prod(shape) for _, shape in named]
+    fragments = cut(numels, min(local_steps, len(named)))
+    flags = {"contributors": (transport.world_size,)}
+    sent = sum(exchange.bytes_per_round(dict(named[i] for i in part), flags) for part in fragments)
+    return 8 * sent / local_steps / sum(numels)

@@ -1,0 +1,162 @@
+"""One call for the recommended rounds: within its budget, on any ranks, like any optimizer."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from comm_hooks.collectives import Simulated, Transport, run_ranks
+from comm_hooks.optim import LaProp, LocalRounds, low_communication
+from comm_hooks.optim.low_communication import RoundsPlan, bits_of, plan_rounds
+
+STEPS = 24
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.ReLU(), nn.Linear(96, 10))
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def take_steps(model: nn.Module, optimizer: LocalRounds, steps: range, rank: int) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        inputs = torch.randn(8, 64, generator=generator)
+        labels = inputs[:, :10].argmax(1)
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@settings(deadline=None)
+@given(
+    ranks=st.sampled_from([1, 2, 3, 4, 8, 16]),
+    budget=st.floats(0.02, 3.0),
+    total_steps=st.one_of(st.none(), st.integers(400, 100_000)),
+)
+def test_the_plan_meets_its_budget_and_uses_most_of_it(
+    ranks: int, budget: float, total_steps: int | None
+) -> None:
+    shapes, transport = {"w": (512, 512), "v": (256, 512), "b": (512,)}, Simulated(ranks)[0]
+    plan = plan_rounds(shapes, transport, budget, total_steps)
+    assert plan.bits <= budget
+    assert plan.bits == bits_of(shapes, transport, plan.local_steps, plan.density)
+    assert plan.outer_lr == math.sqrt(ranks)
+    if total_steps is not None:
+        assert plan.local_steps <= total_steps // 20
+    if ranks > 1 and plan.density < 0.24:
+        assert plan.bits > 0.8 * budget
+        # With fewer steps, less than a fortieth could have been sent.
+        assert plan.local_steps == 1 or plan.density > 1 / 41
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(2, 0.2), (3, 0.4), (4, 0.4)])
+def test_what_is_sent_is_what_was_planned(ranks: int, budget: float) -> None:
+    def rank(transport: Transport) -> tuple[float, RoundsPlan, list[torch.Tensor]]:
+        model = make_model()
+        optimizer = low_communication(
+            model.named_parameters(), lr=1e-2, bits_per_parameter=budget, transport=transport
+        )
+        plan = plan_rounds(shapes_of(model), transport, budget)
+        steps = 2 * plan.local_steps
+        take_steps(model, optimizer, range(steps), transport.rank)
+        sent = 8 * optimizer.stats()["bytes_sent"] / steps
+        with optimizer.server_parameters():
+            values = [p.detach().clone() for p in model.parameters()]
+        return sent / sum(p.numel() for p in model.parameters()), plan, values
+
+    results = run_ranks(rank, ranks)
+    for bits, plan, values in results:
+        assert bits == pytest.approx(plan.bits)
+        assert bits <= budget
+        assert all(map(torch.equal, values, results[0][2]))
+
+
+def test_a_budget_that_nothing_meets_names_the_smallest() -> None:
+    shapes, transport = shapes_of(make_model()), Simulated(4)[0]
+    with pytest.raises(ValueError, match=r"0\.0001 bits .* are too few: .* need ([\d.]+)") as found:
+        plan_rounds(shapes, transport, 1e-4)
+    smallest = float(str(found.value).split("need ")[1].split()[0])
+    assert plan_rounds(shapes, transport, smallest).bits <= smallest
+    with pytest.raises(ValueError, match=r"total_steps=40 allows no longer ones"):
+        plan_rounds(shapes, transport, 0.01, 40)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, r"low_communication: lr must not be negative"),
+        ({"betas": (1.0, 0.9)}, r"low_communication: betas"),
+        ({"weight_decay": float("nan")}, r"low_communication: weight_decay"),
+        ({"bits_per_parameter": 0.0}, r"low_communication: bits_per_parameter must lie in"),
+        ({"inner": "adam"}, r"low_communication: inner must be"),
+        ({"total_steps": 0}, r"low_communication: total_steps must be"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(options: dict[str, Any], message: str) -> None:
+    given = {"lr": 1e-3, **options}
+    with pytest.raises(ValueError, match=message):
+        low_communication(make_model().named_parameters(), transport=Simulated(2)[0], **given)
+    with pytest.raises(ValueError, match="there are no parameters"):
+        low_communication([], lr=1e-3, transport=Simulated(2)[0])
+
+
+def test_it_is_an_optimizer_like_any_other() -> None:
+    def rank(transport: Transport) -> list[float]:
+        model = make_model()
+        optimizer = low_communication(
+            model.named_parameters(), lr=1e-2, bits_per_parameter=0.3, transport=transport
+        )
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        rates = []
+        for step in range(4):
+            take_steps(model, optimizer, range(step, step + 1), transport.rank)
+            scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.synchronize()
+        return rates
+
+    rates = run_ranks(rank, 2)
+    assert rates[0] == sorted(rates[0], reverse=True)
+    assert rates[0] == rates[1]
+
+
+def test_it_resumes_bit_for_bit() -> None:
+    def rank(transport: Transport) -> None:
+        def make(model: nn.Module) -> LocalRounds:
+            return low_communication(
+                model.named_parameters(), lr=1e-2, bits_per_parameter=0.3, transport=transport
+            )
+
+        model = make_model()
+        optimizer = make(model)
+        take_steps(model, optimizer, range(5), transport.rank)
+        saved = copy.deepcopy(optimizer.state_dict())
+        take_steps(model, optimizer, range(5, 9), transport.rank)
+        again = make_model(seed=1)
+        resumed = make(again)
+        resumed.load_state_dict(saved)
+        take_steps(again, resumed, range(5, 9), transport.rank)
+        assert all(map(torch.equal, model.parameters(), again.parameters()))
+
+    run_ranks(rank, 2)
+
+
+def test_local_steps_are_those_of_laprop_with_half_the_horizon() -> None:
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.2}
+    optimizer = low_communication(
+        make_model().named_parameters(), transport=Simulated(2)[0], **options
+    )
+    assert isinstance(optimizer.inner, LaProp)
+    (group,) = optimizer.param_groups
+    assert group["betas"] == pytest.approx((0.8, 0.95))
+    assert (group["lr"], group["weight_decay"]) == (1e-2, 0.2)
