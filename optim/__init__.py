@@ -17,6 +17,7 @@ from comm_hooks.optim.local_variance_adam import LocalVarianceAdam
 from comm_hooks.optim.low_communication import low_communication
 from comm_hooks.optim.marina import Marina
 from comm_hooks.optim.micro_adam import MicroAdam
+from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.one_bit_adam import OneBitAdam
 from comm_hooks.optim.rounds import (
     SAFL,
@@ -49,6 +50,7 @@ __all__ = [
     "LocalVarianceAdam",
     "Marina",
     "MicroAdam",
+    "MuonAdamW",
     "OneBitAdam",
     "Participation",
     "SAFL",

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -15,17 +16,20 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.laprop import LaProp
+from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.rounds.checks import cut
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.requirements import require_choice, require_positive, require_within
 
 INNER = ("adamw", "muon")
 
-_DENSITY = 1 / 40
+_DENSITY = 1 / 60
 """Where fewer, larger payloads and more, smaller ones cost the same loss."""
 _SPARSEST = 1 / 256
 _DENSEST = 1 / 4
+_GATHERED = 8  # ranks
 _LONGEST = 128  # local steps
+_MUON_MOMENTUM = 0.9  # half the horizon of the usual 0.95
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def low_communication(
     displacements travel, as signs (top-k, one bit a value, places in Rice code) with error
     feedback.  Chosen from the number of ranks N and the budget are
 
-    * K, the steps between two exchanges of a parameter: the fewest with which a fortieth of all
+    * K, the steps between two exchanges of a parameter: the fewest with which a sixtieth of all
       displacements can be sent.  With fewer steps less drifts apart, with a higher density less
       waits; at equal bytes that is where both cost the same;
     * the density: what the budget then allows;
@@ -83,7 +87,8 @@ def low_communication(
         weight_decay: decoupled.
         total_steps: of the training, if known: rounds are then short enough for twenty of them.
         bits_per_parameter: that a rank may send per parameter and step, in the mean.
-        inner: ``"adamw"``, or ``"muon"``: Muon for the hidden matrices.
+        inner: ``"adamw"``, or ``"muon"``: Muon for the hidden matrices, whose names tell them from
+            embeddings and output layers (:class:`~comm_hooks.optim.MuonAdamW`).
         process_group: the ranks; by default all of them.
         transport: how ranks reach each other, in place of a process group.
 
@@ -120,10 +125,15 @@ def low_communication(
     transport = transport or TorchDistributed(process_group)
     shapes = {name: tuple(p.shape) for name, p in members}
     plan = plan_rounds(shapes, transport, bits_per_parameter, total_steps)
-    beta1 = max(0.0, 1 - 2 * (1 - betas[0]))
-    optimizer = LaProp(members, lr=lr, betas=(beta1, betas[1]), weight_decay=weight_decay)
+    settings: Any = {
+        "lr": lr,
+        "betas": (max(0.0, 1 - 2 * (1 - betas[0])), betas[1]),
+        "weight_decay": weight_decay,
+    }
     return LocalRounds(
-        optimizer,
+        LaProp(members, **settings)
+        if inner == "adamw"
+        else MuonAdamW(members, momentum=_MUON_MOMENTUM, rest=LaProp, **settings),
         make_exchange(plan.density, transport),
         SGD(members, lr=plan.outer_lr),
         local_steps=plan.local_steps,
@@ -134,7 +144,18 @@ def low_communication(
 def make_exchange(density: float, transport: Transport) -> Exchange:
     """Return what displacements go through."""
     compressor = TopK(density=density, value_bits=1, index_code="rice")
-    return Exchange(compressor, ErrorFeedback(), exempt_bits=16, transport=transport)
+    return Exchange(
+        compressor,
+        ErrorFeedback(),
+        # In units of the learning rate, norms and biases compete with matrices on equal terms;
+        # in full they would be most of what a small model sends.
+        min_ndim=1,
+        min_numel=1,
+        granularity="bucket",
+        # Shards would carry twice as much, and lose more by compressing means a second time.
+        collective="all_gather" if transport.world_size <= _GATHERED else "auto",
+        transport=transport,
+    )
 
 
 def plan_rounds(

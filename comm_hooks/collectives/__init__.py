@@ -1,9 +1,9 @@
 """How payloads move between ranks.
 
-``requests`` says what a round may ask for, ``routes`` in which order it asks (one all-reduce, one
-all-gather, or sharded), ``hierarchical`` what comes before and after that inside a node, and the
-transports (``torch_distributed``, ``mpi``, ``simulated``, ``threads``) carry it out.  ``worker``
-lets rounds of several collectives go on beside the caller, over the connections of ``gloo``.
+``requests`` says what a round may ask for, ``comm_hooks.exchange.routes`` in which order it asks,
+and the transports (``torch_distributed``, ``mpi``, ``simulated``, ``threads``) carry it out.
+``worker`` lets rounds of several collectives go on beside the caller, over the connections of
+``gloo``.
 """
 
 from comm_hooks.collectives.base import Transport

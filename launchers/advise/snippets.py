@@ -34,6 +34,8 @@ def python_line(method: Method) -> str:
     if entry.makes_exchange:
         options = dict(method.optimizer_options)
         bits = {"bits_per_parameter": options.pop("bits")} if "bits" in options else {}
+        if options.pop("muon", False):
+            options["inner"] = "muon"
         keywords = ["lr=lr", *_keywords({**options, **bits})]
         return f"{method.optimizer}(model.named_parameters(), {', '.join(keywords)})"
     if entry.crossing:

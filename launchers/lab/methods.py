@@ -78,8 +78,10 @@ class Method:
             transport = Simulated(settings.nproc)[0]
             entry.build(model.named_parameters(), transport, settings, self.optimizer_options)
             return
-        # As many parameters as the fewest-layered model has, so that it can be cut into fragments.
-        named = [(str(i), nn.Parameter(torch.ones(1))) for i in range(12 * settings.model.layers)]
+        # As many parameters as the fewest-layered model has, so that it can be cut into fragments,
+        # half of them matrices.
+        shapes = [(1, 1), (1,)] * 6 * settings.model.layers
+        named = [(str(i), nn.Parameter(torch.ones(shape))) for i, shape in enumerate(shapes)]
         entry.build(named, exchange, settings, self.optimizer_options)
 
     @property

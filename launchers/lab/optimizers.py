@@ -39,6 +39,7 @@ from comm_hooks.optim import (
     LocalVarianceAdam,
     Marina,
     MicroAdam,
+    MuonAdamW,
     OneBitAdam,
     SparseLoCo,
     ZeroOneAdam,
@@ -111,6 +112,12 @@ def _adam_like(settings: Settings, options: Options) -> Options:
 def _build_adamw(named: Named, exchange: None, settings: Settings, options: Options) -> Optimizer:
     # fused: a sixth of the step's time on a CPU
     return AdamW(named, fused=True, **_adam_like(settings, options))
+
+
+def _build_muon_adamw(
+    named: Named, exchange: None, settings: Settings, options: Options
+) -> Optimizer:
+    return MuonAdamW(named, **_adam_like(settings, options))
 
 
 def _server(kind: type[Optimizer]) -> OptimizerEntry:
@@ -190,6 +197,7 @@ def _build_low_communication(
 ) -> LocalRounds:
     options = dict(options)
     chosen = {"bits_per_parameter": options.pop("bits")} if "bits" in options else {}
+    chosen["inner"] = "muon" if options.pop("muon", False) else "adamw"
     return low_communication(
         named,
         **_adam_like(settings, {**options, **chosen}),
@@ -242,6 +250,7 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "adamw": OptimizerEntry(_build_adamw, _ADAM),
     "adam": _server(Adam),
     "amsgrad": _server(AMSGrad),
+    "muon_adamw": OptimizerEntry(_build_muon_adamw, _ADAM),
     "local_variance_adam": _published(
         LocalVarianceAdam,
         _adaptive(LocalVarianceAdam),
@@ -253,7 +262,7 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     ),
     "low_communication": OptimizerEntry(
         _build_low_communication,
-        {"lr": float, "bits": float},
+        {"lr": float, "bits": float, "muon": bool},
         note="rounds for a budget of bits per parameter and step",
         makes_exchange=True,
     ),

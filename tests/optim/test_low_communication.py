@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from comm_hooks.collectives import Simulated, Transport, run_ranks
-from comm_hooks.optim import LaProp, LocalRounds, low_communication
-from comm_hooks.optim.low_communication import RoundsPlan, bits_of, plan_rounds
+from comm_hooks.optim import LaProp, LocalRounds, MuonAdamW, low_communication
+from comm_hooks.optim.low_communication import INNER, RoundsPlan, bits_of, plan_rounds
 
 STEPS = 24
 
@@ -55,8 +55,8 @@ def test_the_plan_meets_its_budget_and_uses_most_of_it(
         assert plan.local_steps <= total_steps // 20
     if ranks > 1 and plan.density < 0.24:
         assert plan.bits > 0.8 * budget
-        # With fewer steps, less than a fortieth could have been sent.
-        assert plan.local_steps == 1 or plan.density > 1 / 41
+        # With fewer steps, less than a sixtieth could have been sent.
+        assert plan.local_steps == 1 or plan.density > 1 / 61
 
 
 @pytest.mark.parametrize(("ranks", "budget"), [(2, 0.2), (3, 0.4), (4, 0.4)])
@@ -130,11 +130,16 @@ def test_it_is_an_optimizer_like_any_other() -> None:
     assert rates[0] == rates[1]
 
 
-def test_it_resumes_bit_for_bit() -> None:
+@pytest.mark.parametrize("inner", INNER)
+def test_it_resumes_bit_for_bit(inner: str) -> None:
     def rank(transport: Transport) -> None:
         def make(model: nn.Module) -> LocalRounds:
             return low_communication(
-                model.named_parameters(), lr=1e-2, bits_per_parameter=0.3, transport=transport
+                model.named_parameters(),
+                lr=1e-2,
+                bits_per_parameter=0.3,
+                inner=inner,
+                transport=transport,
             )
 
         model = make_model()
@@ -160,3 +165,13 @@ def test_local_steps_are_those_of_laprop_with_half_the_horizon() -> None:
     (group,) = optimizer.param_groups
     assert group["betas"] == pytest.approx((0.8, 0.95))
     assert (group["lr"], group["weight_decay"]) == (1e-2, 0.2)
+
+
+def test_muon_takes_the_hidden_matrices() -> None:
+    optimizer = low_communication(
+        make_model().named_parameters(), lr=1e-2, inner="muon", transport=Simulated(2)[0]
+    )
+    assert isinstance(optimizer.inner, MuonAdamW)
+    matrices, others = optimizer.param_groups
+    assert matrices["param_names"] == ["0.weight", "3.weight"]
+    assert others["betas"] == pytest.approx((0.8, 0.95))
