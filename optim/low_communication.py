@@ -138,6 +138,7 @@ def low_communication(
         SGD(members, lr=plan.outer_lr),
         local_steps=plan.local_steps,
         fragments=min(plan.local_steps, len(members)),
+        anneal_residuals=True,
     )
 
 

@@ -28,10 +28,13 @@ from comm_hooks.optim.rounds.participation import (
 )
 from comm_hooks.optim.rounds.saving import SavedRounds
 from comm_hooks.optim.rounds.shared_moments import SharesStatistics
-from comm_hooks.requirements import require_choice
+from comm_hooks.requirements import require_choice, require_flag
 
 # Squares of what is above 2^64 overflow in float32: this leaves room for sums of 2^13 clients.
 _LARGEST = 2.0**50
+
+# What is remembered is divided by the scale, which is 0 at the end of some schedules.
+_SHORTEST = 2.0**-10
 
 
 class LocalRounds(SavedRounds):
@@ -84,6 +87,10 @@ class LocalRounds(SavedRounds):
         participation: the clients, if there are more than ranks.
         client_state: with ``participation``: ``"keep"`` each client's inner state until it is drawn
             again, or ``"reset"`` it at the start of every turn.
+        anneal_residuals: let what waits in the residuals shrink with the learning rate (of the
+            first group) once that falls.  Displacements are as long as the learning rate was when
+            they were made; one that arrives when a schedule has nearly ended undoes what the
+            schedule is for.
 
     State: one copy of the parameters (x) beside the inner and the server's state; with
     ``participation`` a residual, and unless reset an inner state, for every client played here.
@@ -135,9 +142,16 @@ class LocalRounds(SavedRounds):
         fragments: int = 1,
         participation: ClientSampling | None = None,
         client_state: str = "keep",
+        anneal_residuals: bool = False,
     ) -> None:
         check_rounds(self, inner, exchange, server, local_steps, fragments, participation)
         require_choice(self, "client_state", client_state, ("keep", "reset"))
+        require_flag(self, "anneal_residuals", anneal_residuals)
+        if anneal_residuals and participation is not None:
+            raise ValueError(
+                f"{type(self).__name__}: anneal_residuals cannot go with participation: clients "
+                "have learning rates of their own"
+            )
         server = SGD(parameters_of(inner.param_groups), lr=1.0) if server is None else server
         keep_inner = client_state == "keep"
         super().__init__(inner, exchange, server, fragments=fragments, keep_inner=keep_inner)
@@ -145,6 +159,7 @@ class LocalRounds(SavedRounds):
         self.local_steps = local_steps
         self.participation = participation
         self.client_state = client_state
+        self.anneal_residuals = anneal_residuals
         self._fragments = cut([p.numel() for p in self._parameters], fragments)
         exchange.agree_on(
             {
@@ -155,6 +170,7 @@ class LocalRounds(SavedRounds):
                 "fragments": fragments,
                 "participation": repr(participation),
                 "client_state": client_state,
+                "anneal_residuals": anneal_residuals,
             }
         )
         exchange.owner = self
@@ -337,8 +353,16 @@ class LocalRounds(SavedRounds):
         if isinstance(self.inner, SharesStatistics):
             statistics = {n: torch.zeros_like(t) for n, t in self.inner.statistics().items()}
         if self.participation is None:
-            return PlainCollection(self.exchange, delta, statistics)
+            return PlainCollection(self.exchange, delta, statistics, self._scale())
         return self.participation.collection(self.exchange, delta, statistics)
+
+    def _scale(self) -> float:
+        """Return by how much displacements are shorter than at the largest learning rate so far."""
+        if not self.anneal_residuals:
+            return 1.0
+        progress, lr = self._progress, float(self.inner.param_groups[0]["lr"])
+        progress.largest_lr = max(progress.largest_lr, lr)
+        return max(lr / progress.largest_lr, _SHORTEST) if progress.largest_lr else 1.0
 
     @observed("round")
     def _conclude(self, fragment: Sequence[int], aggregate: Aggregate) -> None:
