@@ -23,8 +23,12 @@ from comm_hooks.requirements import require_choice, require_positive, require_wi
 
 INNER = ("adamw", "muon")
 
-_DENSITY = 1 / 60
+_DENSITY = 1 / 105
 """Where fewer, larger payloads and more, smaller ones cost the same loss."""
+_FADES = 4.0
+"""Times the density, how much of a residual fades from one exchange to the next."""
+_OUTER = 1.25
+"""Times sqrt(N), the outer step."""
 _SPARSEST = 1 / 256
 _DENSEST = 1 / 4
 _GATHERED = 8  # ranks
@@ -39,12 +43,14 @@ class RoundsPlan:
     Args:
         local_steps: K.
         density: of the deltas that are sent.
+        decay: of residuals, per exchange.
         outer_lr: the server's step along the mean of what was sent.
         bits: that a rank sends per parameter and step.
     """
 
     local_steps: int
     density: float
+    decay: float
     outer_lr: float
     bits: float
 
@@ -67,11 +73,14 @@ def low_communication(
     displacements travel, as signs (top-k, one bit a value, places in Rice code) with error
     feedback.  Chosen from the number of ranks N and the budget are
 
-    * K, the steps between two exchanges of a parameter: the fewest with which a sixtieth of all
+    * K, the steps between two exchanges of a parameter: the fewest with which a hundredth of all
       displacements can be sent.  With fewer steps less drifts apart, with a higher density less
       waits; at equal bytes that is where both cost the same;
-    * the density: what the budget then allows;
-    * the outer step, sqrt(N): a coordinate that one of N ranks sends arrives divided by N.
+    * the density p: what the budget then allows;
+    * the decay of the residuals, 1 - 4 p per exchange, a quarter of the time that an element waits
+      in the mean: what is older is noise for the most part.  They shrink with the learning rate as
+      well (``anneal_residuals``);
+    * the outer step, 1.25 sqrt(N): a coordinate that one of N ranks sends arrives divided by N.
 
     Local steps are those of :class:`~comm_hooks.optim.LaProp`, which normalizes gradients before it
     averages them, with half the horizon that ``betas[0]`` says: what waits in the residuals is a
@@ -134,7 +143,7 @@ def low_communication(
         LaProp(members, **settings)
         if inner == "adamw"
         else MuonAdamW(members, momentum=_MUON_MOMENTUM, rest=LaProp, **settings),
-        make_exchange(plan.density, transport),
+        make_exchange(plan.density, transport, plan.decay),
         SGD(members, lr=plan.outer_lr),
         local_steps=plan.local_steps,
         fragments=min(plan.local_steps, len(members)),
@@ -142,12 +151,12 @@ def low_communication(
     )
 
 
-def make_exchange(density: float, transport: Transport) -> Exchange:
+def make_exchange(density: float, transport: Transport, decay: float = 1.0) -> Exchange:
     """Return what displacements go through."""
     compressor = TopK(density=density, value_bits=1, index_code="rice")
     return Exchange(
         compressor,
-        ErrorFeedback(),
+        ErrorFeedback(decay=decay),
         # In units of the learning rate, norms and biases compete with matrices on equal terms;
         # in full they would be most of what a small model sends.
         min_ndim=1,
@@ -176,6 +185,7 @@ def plan_rounds(
     Raises:
         ValueError: if nothing meets the budget; says the smallest budget that something does.
     """
+    ranks = transport.world_size
     longest = _LONGEST if total_steps is None else max(1, min(_LONGEST, total_steps // 20))
 
     def bits(local_steps: int, density: float) -> float:
@@ -198,7 +208,11 @@ def plan_rounds(
         else:
             dense = middle
     return RoundsPlan(
-        local_steps, sparse, math.sqrt(transport.world_size), bits(local_steps, sparse)
+        local_steps,
+        density=sparse,
+        decay=max(0.5, 1 - _FADES * sparse),
+        outer_lr=_OUTER * math.sqrt(ranks) if ranks > 1 else 1.0,
+        bits=bits(local_steps, sparse),
     )
 
 

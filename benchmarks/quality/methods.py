@@ -7,7 +7,12 @@ from comm_hooks.launchers.lab.runs import BASELINE, CONTROL
 METHODS: Mapping[str, float] = {
     BASELINE: 4e-3,
     CONTROL: 4e-3,
+    "low_communication": 8e-3,
+    "low_communication:bits=0.3": 8e-3,
+    "low_communication:bits=0.0073": 8e-3,
     "local_adamw:fragments=8": 4e-3,
     "sign+local_variance_adam": 4e-3,
+    "all_reduce+muon_adamw": 4e-3,
+    "low_communication:muon=true": 8e-3,
 }
 """The first learning rate of each."""
