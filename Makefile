@@ -5,6 +5,7 @@
 # make bench-gpu  compare the GPU kernels with a copy (needs a GPU)
 # make links  train over capped links and compare (forty minutes; needs root)
 # make docs   build the documentation site into docs/_build
+# make quality  what methods keep of what exchanging is worth: adds missing runs to the page (hours)
 # make studies  repeat the papers' comparisons on small tasks (two hours)
 # make fuzz   feed a million inputs of any bytes to all that reads what others wrote (5 minutes)
 # make soak   look for what grows in 5,000 steps of five methods (20 minutes)
@@ -19,7 +20,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint bench bench-gpu links docs studies fuzz soak predictions faults audit-faults clean
+.PHONY: demo test test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults audit-faults clean
 
 demo: $(READY)
 	$(BIN)/comm-hooks compare
@@ -52,6 +53,9 @@ links: $(READY)
 
 docs: $(READY)
 	$(BIN)/sphinx-build -W --keep-going docs docs/_build
+
+quality: $(READY)
+	$(BIN)/python -m benchmarks.quality
 
 studies: $(READY)
 	$(BIN)/python -m benchmarks.studies.safl

@@ -37,9 +37,9 @@ from comm_hooks.launchers.lab.runs import BASELINE, CONTROL, Settings
 
 DEFAULT_METHODS = (
     "all_reduce,none,bf16,powersgd,count_sketch,sign+local_variance_adam,"
-    "local_adamw,local_adamw:fragments=8,topk"
+    "local_adamw:fragments=8,low_communication,topk"
 )
-QUICK_METHODS = "all_reduce,none,powersgd,sign+local_variance_adam,local_adamw:fragments=8,topk"
+QUICK_METHODS = "all_reduce,none,powersgd,sign+local_variance_adam,low_communication,topk"
 
 
 @dataclass(frozen=True)
