@@ -43,7 +43,7 @@ def quality(
         list[str] | None, typer.Option(help="Methods that are not on the list; LR@METHOD.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs with the best learning rate.")] = 3,
-    tries: Annotated[int, typer.Option(min=1, help="Learning rates, on the first seed.")] = 4,
+    tries: Annotated[int, typer.Option(min=1, help="Learning rates, on the first seed.")] = 3,
     jobs: Annotated[int, typer.Option(min=0, help="Runs at a time; 0: write the page.")] = 2,
     processes: Annotated[
         bool, typer.Option(help="Each rank a process of its own; else they take turns in one.")

@@ -19,7 +19,7 @@ loss at equal tokens. Every method has its own learning rate, the best of equall
 first seed, a warm-up over a tenth of the steps, a cosine schedule, and gradients clipped to norm 1.
 Each rank has another part of the text, or other classes (a Dirichlet split). "±" is half the
 distance between seeds; a share is left out where exchanging is worth less than thrice its own
-uncertainty.
+uncertainty. A learning rate with a † was the largest or smallest tried.
 
 `python -m benchmarks.quality` makes this page, and runs what has no record in
 `benchmarks/results/quality/`. Methods are written as `comm-hooks compare --hooks` takes them.
@@ -54,6 +54,7 @@ def _make_table(entries: Sequence[Entry], records: Records) -> str:
     settings = sorted({entry.setting for entry in entries})
     methods = list(dict.fromkeys(entry.method for entry in entries))
     found = {(e.setting, e.method): e.finished(records) for e in entries}
+    at_edge = {(e.setting, e.method) for e in entries if e.is_at_edge(records)}
     columns = [f"{s.task}, batch {s.batch}" for s in settings]
     lines = [
         f"| method | bits | {' | '.join(columns)} |",
@@ -62,7 +63,10 @@ def _make_table(entries: Sequence[Entry], records: Records) -> str:
     for method in methods:
         runs = [found.get((setting, method), {}) for setting in settings]
         if any(runs):
-            cells = [_cell(setting, method, found) for setting in settings]
+            cells = [
+                _cell(setting, method, found) + " †" * ((setting, method) in at_edge)
+                for setting in settings
+            ]
             lines.append(f"| `{method}` | {_bits(runs)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,6 +77,11 @@ class Record:
     curve: list[float]
     seconds: float
     date: str
+
+    @property
+    def judged(self) -> float:
+        """The loss; infinite if the run diverged."""
+        return math.inf if self.loss is None else self.loss
 
     def to_json(self) -> str:
         """Return the record as one line."""

@@ -59,14 +59,26 @@ class Entry:
             if wanted not in records:
                 raise _Missing(wanted)
             found.append(records[wanted])
-            return float("inf") if found[-1].loss is None else found[-1].loss
+            return found[-1].judged
 
         try:
             search(loss_at, self.start, self.tries, FACTOR)
         except _Missing as missing:
             wanted: Wanted = missing.args[0]
             return wanted
-        return min(found, key=lambda record: record.loss or float("inf"))
+        return min(found, key=lambda record: record.judged)
+
+    def is_at_edge(self, records: Records) -> bool:
+        """Return whether the best learning rate is the largest or smallest of several tried.
+
+        Others beyond it may be better.
+        """
+        best = self.best(records)
+        if isinstance(best, Wanted):
+            return False
+        same = (replace(w, lr=best.wanted.lr) == best.wanted for w in records)
+        rates = [w.lr for w, is_same in zip(records, same, strict=True) if is_same]
+        return len(rates) > 1 and best.wanted.lr in (min(rates), max(rates))
 
     def finished(self, records: Records) -> dict[int, Record]:
         """Return the records of the best learning rate by seed; empty before it is known."""

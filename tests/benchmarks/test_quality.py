@@ -62,6 +62,14 @@ def test_every_method_has_as_many_tries_and_its_best_gets_all_seeds(
     assert len(records) == tries + seeds - 1
 
 
+@pytest.mark.parametrize(("best", "is_at_edge"), [(4e-3, True), (1e-3, False), (1e-5, True)])
+def test_the_edge_of_what_was_tried_is_known(best: float, is_at_edge: bool) -> None:
+    entry = Entry(SETTING, "topk", 1e-3, 3, range(1))
+    records = play(entry, lambda lr, seed: abs(math.log(lr / best)))
+    assert entry.is_at_edge(records) == is_at_edge
+    assert "†" in make_page([entry], records) if is_at_edge else True
+
+
 def test_a_run_that_diverged_is_not_the_best() -> None:
     entry = Entry(SETTING, "topk", 1e-3, 3, range(2))
     records = play(entry, lambda lr, seed: None if lr > 1e-3 else 2.0)

@@ -1,10 +1,16 @@
 """Figures stand in one place, the README, and are only repeated elsewhere."""
 
 import re
+import statistics
 from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.quality import runs as quality
+from benchmarks.quality.methods import METHODS
+from benchmarks.quality.page import share_of
+from benchmarks.quality.settings import PRESETS, Setting
+from benchmarks.quality.tuning import Entry, by_wanted
 from benchmarks.tried import Row, make_rows, read_records
 from tests.docs.pages import ROOT, Page
 
@@ -51,6 +57,26 @@ def test_losses_are_those_of_the_records(steps: int, seeds: int, begin: str, end
         row = rows[cells[0].strip("`")]
         assert len(row.losses) >= seeds
         assert cells[1:] == as_in_readme(row, rows["all_reduce"], seeds)
+
+
+def test_shares_kept_are_those_of_the_records() -> None:
+    records = by_wanted(quality.read_records(ROOT / "benchmarks/results/quality/records.jsonl"))
+    section = README.path.read_text().partition("\n## Elsewhere")[2].partition("\n## ")[0]
+    titles = {preset.title: name for name, preset in PRESETS.items()}
+    lines = re.findall(r"^\| (\D.*?) \| (\d+) \| (.*) \|$", section, flags=re.MULTILINE)
+    assert len(lines) >= 4
+    for title, batch, cells in lines:
+        setting = Setting(titles[title], 4, int(batch), 2.0)
+        entries = {
+            name: Entry(setting, name, METHODS[name], 3, range(3))
+            for name in ("all_reduce", "none", "low_communication")
+        }
+        found = {(setting, name): entry.finished(records) for name, entry in entries.items()}
+        losses = [
+            f"{statistics.mean(r.loss for r in runs.values()):.3f}" for runs in found.values()
+        ]
+        share = share_of(setting, "low_communication", found)
+        assert cells.split(" | ") == [*losses, str(share)], title
 
 
 def test_what_does_less_well_is_that_of_the_records() -> None:
