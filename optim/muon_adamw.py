@@ -10,7 +10,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from comm_hooks.optim.base import SteppingOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.requirements import require_within
+from comm_hooks.requirements import require_callable, require_within
 
 # Embeddings and output layers by the names that libraries give them, between dots and underscores.
 _NOT_HIDDEN = re.compile(
@@ -82,6 +82,8 @@ class MuonAdamW(SteppingOptimizer):
     ) -> None:
         check_hyperparameters(self, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         require_within(self, "momentum", momentum, "[0, 1)")
+        require_callable(self, "hidden", hidden)
+        require_callable(self, "rest", rest)
         named = list(named_parameters)
         matrices = [(name, p) for name, p in named if hidden(name, p)]
         others = [(name, p) for name, p in named if not hidden(name, p)]

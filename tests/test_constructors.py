@@ -84,6 +84,7 @@ def _exchange(compressor: Any = None, memory: Any = None, collective: Any = "aut
 # Of what has no default, by its name.
 _NEEDED: dict[str, Callable[[], Any]] = {
     "params": lambda: [nn.Parameter(torch.ones(4, 2))],
+    "named_parameters": lambda: list(_model().named_parameters()),
     "exchange": lambda: _exchange(memory=ErrorFeedback()),
     "compressor": TopK,
     "lr": lambda: 0.1,
@@ -154,7 +155,8 @@ CASES = [
     for kind in KINDS
     for name, parameter in inspect.signature(kind).parameters.items()
     # What optimizers are of, and what is in a dataset, is for torch to refuse.
-    if name not in ("params", "dataset") and parameter.kind != parameter.VAR_KEYWORD
+    if name not in ("params", "named_parameters", "dataset")
+    and parameter.kind != parameter.VAR_KEYWORD
 ]
 
 

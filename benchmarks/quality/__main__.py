@@ -67,8 +67,6 @@ def quality(
                 _numbers("--tokens", tokens, float),
             )
         ]
-        for each in settings:
-            build(each.task, each.ranks)
         chosen = {
             name: start
             for name, start in METHODS.items()
@@ -77,6 +75,8 @@ def quality(
         chosen |= dict(map(_parse, method or ()))
         for name in chosen:
             parse_method(name)
+        for each in settings if jobs else ():
+            build(each.task, each.ranks)
         records = by_wanted(read_records(results / "records.jsonl"))
     entries = [
         Entry(setting, name, start, tries, range(seeds))

@@ -68,8 +68,8 @@ def test_records_survive_the_file(run: Run) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": None}, "a record of version null, and this comm-hooks reads version 1"),
-        ({"version": 2}, "version 2"),
+        ({"version": None}, "a record of version null, and this comm-hooks reads version 2"),
+        ({"version": 3}, "version 3"),
         ({"figures": None}, "exactly one of figures and failure must be null"),
         ({"failure": "both"}, "exactly one of figures and failure must be null"),
         ({"method": 3}, "method must be a string, got 3"),
