@@ -39,7 +39,7 @@ DEFAULT_METHODS = (
     "all_reduce,none,bf16,powersgd,count_sketch,sign+local_variance_adam,"
     "local_adamw:fragments=8,low_communication,topk"
 )
-QUICK_METHODS = "all_reduce,none,powersgd,sign+local_variance_adam,low_communication,topk"
+QUICK_METHODS = "all_reduce,none,powersgd,sign+local_variance_adam,local_adamw:fragments=8,topk"
 
 
 @dataclass(frozen=True)
