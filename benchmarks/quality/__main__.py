@@ -119,10 +119,12 @@ def _run(
     """Make the missing runs, so many at a time, adding each record as soon as it is there."""
     context = multiprocessing.get_context("spawn")
     waiting: dict[Future[Record], Wanted] = {}
+    refused: set[tuple[Setting, str]] = set()
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         try:
             while True:
-                wanted = (each for entry in entries for each in entry.next(records))
+                left = [e for e in entries if (e.setting, e.method) not in refused]
+                wanted = (each for entry in left for each in entry.next(records))
                 for each in dict.fromkeys(wanted):
                     if len(waiting) < jobs and each not in waiting.values():
                         waiting[pool.submit(perform, each, processes=processes)] = each
@@ -130,7 +132,13 @@ def _run(
                     return
                 finished, _ = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in finished:
-                    each, record = waiting.pop(future), future.result()
+                    each = waiting.pop(future)
+                    try:
+                        record = future.result()
+                    except ValueError as error:  # a budget that this setting cannot meet, say
+                        refused.add((each.setting, each.method))
+                        complain("quality", f"{each.setting}: {each.method}: {error}")
+                        continue
                     records[each] = record
                     with path.open("a") as file:
                         file.write(record.to_json() + "\n")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.quality.runs import Record
-from benchmarks.quality.settings import PRESETS, Setting, parameters
+from benchmarks.quality.settings import PRESETS, Setting
 from benchmarks.quality.shares import Share, share_kept
 from benchmarks.quality.tuning import Entry, Records
 from comm_hooks.launchers.lab import plots
@@ -45,7 +45,7 @@ def _by_world(entries: Sequence[Entry]) -> dict[tuple[int, float], list[Entry]]:
 
 def _make_list_of_tasks(entries: Sequence[Entry]) -> str:
     names = dict.fromkeys(entry.setting.task for entry in entries)
-    lines = [f"* {PRESETS[n].title}: {parameters(n) / 1e6:.2f} M parameters" for n in names]
+    lines = [f"* {PRESETS[n].title}: {PRESETS[n].parameters / 1e6:.2f} M parameters" for n in names]
     return "\n".join(lines) + "\n"
 
 
@@ -117,7 +117,7 @@ def write_picture(entries: Sequence[Entry], records: Records, path: Path) -> Pat
         axes.axhline(100, color=plots.BLACK, linewidth=1)
         axes.axhline(0, color=plots.GREY, linewidth=1, linestyle="dashed")
         axes.set_xscale("log")
-        axes.set_ylim(-20, 110)
+        axes.set_ylim(bottom=-20)
         axes.set_xlabel("bits per parameter and step")
         axes.set_title(f"{ranks} ranks, {tokens:g} tokens per parameter", fontsize=10)
     panels[0].set_ylabel("share kept, %")

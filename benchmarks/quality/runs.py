@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.quality.clients import make_client
-from benchmarks.quality.settings import Setting, build, parameters
+from benchmarks.quality.settings import PRESETS, Setting, build
 from comm_hooks.collectives import TorchDistributed, Transport
 from comm_hooks.launchers.lab.methods import parse_method
 from comm_hooks.launchers.lab.outcomes import Diverged, Point
@@ -92,10 +92,17 @@ def read_records(path: Path) -> list[Record]:
     """Return the records of a file, if there is one.
 
     Raises:
-        ValueError: for a line that is not one.
+        ValueError: for a line that is not one; names it.
     """
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [rebuild(Record, json.loads(line)) for line in lines]
+    records = []
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+        try:
+            records.append(rebuild(Record, json.loads(line)))
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: no record ({error}): remove it, and it is run again"
+            ) from None
+    return records
 
 
 def perform(wanted: Wanted, *, processes: bool = False, threads: int = 1) -> Record:
@@ -126,7 +133,7 @@ def perform(wanted: Wanted, *, processes: bool = False, threads: int = 1) -> Rec
         wanted,
         loss=last.loss if last else None,
         error=last.error if last else None,
-        bits=8 * sent / wanted.setting.steps / parameters(wanted.setting.task),
+        bits=8 * sent / wanted.setting.steps / PRESETS[wanted.setting.task].parameters,
         curve=[round(point.loss, 5) for point in curve],
         seconds=round(time.monotonic() - started, 1),
         date=f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from comm_hooks.launchers.lab.simulated import numel
 from comm_hooks.launchers.lab.tasks import Task, build_task
 
 _CONTEXT = 64
@@ -21,12 +20,14 @@ class Preset:
         task: a name of :data:`~comm_hooks.launchers.lab.tasks.TASKS`.
         options: of that task.
         tokens: of one sample: bytes of text, patches of an image.
+        parameters: of the model, so that records can be read where the data is missing.
     """
 
     title: str
     task: str
     options: Mapping[str, Any]
     tokens: int
+    parameters: int
 
 
 _GPT = {"layers": 3, "width": 128, "heads": 4, "context": _CONTEXT, "eval_windows": 256}
@@ -34,18 +35,25 @@ _LSTM = {"model": "lstm", "layers": 1, "width": 256, "context": _CONTEXT, "eval_
 _IMAGES = {"partition": "dirichlet", "concentration": 0.3, "judged": 2000}
 
 PRESETS: Mapping[str, Preset] = {
-    "python": Preset("Python source, GPT", "gpt_text", {"text": "python", **_GPT}, _CONTEXT),
-    "c": Preset("C headers, GPT", "gpt_text", {"text": "c", **_GPT}, _CONTEXT),
-    "prose": Preset("English prose, LSTM", "gpt_text", {"text": "prose", **_LSTM}, _CONTEXT),
-    "images": Preset("Fashion-MNIST, ViT", "fashion_mnist", {"model": "vit", **_IMAGES}, _PATCHES),
+    "python": Preset(
+        "Python source, GPT", "gpt_text", {"text": "python", **_GPT}, _CONTEXT, 634_496
+    ),
+    "c": Preset("C headers, GPT", "gpt_text", {"text": "c", **_GPT}, _CONTEXT, 634_496),
+    "prose": Preset(
+        "English prose, LSTM", "gpt_text", {"text": "prose", **_LSTM}, _CONTEXT, 592_384
+    ),
+    "images": Preset(
+        "Fashion-MNIST, ViT", "fashion_mnist", {"model": "vit", **_IMAGES}, _PATCHES, 604_810
+    ),
     "images_resnet": Preset(
-        "Fashion-MNIST, ResNet", "fashion_mnist", {"model": "resnet", **_IMAGES}, _PATCHES
+        "Fashion-MNIST, ResNet", "fashion_mnist", {"model": "resnet", **_IMAGES}, _PATCHES, 445_386
     ),
     "python_large": Preset(
         "Python source, GPT of 4.8 M",
         "gpt_text",
         {"text": "python", "layers": 6, "width": 256, "heads": 8, "context": 128},
         128,
+        4_831_232,
     ),
 }
 """By name.  Each rank has another part of the text, or a Dirichlet split of the classes."""
@@ -75,13 +83,7 @@ class Setting:
         """Steps of the training; at least 20."""
         preset = PRESETS[self.task]
         per_step = self.ranks * self.batch * preset.tokens
-        return max(20, round(self.tokens * parameters(self.task) / per_step))
-
-
-@functools.cache
-def parameters(name: str) -> int:
-    """Return the number of parameters of a preset's model."""
-    return numel(build(name, ranks=1))
+        return max(20, round(self.tokens * preset.parameters / per_step))
 
 
 @functools.lru_cache(maxsize=2)

@@ -17,6 +17,7 @@ from benchmarks.quality.runs import Record, Wanted, perform, read_records
 from benchmarks.quality.settings import PRESETS, Preset, Setting
 from benchmarks.quality.shares import share_kept
 from benchmarks.quality.tuning import Entry, by_wanted
+from comm_hooks.launchers.lab.simulated import numel
 
 SETTING = Setting("python", 2, 6, 0.1)
 TINY = {"layers": 1, "width": 16, "heads": 2, "context": 16, "eval_windows": 8}
@@ -28,10 +29,9 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     text = tmp_path / "text"
     text.mkdir()
     (text / "rhyme.txt").write_text("".join(f"{i} bottles on the wall, " for i in range(2000)))
-    preset = Preset("Rhymes, GPT", "gpt_text", {"data_dir": text, **TINY}, 16)
+    preset = Preset("Rhymes, GPT", "gpt_text", {"data_dir": text, **TINY}, 16, 7_856)
     monkeypatch.setitem(settings.PRESETS, "tiny", preset)
     settings.build.cache_clear()
-    settings.parameters.cache_clear()
     return Setting("tiny", 2, 2, 0.1)
 
 
@@ -170,6 +170,30 @@ def test_the_command_runs_what_is_missing(tiny: Setting, tmp_path: Path) -> None
     assert "local_adamw:fragments=8" in (tmp_path / "quality.md").read_text()
 
 
+def test_a_budget_that_a_setting_cannot_meet_costs_its_own_row_only(tmp_path: Path) -> None:
+    setting = Setting("python", 2, 2, 1e-3)
+    sizes = ["--tasks", "python", "--ranks", "2", "--batches", "2", "--tokens", "1e-3"]
+    few = ["--tries", "1", "--seeds", "1", "--jobs", "1", "--results", str(tmp_path / "quality")]
+    wanted = [Wanted(setting, name, 4e-3, 0) for name in ("all_reduce", "none")]
+    (tmp_path / "quality").mkdir()
+    path = tmp_path / "quality" / "records.jsonl"
+    path.write_text("".join(record(w, 2.0).to_json() + "\n" for w in wanted))
+    result = CliRunner().invoke(app, [*sizes, *few, "--only", "low_communication:bits=0.0073"])
+    assert result.exit_code == 0, result.output
+    assert "0.0073 bits per parameter and step are too few" in result.output
+    assert len(read_records(path)) == 2
+    assert (tmp_path / "quality.md").exists()
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    good = record(Wanted(SETTING, "topk", 1e-3, 0), 2.0).to_json()
+    path = tmp_path / "records.jsonl"
+    for bad in (good[:50], "[]", good.replace('"lr"', '"rate"')):
+        path.write_text(f"{good}\n{bad}\n")
+        with pytest.raises(ValueError, match=r"records\.jsonl, line 2: no record"):
+            read_records(path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -194,7 +218,7 @@ def test_presets_are_of_the_size_that_is_said(name: str) -> None:
     except ValueError as error:
         pytest.skip(str(error))
     assert len(task.clients) == 2
-    assert 0.4e6 < settings.parameters(name) < 5e6
+    assert numel(task) == PRESETS[name].parameters
 
 
 def test_missing_data_says_what_it_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
