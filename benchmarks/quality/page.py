@@ -15,11 +15,12 @@ _HEAD = """\
 # Quality
 
 What a method keeps of what exchanging is worth: (none - method) / (none - all-reduce), in held-out
-loss at equal tokens. Every method has its own learning rate, the best of equally many tries on the
-first seed, a warm-up over a tenth of the steps, a cosine schedule, and gradients clipped to norm 1.
-Each rank has another part of the text, or other classes (a Dirichlet split). "±" is half the
-distance between seeds; a share is left out where exchanging is worth less than thrice its own
-uncertainty. A learning rate with a † was the largest or smallest tried.
+loss at equal tokens. Every method has its own learning rate, found by the same line search on the
+first seed (factors of two, until the best lies between two others), a warm-up over a tenth of the
+steps, a cosine schedule, and gradients clipped to norm 1. Each rank has another part of the text,
+or other classes (a Dirichlet split). "±" is half the distance between seeds; a share is left out
+where exchanging is worth less than thrice its own uncertainty. A learning rate with a † was the
+largest or smallest tried.
 
 `python -m benchmarks.quality` makes this page, and runs what has no record in
 `benchmarks/results/quality/`. Methods are written as `comm-hooks compare --hooks` takes them.

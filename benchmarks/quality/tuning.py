@@ -1,4 +1,4 @@
-"""What is to be run next: as many learning rates for every method, then the other seeds.
+"""What is to be run next: learning rates by the same rule for every method, then the other seeds.
 
 All follows from the records, so a campaign can be interrupted, widened and continued.
 """
@@ -12,6 +12,8 @@ from comm_hooks.launchers.lab.search import search
 
 FACTOR = 2.0
 """Between neighbouring learning rates, until the best lies between two others."""
+_MORE = 4
+"""Tries beyond those that all get, while the best is the largest or smallest tried."""
 
 Records = Mapping[Wanted, Record]
 
@@ -28,7 +30,7 @@ class Entry:
         setting: what is trained.
         method: as ``comm-hooks compare --hooks`` takes it.
         start: the first learning rate.
-        tries: learning rates tried, on the first seed.
+        tries: learning rates tried, on the first seed; a few more while the best lies at the edge.
         seeds: that the best of them is run with.
     """
 
@@ -62,11 +64,17 @@ class Entry:
             return found[-1].judged
 
         try:
-            search(loss_at, self.start, self.tries, FACTOR)
+            for tries in range(self.tries, self.tries + _MORE + 1):
+                found.clear()
+                search(loss_at, self.start, tries, FACTOR)
+                best = min(found, key=lambda record: record.judged)
+                rates = [record.wanted.lr for record in found]
+                if tries < 3 or min(rates) < best.wanted.lr < max(rates):
+                    break
         except _Missing as missing:
             wanted: Wanted = missing.args[0]
             return wanted
-        return min(found, key=lambda record: record.judged)
+        return best
 
     def is_at_edge(self, records: Records) -> bool:
         """Return whether the best learning rate is the largest or smallest of several tried.

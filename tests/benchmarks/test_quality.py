@@ -48,21 +48,24 @@ def play(entry: Entry, loss: Callable[[float, int], float | None]) -> dict[Wante
 
 
 @given(best=st.floats(1e-5, 10.0), tries=st.integers(1, 6), seeds=st.integers(1, 4))
-def test_every_method_has_as_many_tries_and_its_best_gets_all_seeds(
+def test_every_method_is_tuned_by_the_same_rule_and_its_best_gets_all_seeds(
     best: float, tries: int, seeds: int
 ) -> None:
     entry = Entry(SETTING, "topk", 1e-3, tries, range(seeds))
     records = play(entry, lambda lr, seed: abs(math.log(lr / best)) + seed)
     first = [r for r in records.values() if r.wanted.seed == 0]
-    assert len(first) == tries
+    assert tries <= len(first) <= tries + 4
+    assert tries < 3 or len(first) == tries + 4 or not entry.is_at_edge(records)
     finished = entry.finished(records)
     chosen = min(first, key=lambda r: r.loss or 0.0)
     assert sorted(finished) == list(range(seeds))
     assert {r.wanted.lr for r in finished.values()} == {chosen.wanted.lr}
-    assert len(records) == tries + seeds - 1
+    assert len(records) == len(first) + seeds - 1
 
 
-@pytest.mark.parametrize(("best", "is_at_edge"), [(4e-3, True), (1e-3, False), (1e-5, True)])
+@pytest.mark.parametrize(
+    ("best", "is_at_edge"), [(1.0, True), (4e-3, False), (1e-3, False), (1e-6, True)]
+)
 def test_the_edge_of_what_was_tried_is_known(best: float, is_at_edge: bool) -> None:
     entry = Entry(SETTING, "topk", 1e-3, 3, range(1))
     records = play(entry, lambda lr, seed: abs(math.log(lr / best)))
