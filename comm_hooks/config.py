@@ -68,6 +68,36 @@ def build_compressor(name: str, **options: Any) -> Compressor:
     return COMPRESSORS[name](**options)
 
 
+def build_downlink(
+    downlink: Compressor | str | Mapping[str, Any] | None,
+) -> Compressor | None:
+    """Return the compressor of the way back that a name stands for; one or None as it is.
+
+    Args:
+        downlink: a key of :data:`COMPRESSORS`, or a mapping with such a name as ``"compressor"``
+            and the compressor's own arguments beside it.
+
+    Raises:
+        ValueError: for an unknown name or option, with the nearest known one.
+
+    Example::
+
+        >>> build_downlink({"compressor": "quantize", "bits": 4})
+        Quantize(bits=4, block_size=256, stochastic=False)
+    """
+    if isinstance(downlink, str):
+        downlink = {"compressor": downlink}
+    if not isinstance(downlink, Mapping):
+        return downlink
+    if "compressor" not in downlink:
+        raise ValueError(
+            f"downlink as a mapping needs a 'compressor', one of {', '.join(COMPRESSORS)}"
+            f"{instead_of('compressor', downlink)}"
+        )
+    options = {key: value for key, value in downlink.items() if key != "compressor"}
+    return build_compressor(downlink["compressor"], **options)
+
+
 def option_names(name: str) -> list[str]:
     """Return the names of the arguments of a compressor, given its own name."""
     if not isinstance(name, str) or name not in COMPRESSORS:

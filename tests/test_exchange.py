@@ -1,6 +1,7 @@
 """The invariants of a round, in simulated worlds, whatever the compressor and the route."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ class World:
             for _ in self.exchanges
         ]
 
-    def average(self, gradients: list[Gradients], **options: bool) -> list[Gradients]:
+    def average(self, gradients: list[Gradients], **options: Any) -> list[Gradients]:
         """Return what each rank ends up with, leaving the arguments alone."""
         results = [{n: g.clone() for n, g in own.items()} for own in gradients]
         self.simulated.run(
@@ -335,6 +336,67 @@ def test_what_owners_remember_is_of_parameters_however_they_are_compressed() -> 
     shapes = [{name: row.shape for name, row in state.items()} for state in saved.values()]
     assert shapes[0] == shapes[1]
     assert set(shapes[0]) == set("acdf")
+
+
+@pytest.mark.parametrize("granularity", ["parameter", "bucket"])
+def test_means_go_back_by_the_compressor_of_the_downlink(granularity: str) -> None:
+    options: dict[str, Any] = {"collective": "sharded", "granularity": granularity}
+    both = World(4, TopK(1 / 64), downlink=TopK(1 / 16), **options)
+    there = World(4, TopK(1 / 64), downlink=Identity(), **options)
+    back = World(4, Identity(), downlink=TopK(1 / 16), **options)
+    for _ in range(3):
+        gradients = both.gradients("acf")
+        expected = back.average(there.average(gradients))[0]
+        for name, tensor in both.average(gradients)[0].items():
+            torch.testing.assert_close(tensor, expected[name])
+    exact = World(4, Identity(), **options)
+    exact.average(exact.gradients("acf"))
+    sent = [world.exchanges[0].bytes_per_round(SHAPES) for world in (both, exact, there, back)]
+    assert sent[0] + sent[1] == sent[2] + sent[3]
+
+
+def test_what_a_downlink_drops_is_sent_later() -> None:
+    world = World(3, TopK(1 / 64), collective="sharded", downlink=TopK(1 / 16))
+    wanted = sent = torch.zeros(SHAPES["a"])
+    for _ in range(5):
+        gradients = world.gradients("a")
+        wanted = wanted + mean(gradients, "a")
+        sent = sent + world.average(gradients)[0]["a"]
+        torch.testing.assert_close(sent + world.residual("a"), wanted, atol=1e-5, rtol=0.0)
+
+
+def test_another_compressor_for_a_round_is_that_of_both_ways() -> None:
+    worlds = [
+        World(2, TopK(1 / 64), collective="sharded", **options)
+        for options in ({"downlink": TopK(1 / 4)}, {})
+    ]
+    means = [
+        world.average(world.gradients("af"), compress=TopK(1 / 32))[0]["a"] for world in worlds
+    ]
+    assert torch.equal(*means)
+    assert worlds[0].exchanges[0].stats() == worlds[1].exchanges[0].stats()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"downlink": 1 / 16}, "downlink must be None or a Compressor such as .*, got 0.0625"),
+        ({"downlink": TopK(0.1), "collective": "all_gather"}, "goes with collective='sharded'"),
+        ({"downlink": PermK()}, "PermK gives each rank its own elements"),
+        ({"downlink": RandomK(0.1)}, "cannot be used with error feedback"),
+        ({"downlink": "topq"}, "did you mean 'topk'"),
+        ({"downlink": {"density": 0.1}}, "downlink as a mapping needs a 'compressor'"),
+        ({"downlink": {"compressor": "topk", "densty": 0.1}}, "did you mean 'density'"),
+    ],
+)
+def test_a_downlink_that_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Exchange.of(TopK(1 / 64), **options)
+
+
+def test_a_downlink_can_be_named() -> None:
+    block = {"compressor": "topk", "downlink": {"compressor": "topk", "density": 0.25}}
+    assert ExchangeSettings.from_dict(block).downlink == TopK(0.25)
 
 
 def test_sharded_traffic_does_not_grow_with_ranks() -> None:

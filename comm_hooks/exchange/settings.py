@@ -12,6 +12,7 @@ from comm_hooks.compressors.identity import Identity
 from comm_hooks.config import (
     COMPRESSORS,
     build_compressor,
+    build_downlink,
     build_memory,
     instead_of,
     option_names,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         granularity: Granularity
         ranks_per_node: int | None
         verify_every: int
+        downlink: Compressor | None
 
 
 Collective = Literal["auto", "all_reduce", "all_gather", "sharded", "hierarchical"]
@@ -73,6 +75,9 @@ class ExchangeSettings:
             the same on all of them (the parameters, for hooks and optimizers): at the first
             exchange, and whenever so many steps are over.  0: never, for machines that differ in
             their arithmetic.
+        downlink: what compresses the means that owners of shards pass on; None for ``compressor``.
+            A mean of N sparse vectors has up to N times as many elements, and what is dropped on
+            the way back is lost to all ranks at once, so a denser one pays from some five ranks on.
 
     Raises:
         ValueError: for values and combinations that cannot work.
@@ -97,6 +102,7 @@ class ExchangeSettings:
     granularity: Granularity = "parameter"
     ranks_per_node: int | None = None
     verify_every: int = 32
+    downlink: Compressor | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.compressor, Compressor):
@@ -129,6 +135,27 @@ class ExchangeSettings:
         if self.verify_every != 0:
             require_positive("Exchange", "verify_every", self.verify_every)
         self.check(self.compressor)
+        if self.downlink is not None:
+            self._check_downlink(self.downlink)
+
+    def _check_downlink(self, downlink: Compressor) -> None:
+        if not isinstance(downlink, Compressor):
+            raise ValueError(
+                "Exchange: downlink must be None or a Compressor such as TopK(density=1/16), got "
+                f"{in_one_line(downlink)}"
+            )
+        if self.collective not in ("auto", "sharded", "hierarchical"):
+            raise ValueError(
+                f"Exchange: downlink goes with collective='sharded', where means are compressed "
+                f"again, not {self.collective!r}"
+            )
+        for compressor in (self.compressor, downlink):
+            if "sharded" not in self.carriers(compressor):
+                raise ValueError(
+                    f"Exchange: downlink needs shards, and {type(compressor).__name__} gives each "
+                    "rank its own elements"
+                )
+        self._check_residuals(downlink)
 
     @classmethod
     def of(cls, compressor: Compressor | str, /, **options: Any) -> ExchangeSettings:
@@ -137,7 +164,9 @@ class ExchangeSettings:
         Args:
             compressor: an object, or a key of :data:`~comm_hooks.config.COMPRESSORS`.
             options: the settings above; the compressor's own, if it is given by name; ``memory``
-                also by name or as a mapping (see :func:`~comm_hooks.config.build_memory`).
+                and ``downlink`` also by name or as a mapping (see
+                :func:`~comm_hooks.config.build_memory` and
+                :func:`~comm_hooks.config.build_downlink`).
 
         Raises:
             ValueError: for anything unknown, with the nearest that is known, and for values and
@@ -167,7 +196,12 @@ class ExchangeSettings:
             memory = build_memory(options.get("memory", "auto"), compressor)
         except ValueError as error:
             raise _SettingError(str(error), "memory") from None
-        return cls(compressor, **{**_only(settings, options), "memory": memory})
+        try:
+            downlink = build_downlink(options.get("downlink"))
+        except ValueError as error:
+            raise _SettingError(str(error), "downlink") from None
+        named = {"memory": memory, "downlink": downlink}
+        return cls(compressor, **{**_only(settings, options), **named})
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any], *, path: str = "comm_hooks") -> ExchangeSettings:
@@ -245,11 +279,19 @@ class ExchangeSettings:
                 f"collective {self.collective!r} cannot be used: {reasons[self.collective]}; "
                 f"choose from auto, {', '.join(supported)}"
             )
+        self._check_residuals(compressor)
+
+    def _check_residuals(self, compressor: Compressor) -> None:
         if self.memory and not compressor.bounds_residuals:
             raise ValueError(
                 f"{compressor} cannot be used with error feedback: it is not contractive, so the "
                 f"residual would grow without bound. Use memory=None; its noise averages out over "
-                f"steps" + (" (or RandomK(unbiased=False))" if name == "RandomK" else "")
+                "steps"
+                + (
+                    " (or RandomK(unbiased=False))"
+                    if type(compressor).__name__ == "RandomK"
+                    else ""
+                )
             )
 
     def as_dict(self) -> dict[str, Any]:
@@ -260,6 +302,7 @@ class ExchangeSettings:
             **asdict(self.compressor),  # type: ignore[call-overload]  # compressors are dataclasses
             "memory": repr(self.memory),
             **values,
+            "downlink": repr(self.downlink),
         }
 
 

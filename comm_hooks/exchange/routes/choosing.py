@@ -69,6 +69,7 @@ def choose_route(
         transport,
         settings.seed,
         server_memory,
+        downlink=_downlink(layout, settings, compressor),
         exact_uplink=place == "owner",
     )
 
@@ -94,9 +95,22 @@ def _over_nodes(
             across,
             derive_key(settings.seed, 0, f"place {place} of a node"),
             server_memory,
+            downlink=_downlink(shards, settings, compressor),
         )
 
     return Hierarchical(layout, transport, ranks_per_node, between)
+
+
+def _downlink(
+    layout: Layout, settings: ExchangeSettings, compressor: Compressor | None
+) -> list[Compressor] | None:
+    """Return who compresses means; None: who compresses vectors.
+
+    A round with another compressor than the settings' has that both ways.
+    """
+    if settings.downlink is None or compressor != settings.compressor:
+        return None
+    return layout.compressors(settings.downlink, settings.exempt)
 
 
 def _cheapest(
@@ -107,6 +121,7 @@ def _cheapest(
     seed: int,
     server_memory: Memory | None,
     *,
+    downlink: Sequence[Compressor] | None = None,
     exact_uplink: bool = False,
 ) -> Route:
     """Return the route over one of ``collectives`` that moves the fewest bytes.
@@ -118,7 +133,13 @@ def _cheapest(
     for collective in ["all_reduce"] if "all_reduce" in collectives else collectives:
         if collective == "sharded":
             routes[collective] = Sharded(
-                layout, compressors, transport, seed, server_memory, exact_uplink=exact_uplink
+                layout,
+                compressors,
+                transport,
+                seed,
+                server_memory,
+                downlink=downlink,
+                exact_uplink=exact_uplink,
             )
         else:
             kind = Summed if collective == "all_reduce" else Gathered

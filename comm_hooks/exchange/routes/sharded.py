@@ -30,6 +30,7 @@ class Sharded(CompressedRoute):
             :class:`~comm_hooks.exchange.routes.route.CompressedRoute`.
         memory: keeps what the second compression left out of the owned shards; like every memory
             it belongs to this rank.
+        downlink: what compresses the means; by default ``compressors``.
         exact_uplink: vectors reach the owners as they are, in float32, and only what the owners
             send is compressed.
     """
@@ -42,16 +43,17 @@ class Sharded(CompressedRoute):
         seed: int,
         memory: Memory | None,
         *,
+        downlink: Sequence[Compressor] | None = None,
         exact_uplink: bool = False,
     ) -> None:
         super().__init__(layout, compressors, transport, seed)
         self._memory = memory
         self._shards = Shards(layout, transport.world_size)
         self._owned = self._shards.owned
-        self._downlink = self._uplink = self._format_of(self._owned)
         if exact_uplink:
-            exact = [Identity()] * len(self._owned.parts())
-            self._uplink = format_of(self._owned, exact, transport)
+            compressors = [Identity()] * len(self._owned.parts())
+        self._uplink = format_of(self._owned, compressors, transport)
+        self._downlink = format_of(self._owned, downlink or self._compressors, transport)
 
     @property
     def traffic(self) -> int:

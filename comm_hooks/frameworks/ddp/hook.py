@@ -311,8 +311,8 @@ def register(
         loss_scale: see :class:`CompressionState`; by default that of Fabric or Lightning where
             they scale the loss.
         settings: ``memory``, ``collective``, ``seed``, ``min_numel``, ``min_ndim``,
-            ``exempt_bits``, ``granularity``, ``ranks_per_node``, ``verify_every`` (see
-            :class:`~comm_hooks.ExchangeSettings`), and the compressor's own arguments, if it is
+            ``exempt_bits``, ``granularity``, ``ranks_per_node``, ``verify_every``, ``downlink``:
+            see :class:`~comm_hooks.ExchangeSettings`; and the compressor's own arguments, if it is
             given by name.  ``memory`` may be given by name, too: ``"none"``, ``"error_feedback"``,
             ``{"type": "error_feedback", "bits": 4}``.
 
