@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +31,9 @@ _OUTER = 1.25
 """Times sqrt(N), the outer step."""
 _SPARSEST = 1 / 256
 _DENSEST = 1 / 4
-_GATHERED = 8  # ranks
+_GATHERED = 4  # ranks
+_BACK = 4.0
+"""Times the density, that of the means that owners of shards pass on."""
 _LONGEST = 128  # local steps
 _MUON_MOMENTUM = 0.9  # half the horizon of the usual 0.95
 
@@ -154,6 +156,7 @@ def low_communication(
 def make_exchange(density: float, transport: Transport, decay: float = 1.0) -> Exchange:
     """Return what displacements go through."""
     compressor = TopK(density=density, value_bits=1, index_code="rice")
+    in_shards = transport.world_size > _GATHERED
     return Exchange(
         compressor,
         ErrorFeedback(decay=decay),
@@ -162,8 +165,9 @@ def make_exchange(density: float, transport: Transport, decay: float = 1.0) -> E
         min_ndim=1,
         min_numel=1,
         granularity="bucket",
-        # Shards would carry twice as much, and lose more by compressing means a second time.
-        collective="all_gather" if transport.world_size <= _GATHERED else "auto",
+        # Up to a few ranks, shards carry as much, and lose by compressing means a second time.
+        collective="sharded" if in_shards else "all_gather",
+        downlink=replace(compressor, density=min(_BACK * density, 1.0)) if in_shards else None,
         transport=transport,
     )
 

@@ -559,4 +559,4 @@ def test_a_state_tells_where_the_loss_scale_comes_from() -> None:
     scaler = torch.amp.GradScaler("cpu")
     told = repr(CompressionState(TopK(), loss_scale=scaler.get_scale))
     assert told.startswith("CompressionState(TopK(")
-    assert told.endswith(f"verify_every=32, loss_scale={scaler.get_scale!r})")
+    assert told.endswith(f"downlink=None, loss_scale={scaler.get_scale!r})")

@@ -5,6 +5,7 @@ options. One that owns the exchange says through which compressor it was publish
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -109,22 +110,13 @@ def _adam_like(settings: Settings, options: Options) -> Options:
     }
 
 
-def _build_adamw(named: Named, exchange: None, settings: Settings, options: Options) -> Optimizer:
-    # fused: a sixth of the step's time on a CPU
-    return AdamW(named, fused=True, **_adam_like(settings, options))
+def _alone(kind: Callable[..., Optimizer], **options: Kind) -> OptimizerEntry:
+    """Return the entry of an optimizer that takes steps along gradients that have crossed."""
 
-
-def _build_muon_adamw(
-    named: Named, exchange: None, settings: Settings, options: Options
-) -> Optimizer:
-    return MuonAdamW(named, **_adam_like(settings, options))
-
-
-def _server(kind: type[Optimizer]) -> OptimizerEntry:
     def build(named: Named, exchange: None, settings: Settings, options: Options) -> Optimizer:
         return kind(named, **_adam_like(settings, options))
 
-    return OptimizerEntry(build, {"lr": float, "bias_correction": bool})
+    return OptimizerEntry(build, {"lr": float, **options})
 
 
 def _adaptive(kind: type[Any], **defaults: Any) -> Build:
@@ -249,10 +241,12 @@ _LOCAL: Mapping[str, Kind] = {
 _DELTAS = {"density": 1 / 16, "value_bits": 1, "index_code": "rice", "exempt_bits": 16}
 
 OPTIMIZERS: Mapping[str, OptimizerEntry] = {
-    "adamw": OptimizerEntry(_build_adamw, _ADAM),
-    "adam": _server(Adam),
-    "amsgrad": _server(AMSGrad),
-    "muon_adamw": OptimizerEntry(_build_muon_adamw, _ADAM),
+    # fused: a sixth of the step's time on a CPU
+    "adamw": _alone(functools.partial(AdamW, fused=True)),
+    "adam": _alone(Adam, bias_correction=bool),
+    "amsgrad": _alone(AMSGrad, bias_correction=bool),
+    "laprop": _alone(LaProp),
+    "muon_adamw": _alone(MuonAdamW),
     "local_variance_adam": _published(
         LocalVarianceAdam,
         _adaptive(LocalVarianceAdam),
