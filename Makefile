@@ -60,7 +60,6 @@ quality: $(READY)
 studies: $(READY)
 	$(BIN)/python -m benchmarks.studies.safl
 	$(BIN)/python -m benchmarks.studies.fed_lamb
-	$(BIN)/python -m benchmarks.studies.local_steps
 	$(BIN)/python -m benchmarks.studies.private_toy_regression
 	$(BIN)/python -m benchmarks.studies.private_moments
 	$(BIN)/python -m benchmarks.studies.private_optimizers

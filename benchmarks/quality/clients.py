@@ -12,6 +12,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.launchers.lab.methods import Method
 from comm_hooks.launchers.lab.runs import Settings
 from comm_hooks.launchers.lab.simulated import Client, NamedParameters
+from comm_hooks.optim.rounds.local_rounds import LocalRounds
 
 CLIP_NORM = 1.0
 """Of gradients: of the mean where gradients are averaged, else of each rank's own."""
@@ -66,7 +67,8 @@ def make_client(
     optimizer, exchange = method.attach(named, settings, transport)
     parameters = [p for _, p in named]
     if method.exchanges_itself:
-        return Client(Own(optimizer, parameters), exchange, optimizer)
+        rounds = optimizer if isinstance(optimizer, LocalRounds) else None
+        return Client(Own(optimizer, parameters), exchange, optimizer, rounds=rounds)
     alone = method.crossing == "none"
     used = None if alone else exchange
     steps = Averaged(optimizer, used, parameters, compress=method.crossing != "all_reduce")

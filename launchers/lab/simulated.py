@@ -46,12 +46,14 @@ class Client:
         scheduled: whose learning rates follow the schedule.
         agrees: whether all ranks have the same model when it is judged.  Otherwise each rank's is
             judged, and the mean is reported.
+        rounds: of local steps, if it takes such: their server's model is judged.
     """
 
     steps: Steps
     exchange: Exchange
     scheduled: Optimizer
     agrees: bool = True
+    rounds: LocalRounds | None = None
 
 
 Build = Callable[[NamedParameters, Transport], Client]
@@ -248,7 +250,7 @@ def train_rank(
                 return loss.detach()  # type: ignore[return-value]  # read by nobody: no waiting
 
             client.steps.step(closure)
-        rounds = client.steps if isinstance(client.steps, LocalRounds) else None
+        rounds = client.rounds
         if rounds and round_ == plan.rounds:
             rounds.synchronize()
         if plan.is_due(round_) and (speaks or not client.agrees):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from comm_hooks.launchers.lab.outcomes import Outcome, Point, Run
+from comm_hooks.launchers.lab.outcomes import Point
 from comm_hooks.launchers.lab.tasks import Task, build_task
 
 NUMEL = 64 * 200 + 200 + 200 * 10 + 10
@@ -21,9 +21,3 @@ def digits(clients: int, **options: Any) -> Task:
 def straight(slope: float, count: int = 10, nbytes: int = 100) -> list[Point]:
     """Return a curve whose loss falls from 5 in a line."""
     return [Point(r, 5 - slope * r, 0.5, nbytes * r) for r in range(1, count + 1)]
-
-
-def outcome_of(name: str, curve: list[Point]) -> Outcome:
-    """Return the outcome of one run with that curve."""
-    run = Run(0, {"lr": 1.0}, curve)
-    return Outcome(name, {"H": 1, "density": None}, "", [run], [run])

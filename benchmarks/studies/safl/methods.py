@@ -106,7 +106,7 @@ def _server_side(
             weight_decay=study.weight_decay,
             amsgrad=study.amsgrad,
         )
-        return Client(rounds, exchange, rounds.server)
+        return Client(rounds, exchange, rounds.server, rounds=rounds)
 
     note = ""
     if isinstance(compressor, GaussianSketch):

@@ -1,4 +1,4 @@
-"""Training runs of the studies against loops of their own."""
+"""Training of several ranks in one process, against loops of their own."""
 
 import copy
 import itertools
@@ -11,9 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.studies.local_steps.methods import Study, make_methods
+from benchmarks.quality.clients import CLIP_NORM, make_client
+from comm_hooks.collectives import Transport
+from comm_hooks.launchers.lab.methods import parse_method
+from comm_hooks.launchers.lab.outcomes import Diverged, Point
+from comm_hooks.launchers.lab.runs import Settings
 from comm_hooks.launchers.lab.schedules import constant, cosine
-from comm_hooks.launchers.lab.simulated import FlatModel, Plan, batch_generator, new_model
+from comm_hooks.launchers.lab.simulated import (
+    Client,
+    FlatModel,
+    NamedParameters,
+    Plan,
+    batch_generator,
+    new_model,
+    train,
+)
+from comm_hooks.launchers.lab.tasks import Task
 from comm_hooks.wire.summed_header import summed_header_nbytes
 from tests.benchmarks.studying import digits, nothing
 
@@ -59,13 +72,21 @@ def test_copies_of_a_flat_model_are_apart() -> None:
     assert not torch.equal(flat(torch.ones(1, 2)), other(torch.ones(1, 2)))
 
 
+def run(task: Task, method: str, plan: Plan, lr: float, seed: int = 0) -> list[Point]:
+    """Train with a method of ``comm-hooks compare``, all ranks in this process."""
+    settings = Settings(nproc=len(task.clients), steps=plan.rounds, learning_rate=lr)
+
+    def build(named: NamedParameters, transport: Transport) -> Client:
+        return make_client(parse_method(method), named, transport, settings)
+
+    return train(task, build, plan, seed, nothing)
+
+
 def test_all_reduce_equals_adamw_on_the_mean_gradient() -> None:
     """A loop of its own, one model, clients one after the other."""
     task = digits(2)
     plan = Plan(rounds=6, local_steps=1, batch=8, points=3, schedule=cosine)
-    study = Study([task] * 4, plan, lr=0.01, server_lrs=[1.0], fragments=1)
-    method = make_methods(study, local_steps=[], densities=[])[0]
-    curve = method.train({"lr": 0.01}, 3, nothing)
+    curve = run(task, "all_reduce", plan, lr=0.01, seed=3)
 
     model = new_model(task, 3, "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
@@ -76,6 +97,7 @@ def test_all_reduce_equals_adamw_on_the_mean_gradient() -> None:
         optimizer.zero_grad()
         for own in batches:
             (task.loss(model, next(own)) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         if step % 2:
             expected.append(task.evaluate(model))
@@ -92,9 +114,7 @@ def test_all_reduce_equals_adamw_on_the_mean_gradient() -> None:
 def test_without_communication_the_mean_over_clients_is_judged() -> None:
     task = digits(3, partition="classes", classes_per_client=4)
     plan = Plan(rounds=4, local_steps=1, batch=8, points=1, schedule=constant)
-    study = Study([task], plan, lr=0.01, server_lrs=[1.0], fragments=1)
-    alone = make_methods(study, local_steps=[], densities=[])[1]
-    (point,) = alone.train({"lr": 0.01}, 0, nothing)
+    (point,) = run(task, "none", plan, lr=0.01)
     losses = []
     for index, client in enumerate(task.clients):
         model = new_model(task, 0, "cpu")
@@ -104,6 +124,7 @@ def test_without_communication_the_mean_over_clients_is_judged() -> None:
         for batch in itertools.islice(client.batches(8, batch_generator(0, index)), 4):
             optimizer.zero_grad()
             task.loss(model, batch).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
             optimizer.step()
         losses.append(task.evaluate(model)["loss"])
     assert point.loss == pytest.approx(statistics.mean(losses), rel=1e-5)
@@ -117,9 +138,8 @@ def test_every_step_is_in_the_model_at_the_end(
     """With exact deltas what has been exchanged is the mean of the clients' models."""
     task = digits(2)
     plan = Plan(steps, 1, 8, points=1, schedule=constant)
-    study = Study([task], plan, 0.01, server_lrs=[1.0], fragments=fragments)
-    exact = make_methods(study, local_steps=[local_steps], densities=[])[2]
-    (point,) = exact.train({"lr": 0.01, "server lr": 1.0}, 0, nothing)
+    method = f"identity+local_adamw:local_steps={local_steps}:fragments={fragments}"
+    (point,) = run(task, method, plan, lr=0.01)
     numel = sum(p.numel() for p in new_model(task, 0, "cpu").parameters())
     # What of the model is exchanged a third time in 6 steps is the second of two fragments, a
     # seventh, which are due after steps 3 and 6, and 1 and 4.
@@ -147,12 +167,8 @@ def test_points_are_spread_evenly_and_end_at_the_end(rounds: int, points: int) -
 
 
 def test_what_is_not_finite_is_told_with_the_points_before() -> None:
-    task = digits(2)
     plan = Plan(rounds=12, local_steps=1, batch=8, points=12, schedule=constant)
-    study = Study([task], plan, lr=1.0, server_lrs=[], fragments=1)
-    method = make_methods(study, local_steps=[], densities=[])[0]
-    run = method.run({"lr": 1e30}, 0, nothing)
-    assert run.diverged
-    assert run.loss == math.inf
-    assert len(run.curve) < 12
-    assert all(math.isfinite(point.loss) for point in run.curve)
+    with pytest.raises(Diverged) as diverged:
+        run(digits(2), "all_reduce", plan, lr=1e30)
+    assert len(diverged.value.args) < 12
+    assert all(math.isfinite(point.loss) for point in diverged.value.args)
