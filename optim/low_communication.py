@@ -16,6 +16,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.laprop import LaProp
+from comm_hooks.optim.moments import halved_horizon
 from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.rounds.checks import cut
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
@@ -138,7 +139,7 @@ def low_communication(
     plan = plan_rounds(shapes, transport, bits_per_parameter, total_steps)
     settings: Any = {
         "lr": lr,
-        "betas": (max(0.0, 1 - 2 * (1 - betas[0])), betas[1]),
+        "betas": (halved_horizon(betas[0]), betas[1]),
         "weight_decay": weight_decay,
     }
     return LocalRounds(

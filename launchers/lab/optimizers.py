@@ -46,6 +46,7 @@ from comm_hooks.optim import (
     ZeroOneAdam,
     low_communication,
 )
+from comm_hooks.optim.moments import halved_horizon
 
 Kind = type[bool] | type[int] | type[float]
 """What an option's value may be: a truth value, or a positive number."""
@@ -126,6 +127,15 @@ def _adaptive(kind: type[Any], **defaults: Any) -> Build:
         return kind(named, exchange, **_adam_like(settings, {**defaults, **options}))
 
     return build
+
+
+def _build_local_variance_adam(
+    named: Named, exchange: Exchange, settings: Settings, options: Options
+) -> LocalVarianceAdam:
+    beta1, beta2 = settings.betas
+    options = {"beta1": halved_horizon(beta1), **options}
+    betas = options.pop("beta1"), beta2
+    return LocalVarianceAdam(named, exchange, **_adam_like(settings, {"betas": betas, **options}))
 
 
 def _plain(kind: type[Any], **defaults: Any) -> Build:
@@ -249,8 +259,8 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "muon_adamw": _alone(MuonAdamW),
     "local_variance_adam": _published(
         LocalVarianceAdam,
-        _adaptive(LocalVarianceAdam),
-        _ADAM,
+        _build_local_variance_adam,
+        {**_ADAM, "beta1": float},
         "normalizes on each rank before it exchanges",
         density=1 / 112,
         index_code="rice",
