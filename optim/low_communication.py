@@ -33,7 +33,7 @@ _OUTER = 1.25
 _SPARSEST = 1 / 256
 _DENSEST = 1 / 4
 _GATHERED = 4  # ranks
-_BACK = 4.0
+_BACK = 2.0
 """Times the density, that of the means that owners of shards pass on."""
 _LONGEST = 128  # local steps
 _MUON_MOMENTUM = 0.9  # half the horizon of the usual 0.95
