@@ -30,6 +30,8 @@ _FADES = 4.0
 """Times the density, how much of a residual fades from one exchange to the next."""
 _OUTER = 1.25
 """Times sqrt(N), the outer step."""
+_AHEAD = 0.15
+"""The share of its residual by which a rank looks ahead: with all of it, into its own noise."""
 _SPARSEST = 1 / 256
 _DENSEST = 1 / 4
 _GATHERED = 4  # ranks
@@ -83,7 +85,10 @@ def low_communication(
     * the decay of the residuals, 1 - 4 p per exchange, a quarter of the time that an element waits
       in the mean: what is older is noise for the most part.  They shrink with the learning rate as
       well (``anneal_residuals``);
-    * the outer step, 1.25 sqrt(N): a coordinate that one of N ranks sends arrives divided by N.
+    * the outer step, 1.25 sqrt(N): a coordinate that one of N ranks sends arrives divided by N;
+    * above four ranks shards, whose owners pass on twice as many elements as each rank sends.
+
+    Each rank works 0.15 of its residual ahead of what all share (``look_ahead``).
 
     Local steps are those of :class:`~comm_hooks.optim.LaProp`, which normalizes gradients before it
     averages them, with half the horizon that ``betas[0]`` says: what waits in the residuals is a
@@ -150,6 +155,7 @@ def low_communication(
         SGD(members, lr=plan.outer_lr),
         local_steps=plan.local_steps,
         fragments=min(plan.local_steps, len(members)),
+        look_ahead=_AHEAD,
         anneal_residuals=True,
     )
 

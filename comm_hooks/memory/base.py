@@ -101,6 +101,17 @@ class Memory(ABC):
         vectors = self._decode(stored, rows.matrix.shape[1]).add_(rest, alpha=self._owed / scale)
         stored.copy_(self._encode(vectors, (0,) * len(vectors)))
 
+    def vector(self, name: str) -> Tensor | None:
+        """Return what is remembered of a parameter, (numel,), float32; None if nothing is.
+
+        In units of a vector whose scale is 1; perhaps the memory's own tensor: only to be read.
+        """
+        found = self._kept.get(name)
+        if found is None:
+            return None
+        row, numel = found
+        return self._decode(row[None], numel)[0]
+
     def norm(self) -> float:
         """Return the Euclidean norm of all that is remembered, in unscaled gradient units."""
         norms = (self._decode(row[None], numel).norm() for _, row, numel in self._kept.items())

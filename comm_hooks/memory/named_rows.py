@@ -54,6 +54,12 @@ class NamedRows:
         self._matrices[rows] = matrix
         return matrix
 
+    def get(self, name: str) -> tuple[Tensor, int] | None:
+        """Return the stored row and the number of elements of a parameter in use, or None."""
+        if name not in self._numels:
+            return None
+        return self._rows[name], self._numels[name]
+
     def items(self) -> Iterator[tuple[str, Tensor, int]]:
         """Yield the name, the stored row and the number of elements of each parameter in use."""
         return (

@@ -189,6 +189,7 @@ def _local(kind: Callable[..., Optimizer], **settled: Any) -> Build:
             SGD(members, lr=options["outer_lr"], momentum=momentum),
             local_steps=options["local_steps"],
             fragments=options["fragments"],
+            look_ahead=options.get("look_ahead", 0.0),
             anneal_residuals=options.get("anneal", False),
         )
 
@@ -246,6 +247,7 @@ _LOCAL: Mapping[str, Kind] = {
     "fragments": int,
     "outer_lr": float,
     "outer_momentum": float,
+    "look_ahead": float,
     "anneal": bool,
 }
 _DELTAS = {"density": 1 / 16, "value_bits": 1, "index_code": "rice", "exempt_bits": 16}

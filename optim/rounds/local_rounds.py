@@ -28,7 +28,7 @@ from comm_hooks.optim.rounds.participation import (
 )
 from comm_hooks.optim.rounds.saving import SavedRounds
 from comm_hooks.optim.rounds.shared_moments import SharesStatistics
-from comm_hooks.requirements import require_choice, require_flag
+from comm_hooks.requirements import require_choice, require_flag, require_within
 
 # Squares of what is above 2^64 overflow in float32: this leaves room for sums of 2^13 clients.
 _LARGEST = 2.0**50
@@ -87,12 +87,19 @@ class LocalRounds(SavedRounds):
         participation: the clients, if there are more than ranks.
         client_state: with ``participation``: ``"keep"`` each client's inner state until it is drawn
             again, or ``"reset"`` it at the start of every turn.
+        look_ahead: the share of its residual that a rank takes off the server's model where it
+            begins: x_i = x - look_ahead e_i. What was not sent waits for many rounds, and
+            gradients at x know nothing of it: they ask again for what is on its way, and then too
+            much arrives. With a server that multiplies D by eta, look_ahead = eta / N takes each
+            rank to where the server's model will be once this rank's residual has arrived. (Step-
+            Ahead Error Feedback, Xu, Huo and Huang, AAAI 2021, takes off all of it.)
         anneal_residuals: let what waits in the residuals shrink with the learning rate (of the
             first group) once that falls.  Displacements are as long as the learning rate was when
             they were made; one that arrives when a schedule has nearly ended undoes what the
             schedule is for.
 
-    State: one copy of the parameters (x) beside the inner and the server's state; with
+    State: one copy of the parameters (x) beside the inner and the server's state, with
+    ``look_ahead`` two; with
     ``participation`` a residual, and unless reset an inner state, for every client played here.
     Every rank saves its own :meth:`state_dict`, which has its model's parameters too:
     ``save_rank_file(rounds, folder)``.  Where clients are private, only its ``"released"`` part may
@@ -142,15 +149,24 @@ class LocalRounds(SavedRounds):
         fragments: int = 1,
         participation: ClientSampling | None = None,
         client_state: str = "keep",
+        look_ahead: float = 0.0,
         anneal_residuals: bool = False,
     ) -> None:
         check_rounds(self, inner, exchange, server, local_steps, fragments, participation)
         require_choice(self, "client_state", client_state, ("keep", "reset"))
         require_flag(self, "anneal_residuals", anneal_residuals)
-        if anneal_residuals and participation is not None:
+        require_within(self, "look_ahead", look_ahead, "[0, inf)")
+        ahead = {"anneal_residuals": anneal_residuals, "look_ahead": look_ahead}
+        for name, value in ahead.items():
+            if participation is not None and value:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} cannot go with participation: clients have "
+                    "learning rates and residuals of their own"
+                )
+        if look_ahead and exchange.memory is None:
             raise ValueError(
-                f"{type(self).__name__}: anneal_residuals cannot go with participation: clients "
-                "have learning rates of their own"
+                f"{type(self).__name__}: look_ahead is a share of the residual, and the exchange "
+                "has none: give it ErrorFeedback()"
             )
         server = SGD(parameters_of(inner.param_groups), lr=1.0) if server is None else server
         keep_inner = client_state == "keep"
@@ -159,6 +175,7 @@ class LocalRounds(SavedRounds):
         self.local_steps = local_steps
         self.participation = participation
         self.client_state = client_state
+        self.look_ahead = look_ahead
         self.anneal_residuals = anneal_residuals
         self._fragments = cut([p.numel() for p in self._parameters], fragments)
         exchange.agree_on(
@@ -170,6 +187,7 @@ class LocalRounds(SavedRounds):
                 "fragments": fragments,
                 "participation": repr(participation),
                 "client_state": client_state,
+                "look_ahead": look_ahead,
                 "anneal_residuals": anneal_residuals,
             }
         )
@@ -379,6 +397,11 @@ class LocalRounds(SavedRounds):
             self._model.restore(fragment)
         else:
             self._model.step(fragment, aggregate.delta)
+            if self.look_ahead:
+                memory = self.exchange.memory
+                assert memory
+                pending = [memory.vector(self._names[i]) for i in fragment]
+                self._model.look_ahead(fragment, pending, self.look_ahead * self._scale())
             if isinstance(self.inner, SharesStatistics):
                 self.inner.set_statistics(aggregate.statistics)
         self._progress.round_index += 1

@@ -119,11 +119,14 @@ class SavedRounds(WrappingOptimizer):
 
     def _state_to_save(self) -> dict[str, Any]:
         shared = self._model.values
-        own = {
-            name: p.detach().clone()
-            for name, p, value in zip(self._names, self._parameters, shared, strict=True)
-            if not torch.equal(p, value)
-        }
+        own, starts = (
+            {
+                name: tensor.detach().clone()
+                for name, tensor, value in zip(self._names, tensors, shared, strict=True)
+                if not torch.equal(tensor, value)
+            }
+            for tensors in (self._parameters, self._model.starts)
+        )
         inner = copy.deepcopy(self.inner.state_dict())
         return {
             **self.exchange.state_dict(),
@@ -137,6 +140,7 @@ class SavedRounds(WrappingOptimizer):
                         "exchanged_at": list(self._progress.exchanged_at),
                         "largest_lr": self._progress.largest_lr,
                         "own": own,
+                        "starts": starts,
                         "clients": self._clients.state_dict(),
                     },
                 }
@@ -165,7 +169,7 @@ class SavedRounds(WrappingOptimizer):
         loaded_from = state["rank"] if state["rank"] != transport.rank else None
         if loaded_from is not None:
             # What only the rank that saved it may go on with, lest it be counted twice.
-            private = {**private, "own": {}, "clients": {}}
+            private = {**private, "own": {}, "starts": {}, "clients": {}}
             keys = {"memory", "server_memory"} & state.keys()
             remembered: dict[str, Any] = {key: {} for key in keys}
             state = seal_own({**state, **remembered, "rank": transport.rank})
@@ -173,7 +177,11 @@ class SavedRounds(WrappingOptimizer):
         self._clients.load_state_dict(private["clients"])
         self.inner.load_state_dict(state)
         self.server.load_state_dict(released["server"])
-        self._model.load([released["model"][name] for name in self._names])
+        values = [released["model"][name] for name in self._names]
+        self._model.load(values)
+        if private["starts"]:
+            own = dict(zip(self._names, values, strict=True)) | private["starts"]
+            self._model.begin_at([own[name] for name in self._names])
         with torch.no_grad():
             for name, parameter in zip(self._names, self._parameters, strict=True):
                 if name in private["own"]:

@@ -22,29 +22,66 @@ class ServerModel:
         self._parameters = parameters
         self._optimizer = optimizer
         self._values = [p.detach().clone() for p in parameters]
+        self._starts: list[torch.Tensor] | None = None
 
     @property
     def values(self) -> list[torch.Tensor]:
         """The shared values, where the live parameters are by now: frameworks move a model."""
-        pairs = zip(self._values, self._parameters, strict=True)
-        self._values = [value.to(parameter) for value, parameter in pairs]
+        self._values = self._where_it_is(self._values)
         return self._values
+
+    @property
+    def starts(self) -> list[torch.Tensor]:
+        """Where the live parameters began: at the shared values, unless :meth:`look_ahead`."""
+        if self._starts is None:
+            return self.values
+        self._starts = self._where_it_is(self._starts)
+        return self._starts
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
         """Begin at these values, the live parameters as well."""
         torch._foreach_copy_(self.values, list(values))
         self.restore()
 
+    def begin_at(self, starts: Sequence[torch.Tensor]) -> None:
+        """Let the live parameters have begun at these values."""
+        self._starts = [start.clone() for start in starts]
+
     def progress(self, places: Sequence[int]) -> list[torch.Tensor]:
-        """Return how far the live parameters at these places are behind: shared minus live."""
-        shared = self.values
-        return list(torch._foreach_sub([shared[i] for i in places], self._live(places)))
+        """Return how far the live parameters at these places have come: start minus live."""
+        starts = self.starts
+        return list(torch._foreach_sub([starts[i] for i in places], self._live(places)))
 
     def restore(self, places: Sequence[int] | None = None) -> None:
         """Put the shared values in place of the live ones, everywhere by default."""
         shared = self.values
         places = range(len(shared)) if places is None else places
         torch._foreach_copy_(self._live(places), [shared[i] for i in places])
+        if self._starts is not None:
+            starts = self.starts
+            torch._foreach_copy_([starts[i] for i in places], [shared[i] for i in places])
+
+    def look_ahead(
+        self, places: Sequence[int], pending: Sequence[torch.Tensor | None], share: float
+    ) -> None:
+        """Let the live parameters at these places begin at the shared values minus what is pending.
+
+        Costs a copy of all parameters from the first time on.
+
+        Args:
+            places: where.
+            pending: for each of them what the server may yet subtract, (numel,); None for nothing.
+            share: of it that is taken off now.
+        """
+        if self._starts is None:
+            self._starts = [value.clone() for value in self.values]
+        starts = self.starts
+        found = {i: v for i, v in zip(places, pending, strict=True) if v is not None}
+        if found:
+            begun = [starts[i] for i in found]
+            ahead = [v.view(s.shape).to(s) for v, s in zip(found.values(), begun, strict=True)]
+            torch._foreach_sub_(begun, ahead, alpha=share)
+            torch._foreach_copy_(self._live([*found]), begun)
 
     def step(self, places: Sequence[int], mean: Sequence[torch.Tensor]) -> None:
         """Take the server's step at these places; the live parameters are then the new values."""
@@ -59,18 +96,24 @@ class ServerModel:
             parameter.grad = own
         shared = self.values
         torch._foreach_copy_([shared[i] for i in places], self._live(places))
+        self.restore(places)
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Put the shared values in place of the live ones for a while."""
         with torch.no_grad():
-            own = [p.detach().clone() for p in self._parameters]
-            self.restore()
+            live = [p.detach() for p in self._parameters]
+            own = [p.clone() for p in live]
+            torch._foreach_copy_(live, self.values)
         try:
             yield
         finally:
             with torch.no_grad():
                 torch._foreach_copy_([p.detach() for p in self._parameters], own)
+
+    def _where_it_is(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return tensors where the live parameters are."""
+        return [each.to(p) for each, p in zip(tensors, self._parameters, strict=True)]
 
     def _live(self, places: Sequence[int]) -> list[torch.Tensor]:
         return [self._parameters[i].detach() for i in places]

@@ -1,0 +1,204 @@
+"""Replicas that begin where the server's model will be once their residual has arrived."""
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext as _nothing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from comm_hooks import ErrorFeedback, Exchange, Sign, TopK
+from comm_hooks.collectives import Simulated, Transport, run_ranks
+from comm_hooks.memory.base import Memory
+from comm_hooks.optim import LocalRounds, Participation
+
+SIZE, RANKS, K, LR, ETA = 48, 3, 2, 0.1, 1.5
+KEPT = SIZE // 16
+
+
+def slope(point: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return the gradient of a quadratic of this rank's own."""
+    generator = torch.Generator().manual_seed(rank)
+    curvature = torch.rand(SIZE, generator=generator, dtype=torch.float64) + 0.5
+    target = torch.randn(SIZE, generator=generator, dtype=torch.float64)
+    return curvature.to(point) * (point - target.to(point))
+
+
+def make_rounds(
+    parameters: Sequence[nn.Parameter],
+    transport: Transport,
+    look_ahead: float,
+    memory: Memory | None = None,
+    **options: Any,
+) -> LocalRounds:
+    exchange = Exchange(
+        TopK(density=1 / 16, value_bits=32),
+        memory or ErrorFeedback(),
+        min_numel=1,
+        collective="all_gather",
+        transport=transport,
+    )
+    named = [(str(i), parameter) for i, parameter in enumerate(parameters)]
+    options = {"local_steps": K, **options}
+    server = SGD(named, lr=ETA)
+    return LocalRounds(SGD(named, lr=LR), exchange, server, look_ahead=look_ahead, **options)
+
+
+def go(rounds: LocalRounds, parameters: Sequence[nn.Parameter], steps: int, rank: int) -> None:
+    for _ in range(steps):
+        for parameter in parameters:
+            parameter.grad = slope(parameter.detach().flatten(), rank).view_as(parameter)
+        rounds.step()
+
+
+def reference(rounds: int, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the server's model and where each rank is, in float64."""
+    x = np.zeros(SIZE)
+    e, live = np.zeros((RANKS, SIZE)), np.zeros((RANKS, SIZE))
+    for _ in range(rounds):
+        starts, sent = live.copy(), np.zeros((RANKS, SIZE))
+        for i in range(RANKS):
+            for _ in range(K):
+                live[i] -= LR * slope(torch.from_numpy(live[i]), i).numpy()
+            total = starts[i] - live[i] + e[i]
+            places = np.argsort(-np.abs(total))[:KEPT]
+            sent[i, places] = total[places]
+            e[i] = total - sent[i]
+        x = x - ETA * sent.mean(0)
+        live = x - share * e
+    return x, live
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, ETA / RANKS, 1.0])
+def test_it_matches_the_reference(share: float) -> None:
+    def rank(transport: Transport) -> tuple[torch.Tensor, torch.Tensor]:
+        parameter = nn.Parameter(torch.zeros(1, SIZE))
+        rounds = make_rounds([parameter], transport, share)
+        go(rounds, [parameter], 6 * K, transport.rank)
+        with rounds.server_parameters():
+            shared = parameter.detach().clone()
+        return shared[0], parameter.detach()[0]
+
+    shared, live = reference(6, share)
+    for index, (x, own) in enumerate(run_ranks(rank, RANKS)):
+        np.testing.assert_allclose(x.numpy(), shared, atol=1e-5)
+        np.testing.assert_allclose(own.numpy(), live[index], atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [32, 16, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_precision_of_residual_and_parameter(bits: int, dtype: torch.dtype) -> None:
+    def rank(transport: Transport) -> None:
+        parameter = nn.Parameter(torch.zeros(2, SIZE // 2, dtype=dtype).t())
+        rounds = make_rounds([parameter], transport, 0.5, ErrorFeedback(bits))
+        go(rounds, [parameter], K, transport.rank)
+        assert rounds.exchange.memory
+        waiting = rounds.exchange.memory.vector("0")
+        assert waiting is not None
+        own = parameter.detach().clone()
+        with rounds.server_parameters():
+            ahead = parameter.detach() - 0.5 * waiting.view(parameter.shape).to(dtype)
+        torch.testing.assert_close(
+            own, ahead, atol=1e-2 if dtype == torch.bfloat16 else 1e-6, rtol=0
+        )
+        assert own.ne(0).all()
+
+    run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_it_resumes_bit_for_bit(fragments: int) -> None:
+    def rank(transport: Transport) -> None:
+        def make() -> tuple[list[nn.Parameter], LocalRounds]:
+            parameters = [nn.Parameter(torch.zeros(1, SIZE)) for _ in range(2)]
+            return parameters, make_rounds(parameters, transport, 0.5, fragments=fragments)
+
+        parameters, rounds = make()
+        go(rounds, parameters, 5, transport.rank)
+        saved = copy.deepcopy(rounds.state_dict())
+        again, resumed = make()
+        resumed.load_state_dict(saved)
+        go(rounds, parameters, 5, transport.rank)
+        go(resumed, again, 5, transport.rank)
+        for one, other in zip(parameters, again, strict=True):
+            assert torch.equal(one, other)
+
+    run_ranks(rank, 3)
+
+
+def test_another_ranks_state_begins_at_the_servers_model() -> None:
+    saved: dict[str, Any] = {}
+
+    def rank(transport: Transport) -> None:
+        parameter = nn.Parameter(torch.zeros(1, SIZE))
+        rounds = make_rounds([parameter], transport, 0.5)
+        go(rounds, [parameter], 3, transport.rank)
+        saved.setdefault("state", copy.deepcopy(rounds.state_dict()))
+        rounds.synchronize()
+
+    run_ranks(rank, 2)
+
+    def resume(transport: Transport) -> torch.Tensor:
+        parameter = nn.Parameter(torch.zeros(1, SIZE))
+        rounds = make_rounds([parameter], transport, 0.5)
+        rounds.load_state_dict(copy.deepcopy(saved["state"]))
+        if transport.rank != saved["state"]["rank"]:
+            assert torch.equal(parameter, saved["state"]["rounds"]["released"]["model"]["0"])
+        with pytest.warns(UserWarning, match="goes on from") if transport.rank else _nothing():
+            go(rounds, [parameter], 3, transport.rank)
+        with rounds.server_parameters():
+            return parameter.detach().clone()
+
+    models = run_ranks(resume, 2)
+    assert torch.equal(*models)
+
+
+def test_it_sees_what_is_on_its_way_and_does_not_overshoot() -> None:
+    """What one-dimensional delays do: at x alone, each rank asks for the same again and again."""
+
+    def distance(share: float) -> float:
+        def rank(transport: Transport) -> float:
+            parameter = nn.Parameter(torch.zeros(1, SIZE))
+            rounds = make_rounds([parameter], transport, share)
+            furthest = 0.0
+            for _ in range(200):
+                go(rounds, [parameter], K, 0)  # all have the same optimum
+                with rounds.server_parameters():
+                    furthest = max(furthest, float(parameter.detach().abs().max()))
+            return furthest
+
+        return run_ranks(rank, RANKS)[0]
+
+    generator = torch.Generator().manual_seed(0)
+    torch.rand(SIZE, generator=generator, dtype=torch.float64)
+    target = float(torch.randn(SIZE, generator=generator, dtype=torch.float64).abs().max())
+    blind, seeing = distance(0.0), distance(ETA / RANKS)
+    assert blind > 2 * target
+    assert seeing < 0.5 * (blind + target)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"look_ahead": -0.5}, "look_ahead must lie in"),
+        ({"look_ahead": float("nan")}, "look_ahead must lie in"),
+        ({"look_ahead": 0.5, "participation": Participation(clients=4)}, "cannot go with part"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    parameter = nn.Parameter(torch.zeros(1, SIZE))
+    exchange = Exchange(TopK(density=0.5), ErrorFeedback(), transport=Simulated(2)[0])
+    kind = {} if "participation" in options else {"local_steps": 2}
+    with pytest.raises(ValueError, match=message):
+        LocalRounds(SGD([("w", parameter)], lr=1.0), exchange, **kind, **options)
+
+
+def test_without_a_residual_there_is_nothing_to_look_at() -> None:
+    parameter = nn.Parameter(torch.zeros(1, SIZE))
+    exchange = Exchange(Sign(), None, transport=Simulated(2)[0])
+    with pytest.raises(ValueError, match="look_ahead is a share of the residual"):
+        LocalRounds(SGD([("w", parameter)], lr=1.0), exchange, local_steps=2, look_ahead=0.5)
