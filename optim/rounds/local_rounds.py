@@ -91,16 +91,16 @@ class LocalRounds(SavedRounds):
             begins: x_i = x - look_ahead e_i. What was not sent waits for many rounds, and
             gradients at x know nothing of it: they ask again for what is on its way, and then too
             much arrives. With a server that multiplies D by eta, look_ahead = eta / N takes each
-            rank to where the server's model will be once this rank's residual has arrived. (Step-
-            Ahead Error Feedback, Xu, Huo and Huang, AAAI 2021, takes off all of it.)
+            rank to where the server's model will be once this rank's residual has arrived.
+            (Step-Ahead Error Feedback, Xu, Huo and Huang, AAAI 2021, takes off all of it.)
         anneal_residuals: let what waits in the residuals shrink with the learning rate (of the
             first group) once that falls.  Displacements are as long as the learning rate was when
             they were made; one that arrives when a schedule has nearly ended undoes what the
             schedule is for.
 
     State: one copy of the parameters (x) beside the inner and the server's state, with
-    ``look_ahead`` two; with
-    ``participation`` a residual, and unless reset an inner state, for every client played here.
+    ``look_ahead`` two; with ``participation`` a residual, and unless reset an inner state, for
+    every client played here.
     Every rank saves its own :meth:`state_dict`, which has its model's parameters too:
     ``save_rank_file(rounds, folder)``.  Where clients are private, only its ``"released"`` part may
     be published (:meth:`release_state_dict`): all else, :meth:`stats` and :attr:`steps` tell of

@@ -57,9 +57,7 @@ class ServerModel:
         shared = self.values
         places = range(len(shared)) if places is None else places
         torch._foreach_copy_(self._live(places), [shared[i] for i in places])
-        if self._starts is not None:
-            starts = self.starts
-            torch._foreach_copy_([starts[i] for i in places], [shared[i] for i in places])
+        self._begin_at_shared(places)
 
     def look_ahead(
         self, places: Sequence[int], pending: Sequence[torch.Tensor | None], share: float
@@ -96,7 +94,7 @@ class ServerModel:
             parameter.grad = own
         shared = self.values
         torch._foreach_copy_([shared[i] for i in places], self._live(places))
-        self.restore(places)
+        self._begin_at_shared(places)
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
@@ -110,6 +108,11 @@ class ServerModel:
         finally:
             with torch.no_grad():
                 torch._foreach_copy_([p.detach() for p in self._parameters], own)
+
+    def _begin_at_shared(self, places: Sequence[int]) -> None:
+        if self._starts is not None:
+            shared, starts = self.values, self.starts
+            torch._foreach_copy_([starts[i] for i in places], [shared[i] for i in places])
 
     def _where_it_is(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors where the live parameters are."""
