@@ -7,7 +7,7 @@ import pytest
 
 from tests.refusing import refusal
 
-WITH_TASKS = ("safl", "fed_lamb", "local_steps")
+WITH_TASKS = ("safl", "fed_lamb")
 
 OF_TASKS: list[tuple[list[str], str]] = [
     (["--task", "digit"], "did you mean 'digits'?"),
@@ -43,13 +43,6 @@ OF_STUDIES: dict[str, list[tuple[list[str], str]]] = {
         (["--methods", "fed_lam"], "did you mean 'fed_lamb'?"),
         (["--methods", ""], "there is nothing to compare"),
         (["--clients", "2000"], "cannot be divided over 2000 clients"),
-    ],
-    "local_steps": [
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--densities", "0"], "--densities: must lie in (0, 1], got 0"),
-        (["--lr", "-1"], "--lr must be at least 0, got -1"),
-        (["--server-lrs", "one"], "--server-lrs: 'one' is not a number"),
-        (["--fragments", "0"], "--fragments must be at least 1, got 0"),
     ],
     "private_optimizers": [
         (["--task", "mnist"], "--task: unknown name 'mnist'"),
