@@ -22,7 +22,8 @@ from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
 
 METHODS = (
     "all_reduce,none,bf16,identity:bits=16,powersgd,count_sketch,topk,sign,"
-    "sign+local_variance_adam,local_variance_adam,local_adamw,local_adamw:fragments=8"
+    "sign+local_variance_adam:beta1=0.9,local_variance_adam:beta1=0.9,local_adamw,"
+    "local_adamw:fragments=8"
 )
 _CLOSE = 1.05
 """A method that is faster by less than this is not worth a change."""

@@ -96,6 +96,8 @@ def _arguments(method: Method, optimizer: Any) -> dict[str, Any]:
     given = {k: v for k, v in method.optimizer_options.items() if k != "lr"}
     if isinstance(optimizer, LocalRounds):
         return {"local_steps": optimizer.local_steps, **given}
+    if "beta1" in given:
+        given["betas"] = given.pop("beta1"), optimizer.defaults["betas"][1]
     parameters = inspect.signature(type(optimizer)).parameters
     needed = {
         name: getattr(optimizer, name, optimizer.defaults.get(name))

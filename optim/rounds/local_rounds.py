@@ -258,6 +258,8 @@ class LocalRounds(SavedRounds):
         if self.participation is None and outstanding:
             self._exchange_own(sorted(outstanding))
             self._progress.exchanged_at = [self.steps] * len(self._fragments)
+        if self.look_ahead:  # nothing has been done since, so nothing is undone
+            self._model.restore()
 
     def stats(self) -> dict[str, float]:
         """Return what this rank moved since the start; see :meth:`~comm_hooks.Exchange.stats`.

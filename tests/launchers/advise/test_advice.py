@@ -238,6 +238,8 @@ def test_the_line_of_python_makes_the_method(spec: str) -> None:
             assert value.server.param_groups[0]["lr"] == given
         elif option == "outer_momentum":
             assert value.server.param_groups[0]["momentum"] == given
+        elif option == "beta1":
+            assert value.param_groups[0]["betas"][0] == given
         else:
             assert getattr(value, option) == given
 

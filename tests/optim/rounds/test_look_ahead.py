@@ -130,6 +130,23 @@ def test_it_resumes_bit_for_bit(fragments: int) -> None:
     run_ranks(rank, 3)
 
 
+@pytest.mark.parametrize("steps", [3, 4, 5])
+def test_replicas_agree_after_synchronizing(steps: int) -> None:
+    def rank(transport: Transport) -> list[torch.Tensor]:
+        parameters = [nn.Parameter(torch.zeros(1, SIZE)) for _ in range(2)]
+        rounds = make_rounds(parameters, transport, 0.5, fragments=2)
+        go(rounds, parameters, steps, transport.rank)
+        rounds.synchronize()
+        with rounds.server_parameters():
+            shared = [p.detach().clone() for p in parameters]
+        for parameter, value in zip(parameters, shared, strict=True):
+            assert torch.equal(parameter, value)
+        return shared
+
+    for others in zip(*run_ranks(rank, 3), strict=True):
+        assert all(torch.equal(other, others[0]) for other in others)
+
+
 def test_another_ranks_state_begins_at_the_servers_model() -> None:
     saved: dict[str, Any] = {}
 
