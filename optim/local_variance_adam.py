@@ -47,9 +47,9 @@ class LocalVarianceAdam(ExchangingOptimizer):
     Args:
         params, lr, eps, weight_decay: see
             :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
-        betas: of n and v_i.  What waits in residuals is a momentum of its own, so its
-            horizon is half of AdamW's: 0.8 instead of 0.9 is worth 0.07 to 0.12 nats, with
-            signs and with top-k (``benchmarks/results/tried.md``).
+        betas: of n and v_i.  What waits in residuals is a momentum of its own, so the horizon of n
+            is half of AdamW's: 0.8 instead of 0.9 is worth 0.07 to 0.12 nats, with signs and with
+            top-k (``benchmarks/results/tried.md``).
         exchange: how momenta are averaged; with error feedback if its compressor is biased.
 
     State per parameter: ``exp_avg`` (n), the same on all ranks, and ``exp_avg_sq`` (v_i), **this

@@ -90,6 +90,9 @@ def low_communication(
 
     Each rank works 0.15 of its residual ahead of what all share (``look_ahead``).
 
+    Memory: beside the moments 12 bytes per parameter, for the shared model, the residual, and where
+    this rank began.
+
     Local steps are those of :class:`~comm_hooks.optim.LaProp`, which normalizes gradients before it
     averages them, with half the horizon that ``betas[0]`` says: what waits in the residuals is a
     momentum of its own.  The model is exchanged in K fragments, one at every step.
