@@ -24,20 +24,20 @@ from comm_hooks.requirements import require_choice, require_positive, require_wi
 
 INNER = ("adamw", "muon")
 
-_DENSITY = 1 / 105
-"""Where fewer, larger payloads and more, smaller ones cost the same loss."""
+_DENSITY = 1 / 180
+"""Of a payload; with fewer the next number of local steps costs less loss."""
 _FADES = 4.0
 """Times the density, how much of a residual fades from one exchange to the next."""
-_OUTER = 1.25
+_OUTER = 1.5
 """Times sqrt(N), the outer step."""
-_AHEAD = 0.15
+_AHEAD = 0.2
 """The share of its residual by which a rank looks ahead: with all of it, into its own noise."""
 _SPARSEST = 1 / 256
 _DENSEST = 1 / 4
 _GATHERED = 4  # ranks
 _BACK = 2.0
 """Times the density, that of the means that owners of shards pass on."""
-_LONGEST = 128  # local steps
+_SHORTEST, _LONGEST = 2, 128  # local steps
 _MUON_MOMENTUM = 0.9  # half the horizon of the usual 0.95
 
 
@@ -78,17 +78,17 @@ def low_communication(
     displacements travel, as signs (top-k, one bit a value, places in Rice code) with error
     feedback.  Chosen from the number of ranks N and the budget are
 
-    * K, the steps between two exchanges of a parameter: the fewest with which a hundredth of all
+    * K, the steps between two exchanges of a parameter: two, or the fewest with which one in 180
       displacements can be sent.  With fewer steps less drifts apart, with a higher density less
-      waits; at equal bytes that is where both cost the same;
+      waits.  With a single one gradients ask again for what already waits, however many bits
+      there are;
     * the density p: what the budget then allows;
     * the decay of the residuals, 1 - 4 p per exchange, a quarter of the time that an element waits
-      in the mean: what is older is noise for the most part.  They shrink with the learning rate as
-      well (``anneal_residuals``);
-    * the outer step, 1.25 sqrt(N): a coordinate that one of N ranks sends arrives divided by N;
+      in the mean: what is older is noise for the most part;
+    * the outer step, 1.5 sqrt(N): a coordinate that one of N ranks sends arrives divided by N;
     * above four ranks shards, whose owners pass on twice as many elements as each rank sends.
 
-    Each rank works 0.15 of its residual ahead of what all share (``look_ahead``).
+    Each rank works 0.2 of its residual ahead of what all share (``look_ahead``).
 
     Memory: beside the moments 12 bytes per parameter, for the shared model, the residual, and where
     this rank began.
@@ -159,7 +159,6 @@ def low_communication(
         local_steps=plan.local_steps,
         fragments=min(plan.local_steps, len(members)),
         look_ahead=_AHEAD,
-        anneal_residuals=True,
     )
 
 
@@ -200,12 +199,12 @@ def plan_rounds(
         ValueError: if nothing meets the budget; says the smallest budget that something does.
     """
     ranks = transport.world_size
-    longest = _LONGEST if total_steps is None else max(1, min(_LONGEST, total_steps // 20))
+    longest = _LONGEST if total_steps is None else max(_SHORTEST, min(_LONGEST, total_steps // 20))
 
     def bits(local_steps: int, density: float) -> float:
         return bits_of(shapes, transport, local_steps, density)
 
-    for local_steps in range(1, longest + 1):
+    for local_steps in range(_SHORTEST, longest + 1):
         if bits(local_steps, _DENSITY) <= budget:
             break
     if (least := bits(local_steps, _SPARSEST)) > budget:

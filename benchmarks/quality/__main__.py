@@ -11,12 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.quality.cells import make_cells, to_json
 from benchmarks.quality.methods import METHODS
 from benchmarks.quality.page import make_page, write_picture
 from benchmarks.quality.runs import Record, Wanted, perform, read_records
 from benchmarks.quality.settings import PRESETS, Setting, build
 from benchmarks.quality.tuning import Entry, by_wanted
 from comm_hooks.config import unknown
+from comm_hooks.launchers.advise import shares
 from comm_hooks.launchers.lab.methods import parse_method
 from comm_hooks.launchers.lab.runs import BASELINE, CONTROL
 from comm_hooks.launchers.output import complain, refusing
@@ -159,7 +161,10 @@ def _summary(record: Record) -> str:
 
 
 def _write(results: Path, tries: int, seeds: int) -> None:
-    """Write the page and the picture of all records, whatever was asked for now."""
+    """Write the page and the picture of all records, whatever was asked for now.
+
+    From the records that are kept here comes what ``comm-hooks advise`` knows, too.
+    """
     records = by_wanted(read_records(results / "records.jsonl"))
     order = list(METHODS)
     pairs = sorted(
@@ -171,6 +176,8 @@ def _write(results: Path, tries: int, seeds: int) -> None:
         return
     (results.parent / "quality.md").write_text(make_page(entries, records))
     write_picture(entries, records, results / "share-vs-bits.png")
+    if results == RESULTS:
+        shares.FILE.write_text(to_json(make_cells(entries, records)))
 
 
 if __name__ == "__main__":

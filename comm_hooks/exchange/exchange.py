@@ -288,7 +288,6 @@ class Exchange:
         beside: Mapping[str, torch.Tensor] | None = None,
         compress: bool | Compressor = True,
         memory: Memory | None = None,
-        scale: float = 1.0,
         safeguard: Safeguard | None = None,
     ) -> None:
         """Replace each tensor, in place, by its mean over ranks; blocking.  Counts as one step.
@@ -301,8 +300,6 @@ class Exchange:
             compress: False averages exactly, for warm-up steps; a compressor takes the place of
                 the exchange's own in this round.
             memory: takes the place of the exchange's own: another client's, say.
-            scale: the factor by which the tensors are scaled at present; what is remembered is
-                not, and is added times the factor of the round in which it is.
             safeguard: clips and adds noise on the way, for private training.
 
         Raises:
@@ -315,7 +312,6 @@ class Exchange:
                 beside=beside,
                 compress=compress,
                 memory=memory,
-                scale=scale,
                 safeguard=safeguard,
             )
         )

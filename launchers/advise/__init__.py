@@ -1,8 +1,8 @@
 """``comm-hooks advise``: which method for this link, before anything is trained.
 
 ``step`` is what is asked about, ``ranks`` and ``links`` measure the network, ``rehearsal`` plays
-each method's arithmetic, ``cost_model`` makes a step time of both, ``losses`` knows what was
-measured of their cost in loss, ``advice`` chooses, ``snippets`` says how to switch it on, and
+each method's arithmetic, ``cost_model`` makes a step time of both, ``shares`` knows what methods
+keep of what exchanging is worth, ``advice`` chooses, ``snippets`` says how to switch it on, and
 ``report``, ``plot`` and ``command`` are what people see.
 """
 

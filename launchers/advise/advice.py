@@ -15,15 +15,15 @@ from comm_hooks.launchers.advise.cost_model import (
     Prediction,
     predict,
 )
-from comm_hooks.launchers.advise.losses import LossCost, loss_cost
+from comm_hooks.launchers.advise.shares import ALL, Kept, Situation, kept_by
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.lab.methods import Method
 from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
 
 METHODS = (
     "all_reduce,none,bf16,identity:bits=16,powersgd,count_sketch,topk,sign,"
-    "sign+local_variance_adam:beta1=0.9,local_variance_adam:beta1=0.9,local_adamw,"
-    "local_adamw:fragments=8"
+    "sign+local_variance_adam,local_variance_adam,low_communication:bits=0.12,"
+    "low_communication:bits=0.3"
 )
 _CLOSE = 1.05
 """A method that is faster by less than this is not worth a change."""
@@ -40,12 +40,20 @@ class Case:
         network: between the ranks.
         optimizer: seconds of an AdamW step on this model.
         zero_stage: of DeepSpeed: 0, 1 or 2.
+        tokens: of the training, all ranks together, per parameter; None if not known.
+        batch: samples per step and rank; None if not known.
     """
 
     step: Step
     network: Network
     optimizer: float
     zero_stage: int = 0
+    tokens: float | None = None
+    batch: int | None = None
+
+    @property
+    def situation(self) -> Situation:
+        return Situation(self.network.ranks, self.tokens, self.batch)
 
     @property
     def compute(self) -> Compute:
@@ -83,7 +91,7 @@ class Advice:
     plan: Plan
     prediction: Prediction
     sent: float  # bytes per step and rank
-    loss: LossCost | None
+    kept: Kept | None
 
     @property
     def is_noisy(self) -> bool:
@@ -105,14 +113,14 @@ def advise_on(case: Case, plans: Sequence[tuple[Method, Plan]]) -> list[Advice]:
             plan,
             predict(plan, case.compute, case.network, afterwards=case.afterwards),
             plan.sent_per_step() + extra,
-            loss_cost(method),
+            kept_by(method, case.situation),
         )
         for method, plan in plans
     ]
 
 
-def choose(rows: Sequence[Advice], max_loss: float) -> Advice | None:
-    """Return the fastest of the methods whose cost in loss is known and at most ``max_loss``.
+def choose(rows: Sequence[Advice], min_share: float) -> Advice | None:
+    """Return the fastest of the methods known to keep so much on every task.
 
     All-reduce if that is hardly slower; None if no method qualifies.  No communication at all is
     no method, however fast.
@@ -120,14 +128,13 @@ def choose(rows: Sequence[Advice], max_loss: float) -> Advice | None:
     fit = [
         row
         for row in rows
-        if row.method.crossing != "none" and row.loss and row.loss.judged <= max_loss
+        if row.method.crossing != "none" and row.kept and row.kept.lowest >= min_share
     ]
     if not fit:
         return None
     fastest = min(fit, key=lambda row: row.prediction.step)
     for row in fit:
-        plain = row.method.crossing == "all_reduce" and row.method.optimizer == "adamw"
-        if plain and row.prediction.step <= _CLOSE * fastest.prediction.step:
+        if row.kept is ALL and row.prediction.step <= _CLOSE * fastest.prediction.step:
             return row
     return fastest
 

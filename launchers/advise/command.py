@@ -57,9 +57,18 @@ def advise(
         float | None, typer.Option(help="Of the link, one way, with --bandwidth. [default: 0.1]")
     ] = None,
     zero_stage: Annotated[int, typer.Option(help="Of DeepSpeed: 0, 1 or 2.")] = 0,
-    max_loss: Annotated[
-        float, typer.Option(help="Recommend no method known to cost more than this in loss.")
-    ] = 0.03,
+    tokens_per_parameter: Annotated[
+        float | None,
+        typer.Option(help="Of the whole training. [default: the worst that was measured]"),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Samples per step and rank. [default: the worst that was measured]"),
+    ] = None,
+    min_share: Annotated[
+        float,
+        typer.Option(help="Of what exchanging is worth; recommend nothing known to keep less."),
+    ] = 0.9,
     plot: Annotated[Path, typer.Option(help="Plot of step time against bandwidth.")] = Path(
         "advise.png"
     ),
@@ -80,7 +89,15 @@ def advise(
         chosen = parse_methods(methods)
         model = _step(params, step_ms, step, dtype)
         given = _given_network(bandwidth, latency_ms, ranks or place.world_size)
-        _check(ranks, zero_stage, timeout, place, given, plot)
+        require_positive(
+            {
+                "--tokens-per-parameter": tokens_per_parameter,
+                "--batch": batch,
+                "--min-share": min_share,
+                "--timeout": timeout,
+            }
+        )
+        _check(ranks, zero_stage, place, given, plot)
         if given and place.rank:
             return
         console = make_console(quiet=place.rank > 0)
@@ -93,10 +110,19 @@ def advise(
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         with nullcontext() if given else joined(place, _backend(), timeout):
             network = given or _measure(device, ranks, console)
-            case, rows = _advise(model, chosen, network, device, zero_stage, console)
+            rehearsals = Rehearsals(model, network.ranks, device, network.ranks_per_node)
+            case = Case(
+                model,
+                network,
+                slowest(rehearsals.optimizer_seconds()),
+                zero_stage,
+                tokens_per_parameter,
+                batch,
+            )
+            rows = _advise(case, chosen, rehearsals, console)
         if zero_stage:
             print_zero_notes(case, console)
-        print_choice(case, rows, choose(rows, max_loss), max_loss, console)
+        print_choice(case, rows, choose(rows, min_share), min_share, console)
         if place.rank == 0:
             write_plot(case, rows, plot)
             say(f"Plot: {plot}", console)
@@ -145,7 +171,6 @@ def _backend() -> str:
 def _check(
     ranks: int | None,
     zero_stage: int,
-    timeout: float,
     place: Place,
     given: Network | None,
     plot: Path,
@@ -157,7 +182,6 @@ def _check(
             f"--zero-stage must be 0, 1 or 2, got {zero_stage}: stage 3 gathers parameters all "
             "through the step, which is not predicted here"
         )
-    require_positive({"--timeout": timeout})
     if not plot.absolute().parent.is_dir():
         raise ValueError(f"--plot {plot}: there is no such folder")
     if (given.ranks if given else place.world_size) == 1:
@@ -175,16 +199,9 @@ def _measure(device: torch.device, ranks: int | None, console: Console) -> Netwo
 
 
 def _advise(
-    model: Step,
-    methods: list[Method],
-    network: Network,
-    device: torch.device,
-    zero_stage: int,
-    console: Console,
-) -> tuple[Case, list[Advice]]:
+    case: Case, methods: list[Method], rehearsals: Rehearsals, console: Console
+) -> list[Advice]:
     """Play every method, on all ranks at once as in training, and print what comes out."""
-    rehearsals = Rehearsals(model, network.ranks, device, network.ranks_per_node)
-    case = Case(model, network, slowest(rehearsals.optimizer_seconds()), zero_stage)
     plans = []
     left_out = {}
     for method in methods:
@@ -197,4 +214,4 @@ def _advise(
             plans.append((method, of_slowest_rank(plan)))
     rows = advise_on(case, plans)
     print_rows(case, rows, left_out, console)
-    return case, rows
+    return rows

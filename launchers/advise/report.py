@@ -1,6 +1,6 @@
 """What people read in the terminal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -9,7 +9,7 @@ from rich.text import Text
 
 from comm_hooks.launchers.advise.advice import Advice, Case
 from comm_hooks.launchers.advise.links import Measured
-from comm_hooks.launchers.advise.losses import LossCost, measured
+from comm_hooks.launchers.advise.shares import ALL, Kept, most_ranks
 from comm_hooks.launchers.advise.snippets import json_line, python_line
 from comm_hooks.launchers.clock import roughly
 from comm_hooks.launchers.lab.tables import format_bytes
@@ -24,7 +24,7 @@ _COLUMNS = (
     "waiting ms",
     "sent/step",
     "residual",
-    "loss",
+    "kept",
 )
 
 
@@ -65,19 +65,15 @@ def print_rows(
             f"{1e3 * row.prediction.waiting:,.0f}",
             format_bytes(row.sent),
             format_bytes(row.plan.state_bytes) if row.plan.state_bytes else "-",
-            _format_loss(row.loss),
+            str(row.kept) if row.kept else "-",
         )
     console.print(table)
     for spec, reason in left_out.items():
         console.print(Text(f"{spec} is left out: {reason}"))
-    facts = measured()
     notes = [
         "codec: what the method's arithmetic adds to the step on this device; residual: what each "
         "rank keeps for the method.",
-        f"loss: minus that of all-reduce, measured on {facts['task']}; below {facts['noise']} it "
-        "says nothing. Other models, more ranks, longer runs and data that all ranks share can "
-        "differ either way: compare on your own data before a long run (comm-hooks compare "
-        "--data). '-': not measured.",
+        _describe_shares([row.kept for row in rows if row.kept and row.kept is not ALL], case),
     ]
     if case.network.backend != "gloo":
         notes.append(
@@ -110,12 +106,12 @@ def print_zero_notes(case: Case, console: Console) -> None:
 
 
 def print_choice(
-    case: Case, rows: Sequence[Advice], chosen: Advice | None, max_loss: float, console: Console
+    case: Case, rows: Sequence[Advice], chosen: Advice | None, min_share: float, console: Console
 ) -> None:
     """Print what to use, in Python and in JSON, and whether noise may have decided that."""
     if chosen is None:
         console.print(
-            Text(f"No method here is known to cost at most {max_loss:g} in loss: see --max-loss.")
+            Text(f"No method here is known to keep {min_share:.0%} on every task: see --min-share.")
         )
         return
     console.print(Text(f"\nRecommended: {chosen.method.spec}"))
@@ -134,9 +130,26 @@ def _format_seconds(seconds: float, is_noisy: bool) -> str:
     return f"{milliseconds:,.0f}"
 
 
-def _format_loss(cost: LossCost | None) -> str:
-    if cost is None:
-        return "-"
-    if 0 in cost.by_steps:
-        return "0"
-    return ", ".join(f"{value:+.3f} ({steps} steps)" for steps, value in cost.by_steps.items())
+def _describe_shares(shares: Sequence[Kept], case: Case) -> str:
+    """Say what the column of shares is, and of which trainings."""
+    ranks = case.network.ranks
+    if not shares:
+        return (
+            f"kept: nothing was measured of these methods with {ranks} ranks or more (the most are "
+            f"{most_ranks()}), so none of them is recommended in place of all-reduce."
+        )
+    cells = [cell for share in shares for cell in share.cells]
+    return (
+        "kept: of what exchanging is worth, (none - method) / (none - all-reduce) in held-out "
+        "loss, the least and the most of several tasks (± half the distance between seeds): "
+        f"{_listed(cell.ranks for cell in cells)} ranks, "
+        f"{_listed(cell.tokens for cell in cells)} tokens per parameter, batches of "
+        f"{_listed(cell.batch for cell in cells)}, models of 0.6 M parameters. Other models and "
+        "longer trainings can differ either way: compare on your own data before a long run "
+        "(comm-hooks compare --data). '-': not measured on enough tasks."
+    )
+
+
+def _listed(sizes: Iterable[float]) -> str:
+    *others, last = (f"{size:g}" for size in sorted(set(sizes)))
+    return f"{', '.join(others)} or {last}" if others else last

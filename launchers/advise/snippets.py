@@ -128,14 +128,11 @@ def _optimizer_line(method: Method) -> str:
             server = [f"torch.optim.SGD(model.parameters(), {', '.join(_keywords(rates))})"]
         steps = [f"local_steps={optimizer.local_steps}"]
         fragments = [f"fragments={options['fragments']}"] if "fragments" in options else []
-        anneal = ["anneal_residuals=True"] if options.get("anneal") else []
         ahead = [f"look_ahead={options['look_ahead']}"] if "look_ahead" in options else []
         betas = [f"betas=({options['beta1']}, 0.95)"] if "beta1" in options else []
         kind = "LaProp" if isinstance(optimizer.inner, LaProp) else "torch.optim.AdamW"
         inner = f"{kind}({', '.join([named, 'lr=lr', *betas])})"
-        return (
-            f"LocalRounds({', '.join([inner, made, *server, *steps, *fragments, *ahead, *anneal])})"
-        )
+        return f"LocalRounds({', '.join([inner, made, *server, *steps, *fragments, *ahead])})"
     keywords = _keywords(_arguments(method, optimizer))
     return f"{type(optimizer).__name__}({', '.join([named, made, 'lr=lr', *keywords])})"
 

@@ -190,7 +190,6 @@ def _local(kind: Callable[..., Optimizer], **settled: Any) -> Build:
             local_steps=options["local_steps"],
             fragments=options["fragments"],
             look_ahead=options.get("look_ahead", 0.0),
-            anneal_residuals=options.get("anneal", False),
         )
 
     return build
@@ -248,7 +247,6 @@ _LOCAL: Mapping[str, Kind] = {
     "outer_lr": float,
     "outer_momentum": float,
     "look_ahead": float,
-    "anneal": bool,
 }
 _DELTAS = {"density": 1 / 16, "value_bits": 1, "index_code": "rice", "exempt_bits": 16}
 

@@ -28,13 +28,10 @@ from comm_hooks.optim.rounds.participation import (
 )
 from comm_hooks.optim.rounds.saving import SavedRounds
 from comm_hooks.optim.rounds.shared_moments import SharesStatistics
-from comm_hooks.requirements import require_choice, require_flag, require_within
+from comm_hooks.requirements import require_choice, require_within
 
 # Squares of what is above 2^64 overflow in float32: this leaves room for sums of 2^13 clients.
 _LARGEST = 2.0**50
-
-# What is remembered is divided by the scale, which is 0 at the end of some schedules.
-_SHORTEST = 2.0**-10
 
 
 class LocalRounds(SavedRounds):
@@ -93,10 +90,6 @@ class LocalRounds(SavedRounds):
             much arrives. With a server that multiplies D by eta, look_ahead = eta / N takes each
             rank to where the server's model will be once this rank's residual has arrived.
             (Step-Ahead Error Feedback, Xu, Huo and Huang, AAAI 2021, takes off all of it.)
-        anneal_residuals: let what waits in the residuals shrink with the learning rate (of the
-            first group) once that falls.  Displacements are as long as the learning rate was when
-            they were made; one that arrives when a schedule has nearly ended undoes what the
-            schedule is for.
 
     State: one copy of the parameters (x) beside the inner and the server's state, with
     ``look_ahead`` two; with ``participation`` a residual, and unless reset an inner state, for
@@ -150,19 +143,15 @@ class LocalRounds(SavedRounds):
         participation: ClientSampling | None = None,
         client_state: str = "keep",
         look_ahead: float = 0.0,
-        anneal_residuals: bool = False,
     ) -> None:
         check_rounds(self, inner, exchange, server, local_steps, fragments, participation)
         require_choice(self, "client_state", client_state, ("keep", "reset"))
-        require_flag(self, "anneal_residuals", anneal_residuals)
         require_within(self, "look_ahead", look_ahead, "[0, inf)")
-        ahead = {"anneal_residuals": anneal_residuals, "look_ahead": look_ahead}
-        for name, value in ahead.items():
-            if participation is not None and value:
-                raise ValueError(
-                    f"{type(self).__name__}: {name} cannot go with participation: clients have "
-                    "learning rates and residuals of their own"
-                )
+        if participation is not None and look_ahead:
+            raise ValueError(
+                f"{type(self).__name__}: look_ahead cannot go with participation: clients have "
+                "residuals of their own"
+            )
         if look_ahead and exchange.memory is None:
             raise ValueError(
                 f"{type(self).__name__}: look_ahead is a share of the residual, and the exchange "
@@ -176,7 +165,6 @@ class LocalRounds(SavedRounds):
         self.participation = participation
         self.client_state = client_state
         self.look_ahead = look_ahead
-        self.anneal_residuals = anneal_residuals
         self._fragments = cut([p.numel() for p in self._parameters], fragments)
         exchange.agree_on(
             {
@@ -188,7 +176,6 @@ class LocalRounds(SavedRounds):
                 "participation": repr(participation),
                 "client_state": client_state,
                 "look_ahead": look_ahead,
-                "anneal_residuals": anneal_residuals,
             }
         )
         exchange.owner = self
@@ -373,16 +360,8 @@ class LocalRounds(SavedRounds):
         if isinstance(self.inner, SharesStatistics):
             statistics = {n: torch.zeros_like(t) for n, t in self.inner.statistics().items()}
         if self.participation is None:
-            return PlainCollection(self.exchange, delta, statistics, self._scale())
+            return PlainCollection(self.exchange, delta, statistics)
         return self.participation.collection(self.exchange, delta, statistics)
-
-    def _scale(self) -> float:
-        """Return by how much displacements are shorter than at the largest learning rate so far."""
-        if not self.anneal_residuals:
-            return 1.0
-        progress, lr = self._progress, float(self.inner.param_groups[0]["lr"])
-        progress.largest_lr = max(progress.largest_lr, lr)
-        return max(lr / progress.largest_lr, _SHORTEST) if progress.largest_lr else 1.0
 
     @observed("round")
     def _conclude(self, fragment: Sequence[int], aggregate: Aggregate) -> None:
@@ -403,7 +382,7 @@ class LocalRounds(SavedRounds):
                 memory = self.exchange.memory
                 assert memory
                 pending = [memory.vector(self._names[i]) for i in fragment]
-                self._model.look_ahead(fragment, pending, self.look_ahead * self._scale())
+                self._model.look_ahead(fragment, pending, self.look_ahead)
             if isinstance(self.inner, SharesStatistics):
                 self.inner.set_statistics(aggregate.statistics)
         self._progress.round_index += 1

@@ -61,13 +61,11 @@ class Collection(ABC):
         exchange: how deltas travel.
         total: zeros, by parameter name; where deltas are added up.
         statistics: zeros, by name; the same names and shapes on all ranks.
-        scale: of the deltas; see :meth:`~comm_hooks.Exchange.average_`.
     """
 
     exchange: Exchange
     total: Named
     statistics: Named
-    scale: float = 1.0
 
     @abstractmethod
     def add(self, turn: Turn, contribution: Contribution | None, memory: Memory | None) -> None:
@@ -137,7 +135,7 @@ class PlainCollection(Collection):
         message = dict(zip(self.total, delta, strict=True))
         # The exchange tells its workspaces apart by the names in them.
         beside = {f"<contributors with {next(iter(self.total))}>": flags}
-        self.exchange.average_(message, beside=beside, memory=memory, scale=self.scale)
+        self.exchange.average_(message, beside=beside, memory=memory)
         torch._foreach_mul_(delta, self.exchange.transport.world_size)
         is_in = (flags * self.exchange.transport.world_size > 0.5).tolist()
         self._contributed += [

@@ -33,7 +33,6 @@ class Progress:
         averaging_ruled_out: whether it has been made sure that nobody else averages them.
         averaging: until then, what this rank's first step of a turn says about that.
         loaded_from: the rank whose state this one goes on from, until it says so.
-        largest_lr: of all exchanges so far, if residuals are annealed.
     """
 
     exchanged_at: list[int]
@@ -43,7 +42,6 @@ class Progress:
     averaging_ruled_out: bool = False
     averaging: dict[str, Any] | None = None
     loaded_from: int | None = None
-    largest_lr: float = 0.0
 
 
 class SavedRounds(WrappingOptimizer):
@@ -138,7 +136,6 @@ class SavedRounds(WrappingOptimizer):
                         "inner": sealed(inner)[SEAL],
                         "steps": self.steps,
                         "exchanged_at": list(self._progress.exchanged_at),
-                        "largest_lr": self._progress.largest_lr,
                         "own": own,
                         "starts": starts,
                         "clients": self._clients.state_dict(),
@@ -190,7 +187,6 @@ class SavedRounds(WrappingOptimizer):
         progress.steps = private["steps"]
         progress.round_index = released["round_index"]
         progress.exchanged_at = list(private["exchanged_at"])
-        progress.largest_lr = private["largest_lr"]
         progress.loaded_from = loaded_from
 
     def _tell_what_was_loaded(self) -> None:

@@ -1,6 +1,8 @@
 """The share kept: what is run, what is tuned, what is divided by what, and what the page says."""
 
+import json
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +13,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks.quality import settings
-from benchmarks.quality.__main__ import app
+from benchmarks.quality.__main__ import RESULTS, app
+from benchmarks.quality.cells import make_cells, to_json
+from benchmarks.quality.methods import METHODS
 from benchmarks.quality.page import make_page, write_picture
 from benchmarks.quality.runs import Record, Wanted, perform, read_records
 from benchmarks.quality.settings import PRESETS, Preset, Setting
 from benchmarks.quality.shares import share_kept
 from benchmarks.quality.tuning import Entry, by_wanted
+from comm_hooks.launchers.advise.shares import Cell, measured
+from comm_hooks.launchers.lab.plain import rebuild
 from comm_hooks.launchers.lab.simulated import numel
 
 SETTING = Setting("python", 2, 6, 0.1)
@@ -232,3 +238,23 @@ def test_missing_data_says_what_it_wants(tmp_path: Path, monkeypatch: pytest.Mon
     result = CliRunner().invoke(app, ["--tasks", "images", "--results", str(tmp_path)])
     assert result.exit_code == 2
     assert "apt install dataset-fashion-mnist" in result.output
+
+
+def test_advise_knows_what_the_records_say() -> None:
+    records = by_wanted(read_records(RESULTS / "records.jsonl"))
+    pairs = dict.fromkeys((w.setting, w.method) for w in records)
+    entries = [Entry(s, m, METHODS.get(m, 4e-3), 3, range(3)) for s, m in pairs]
+    key = operator.attrgetter("method", "ranks", "tokens", "batch")
+    assert sorted(make_cells(entries, records), key=key) == sorted(measured(), key=key)
+
+
+def test_what_diverged_is_a_number_in_the_file() -> None:
+    entries: list[Entry] = []
+    records: dict[Wanted, Record] = {}
+    for method, loss in (("all_reduce", 2.0), ("none", 3.0), ("topk", None)):
+        entries.append(Entry(SETTING, method, 1e-3, 1, range(1)))
+        wanted = Wanted(SETTING, method, 1e-3, 0)
+        records[wanted] = record(wanted, loss)
+    (cell,) = make_cells(entries, records)
+    assert (cell.kept, cell.spread) == ({"python": -10.0}, 10.0)
+    assert rebuild(Cell, json.loads(to_json([cell]))["cells"][0]) == cell

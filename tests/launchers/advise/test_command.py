@@ -116,10 +116,18 @@ def test_the_plot_names_the_link_as_people_do(
     assert "e+0" not in re.sub(r"<[^>]*>", "", drawn)
 
 
-def test_no_method_that_costs_so_little() -> None:
-    result = run(*GIVEN, "--methods", "count_sketch", "--max-loss", "0.001")
+def test_no_method_that_keeps_so_much() -> None:
+    result = run(*GIVEN, "--methods", "count_sketch", "--min-share", "0.99")
     assert result.exit_code == 0
-    assert "No method here is known to cost at most 0.001 in loss" in result.output
+    assert "No method here is known to keep 99% on every task" in result.output
+
+
+def test_beyond_the_ranks_that_were_measured_nothing_takes_the_place_of_all_reduce() -> None:
+    link = ("--ranks", "1000", "--bandwidth", "10mbit")
+    result = run(*MODEL, *link, "--methods", "all_reduce,low_communication:bits=10000")
+    assert result.exit_code == 0
+    assert "nothing was measured of these methods with 1000 ranks" in result.output
+    assert "Recommended: all_reduce" in result.output
 
 
 @pytest.mark.parametrize(
@@ -135,6 +143,9 @@ def test_no_method_that_costs_so_little() -> None:
         ((*GIVEN, "--params", "0.5"), "--params must be a positive whole number, got 0.5"),
         ((*GIVEN, "--params", "nan"), "--params must be a positive whole number"),
         ((*GIVEN, "--step-ms", "0"), "--step-ms must be positive"),
+        ((*GIVEN, "--batch", "0"), "--batch must be positive, got 0"),
+        ((*GIVEN, "--tokens-per-parameter", "-1"), "--tokens-per-parameter must be positive"),
+        ((*GIVEN, "--min-share", "0"), "--min-share must be positive, got 0"),
         ((*GIVEN, "--dtype", "int8"), "dtype must be one of float32"),
         ((*GIVEN, "--bandwidth", "fast"), "write it as 100mbit"),
         ((*GIVEN, "--bandwidth", "0mbit"), "write it as 100mbit"),
