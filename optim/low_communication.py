@@ -30,10 +30,11 @@ _FADES = 4.0
 """Times the density, how much of a residual fades from one exchange to the next."""
 _OUTER = 1.5
 """Times sqrt(N), the outer step."""
-_AHEAD = 0.2
+_AHEAD = 0.3
 """The share of its residual by which a rank looks ahead: with all of it, into its own noise."""
 _SPARSEST = 1 / 256
-_DENSEST = 1 / 4
+_DENSEST, _DENSEST_IN_SHARDS = 1 / 64, 1 / 96
+"""Beyond it the loss rises again: more ranks send the same, and the outer step is too long."""
 _GATHERED = 4  # ranks
 _BACK = 2.0
 """Times the density, that of the means that owners of shards pass on."""
@@ -82,13 +83,14 @@ def low_communication(
       displacements can be sent.  With fewer steps less drifts apart, with a higher density less
       waits.  With a single one gradients ask again for what already waits, however many bits
       there are;
-    * the density p: what the budget then allows;
+    * the density p: what the budget then allows, up to one in 64 (96 in shards), from where on
+      more bits make it worse;
     * the decay of the residuals, 1 - 4 p per exchange, a quarter of the time that an element waits
       in the mean: what is older is noise for the most part;
     * the outer step, 1.5 sqrt(N): a coordinate that one of N ranks sends arrives divided by N;
     * above four ranks shards, whose owners pass on twice as many elements as each rank sends.
 
-    Each rank works 0.2 of its residual ahead of what all share (``look_ahead``).
+    Each rank works 0.3 of its residual ahead of what all share (``look_ahead``).
 
     Memory: beside the moments 12 bytes per parameter, for the shared model, the residual, and where
     this rank began.
@@ -162,10 +164,18 @@ def low_communication(
     )
 
 
+def in_shards(transport: Transport) -> bool:
+    """Return whether displacements go to owners of shards, who pass on their means.
+
+    Up to a few ranks that sends as much as an all-gather, and loses by compressing means again.
+    """
+    return transport.world_size > _GATHERED
+
+
 def make_exchange(density: float, transport: Transport, decay: float = 1.0) -> Exchange:
     """Return what displacements go through."""
     compressor = TopK(density=density, value_bits=1, index_code="rice")
-    in_shards = transport.world_size > _GATHERED
+    shards = in_shards(transport)
     return Exchange(
         compressor,
         ErrorFeedback(decay=decay),
@@ -174,9 +184,8 @@ def make_exchange(density: float, transport: Transport, decay: float = 1.0) -> E
         min_ndim=1,
         min_numel=1,
         granularity="bucket",
-        # Up to a few ranks, shards carry as much, and lose by compressing means a second time.
-        collective="sharded" if in_shards else "all_gather",
-        downlink=replace(compressor, density=min(_BACK * density, 1.0)) if in_shards else None,
+        collective="sharded" if shards else "all_gather",
+        downlink=replace(compressor, density=_BACK * density) if shards else None,
         transport=transport,
     )
 
@@ -213,7 +222,7 @@ def plan_rounds(
             f"{local_steps} steps need {math.ceil(1e4 * least) / 1e4:g}"
             + (f" (total_steps={total_steps} allows no longer ones)" if total_steps else "")
         )
-    sparse, dense = _SPARSEST, _DENSEST
+    sparse, dense = _SPARSEST, _DENSEST_IN_SHARDS if in_shards(transport) else _DENSEST
     for _ in range(20):  # until it is known to a millionth
         middle = math.sqrt(sparse * dense)
         if bits(local_steps, middle) <= budget:

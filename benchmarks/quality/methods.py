@@ -10,7 +10,6 @@ METHODS: Mapping[str, float] = {
     "low_communication:bits=0.06": 8e-3,
     "low_communication": 8e-3,
     "low_communication:bits=0.12": 8e-3,
-    "low_communication:bits=0.3": 8e-3,
     "low_communication:bits=0.0073": 8e-3,
     "local_adamw:fragments=8": 4e-3,
     "sign+local_variance_adam": 8e-3,

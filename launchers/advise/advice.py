@@ -22,8 +22,7 @@ from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
 
 METHODS = (
     "all_reduce,none,bf16,identity:bits=16,powersgd,count_sketch,topk,sign,"
-    "sign+local_variance_adam,local_variance_adam,low_communication:bits=0.12,"
-    "low_communication:bits=0.3"
+    "sign+local_variance_adam,local_variance_adam,low_communication:bits=0.12"
 )
 _CLOSE = 1.05
 """A method that is faster by less than this is not worth a change."""
