@@ -68,7 +68,7 @@ def advise(
     min_share: Annotated[
         float,
         typer.Option(help="Of what exchanging is worth; recommend nothing known to keep less."),
-    ] = 0.9,
+    ] = 0.85,
     plot: Annotated[Path, typer.Option(help="Plot of step time against bandwidth.")] = Path(
         "advise.png"
     ),

@@ -149,7 +149,7 @@ def test_records_survive_the_file(tiny: Setting, tmp_path: Path) -> None:
     assert by_wanted([done]) == {done.wanted: done}
 
 
-@pytest.mark.parametrize("method", ["none", "local_adamw:local_steps=4:fragments=2"])
+@pytest.mark.parametrize("method", ["none", "low_communication"])
 def test_processes_train_what_simulated_ranks_train(method: str) -> None:
     wanted = Wanted(Setting("python", 2, 2, 1e-3), method, 3e-3, 1)
     simulated, real = perform(wanted), perform(wanted, processes=True)

@@ -11,6 +11,7 @@ from tests.ranks import Ranks
 NOW = Count(rss=400_000_000, descriptors=13, threads=5, objects=300_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_grows(method: str, ranks_of: Callable[[int], Ranks]) -> None:
     for counts in ranks_of(2).run(train, method, 100):

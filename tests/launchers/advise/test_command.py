@@ -41,8 +41,8 @@ def row_of(output: str, method: str) -> list[str]:
 
 
 def test_a_link_that_is_described() -> None:
-    methods = "all_reduce,none,bf16,identity:bits=16,local_adamw:fragments=8"
-    result = run(*GIVEN, "--methods", methods)
+    methods = "all_reduce,none,bf16,identity:bits=16,low_communication"
+    result = run(*GIVEN, "--methods", methods, "--min-share", "0.5")
     assert result.exit_code == 0, result.output
     assert "0.3 M parameters (float32), 50 ms per step without exchange, 2 ranks" in result.output
     assert row_of(result.output, "all_reduce")[5:7] == ["1.2", "MB"]
@@ -51,10 +51,10 @@ def test_a_link_that_is_described() -> None:
     assert row_of(result.output, "none")[1] == "50"
     # 1.2 MB at 10 Mbit/s are 0.96 s, and headers and the like come on top.
     assert 1000 < int(row_of(result.output, "all_reduce")[1].replace(",", "")) < 1500
-    assert "Recommended: local_adamw:fragments=8" in result.output
-    assert "Python: LocalRounds(torch.optim.AdamW(" in result.output
+    assert "Recommended: low_communication\n" in result.output
+    assert "Python: low_communication(model.named_parameters(), lr=lr)" in result.output
     assert "JSON (DeepSpeed): none: this method is made in Python" in result.output
-    assert "measured on a GPT of 4.8 M parameters" in result.output
+    assert "(none - method) / (none - all-reduce) in held-out" in result.output
     assert Path("advise.png").read_bytes().startswith(b"\x89PNG")
 
 

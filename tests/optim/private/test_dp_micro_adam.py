@@ -219,6 +219,7 @@ def test_a_constant_gradient_moves_by_lr_however_short_the_window() -> None:
     assert step_lengths(40) == pytest.approx([1.0] * 40, rel=1e-4)
 
 
+@pytest.mark.slow  # 8,000 steps
 def test_published_steps_outgrow_ours() -> None:
     """What a learning rate of the authors must be multiplied by depends on the step."""
     ratios = step_lengths(8000, bias_correction="published")
