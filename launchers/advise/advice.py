@@ -19,6 +19,7 @@ from comm_hooks.launchers.advise.shares import ALL, Kept, Situation, kept_by
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.lab.methods import Method
 from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
+from comm_hooks.launchers.lab.runs import CONTROL
 
 METHODS = (
     "all_reduce,none,bf16,identity:bits=16,powersgd,count_sketch,topk,sign,"
@@ -127,7 +128,9 @@ def choose(rows: Sequence[Advice], min_share: float) -> Advice | None:
     fit = [
         row
         for row in rows
-        if row.method.crossing != "none" and row.kept and row.kept.lowest >= min_share
+        if (row.method.crossing != CONTROL or row.method.exchanges_itself)
+        and row.kept
+        and row.kept.lowest >= min_share
     ]
     if not fit:
         return None

@@ -286,6 +286,8 @@ class Rehearsals:
         assert isinstance(transport, Alone)
         given = transport if entry.makes_exchange else exchange
         optimizer = entry.build(named, given, settings, dict(options))
+        if entry.makes_exchange:
+            exchange = optimizer.exchange
 
         def closure() -> Tensor:
             for (_, parameter), gradient in zip(named, self._stage.gradients, strict=True):

@@ -135,8 +135,9 @@ def _describe_shares(shares: Sequence[Kept], case: Case) -> str:
     ranks = case.network.ranks
     if not shares:
         return (
-            f"kept: nothing was measured of these methods with {ranks} ranks or more (the most are "
-            f"{most_ranks()}), so none of them is recommended in place of all-reduce."
+            f"kept: nothing was measured of these methods with {ranks} ranks or more on enough "
+            f"tasks (of any method the most are {most_ranks()}), so none of them is recommended in "
+            "place of all-reduce."
         )
     cells = [cell for share in shares for cell in share.cells]
     return (

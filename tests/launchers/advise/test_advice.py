@@ -48,6 +48,7 @@ def test_the_fastest_of_those_that_keep_enough_on_every_task() -> None:
     fast = row("powersgd", 0.5, 1.0, 0.8, 1.0)
     assert choice(plain, bf16, fast) == "bf16"
     assert choice(plain, bf16, fast, min_share=0.75) == "powersgd"
+    assert choice(plain, row("low_communication", 0.5, 1.0)) == "low_communication"
     assert choice(plain) == "all_reduce"
     assert choice(fast) is None
 

@@ -161,6 +161,7 @@ def test_half_precision_gradients_are_half_as_long() -> None:
         ("sign:memory=none", 0),
         ("count_sketch", 0),
         ("local_adamw", 4),
+        ("low_communication", 4),
         ("powersgd", 4),
     ],
 )
