@@ -25,9 +25,12 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/comm-hooks compare
 
-# One process per core, with files in their order: slow ones are not among the last.
+# Half as many processes again as cores, since many tests wait for ranks to start or to time out; files
+# in their order, so that slow ones are not among the last.
+WORKERS = $(shell $(BIN)/python -c "import os; print(os.cpu_count() * 3 // 2)")
+
 test: lint
-	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n logical --no-loadscope-reorder -m slow
