@@ -114,8 +114,8 @@ def kept_by(
        For more than were ever measured nothing is known.
     2. Of lengths and batches the nearest (by their logarithm) counts.  Where the situation does not
        say, all do.
-    3. More bits keep more: a budget of ``low_communication`` is judged by the largest measured that
-       it covers.
+    3. A budget of ``low_communication`` is judged by the largest measured that it covers: more is
+       not used up.
     4. A setting with fewer than three tasks says nothing.
 
     Args:
