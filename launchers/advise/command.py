@@ -97,6 +97,8 @@ def advise(
                 "--timeout": timeout,
             }
         )
+        if tokens_per_parameter == math.inf:
+            raise ValueError("--tokens-per-parameter must be finite, got inf")
         _check(ranks, zero_stage, place, given, plot)
         if given and place.rank:
             return

@@ -156,7 +156,7 @@ def _nearest(cells: list[Cell], size: Callable[[Cell], float], wanted: float) ->
     """Return the cells of the one size that is nearest."""
     if not cells:
         return []
-    nearest = min((size(cell) for cell in cells), key=lambda s: abs(math.log(s / wanted)))
+    nearest = min(map(size, cells), key=lambda s: abs(math.log(s) - math.log(wanted)))
     return [cell for cell in cells if size(cell) == nearest]
 
 

@@ -145,6 +145,7 @@ def test_beyond_the_ranks_that_were_measured_nothing_takes_the_place_of_all_redu
         ((*GIVEN, "--step-ms", "0"), "--step-ms must be positive"),
         ((*GIVEN, "--batch", "0"), "--batch must be positive, got 0"),
         ((*GIVEN, "--tokens-per-parameter", "-1"), "--tokens-per-parameter must be positive"),
+        ((*GIVEN, "--tokens-per-parameter", "inf"), "--tokens-per-parameter must be finite"),
         ((*GIVEN, "--min-share", "0"), "--min-share must be positive, got 0"),
         ((*GIVEN, "--dtype", "int8"), "dtype must be one of float32"),
         ((*GIVEN, "--bandwidth", "fast"), "write it as 100mbit"),

@@ -45,6 +45,7 @@ def test_the_nearest_length_and_batch_count_and_the_worst_where_they_are_not_kno
     assert lowest("topk", 2, tokens=7.0) == 0.7
     assert lowest("topk", 2, tokens=1.0, batch=64) == 1.0
     assert lowest("topk", 2, tokens=1.0) == 0.8
+    assert lowest("topk", 2, tokens=1e308) == lowest("topk", 2, tokens=20.0) == 0.7
 
 
 def test_one_or_two_tasks_are_no_rule() -> None:
