@@ -26,15 +26,16 @@ INNER = ("adamw", "muon")
 
 _DENSITY = 1 / 180
 """Of a payload; with fewer the next number of local steps costs less loss."""
+_SPARSEST, _DENSEST = 1 / 256, 1 / 48
+"""Beyond it loss rises again with most tasks."""
 _FADES = 4.0
 """Times the density, how much of a residual fades from one exchange to the next."""
 _OUTER = 1.5
 """Times sqrt(N), the outer step."""
+_OVERLAP = 0.5
+"""Divided by sqrt(c), what c ranks sent is as long as what one sends, as far as it is noise."""
 _AHEAD = 0.3
 """The share of its residual by which a rank looks ahead: with all of it, into its own noise."""
-_SPARSEST = 1 / 256
-_DENSEST, _DENSEST_IN_SHARDS = 1 / 64, 1 / 96
-"""Beyond it the loss rises again: more ranks send the same, and the outer step is too long."""
 _GATHERED = 4  # ranks
 _BACK = 2.0
 """Times the density, that of the means that owners of shards pass on."""
@@ -48,6 +49,8 @@ class RoundsPlan:
 
     Args:
         local_steps: K.
+        fragments: of the model, exchanged one after the other within K steps.
+        sharded: displacements go to owners of shards, who pass on their means.
         density: of the deltas that are sent.
         decay: of residuals, per exchange.
         outer_lr: the server's step along the mean of what was sent.
@@ -55,6 +58,8 @@ class RoundsPlan:
     """
 
     local_steps: int
+    fragments: int
+    sharded: bool
     density: float
     decay: float
     outer_lr: float
@@ -83,12 +88,16 @@ def low_communication(
       displacements can be sent.  With fewer steps less drifts apart, with a higher density less
       waits.  With a single one gradients ask again for what already waits, however many bits
       there are;
-    * the density p: what the budget then allows, up to one in 64 (96 in shards), from where on
-      more bits make it worse;
+    * the density p: what the budget then allows, up to one in 48, from where on more bits make it
+      worse with some tasks;
     * the decay of the residuals, 1 - 4 p per exchange, a quarter of the time that an element waits
       in the mean: what is older is noise for the most part;
-    * the outer step, 1.5 sqrt(N): a coordinate that one of N ranks sends arrives divided by N;
-    * above four ranks shards, whose owners pass on twice as many elements as each rank sends.
+    * the outer step, 1.5 sqrt(N): a coordinate that one of N ranks sends arrives divided by N; one
+      that c ranks send is divided by sqrt(c) besides (``overlap``);
+    * above four ranks, unless the model is small, shards, whose owners pass on twice as many
+      elements as each rank sends;
+    * the fragments of the model, exchanged one after the other: K, or one if the model is so small
+      that headers are most of what it sends.
 
     Each rank works 0.3 of its residual ahead of what all share (``look_ahead``).
 
@@ -97,7 +106,7 @@ def low_communication(
 
     Local steps are those of :class:`~comm_hooks.optim.LaProp`, which normalizes gradients before it
     averages them, with half the horizon that ``betas[0]`` says: what waits in the residuals is a
-    momentum of its own.  The model is exchanged in K fragments, one at every step.
+    momentum of its own.
 
     Take the learning rate and schedule of AdamW; a little more is often better.  DDP must not
     average: train the model itself, or register :func:`~comm_hooks.skip_hook`.
@@ -156,26 +165,19 @@ def low_communication(
         LaProp(members, **settings)
         if inner == "adamw"
         else MuonAdamW(members, momentum=_MUON_MOMENTUM, rest=LaProp, **settings),
-        make_exchange(plan.density, transport, plan.decay),
+        make_exchange(plan.density, transport, sharded=plan.sharded, decay=plan.decay),
         SGD(members, lr=plan.outer_lr),
         local_steps=plan.local_steps,
-        fragments=min(plan.local_steps, len(members)),
+        fragments=plan.fragments,
         look_ahead=_AHEAD,
     )
 
 
-def in_shards(transport: Transport) -> bool:
-    """Return whether displacements go to owners of shards, who pass on their means.
-
-    Up to a few ranks that sends as much as an all-gather, and loses by compressing means again.
-    """
-    return transport.world_size > _GATHERED
-
-
-def make_exchange(density: float, transport: Transport, decay: float = 1.0) -> Exchange:
+def make_exchange(
+    density: float, transport: Transport, *, sharded: bool, decay: float = 1.0
+) -> Exchange:
     """Return what displacements go through."""
-    compressor = TopK(density=density, value_bits=1, index_code="rice")
-    shards = in_shards(transport)
+    compressor = TopK(density=density, value_bits=1, index_code="rice", overlap=_OVERLAP)
     return Exchange(
         compressor,
         ErrorFeedback(decay=decay),
@@ -184,8 +186,8 @@ def make_exchange(density: float, transport: Transport, decay: float = 1.0) -> E
         min_ndim=1,
         min_numel=1,
         granularity="bucket",
-        collective="sharded" if shards else "all_gather",
-        downlink=replace(compressor, density=_BACK * density) if shards else None,
+        collective="sharded" if sharded else "all_gather",
+        downlink=replace(compressor, density=_BACK * density) if sharded else None,
         transport=transport,
     )
 
@@ -196,7 +198,7 @@ def plan_rounds(
     budget: float,
     total_steps: int | None = None,
 ) -> RoundsPlan:
-    """Return the local steps, density and outer step that use a budget best.
+    """Return the rounds that use a budget best.
 
     Args:
         shapes: of the parameters, by name.
@@ -209,43 +211,58 @@ def plan_rounds(
     """
     ranks = transport.world_size
     longest = _LONGEST if total_steps is None else max(_SHORTEST, min(_LONGEST, total_steps // 20))
-
-    def bits(local_steps: int, density: float) -> float:
-        return bits_of(shapes, transport, local_steps, density)
-
-    for local_steps in range(_SHORTEST, longest + 1):
-        if bits(local_steps, _DENSITY) <= budget:
-            break
-    if (least := bits(local_steps, _SPARSEST)) > budget:
+    forms = [
+        _Form(shapes, transport, local_steps, fragments, sharded)
+        for local_steps in range(_SHORTEST, longest + 1)
+        # In several fragments the link is used evenly, and every one has headers of its own.
+        for fragments in sorted({min(local_steps, len(shapes)), 1}, reverse=True)
+        # Up to a few ranks shards send as much as an all-gather, and lose by compressing again.
+        for sharded in ((True, False) if ranks > _GATHERED else (False,))
+    ]
+    fitting = (form for form in forms if form.bits(_DENSITY) <= budget)
+    form = next(fitting, min(forms[-2:], key=lambda form: form.bits(_SPARSEST)))
+    if (least := form.bits(_SPARSEST)) > budget:
         raise ValueError(
             f"low_communication: {budget:g} bits per parameter and step are too few: rounds of "
-            f"{local_steps} steps need {math.ceil(1e4 * least) / 1e4:g}"
+            f"{longest} steps need {math.ceil(1e4 * least) / 1e4:g}"
             + (f" (total_steps={total_steps} allows no longer ones)" if total_steps else "")
         )
-    sparse, dense = _SPARSEST, _DENSEST_IN_SHARDS if in_shards(transport) else _DENSEST
+    sparse, dense = _SPARSEST, _DENSEST
     for _ in range(20):  # until it is known to a millionth
         middle = math.sqrt(sparse * dense)
-        if bits(local_steps, middle) <= budget:
+        if form.bits(middle) <= budget:
             sparse = middle
         else:
             dense = middle
     return RoundsPlan(
-        local_steps,
+        form.local_steps,
+        form.fragments,
+        form.sharded,
         density=sparse,
         decay=max(0.5, 1 - _FADES * sparse),
         outer_lr=_OUTER * math.sqrt(ranks) if ranks > 1 else 1.0,
-        bits=bits(local_steps, sparse),
+        bits=form.bits(sparse),
     )
 
 
-def bits_of(
-    shapes: Mapping[str, Sequence[int]], transport: Transport, local_steps: int, density: float
-) -> float:
-    """Return the bits that a rank sends per parameter and step."""
-    exchange = make_exchange(density, transport)
-    named = list(shapes.items())
-    numels = [math.prod(shape) for _, shape in named]
-    fragments = cut(numels, min(local_steps, len(named)))
-    flags = {"contributors": (transport.world_size,)}
-    sent = sum(exchange.bytes_per_round(dict(named[i] for i in part), flags) for part in fragments)
-    return 8 * sent / local_steps / sum(numels)
+@dataclass(frozen=True)
+class _Form:
+    """All of a plan but its density."""
+
+    shapes: Mapping[str, Sequence[int]]
+    transport: Transport
+    local_steps: int
+    fragments: int
+    sharded: bool
+
+    def bits(self, density: float) -> float:
+        """Return the bits that a rank sends per parameter and step."""
+        exchange = make_exchange(density, self.transport, sharded=self.sharded)
+        named = list(self.shapes.items())
+        numels = [math.prod(shape) for _, shape in named]
+        flags = {"contributors": (self.transport.world_size,)}
+        sent = sum(
+            exchange.bytes_per_round(dict(named[i] for i in part), flags)
+            for part in cut(numels, self.fragments)
+        )
+        return 8 * sent / self.local_steps / sum(numels)

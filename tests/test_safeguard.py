@@ -205,6 +205,12 @@ def test_a_place_that_is_not_on_the_way_is_refused(
         run(compressor, [Recorder(place) for _ in range(RANKS)], collective=collective)
 
 
+@pytest.mark.parametrize("place", ["message", "owner"])
+def test_what_does_not_add_up_is_refused(place: Place) -> None:
+    with pytest.raises(ValueError, match=r"payloads do not add up .* use overlap=0"):
+        run(TopK(density=0.1, overlap=0.5), [Recorder(place) for _ in range(RANKS)])
+
+
 def test_a_round_with_and_one_without_a_safeguard_share_an_exchange() -> None:
     world = Simulated(1)
     exchange = Exchange(Identity(), transport=world[0])

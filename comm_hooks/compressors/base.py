@@ -48,6 +48,11 @@ class Compressor(ABC):
         """Whether residuals stay bounded, so that a memory may keep them."""
         return self.contractive
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether :meth:`decode_sum` gives the sum of what :meth:`decode` gives."""
+        return True
+
     @abstractmethod
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
         """Return the payload's size in bytes: a multiple of 4 that depends on nothing else."""
@@ -96,7 +101,8 @@ class Compressor(ABC):
     def decode_sum(self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0) -> None:
         """Write ``alpha`` times the sum, in rank order, of all ranks' payloads to ``out``.
 
-        To be overridden where that takes less than decoding one after the other.
+        Or what takes the place of the sum, where not :attr:`adds_up`.  To be overridden where that
+        takes less than decoding one after the other.
 
         Args:
             out: (n, numel), float32.

@@ -14,7 +14,13 @@ from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.scatter import scatter_sum
 from comm_hooks.kernels.top_k import block_top_k
 from comm_hooks.randomness import Draw, Keys, as_array, fork, random_below, stratified_indices
-from comm_hooks.requirements import require_choice, require_flag, require_fraction, require_positive
+from comm_hooks.requirements import (
+    require_choice,
+    require_flag,
+    require_fraction,
+    require_positive,
+    require_within,
+)
 from comm_hooks.wire.index_codes import INDEX_CODES, IndexCode, places_code
 from comm_hooks.wire.places import PlacesCode
 from comm_hooks.wire.sections import join, word_aligned
@@ -48,6 +54,11 @@ class TopK(Compressor):
             most other vectors keep, at half a bit less each, and leaves out what does not fit:
             elements of the last blocks, in an order that is drawn anew for every key.  Where more
             than about a quarter is kept, both are a bitmap.
+        overlap: p, in [0, 1]: where c ranks send an element, their sum is divided by c^p.  0: the
+            sum, and exchanges return means over all ranks.  With 1/2 all elements of what arrives
+            are about as large as one rank sends them where ranks send noise, of which c terms add
+            up to sqrt(c).  With 1, means over those that sent.  For servers whose step makes up
+            for all the ranks that sent nothing: without, it is too long where all did.
 
     Shapes: vector (d,) -> payload uint8.  Elements equal in magnitude are chosen among arbitrarily.
     Use with :class:`~comm_hooks.memory.ErrorFeedback`: alone it drops the rest for ever.
@@ -65,9 +76,11 @@ class TopK(Compressor):
     block_size: int = 4096
     value_bits: int = 16
     index_code: IndexCode = "elias_fano"
+    overlap: float = 0.0
 
     def __post_init__(self) -> None:
         require_selection(self, self.density, self.block_size, self.value_bits)
+        require_within(self, "overlap", self.overlap, "[0, 1]")
         require_choice(self, "index_code", self.index_code, INDEX_CODES)
 
     @property
@@ -75,6 +88,10 @@ class TopK(Compressor):
         return self.density == 1 and self.value_bits == 32
 
     contractive = True
+
+    @property
+    def adds_up(self) -> bool:
+        return not self.overlap
 
     @property
     def _values(self) -> ValueCode:
@@ -121,6 +138,8 @@ class TopK(Compressor):
         blocks, code = self._plan(out.shape[1])
         entries = len(out) * blocks.count * code.count
         at_once = max(_RANKS_AT_ONCE, _ENTRIES_AT_ONCE // entries)
+        if self.overlap:  # how many ranks sent an element is known when all are decoded
+            at_once = len(payloads)
         for first in range(0, len(payloads), at_once):
             group = payloads[first : first + at_once]
             self._decode_ranks(out, group, draw.keys, alpha, add=first > 0)
@@ -137,6 +156,11 @@ class TopK(Compressor):
         found, present = code.decode(octets[:, split:], blocks.count, first)
         shape = (len(payloads), len(out), blocks.count, code.count)
         places, values = (t.view(shape) for t in _in_rows(blocks, found, coded, present))
+        if self.overlap and len(payloads) > 1:
+            scatter_sum(out, places, (values != 0).float(), blocks.size, alpha=1.0, add=False)
+            entries = places.transpose(0, 1).flatten(1)
+            senders = out.gather(1, entries).clamp_(min=1.0).pow_(-self.overlap)
+            values = values * senders.unflatten(1, (len(payloads), *shape[2:])).transpose(0, 1)
         scatter_sum(out, places, values, blocks.size, alpha=alpha, add=add)
 
 

@@ -32,6 +32,7 @@ ALL: list[Compressor] = [
     TopK(density=1.0, block_size=7, value_bits=1),
     TopK(density=1.0, block_size=7, value_bits=2),
     TopK(density=0.1, block_size=100, value_bits=32),
+    TopK(density=0.2, value_bits=1, index_code="rice", overlap=0.5),
     Cocktail(),
     Cocktail(mask=0.5, density=0.5, value_bits=1, block_size=64),
     Cocktail(mask=1.0, density=1.0, value_bits=32),

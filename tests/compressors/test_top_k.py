@@ -5,6 +5,7 @@ import torch
 from hypothesis import strategies as st
 
 from comm_hooks import Cocktail, Compressor, DCTTopK, TopK
+from comm_hooks.compressors import sparse
 from comm_hooks.randomness import Draw
 from comm_hooks.wire.index_codes import IndexCode
 from comm_hooks.wire.values import VALUE_BITS
@@ -47,6 +48,28 @@ def test_padding_sends_nothing(value_bits: int) -> None:
     padded = through(top_k, torch.nn.functional.pad(vector, (0, 2)))
     assert torch.equal(through(top_k, vector), padded[:10])
     assert padded[9] < 0
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("value_bits", [1, 32])
+@pytest.mark.parametrize("ranks", [1, 2, 5, sparse._RANKS_AT_ONCE + 1])
+def test_sums_are_divided_by_how_many_ranks_sent_an_element(
+    overlap: float, value_bits: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse, "_ENTRIES_AT_ONCE", 1)
+    top_k = TopK(0.3, 100, value_bits, "rice", overlap)
+    vectors = torch.randn(ranks, 2, 500, generator=torch.Generator().manual_seed(1))
+    vectors[:, :, :40] += 2.0  # what several ranks send
+    draw = Draw((3, 4))
+    payloads = torch.stack([top_k.encode(rows, draw) for rows in vectors]).view(torch.uint8)
+    decoded = torch.zeros_like(vectors)
+    for out, octets in zip(decoded, payloads, strict=True):
+        top_k.decode(out, octets, draw)
+    senders = (decoded != 0).sum(0)
+    assert senders.max() == ranks
+    total = torch.full((2, 500), torch.nan)
+    top_k.decode_sum(total, payloads, draw, alpha=0.25)
+    torch.testing.assert_close(total, 0.25 * decoded.sum(0) / senders.clamp(min=1) ** overlap)
 
 
 def test_of_what_does_not_fit_nothing_is_lost() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from comm_hooks.collectives import Simulated, Transport, run_ranks
 from comm_hooks.optim import LaProp, LocalRounds, MuonAdamW, low_communication
-from comm_hooks.optim.low_communication import INNER, RoundsPlan, bits_of, plan_rounds
+from comm_hooks.optim.low_communication import INNER, RoundsPlan, plan_rounds
 
 STEPS = 24
 
@@ -49,12 +49,12 @@ def test_the_plan_meets_its_budget_and_uses_most_of_it(
     shapes, transport = {"w": (512, 512), "v": (256, 512), "b": (512,)}, Simulated(ranks)[0]
     plan = plan_rounds(shapes, transport, budget, total_steps)
     assert plan.bits <= budget
-    assert plan.bits == bits_of(shapes, transport, plan.local_steps, plan.density)
     assert plan.outer_lr == (1.5 * math.sqrt(ranks) if ranks > 1 else 1)
     assert 0.5 <= plan.decay < 1
     if total_steps is not None:
         assert plan.local_steps <= total_steps // 20
-    if ranks > 1 and plan.density < 1 / 97:
+    assert 1 / 256 <= plan.density <= 1 / 48
+    if ranks > 1 and plan.density < 1 / 49:
         assert plan.bits > 0.8 * budget
         # With fewer steps, less than one in 180 could have been sent.
         assert plan.local_steps == 2 or plan.density > 1 / 181
@@ -80,6 +80,23 @@ def test_what_is_sent_is_what_was_planned(ranks: int, budget: float) -> None:
         assert bits == pytest.approx(plan.bits)
         assert bits <= budget
         assert all(map(torch.equal, values, results[0][2]))
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(2, 0.06), (4, 0.09), (8, 0.12), (4, 0.0073)])
+def test_small_models_send_displacements_instead_of_headers(ranks: int, budget: float) -> None:
+    """A perceptron of 2,817 parameters drifts apart for few steps only."""
+    shapes = {"0.weight": (128, 20), "0.bias": (128,), "2.weight": (1, 128), "2.bias": (1,)}
+    plan = plan_rounds(shapes, Simulated(ranks)[0], budget)
+    of_large = plan_rounds({"w": (2048, 1024)}, Simulated(ranks)[0], budget)
+    assert plan.fragments == 1
+    assert plan.local_steps <= 8 * of_large.local_steps
+    assert plan.density > 1 / 181
+
+
+def test_shards_only_where_they_send_less() -> None:
+    small, large = {"w": (16, 16), "v": (8,)}, {"w": (512, 512)}
+    for ranks, shapes, expected in [(4, large, False), (5, large, True), (5, small, False)]:
+        assert plan_rounds(shapes, Simulated(ranks)[0], 1.0).sharded == expected
 
 
 def test_a_budget_that_nothing_meets_names_the_smallest() -> None:

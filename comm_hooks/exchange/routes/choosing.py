@@ -49,6 +49,11 @@ def choose_route(
             )
         assert compressor
         return _over_nodes(layout, settings, compressor, transport, server_memory, ranks_per_node)
+    if place and compressor and not compressor.adds_up:
+        raise ValueError(
+            f"a safeguard cannot be used with {compressor}, whose payloads do not add up to a sum "
+            "that noise belongs to: use overlap=0"
+        )
     carriers = ["all_reduce"]
     if compressor or place:
         wanted = {settings.collective, COLLECTIVE_OF[place] if place else "auto"} - {"auto"}
