@@ -59,7 +59,7 @@ def build_compressor(name: str, **options: Any) -> Compressor:
     Example::
 
         >>> build_compressor("topk", density=0.01)
-        TopK(density=0.01, block_size=4096, value_bits=16, index_code='elias_fano')
+        TopK(density=0.01, block_size=4096, value_bits=16, index_code='elias_fano', overlap=0.0)
     """
     known = option_names(name)
     for option in options:

@@ -175,7 +175,7 @@ class ExchangeSettings:
         Example::
 
             >>> ExchangeSettings.of("topk", density=0.01, memory="none").compressor
-            TopK(density=0.01, block_size=4096, value_bits=16, index_code='elias_fano')
+            TopK(density=0.01, block_size=4096, value_bits=16, index_code='elias_fano', overlap=0.0)
         """
         settings = [field.name for field in fields(cls)[1:]]
         own = option_names(compressor) if isinstance(compressor, str) else []

@@ -42,7 +42,7 @@ def register(
         >>> accelerator = Accelerator(cpu=True)
         >>> state = accelerate.register(accelerator, ddp_model, "topk", density=1 / 64)
         >>> state.exchange.compressor
-        TopK(density=0.015625, block_size=4096, value_bits=16, index_code='elias_fano')
+        TopK(density=0.015625, block_size=4096, value_bits=16, index_code='elias_fano', overlap=0.0)
     """
     scaler = getattr(accelerator, "scaler", None)
     if scaler is not None:
