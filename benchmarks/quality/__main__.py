@@ -3,7 +3,7 @@
 import itertools
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,12 +15,13 @@ from benchmarks.quality.cells import make_cells, to_json
 from benchmarks.quality.methods import METHODS
 from benchmarks.quality.page import make_page, write_picture
 from benchmarks.quality.runs import Record, Wanted, perform, read_records
-from benchmarks.quality.settings import PRESETS, Setting, build
+from benchmarks.quality.settings import COSINE, PRESETS, Setting, build
 from benchmarks.quality.tuning import Entry, by_wanted
 from comm_hooks.config import unknown
 from comm_hooks.launchers.advise import shares
 from comm_hooks.launchers.lab.methods import parse_method
 from comm_hooks.launchers.lab.runs import BASELINE, CONTROL
+from comm_hooks.launchers.lab.schedules import SCHEDULES
 from comm_hooks.launchers.output import complain, refusing
 
 RESULTS = Path(__file__).parents[1] / "results" / "quality"
@@ -38,6 +39,9 @@ def quality(
         "6,32"
     ),
     tokens: Annotated[str, typer.Option(metavar="LIST", help="Tokens per parameter.")] = "2",
+    schedule: Annotated[
+        str, typer.Option(help=f"After the warm-up: {' or '.join(SCHEDULES)}.")
+    ] = COSINE,
     only: Annotated[str, typer.Option(help="Methods of the list that match, besides controls.")] = (
         "*"
     ),
@@ -56,12 +60,12 @@ def quality(
 ) -> None:
     """Train what has no record yet, then write the page.
 
-    A run of 2 tokens per parameter takes one core about three minutes. Ctrl-C loses the runs under
+    A run of 2 tokens per parameter takes one core a minute or two. Ctrl-C loses the runs under
     way and nothing else. Exit codes: 0, 2 for bad input or missing data, 130 if interrupted.
     """
     with refusing("quality"):
         settings = [
-            Setting(_known(task), *sizes)
+            Setting(_known("task", task, PRESETS), *sizes, _known("schedule", schedule, SCHEDULES))
             for task in tasks.split(",")
             for sizes in itertools.product(
                 _numbers("--ranks", ranks, int),
@@ -101,10 +105,10 @@ def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
     return numbers
 
 
-def _known(task: str) -> str:
-    if task not in PRESETS:
-        raise ValueError(unknown("task", task, PRESETS))
-    return task
+def _known(what: str, name: str, names: Collection[str]) -> str:
+    if name not in names:
+        raise ValueError(unknown(what, name, names))
+    return name
 
 
 def _parse(text: str) -> tuple[str, float]:

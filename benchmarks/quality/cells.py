@@ -4,12 +4,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from benchmarks.quality.methods import controls
 from benchmarks.quality.page import share_of
-from benchmarks.quality.settings import Setting
+from benchmarks.quality.settings import COSINE, Setting
 from benchmarks.quality.shares import Share
 from benchmarks.quality.tuning import Entry, Records
 from comm_hooks.launchers.advise.shares import Cell
-from comm_hooks.launchers.lab.runs import BASELINE, CONTROL
 
 _DIVERGED = -10.0
 """The share of what ended in infinity."""
@@ -21,8 +21,9 @@ def make_cells(entries: Sequence[Entry], records: Records) -> list[Cell]:
     groups: dict[tuple[str, int, float, int], dict[str, Share]] = {}
     for entry in entries:
         share = share_of(entry.setting, entry.method, found)
-        if share and entry.method not in (BASELINE, CONTROL):
-            setting: Setting = entry.setting
+        setting: Setting = entry.setting
+        left_out = entry.method in controls(entry.method) or setting.schedule != COSINE
+        if share and not left_out:
             key = entry.method, setting.ranks, setting.tokens, setting.batch
             groups.setdefault(key, {})[setting.task] = share
     return [

@@ -16,6 +16,17 @@ METHODS: Mapping[str, float] = {
     "identity:bits=16": 4e-3,
     "all_reduce+laprop": 8e-3,
     "all_reduce+muon_adamw": 4e-3,
+    "none+muon_adamw": 4e-3,
     "low_communication:muon=true": 8e-3,
 }
 """The first learning rate of each."""
+
+_MUON = ("none+muon_adamw", "all_reduce+muon_adamw")
+
+
+def controls(method: str) -> tuple[str, str]:
+    """Return what a method's share lies between: no exchange, and all-reduce.
+
+    With AdamW, whatever else a method does locally; for what takes its steps with Muon, with Muon.
+    """
+    return _MUON if "muon" in method else (CONTROL, BASELINE)

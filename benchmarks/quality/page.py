@@ -4,23 +4,24 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.quality.methods import controls
 from benchmarks.quality.runs import Record
-from benchmarks.quality.settings import PRESETS, Setting
+from benchmarks.quality.settings import COSINE, PRESETS, Setting
 from benchmarks.quality.shares import Share, share_kept
 from benchmarks.quality.tuning import Entry, Records
 from comm_hooks.launchers.lab import plots
-from comm_hooks.launchers.lab.runs import BASELINE, CONTROL
 
 _HEAD = """\
 # Quality
 
 What a method keeps of what exchanging is worth: (none - method) / (none - all-reduce), in held-out
-loss at equal tokens. Every method has its own learning rate, found by the same line search on the
-first seed (factors of two, until the best lies between two others), a warm-up over a tenth of the
-steps, a cosine schedule, and gradients clipped to norm 1. Each rank has another part of the text,
-or other classes (a Dirichlet split). "±" is half the distance between seeds; a share is left out
-where exchanging is worth less than thrice its own uncertainty. A learning rate with a † was the
-largest or smallest tried.
+loss at equal tokens, all three with AdamW, or all three with Muon. Every method has its own
+learning rate, found by the same line search on the first seed (factors of two, until the best lies
+between two others), a warm-up over a tenth of the steps, a cosine schedule unless said otherwise,
+and gradients clipped to norm 1. Each rank has another part of the text, or other classes (a
+Dirichlet split). "±" is half the distance between seeds; a share is left out where exchanging is
+worth less than thrice its own uncertainty. A learning rate with a † was the largest or smallest
+tried.
 
 `python -m benchmarks.quality` makes this page, and runs what has no record in
 `benchmarks/results/quality/`. Methods are written as `comm-hooks compare --hooks` takes them.
@@ -30,18 +31,27 @@ largest or smallest tried.
 def make_page(entries: Sequence[Entry], records: Records) -> str:
     """Return the page in Markdown."""
     parts = [_HEAD, _make_list_of_tasks(entries)]
-    for setting, group in _by_world(entries).items():
-        ranks, tokens = setting
-        parts.append(f"## {ranks} ranks, {tokens:g} tokens per parameter\n")
+    for world, group in _by_world(entries).items():
+        parts.append(f"## {_title(*world)}\n")
         parts.append(_make_table(group, records))
     return "\n".join(parts)
 
 
-def _by_world(entries: Sequence[Entry]) -> dict[tuple[int, float], list[Entry]]:
-    worlds: dict[tuple[int, float], list[Entry]] = {}
+World = tuple[str, int, float]
+"""A schedule, ranks, and tokens per parameter."""
+
+
+def _by_world(entries: Sequence[Entry]) -> dict[World, list[Entry]]:
+    worlds: dict[World, list[Entry]] = {}
     for entry in entries:
-        worlds.setdefault((entry.setting.ranks, entry.setting.tokens), []).append(entry)
-    return dict(sorted(worlds.items()))
+        setting = entry.setting
+        worlds.setdefault((setting.schedule, setting.ranks, setting.tokens), []).append(entry)
+    return dict(sorted(worlds.items(), key=lambda item: (item[0][0] != COSINE, *item[0])))
+
+
+def _title(schedule: str, ranks: int, tokens: float) -> str:
+    title = f"{ranks} ranks, {tokens:g} tokens per parameter"
+    return title if schedule == COSINE else f"{title}, {schedule} learning rate"
 
 
 def _make_list_of_tasks(entries: Sequence[Entry]) -> str:
@@ -77,7 +87,7 @@ Found = dict[tuple[Setting, str], dict[int, Record]]
 
 def share_of(setting: Setting, method: str, found: Found) -> Share | None:
     """Return what a method keeps in a setting; None if that cannot be told."""
-    runs, none, full = (found.get((setting, name), {}) for name in (method, CONTROL, BASELINE))
+    runs, none, full = (found.get((setting, name), {}) for name in (method, *controls(method)))
     return share_kept(runs, none, full)
 
 
@@ -89,7 +99,7 @@ def _cell(setting: Setting, method: str, found: Found) -> str:
     if None in losses:
         return "diverged"
     loss = statistics.mean(loss for loss in losses if loss is not None)
-    share = None if method in (BASELINE, CONTROL) else share_of(setting, method, found)
+    share = None if method in controls(method) else share_of(setting, method, found)
     first = next(iter(runs.values()))
     return f"{loss:.3f}" + (f" (**{share}**)" if share else "") + f" lr {first.wanted.lr:g}"
 
@@ -105,9 +115,9 @@ def write_picture(entries: Sequence[Entry], records: Records, path: Path) -> Pat
     found = {(e.setting, e.method): e.finished(records) for e in entries}
     worlds = _by_world(entries)
     figure, panels = plots.new_figure(columns=len(worlds))
-    methods = [m for m in dict.fromkeys(e.method for e in entries) if m not in (BASELINE, CONTROL)]
+    methods = [m for m in dict.fromkeys(e.method for e in entries) if m not in controls(m)]
     looks = {method: plots.style(index) for index, method in enumerate(methods)}
-    for ((ranks, tokens), group), axes in zip(worlds.items(), panels, strict=True):
+    for (world, group), axes in zip(worlds.items(), panels, strict=True):
         for method in methods:
             settings = [e.setting for e in group if e.method == method]
             points = [(found[s, method], share_of(s, method, found)) for s in settings]
@@ -120,7 +130,7 @@ def write_picture(entries: Sequence[Entry], records: Records, path: Path) -> Pat
         axes.set_xscale("log")
         axes.set_ylim(bottom=-20)
         axes.set_xlabel("bits per parameter and step")
-        axes.set_title(f"{ranks} ranks, {tokens:g} tokens per parameter", fontsize=10)
+        axes.set_title(_title(*world), fontsize=10)
     panels[0].set_ylabel("share kept, %")
     return plots.save(figure, path)
 

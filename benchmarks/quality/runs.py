@@ -44,16 +44,12 @@ class Wanted:
         method: as ``comm-hooks compare --hooks`` takes it.
         lr: the largest learning rate.
         seed: of weights and batches.
-        schedule: of the learning rate after the warm-up.
-        beta1: of Adam's first moment.
     """
 
     setting: Setting
     method: str
     lr: float
     seed: int
-    schedule: str = "cosine"
-    beta1: float = 0.9
 
 
 @dataclass(frozen=True)
@@ -142,7 +138,7 @@ def perform(wanted: Wanted, *, processes: bool = False, threads: int = 1) -> Rec
 
 def _plan(wanted: Wanted) -> Plan:
     steps = wanted.setting.steps
-    factor = warmed_up(SCHEDULES[wanted.schedule], max(1, round(WARM_UP * steps)), steps)
+    factor = warmed_up(SCHEDULES[wanted.setting.schedule], max(1, round(WARM_UP * steps)), steps)
     return Plan(steps, 1, wanted.setting.batch, POINTS, lambda over: factor(round(over * steps)))
 
 
@@ -152,7 +148,7 @@ def _build(wanted: Wanted) -> Build:
         steps=wanted.setting.steps,
         seed=wanted.seed,
         learning_rate=wanted.lr,
-        betas=(wanted.beta1, 0.95),
+        betas=(0.9, 0.95),
         warmup=max(1, round(WARM_UP * wanted.setting.steps)),
     )
     method = parse_method(wanted.method)

@@ -7,6 +7,7 @@ from typing import Any
 
 from comm_hooks.launchers.lab.tasks import Task, build_task
 
+COSINE = "cosine"
 _CONTEXT = 64
 _PATCHES = 49
 
@@ -68,15 +69,18 @@ class Setting:
         ranks: how many there are.
         batch: samples per step and rank.
         tokens: of training, all ranks together, per parameter of the model.
+        schedule: of the learning rate after the warm-up.
     """
 
     task: str
     ranks: int
     batch: int
     tokens: float
+    schedule: str = COSINE
 
     def __str__(self) -> str:
-        return f"{self.task}, {self.ranks} x {self.batch}, {self.tokens:g} tokens/parameter"
+        size = f"{self.task}, {self.ranks} x {self.batch}, {self.tokens:g} tokens/parameter"
+        return size if self.schedule == COSINE else f"{size}, {self.schedule}"
 
     @property
     def steps(self) -> int:

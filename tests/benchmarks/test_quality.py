@@ -140,6 +140,21 @@ def test_the_page_has_the_shares(tmp_path: Path) -> None:
     assert write_picture(entries, records, tmp_path / "share.png").stat().st_size > 1000
 
 
+def test_muon_is_compared_with_muon_and_each_schedule_has_its_own_table() -> None:
+    losses = {"all_reduce": 1.0, "none": 4.0, "all_reduce+muon_adamw": 2.0, "none+muon_adamw": 3.0}
+    losses["low_communication:muon=true"] = 2.2
+    steady = replace(SETTING, schedule="constant")
+    entries = [Entry(s, name, 1e-3, 1, range(1)) for s in (SETTING, steady) for name in losses]
+    records = {}
+    for entry in entries:
+        loss = losses[entry.method]
+        records |= play(entry, lambda lr, seed, loss=loss: loss)  # type: ignore[misc]
+    page = make_page(entries, records)
+    assert page.count("(**80 %**)") == page.count("**") // 2 == 2
+    assert page.index("parameter\n") < page.index("parameter, constant learning rate\n")
+    assert [cell.kept for cell in make_cells(entries, records)] == [{"python": 0.8}]
+
+
 def test_records_survive_the_file(tiny: Setting, tmp_path: Path) -> None:
     done = perform(Wanted(tiny, "all_reduce", 3e-3, 0))
     path = tmp_path / "records.jsonl"
@@ -158,9 +173,10 @@ def test_processes_train_what_simulated_ranks_train(method: str) -> None:
     assert (method == "none") == (real.bits == 0)
 
 
-def test_methods_are_clipped_and_follow_the_schedule(tiny: Setting) -> None:
+def test_methods_follow_the_schedule(tiny: Setting) -> None:
     wanted = Wanted(tiny, "all_reduce", 3e-3, 0)
-    assert perform(wanted).loss != perform(replace(wanted, schedule="constant")).loss
+    steady = replace(wanted, setting=replace(tiny, schedule="constant"))
+    assert perform(wanted).loss != perform(steady).loss
 
 
 def test_the_command_runs_what_is_missing(tiny: Setting, tmp_path: Path) -> None:
@@ -209,6 +225,7 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
         (["--tasks", "pyhton"], "did you mean 'python'"),
         (["--ranks", "4,x"], "--ranks"),
         (["--batches", "0"], "--batches"),
+        (["--schedule", "cosin"], "did you mean 'cosine'"),
         (["--method", "topk"], "LR@METHOD"),
         (["--method", "1e-3@topkk"], "did you mean 'topk'"),
     ],
