@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import Group, States, Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.moments import along_, count_step, normalized_average_, values
+from comm_hooks.optim.moments import along_, average_, count_step, normalized_average_, values
 
 
 class LocalVarianceAdam(ExchangingOptimizer):
@@ -25,11 +25,14 @@ class LocalVarianceAdam(ExchangingOptimizer):
     1. v_i = beta2 v_i + (1 - beta2) g_i^2,  v-hat_i = v_i / (1 - beta2^t);
     2. u_i = g_i / (sqrt(v-hat_i) + eps),  n_i = beta1 n + (1 - beta1) u_i, n being the same on all
        ranks;
-    3. n = the exchange's mean of n_i, error feedback included;
-    4. theta = theta - lr (n / (1 - beta1^t) + weight_decay theta).
+    3. n = the exchange's mean of n_i, error feedback included;  n-hat = n / (1 - beta1^t);
+    4. q = beta2 q + (1 - beta2) mean(n-hat^2), over all elements of all parameters,
+       q-hat = q / (1 - beta2^t), and with c = (1 - beta1) / (1 + beta1)
+       s^2 = (N - c) / (1 - c + (N - 1) q-hat), cut to [1, N];
+    5. theta = theta - lr (s n-hat + weight_decay theta).
 
-    From step 2 on everything is linear and in units of the learning rate.  With a residual e_i and
-    no compression beyond it, summing over t gives
+    From step 2 on n is linear and in units of the learning rate.  With a residual e_i and no
+    compression beyond it, summing over t gives
 
         sum of n  =  mean_i (sum of u_i)  -  (mean_i e_i + beta1 n) / (1 - beta1):
 
@@ -38,11 +41,19 @@ class LocalVarianceAdam(ExchangingOptimizer):
     (:class:`~comm_hooks.Sign`) profit as well: normalized momenta are of one magnitude, which is
     all that a block's scale can express.
 
+    Step 4 gives steps the length of those that Adam takes on the mean gradient.  With a share r of
+    signal in the square of a gradient and noise of its own on each of N ranks, Adam divides by
+    sqrt(r + (1 - r) / N) of what one rank divides by: by 1 as long as gradients agree, and by up to
+    sqrt(N) less as they become noise, which is when a schedule ends.  Here q-hat tells r, since the
+    mean square of n-hat is r + (1 - r) c / N, and s = 1 / sqrt(r + (1 - r) / N).  One number for
+    all: a parameter's own r would do away with the differences between parameters.
+
     The momentum has to be the shared one of step 2.  Compressing u_i and letting the server average
     over time fails, although it is as linear: the largest of accumulated u_i are noise.
 
-    Without compression this is not AdamW to the letter: ranks normalize by their own noise, and the
-    momentum is of normalized gradients (as in LaProp, Ziyin et al., 2020).
+    Without compression this is not AdamW to the letter: each element is divided by what is usual on
+    its rank, and the momentum is of normalized gradients (as in LaProp, Ziyin et al., 2020).  Take
+    AdamW's learning rate.
 
     Args:
         params, lr, eps, weight_decay: see
@@ -52,8 +63,11 @@ class LocalVarianceAdam(ExchangingOptimizer):
             top-k (``benchmarks/results/tried.md``).
         exchange: how momenta are averaged; with error feedback if its compressor is biased.
 
-    State per parameter: ``exp_avg`` (n), the same on all ranks, and ``exp_avg_sq`` (v_i), **this
-    rank's own**: save the optimizer's state on every rank, as the exchange's.
+    State per parameter: ``exp_avg`` (n) and ``norm_sq`` (its part of q, float32 without a
+    dimension), the same on all ranks, and ``exp_avg_sq`` (v_i), **this rank's own**: save the
+    optimizer's state on every rank, as the exchange's.
+
+    Cost: a step's length takes two more passes over n than a step of AdamW, and waits for nothing.
 
     Memory: v_i has a second buffer of 4 bytes per parameter to compute the next one in; n is
     computed in the workspace of the exchange.
@@ -101,8 +115,26 @@ class LocalVarianceAdam(ExchangingOptimizer):
         for state, v in zip(states, variances, strict=True):
             state["exp_avg_sq"] = v
         count_step(states)
-        for own, group in self._groups():
+        lengths = self._lengths(states, t)
+        for (own, group), length in zip(self._groups(), lengths, strict=True):
+            torch._foreach_mul_(momenta[own], length)
             along_(group["params"], momenta[own], group, 1 - group["betas"][0] ** t)
+
+    def _lengths(self, states: States, t: int) -> Tensors:
+        """Return s for each group: float32 without a dimension, on the device."""
+        total: Tensors = []
+        for own, group in self._groups():
+            beta1, beta2 = group["betas"]
+            momenta = values(states[own], "exp_avg")
+            for state, momentum in zip(states[own], momenta, strict=True):
+                if "norm_sq" not in state:
+                    state["norm_sq"] = momentum.new_zeros(())
+            average_(values(states[own], "norm_sq"), norms_sq(momenta, 1 - beta1**t), beta2)
+            norm_sq = torch.stack(values(states[own], "norm_sq")).double()
+            total.append(norm_sq.sum() / (1 - beta2**t))
+        mean_sq = torch.stack(total).sum() / sum(p.numel() for p in self._parameters())
+        ranks = self.exchange.transport.world_size
+        return [lengthening(mean_sq, ranks, g["betas"][0]).float() for g in self.param_groups]
 
     def _next_variances(self, states: States) -> Tensors:
         """Return copies of v, contiguous as n is in the workspace, to compute in."""
@@ -116,27 +148,74 @@ class LocalVarianceAdam(ExchangingOptimizer):
         return self._spare
 
 
+def norms_sq(momenta: Tensors, correction: float) -> Tensors:
+    """Return the squared norm of each momentum / correction: float32 without a dimension.
+
+    Sums come in another order with other numbers of threads and on other devices.  In float64, and
+    then rounded to 8 bits, all ranks have the same ones.
+    """
+    norms = torch.stack(torch._foreach_norm(momenta, 2, dtype=torch.float64)) / correction
+    return list(norms.square().to(torch.bfloat16).float().unbind())
+
+
+def lengthening(mean_sq: torch.Tensor, ranks: int, beta1: float) -> torch.Tensor:
+    """Return how much longer steps along a mean of normalized momenta are to be.
+
+    Args:
+        mean_sq: of the momentum's elements, of any shape.
+        ranks: that normalized, each by what is usual for it.
+        beta1: of the momentum.
+
+    Returns:
+        sqrt((N - c) / (1 - c + (N - 1) mean_sq)), within 1 and sqrt(N).
+
+    Example::
+
+        >>> lengthening(torch.tensor([1.0, 1 / 36]), ranks=4, beta1=0.8)
+        tensor([1., 2.])
+    """
+    if ranks == 1:
+        return torch.ones_like(mean_sq)
+    c = (1 - beta1) / (1 + beta1)
+    # All signal is 1, all noise is c / N.
+    power = 1 - c + (ranks - 1) * mean_sq.clamp(c / ranks, 1)
+    return ((ranks - c) / power).sqrt()
+
+
 def plain_step(
-    parameter: torch.Tensor,
-    state: dict[str, torch.Tensor],
-    gradient: torch.Tensor,
-    mean: Callable[[torch.Tensor], torch.Tensor],
+    parameters: Tensors,
+    states: States,
+    gradients: Tensors,
+    mean: Callable[[Tensors], Tensors],
     group: Group,
+    ranks: int,
 ) -> None:
-    """Take the step of :class:`LocalVarianceAdam` on one parameter, as the class describes it.
+    """Take the step of :class:`LocalVarianceAdam`, as the class describes it.
 
     The reference that its fused step is tested against.
 
     Args:
-        parameter: float32, updated in place.
-        state: ``step``, ``exp_avg`` and ``exp_avg_sq``, replaced.
-        gradient: this rank's.
+        parameters: float32, updated in place.
+        states: ``step``, ``exp_avg``, ``exp_avg_sq`` and ``norm_sq``, replaced.
+        gradients: this rank's.
         mean: the exchange's mean over ranks.
         group: the hyperparameters.
+        ranks: that exchange.
     """
-    lr, (beta1, beta2) = group["lr"], group["betas"]
-    t = state["step"] = state["step"] + 1
-    v = state["exp_avg_sq"] = beta2 * state["exp_avg_sq"] + (1 - beta2) * gradient**2
-    u = gradient / ((v / (1 - beta2**t)).sqrt() + group["eps"])
-    n = state["exp_avg"] = mean(beta1 * state["exp_avg"] + (1 - beta1) * u)
-    parameter.sub_(lr * (n / (1 - beta1**t) + group["weight_decay"] * parameter))
+    lr, eps, (beta1, beta2) = group["lr"], group["eps"], group["betas"]
+    own = []
+    for state, gradient in zip(states, gradients, strict=True):
+        t = state["step"] = state["step"] + 1
+        v = state["exp_avg_sq"] = beta2 * state["exp_avg_sq"] + (1 - beta2) * gradient**2
+        u = gradient / ((v / (1 - beta2**t)).sqrt() + eps)
+        own.append(beta1 * state["exp_avg"] + (1 - beta1) * u)
+    norm_sq, numel = torch.zeros(()), 0
+    for state, n in zip(states, mean(own), strict=True):
+        state["exp_avg"] = n
+        new = (n / (1 - beta1 ** state["step"])).square().sum()
+        state["norm_sq"] = beta2 * state["norm_sq"] + (1 - beta2) * new
+        norm_sq, numel = norm_sq + state["norm_sq"], numel + n.numel()
+    for parameter, state in zip(parameters, states, strict=True):
+        s = lengthening(norm_sq / numel / (1 - beta2 ** state["step"]), ranks, beta1)
+        n_hat = state["exp_avg"] / (1 - beta1 ** state["step"])
+        parameter.sub_(lr * (s * n_hat + group["weight_decay"] * parameter))

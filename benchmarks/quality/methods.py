@@ -12,7 +12,7 @@ METHODS: Mapping[str, float] = {
     "low_communication:bits=0.12": 8e-3,
     "low_communication:bits=0.0073": 8e-3,
     "local_adamw:fragments=8": 4e-3,
-    "sign+local_variance_adam": 8e-3,
+    "sign+local_variance_adam": 4e-3,
     "identity:bits=16": 4e-3,
     "all_reduce+laprop": 8e-3,
     "all_reduce+muon_adamw": 4e-3,
