@@ -99,7 +99,8 @@ def low_communication(
     * the fragments of the model, exchanged one after the other: K, or one if the model is so small
       that headers are most of what it sends.
 
-    Each rank works 0.3 of its residual ahead of what all share (``look_ahead``).
+    Each rank works 0.3 of its residual ahead of what all share (``look_ahead``).  Weight decay is
+    the same on all ranks and not sent (``shared_decay``).
 
     Memory: beside the moments 12 bytes per parameter, for the shared model, the residual, and where
     this rank began.
@@ -170,6 +171,7 @@ def low_communication(
         local_steps=plan.local_steps,
         fragments=plan.fragments,
         look_ahead=_AHEAD,
+        shared_decay=True,
     )
 
 

@@ -3,13 +3,16 @@
 import heapq
 from collections.abc import Sequence
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Optimizer, RMSprop
 
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import parameters_of
 from comm_hooks.optim.rounds.participation import ClientSampling
 from comm_hooks.optim.rounds.shared_moments import SharesStatistics
 from comm_hooks.requirements import require_kind, require_positive, require_whole
+
+_COUPLED = (SGD, RMSprop, Adagrad)
+"""Optimizers that add weights to the gradient, and do not tell."""
 
 
 def check_rounds(
@@ -68,6 +71,25 @@ def check_rounds(
         raise ValueError(
             f"{name}: {len(parameters)} parameters cannot be dealt into {fragments} fragments"
         )
+
+
+def check_shared_decay(
+    owner: object, inner: Optimizer, participation: ClientSampling | None
+) -> None:
+    """Raise ``ValueError`` where decay cannot be taken at the model that ranks share."""
+    name = type(owner).__name__
+    if participation is not None:
+        raise ValueError(
+            f"{name}: shared_decay cannot go with participation: clients may take different "
+            "numbers of steps"
+        )
+    for group in inner.param_groups:
+        coupled = isinstance(inner, _COUPLED) or group.get("decoupled_weight_decay") is False
+        if "weight_decay" not in group or coupled:
+            raise ValueError(
+                f"{name}: shared_decay needs an inner optimizer whose weight_decay is decoupled, "
+                f"such as AdamW, not {type(inner).__name__}"
+            )
 
 
 def cut(sizes: Sequence[int], count: int) -> list[list[int]]:

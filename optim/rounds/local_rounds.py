@@ -18,7 +18,7 @@ from comm_hooks.optim.double_averaging import (
     refuse_double_averaging,
 )
 from comm_hooks.optim.observed import observed
-from comm_hooks.optim.rounds.checks import check_rounds, cut
+from comm_hooks.optim.rounds.checks import check_rounds, check_shared_decay, cut
 from comm_hooks.optim.rounds.participation import (
     Aggregate,
     ClientSampling,
@@ -28,7 +28,7 @@ from comm_hooks.optim.rounds.participation import (
 )
 from comm_hooks.optim.rounds.saving import SavedRounds
 from comm_hooks.optim.rounds.shared_moments import SharesStatistics
-from comm_hooks.requirements import require_choice, require_within
+from comm_hooks.requirements import require_choice, require_flag, require_within
 
 # Squares of what is above 2^64 overflow in float32: this leaves room for sums of 2^13 clients.
 _LARGEST = 2.0**50
@@ -90,6 +90,11 @@ class LocalRounds(SavedRounds):
             much arrives. With a server that multiplies D by eta, look_ahead = eta / N takes each
             rank to where the server's model will be once this rank's residual has arrived.
             (Step-Ahead Error Feedback, Xu, Huo and Huang, AAAI 2021, takes off all of it.)
+        shared_decay: leave the weight decay of the local steps out of delta_i, and take it at x:
+            before an exchange x shrinks by the product of 1 - lr weight_decay over the steps since
+            the last one, the same on all ranks, and delta_i is the distance from there.  As a part
+            of delta_i, small and in all elements, a sparse compressor sends it late or, where
+            residuals fade, not at all.  For decoupled decay, as in AdamW.
 
     State: one copy of the parameters (x) beside the inner and the server's state, with
     ``look_ahead`` two; with ``participation`` a residual, and unless reset an inner state, for
@@ -143,6 +148,7 @@ class LocalRounds(SavedRounds):
         participation: ClientSampling | None = None,
         client_state: str = "keep",
         look_ahead: float = 0.0,
+        shared_decay: bool = False,
     ) -> None:
         check_rounds(self, inner, exchange, server, local_steps, fragments, participation)
         require_choice(self, "client_state", client_state, ("keep", "reset"))
@@ -157,6 +163,9 @@ class LocalRounds(SavedRounds):
                 f"{type(self).__name__}: look_ahead is a share of the residual, and the exchange "
                 "has none: give it ErrorFeedback()"
             )
+        require_flag(self, "shared_decay", shared_decay)
+        if shared_decay:
+            check_shared_decay(self, inner, participation)
         server = SGD(parameters_of(inner.param_groups), lr=1.0) if server is None else server
         keep_inner = client_state == "keep"
         super().__init__(inner, exchange, server, fragments=fragments, keep_inner=keep_inner)
@@ -165,6 +174,7 @@ class LocalRounds(SavedRounds):
         self.participation = participation
         self.client_state = client_state
         self.look_ahead = look_ahead
+        self.shared_decay = shared_decay
         self._fragments = cut([p.numel() for p in self._parameters], fragments)
         exchange.agree_on(
             {
@@ -176,6 +186,7 @@ class LocalRounds(SavedRounds):
                 "participation": repr(participation),
                 "client_state": client_state,
                 "look_ahead": look_ahead,
+                "shared_decay": shared_decay,
             }
         )
         exchange.owner = self
@@ -222,28 +233,26 @@ class LocalRounds(SavedRounds):
             torch._foreach_div_(gradients, grad_scale)
         if found_inf is None or not found_inf:
             self.inner.step()
+        if self.shared_decay:
+            progress.decayed([1 - g["lr"] * g["weight_decay"] for g in self.param_groups])
         progress.steps += 1
         ranks = transport.world_size
         progress.bytes_uncompressed += 2 * (ranks - 1) * self._nbytes // ranks
         if self.participation is None:
             assert self.local_steps
             count = len(self._fragments)
-            for index, fragment in enumerate(self._fragments):
+            for index in range(count):
                 if progress.steps % self.local_steps == index * self.local_steps // count:
-                    self._exchange_own(fragment)
+                    self._exchange_own([index])
                     progress.exchanged_at[index] = progress.steps
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """Exchange now what has not been, so that replicas agree; all ranks must call it."""
-        outstanding = [
-            place
-            for fragment, step in zip(self._fragments, self._progress.exchanged_at, strict=True)
-            for place in fragment
-            if step != self.steps
-        ]
+        exchanged_at = self._progress.exchanged_at
+        outstanding = [i for i, step in enumerate(exchanged_at) if step != self.steps]
         if self.participation is None and outstanding:
-            self._exchange_own(sorted(outstanding))
+            self._exchange_own(outstanding)
             self._progress.exchanged_at = [self.steps] * len(self._fragments)
         if self.look_ahead:  # nothing has been done since, so nothing is undone
             self._model.restore()
@@ -313,8 +322,11 @@ class LocalRounds(SavedRounds):
             collection.add(turn, contribution, memory)
         self._conclude(everything, collection.finish())
 
-    def _exchange_own(self, fragment: Sequence[int]) -> None:
-        """Exchange this rank's progress on a fragment and let the server take its step there."""
+    def _exchange_own(self, due: Sequence[int]) -> None:
+        """Exchange this rank's progress on fragments and let the server take its step there."""
+        fragment = sorted(place for index in due for place in self._fragments[index])
+        if self.shared_decay:
+            self._decay_shared(due)
         contribution = self._contribution(self.exchange.transport.rank, fragment)
         if contribution is None:
             # What spoiled this fragment has reached the others or soon will.
@@ -324,6 +336,14 @@ class LocalRounds(SavedRounds):
         ranks = range(self.exchange.transport.world_size)
         collection.add(ranks, contribution, self.exchange.memory)
         self._conclude(fragment, collection.finish())
+
+    def _decay_shared(self, due: Sequence[int]) -> None:
+        """Take the decay of the local steps since the last exchange of fragments at x."""
+        groups = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
+        for index in due:
+            places, factors = self._fragments[index], self._progress.decay[index]
+            self._model.shrink(places, [factors[groups[place]] for place in places])
+            factors[:] = [1.0] * len(factors)
 
     def _contribution(self, client: int, fragment: Sequence[int]) -> Contribution | None:
         """Return what a client has done since the last exchange; None if it is not finite.

@@ -24,6 +24,7 @@ class Progress:
 
     Args:
         exchanged_at: for each fragment the step after which it was exchanged last.
+        decay: for each fragment and parameter group the factor by which weights have decayed since.
 
     Attributes:
         steps: local steps.
@@ -36,12 +37,18 @@ class Progress:
     """
 
     exchanged_at: list[int]
+    decay: list[list[float]]
     steps: int = 0
     round_index: int = 0
     bytes_uncompressed: int = 0
     averaging_ruled_out: bool = False
     averaging: dict[str, Any] | None = None
     loaded_from: int | None = None
+
+    def decayed(self, factors: Sequence[float]) -> None:
+        """Note by which factor a local step shrinks the parameters of each group."""
+        for decay in self.decay:
+            decay[:] = [product * factor for product, factor in zip(decay, factors, strict=True)]
 
 
 class SavedRounds(WrappingOptimizer):
@@ -69,7 +76,10 @@ class SavedRounds(WrappingOptimizer):
         self.server = server
         self._parameters = parameters_of(inner.param_groups)
         self._names = names_of(inner.param_groups)
-        self._progress = Progress(exchanged_at=[0] * fragments)
+        self._progress = Progress(
+            exchanged_at=[0] * fragments,
+            decay=[[1.0] * len(inner.param_groups) for _ in range(fragments)],
+        )
         self._model = ServerModel(self._parameters, server)
         self._clients = ClientStates(inner, exchange.memory, keep_inner=keep_inner)
 
@@ -136,6 +146,7 @@ class SavedRounds(WrappingOptimizer):
                         "inner": sealed(inner)[SEAL],
                         "steps": self.steps,
                         "exchanged_at": list(self._progress.exchanged_at),
+                        "decay": copy.deepcopy(self._progress.decay),
                         "own": own,
                         "starts": starts,
                         "clients": self._clients.state_dict(),
@@ -187,6 +198,7 @@ class SavedRounds(WrappingOptimizer):
         progress.steps = private["steps"]
         progress.round_index = released["round_index"]
         progress.exchanged_at = list(private["exchanged_at"])
+        progress.decay = copy.deepcopy(private["decay"])
         progress.loaded_from = loaded_from
 
     def _tell_what_was_loaded(self) -> None:

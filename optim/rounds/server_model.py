@@ -52,6 +52,11 @@ class ServerModel:
         starts = self.starts
         return list(torch._foreach_sub([starts[i] for i in places], self._live(places)))
 
+    def shrink(self, places: Sequence[int], factors: Sequence[float]) -> None:
+        """Multiply the shared values, and where the live parameters began, by factors."""
+        for values in [self.values] if self._starts is None else [self.values, self.starts]:
+            torch._foreach_mul_([values[i] for i in places], list(factors))
+
     def restore(self, places: Sequence[int] | None = None) -> None:
         """Put the shared values in place of the live ones, everywhere by default."""
         shared = self.values
