@@ -26,6 +26,7 @@ from comm_hooks.optim.rounds import (
     FedAvg,
     FedLAMB,
     LocalRounds,
+    MuLoCo,
     Participation,
     SparseLoCo,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "LocalVarianceAdam",
     "Marina",
     "MicroAdam",
+    "MuLoCo",
     "MuonAdamW",
     "OneBitAdam",
     "Participation",

@@ -14,6 +14,9 @@ METHODS: Mapping[str, float] = {
     "local_adamw:fragments=8": 4e-3,
     "sign+local_variance_adam": 4e-3,
     "identity:bits=16": 4e-3,
+    "diloco:local_steps=30": 4e-3,
+    "sparse_loco:density=1/64:local_steps=30": 4e-3,
+    "mu_lo_co:local_steps=30": 4e-3,
     "all_reduce+laprop": 8e-3,
     "all_reduce+muon_adamw": 4e-3,
     "none+muon_adamw": 4e-3,
@@ -29,4 +32,4 @@ def controls(method: str) -> tuple[str, str]:
 
     With AdamW, whatever else a method does locally; for what takes its steps with Muon, with Muon.
     """
-    return _MUON if "muon" in method else (CONTROL, BASELINE)
+    return _MUON if "muon" in method or "mu_lo_co" in method else (CONTROL, BASELINE)

@@ -14,7 +14,7 @@ _PATCHES = 49
 
 @dataclass(frozen=True)
 class Preset:
-    """A task with a model of about 0.6 million parameters, skewed shards, and its unit of data.
+    """A task with a model, skewed shards, and its unit of data.
 
     Args:
         title: what it is, for readers.
@@ -32,6 +32,7 @@ class Preset:
 
 
 _GPT = {"layers": 3, "width": 128, "heads": 4, "context": _CONTEXT, "eval_windows": 256}
+_SMALL_GPT = {**_GPT, "width": 64}
 _LSTM = {"model": "lstm", "layers": 1, "width": 256, "context": _CONTEXT, "eval_windows": 256}
 _IMAGES = {"partition": "dirichlet", "concentration": 0.3, "judged": 2000}
 
@@ -56,8 +57,32 @@ PRESETS: Mapping[str, Preset] = {
         128,
         4_831_232,
     ),
+    "python_small": Preset(
+        "Python source, small GPT", "gpt_text", {"text": "python", **_SMALL_GPT}, _CONTEXT, 169_792
+    ),
+    "c_small": Preset(
+        "C headers, small GPT", "gpt_text", {"text": "c", **_SMALL_GPT}, _CONTEXT, 169_792
+    ),
+    "prose_small": Preset(
+        "English prose, small LSTM",
+        "gpt_text",
+        {"text": "prose", **_LSTM, "width": 128},
+        _CONTEXT,
+        165_120,
+    ),
+    "images_small": Preset(
+        "Fashion-MNIST, small ViT",
+        "fashion_mnist",
+        {"model": "vit", "width": 64, **_IMAGES},
+        _PATCHES,
+        154_954,
+    ),
 }
-"""By name.  Each rank has another part of the text, or a Dirichlet split of the classes."""
+"""By name.  Each rank has another part of the text, or a Dirichlet split of the classes.
+
+Models have about 0.6 million parameters, small ones 0.16: 20 tokens for each are then a matter of
+minutes, not of an hour.
+"""
 
 
 @dataclass(frozen=True, order=True)

@@ -40,6 +40,7 @@ from comm_hooks.optim import (
     LocalVarianceAdam,
     Marina,
     MicroAdam,
+    MuLoCo,
     MuonAdamW,
     OneBitAdam,
     SparseLoCo,
@@ -229,7 +230,7 @@ def _published(
     collective = block.pop("collective", None)
     needs = {"collective": collective} if collective else {}
     needs |= {f"memory_{key}": memory[key] for key in ("bits", "decay") if key in memory}
-    if memory["type"] != "error_feedback":  # which compressors get that need it
+    if memory != {"type": "error_feedback"}:  # which compressors get that need it
         needs["memory"] = memory["type"]
     # A compressor's own defaults go without saying.
     usual = build_compressor(crossing)
@@ -355,6 +356,12 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
         DiLoCo,
         _adaptive(DiLoCo, local_steps=30),
         {**_ROUNDS, "outer_lr": float, "outer_momentum": float, "fragments": int},
+    ),
+    "mu_lo_co": _published(
+        MuLoCo,
+        _adaptive(MuLoCo, local_steps=30),
+        {**_ROUNDS, "momentum": float, "outer_lr": float, "outer_momentum": float},
+        exempt_bits=16,
     ),
     "sparse_loco": _published(
         SparseLoCo,

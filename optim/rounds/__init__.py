@@ -1,6 +1,14 @@
 """Rounds of local work, and the algorithms that are made of them."""
 
-from comm_hooks.optim.rounds.algorithms import SAFL, DiLoCo, FedAMS, FedAvg, FedLAMB, SparseLoCo
+from comm_hooks.optim.rounds.algorithms import (
+    SAFL,
+    DiLoCo,
+    FedAMS,
+    FedAvg,
+    FedLAMB,
+    MuLoCo,
+    SparseLoCo,
+)
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import Participation
 
@@ -10,6 +18,7 @@ __all__ = [
     "FedAvg",
     "FedLAMB",
     "LocalRounds",
+    "MuLoCo",
     "Participation",
     "SAFL",
     "SparseLoCo",

@@ -6,10 +6,11 @@ All arguments and limits that they do not describe are those of
 ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.optimizer import ParamsT
 
@@ -18,6 +19,7 @@ from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.optim.adam import Adam, AMSGrad
 from comm_hooks.optim.base import block
 from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import ClientSampling
 from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad, LocalLAMB, check_clients
@@ -123,9 +125,80 @@ class DiLoCo(LocalRounds):
         super().__init__(
             AdamW(members, **settings),
             exchange,
-            SGD(members, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0),
+            _nesterov(members, outer_lr, outer_momentum),
             local_steps=local_steps,
             fragments=fragments,
+        )
+
+
+def _nesterov(members: Any, lr: float, momentum: float) -> SGD:
+    return SGD(members, lr=lr, momentum=momentum, nesterov=momentum > 0)
+
+
+class MuLoCo(LocalRounds):
+    """Local Muon, outer Nesterov momentum, and deltas in two bits with a residual that decays.
+
+    MuLoCo (Therien et al., arXiv 2505.23725, 2025).  Every H = 30 steps, per rank:
+
+    1. e = decay e + delta;
+    2. send Q(e), in two bits;
+    3. e = e - Q(e);
+    4. with D the mean of what was sent, u = mu u + D and x = x - outer_lr (D + mu u).
+
+    That is :class:`DiLoCo` with :class:`~comm_hooks.optim.MuonAdamW` inside and the exchange
+    ``Exchange(TopK(density=1.0, value_bits=2), ErrorFeedback(decay=0.9))``: a sign and one bit
+    of magnitude for every element.
+
+    Differences to the published code: Muon's steps have the size of AdamW's, so that both share a
+    learning rate; the two bits are those of :class:`~comm_hooks.TopK`.
+
+    Args:
+        exchange: any.
+        lr, betas, eps, momentum, weight_decay: of the inner :class:`~comm_hooks.optim.MuonAdamW`.
+        outer_lr, outer_momentum: the server's.
+
+    Raises:
+        ValueError: also if there is no hidden matrix, or nothing else.
+
+    Example::
+
+        >>> from comm_hooks import ErrorFeedback, Exchange, TopK
+        >>> from comm_hooks.optim import MuLoCo
+        >>> exchange = Exchange(TopK(density=1.0, value_bits=2), ErrorFeedback(decay=0.9))
+        >>> rounds = MuLoCo(model.named_parameters(), exchange, lr=1e-3, local_steps=30)
+    """
+
+    published = block(
+        compressor="topk",
+        density=1.0,
+        value_bits=2,
+        memory={"type": "error_feedback", "decay": 0.9},
+    )
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        exchange: Exchange,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        local_steps: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.6,
+    ) -> None:
+        settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        settings["momentum"] = momentum
+        check_hyperparameters(self, **settings, outer_lr=outer_lr)
+        require_within(self, "outer_momentum", outer_momentum, "[0, 1)")
+        members = list(named_parameters)  # iterated over twice
+        super().__init__(
+            MuonAdamW(members, **settings),
+            exchange,
+            _nesterov(members, outer_lr, outer_momentum),
+            local_steps=local_steps,
         )
 
 

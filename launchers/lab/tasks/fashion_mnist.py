@@ -1,5 +1,6 @@
 """Fashion-MNIST (Xiao, Rasul & Vollgraf, 2017) from its published files."""
 
+import functools
 import gzip
 import math
 import struct
@@ -37,6 +38,7 @@ def fashion_mnist(
     concentration: float = 0.3,
     label_smoothing: float = 0.0,
     model: str = "vit",
+    width: int | None = None,
     judged: int = 10_000,
 ) -> Task:
     """Return the task: 60,000 grey images of 28x28 pixels to train on, 10,000 held out.
@@ -53,6 +55,7 @@ def fashion_mnist(
         model: ``"vit"``, a :class:`VisionTransformer` over 49 patches (0.60 M parameters), or
             ``"resnet"``
             (:func:`~comm_hooks.launchers.lab.tasks.resnet.resnet7`, 0.45 M).
+        width: of the model's hidden states, a multiple of 4; by default 128, or 64 of a ResNet.
         judged: the first so many of the held-out images, if there are so many.
 
     Raises:
@@ -61,6 +64,8 @@ def fashion_mnist(
     """
     if model not in MODELS:
         raise ValueError(unknown("model of fashion_mnist", model, MODELS))
+    if width is not None and (width < 4 or width % 4):
+        raise ValueError(f"fashion_mnist: width must be a multiple of 4, got {width!r}")
     if judged < 1:
         raise ValueError(f"fashion_mnist: judged must be at least 1, got {judged!r}")
     folder = DEBIAN if data_dir is None else data_dir
@@ -77,24 +82,24 @@ def fashion_mnist(
     judged = min(judged, len(held_out_images))
     return Task(
         name="fashion_mnist",
-        make_model=MODELS[model],
+        make_model=MODELS[model] if width is None else functools.partial(MODELS[model], width),
         clients=[Shard(images, labels, indices, _standardized) for indices in parts],
         held_out=Shard(held_out_images, held_out_labels, torch.arange(judged), _standardized),
         label_smoothing=label_smoothing,
     )
 
 
-def _vit() -> nn.Module:
+def _vit(width: int = 128) -> nn.Module:
     return VisionTransformer(
-        channels=1, side=SIDE, patch=4, layers=3, width=128, heads=4, classes=CLASSES
+        channels=1, side=SIDE, patch=4, layers=3, width=width, heads=4, classes=CLASSES
     )
 
 
-def _resnet() -> nn.Module:
-    return resnet7(channels=1, classes=CLASSES, width=64)
+def _resnet(width: int = 64) -> nn.Module:
+    return resnet7(channels=1, classes=CLASSES, width=width)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"vit": _vit, "resnet": _resnet}
+MODELS: dict[str, Callable[..., nn.Module]] = {"vit": _vit, "resnet": _resnet}
 
 
 def _standardized(images: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""SAFL, FedAvg, Fed-AMS, FED-LAMB, DiLoCo and SparseLoCo against NumPy references."""
+"""SAFL, FedAvg, Fed-AMS, FED-LAMB, DiLoCo, MuLoCo and SparseLoCo against NumPy references."""
 
 import copy
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from comm_hooks import (
     SRHT,
@@ -27,6 +28,7 @@ from comm_hooks.optim.rounds import (
     FedAvg,
     FedLAMB,
     LocalRounds,
+    MuLoCo,
     Participation,
     SparseLoCo,
 )
@@ -331,6 +333,38 @@ def test_diloco(ranks_of: RanksOf) -> None:
         return x - 0.7 * (delta + 0.9 * momentum[name])
 
     check(replicas, average_rounds(2, inner.local, combine))
+
+
+class Muon(AdamW):
+    """PyTorch's Muon for the matrix, whose iteration is in bfloat16, and AdamW for the rest."""
+
+    def __init__(self, clients: int) -> None:
+        super().__init__(clients)
+        self.matrices = [nn.Parameter(torch.zeros(SHAPES["weight"])) for _ in range(clients)]
+        options = {"lr": 0.02, "weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw"}
+        self.muons = [torch.optim.Muon([m], **options) for m in self.matrices]  # type: ignore[arg-type]
+
+    def local(self, client: int, name: str, step: int, x: np.ndarray) -> np.ndarray:
+        if name != "weight":
+            return super().local(client, name, step, x)
+        matrix = self.matrices[client]
+        matrix.data = torch.from_numpy(x).float()
+        matrix.grad = torch.from_numpy(gradient(name, step, client, x)).float()
+        self.muons[client].step()
+        return matrix.detach().double().numpy()
+
+
+def test_mu_lo_co(ranks_of: RanksOf) -> None:
+    replicas = ranks_of(2).run(train, MuLoCo, {"compressor": Identity()}, ADAMW)
+    inner = Muon(2)
+    momentum = {n: np.zeros(s) for n, s in SHAPES.items()}
+
+    def combine(name: str, x: np.ndarray, models: list[np.ndarray]) -> np.ndarray:
+        delta = x - np.mean(models, axis=0)
+        momentum[name] = 0.6 * momentum[name] + delta
+        return x - 0.7 * (delta + 0.6 * momentum[name])
+
+    check(replicas, average_rounds(2, inner.local, combine), atol=1e-3)
 
 
 def test_sparse_loco(ranks_of: RanksOf) -> None:

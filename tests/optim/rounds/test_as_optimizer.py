@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from comm_hooks import ErrorFeedback, Exchange, Identity, TopK
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
-from comm_hooks.optim import SAFL, DiLoCo, FedAMS, FedAvg, FedLAMB, LocalRounds, SparseLoCo
+from comm_hooks.optim import SAFL, DiLoCo, FedAMS, FedAvg, FedLAMB, LocalRounds, MuLoCo, SparseLoCo
 from tests.optim.rounds.problem import Arrays, make_parameters, set_gradients, values
 from tests.optim.scenarios import RanksOf
 
@@ -38,7 +38,7 @@ def same(first: Arrays, second: Arrays) -> bool:
     return all(np.array_equal(x, second[name]) for name, x in first.items())
 
 
-@pytest.mark.parametrize("kind", [SAFL, FedAvg, FedAMS, FedLAMB, DiLoCo, SparseLoCo])
+@pytest.mark.parametrize("kind", [SAFL, FedAvg, FedAMS, FedLAMB, DiLoCo, MuLoCo, SparseLoCo])
 def test_every_kind_is_an_optimizer(kind: type[LocalRounds]) -> None:
     parameters = make_parameters()
     memory = ErrorFeedback(decay=0.95) if kind is SparseLoCo else None
