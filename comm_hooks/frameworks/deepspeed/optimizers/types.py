@@ -99,6 +99,7 @@ TYPES: Mapping[str, OptimizerType] = {
     "CommHooksAdamW": OptimizerType(torch.optim.AdamW, needs_block=True),
 }
 
+_ROUND_TYPES = ("LocalRounds", "DiLoCo", "MuLoCo", "SparseLoCo", "FedAvg", "FedAMS", "FedLAMB")
 ROUNDS = (
     "it works in rounds of local steps, between which replicas differ, and the engine evaluates "
     "and saves rank 0's: use LocalVarianceAdam, or comm_hooks.optim.{name} without DeepSpeed"
@@ -111,6 +112,6 @@ REFUSED: Mapping[str, str] = {
     "LocalAdamW": ROUNDS.format(name="LocalRounds"),
     **{
         name: ROUNDS.format(name=name)
-        for name in ("LocalRounds", "DiLoCo", "SparseLoCo", "FedAvg", "FedAMS", "FedLAMB")
+        for name in _ROUND_TYPES
     },
 }
