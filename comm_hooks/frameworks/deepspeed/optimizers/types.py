@@ -110,8 +110,5 @@ REFUSED: Mapping[str, str] = {
     "Marina": "it needs the gradients of a minibatch at two points, for which the engine calls "
     "backward() once: use EF21, or comm_hooks.optim.Marina without DeepSpeed",
     "LocalAdamW": ROUNDS.format(name="LocalRounds"),
-    **{
-        name: ROUNDS.format(name=name)
-        for name in _ROUND_TYPES
-    },
+    **{name: ROUNDS.format(name=name) for name in _ROUND_TYPES},
 }
