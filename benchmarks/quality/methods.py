@@ -15,7 +15,7 @@ METHODS: Mapping[str, float] = {
     "sign+local_variance_adam": 4e-3,
     "identity:bits=16": 4e-3,
     "diloco:local_steps=30": 4e-3,
-    "sparse_loco:density=1/64:local_steps=30": 4e-3,
+    "topk:density=1/64+sparse_loco:local_steps=30": 4e-3,
     "mu_lo_co:local_steps=30": 4e-3,
     "all_reduce+laprop": 8e-3,
     "all_reduce+muon_adamw": 4e-3,

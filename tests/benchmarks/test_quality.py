@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 from benchmarks.quality import settings
 from benchmarks.quality.__main__ import RESULTS, app
 from benchmarks.quality.cells import make_cells, to_json
-from benchmarks.quality.methods import METHODS
+from benchmarks.quality.methods import METHODS, controls
 from benchmarks.quality.page import make_page, write_picture
 from benchmarks.quality.runs import Record, Wanted, perform, read_records
 from benchmarks.quality.settings import PRESETS, Preset, Setting
 from benchmarks.quality.shares import share_kept
 from benchmarks.quality.tuning import Entry, by_wanted
 from comm_hooks.launchers.advise.shares import Cell, measured
+from comm_hooks.launchers.lab.methods import parse_method
 from comm_hooks.launchers.lab.plain import rebuild
 from comm_hooks.launchers.lab.simulated import numel
 
@@ -138,6 +139,14 @@ def test_the_page_has_the_shares(tmp_path: Path) -> None:
     assert "| `local_adamw:fragments=8` | 0.1 | 2.100 (**80 ± 0 %**) lr 0.001 |" in page
     assert "| `topk` | 0.1 | diverged |" in page
     assert write_picture(entries, records, tmp_path / "share.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_the_list_names_is_a_method_and_so_are_its_controls(method: str) -> None:
+    for name in (method, *controls(method)):
+        parse_method(name)
+    has_muon = parse_method(method).optimizer in ("muon_adamw", "mu_lo_co") or "muon" in method
+    assert controls(method)[1] == ("all_reduce+muon_adamw" if has_muon else "all_reduce")
 
 
 def test_muon_is_compared_with_muon_and_each_schedule_has_its_own_table() -> None:
