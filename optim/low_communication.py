@@ -40,6 +40,8 @@ _GATHERED = 4  # ranks
 _BACK = 2.0
 """Times the density, that of the means that owners of shards pass on."""
 _SHORTEST, _LONGEST = 2, 128  # local steps
+_SAFE = 16
+"""Local steps up to which it matters little that some elements never have their turn."""
 _MUON_MOMENTUM = 0.9  # half the horizon of the usual 0.95
 
 
@@ -117,7 +119,8 @@ def low_communication(
         lr: the largest learning rate; schedulers work on what is returned.
         betas: of the AdamW that is replaced.
         weight_decay: decoupled.
-        total_steps: of the training, if known: rounds are then short enough for twenty of them.
+        total_steps: of the training, if known: rounds are then short enough for twenty of them,
+            and for every element to have its turn within the training.
         bits_per_parameter: that a rank may send per parameter and step, in the mean.
         inner: ``"adamw"``, or ``"muon"``: Muon for the hidden matrices, whose names tell them from
             embeddings and output layers (:class:`~comm_hooks.optim.MuonAdamW`).
@@ -212,7 +215,7 @@ def plan_rounds(
         ValueError: if nothing meets the budget; says the smallest budget that something does.
     """
     ranks = transport.world_size
-    longest = _LONGEST if total_steps is None else max(_SHORTEST, min(_LONGEST, total_steps // 20))
+    longest = _LONGEST if total_steps is None else _longest(total_steps)
     forms = [
         _Form(shapes, transport, local_steps, fragments, sharded)
         for local_steps in range(_SHORTEST, longest + 1)
@@ -245,6 +248,16 @@ def plan_rounds(
         outer_lr=_OUTER * math.sqrt(ranks) if ranks > 1 else 1.0,
         bits=form.bits(sparse),
     )
+
+
+def _longest(total_steps: int) -> int:
+    """Return the most local steps of a training that is so long.
+
+    There are to be twenty rounds, and every element is to have its turn, which takes K / density
+    steps: where it did not, 25 local steps ended worse than no exchange.
+    """
+    in_turn = int(_DENSITY * total_steps)
+    return max(_SHORTEST, min(_LONGEST, total_steps // 20, max(_SAFE, in_turn)))
 
 
 @dataclass(frozen=True)
