@@ -86,8 +86,8 @@ def _block(method: Method, *, with_name: bool = True) -> dict[str, Any]:
 
 def _built(method: Method) -> Any:
     exchange = build_exchange(method.crossing, method.crossing_options, seed=0)
-    # As many parameters as any number of fragments needs.
-    named = [(str(index), nn.Parameter(torch.ones(1))) for index in range(256)]
+    # As many parameters as any number of fragments needs; vectors and matrices, as Muon wants both.
+    named = [(str(index), nn.Parameter(torch.ones((1,) * (1 + index % 2)))) for index in range(256)]
     return OPTIMIZERS[method.optimizer].build(named, exchange, Settings(), method.optimizer_options)
 
 
