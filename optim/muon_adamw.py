@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from comm_hooks.optim.base import SteppingOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.muon import Muon
 from comm_hooks.requirements import require_callable, require_within
 
 # Embeddings and output layers by the names that libraries give them, between dots and underscores.
@@ -37,9 +38,9 @@ class MuonAdamW(SteppingOptimizer):
     """Muon for hidden matrices; AdamW for embeddings, the output layer, norms and biases.
 
     Muon (Jordan et al., 2024) orthogonalizes the momentum of a matrix, by Newton and Schulz's
-    iteration, as :class:`torch.optim.Muon` does.  Its steps are scaled to the root mean square of
-    AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2), so that both share
-    a learning rate and a weight decay.
+    iteration, here of all matrices of one shape together: in bfloat16 on accelerators, in float32
+    on CPUs.  Its steps are scaled to the root mean square of AdamW's (Liu et al., "Muon is Scalable
+    for LLM Training", 2025, section 2.2), so that both share a learning rate and a weight decay.
 
     Args:
         named_parameters: ``model.named_parameters()``.
@@ -90,13 +91,7 @@ class MuonAdamW(SteppingOptimizer):
         for what, members in {"hidden matrix": matrices, "other parameter": others}.items():
             if not members:
                 raise ValueError(f"MuonAdamW: there is no {what}: use AdamW or Muon alone")
-        self._muon: Optimizer = Muon(
-            matrices,
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        )
+        self._muon = Muon(matrices, lr=lr, momentum=momentum, weight_decay=weight_decay)
         self._rest = rest(others, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__([*self._muon.param_groups, *self._rest.param_groups], {"lr": lr})
         self._share()

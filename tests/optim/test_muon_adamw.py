@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
 
 from comm_hooks.optim import LaProp, MuonAdamW
+from comm_hooks.optim.muon import Muon
 
 
 def make_model() -> nn.ModuleDict:
@@ -35,7 +36,7 @@ def test_it_takes_the_steps_of_both(rest: Any) -> None:
     together = MuonAdamW(one.named_parameters(), lr=0.02, rest=rest)
     hidden = [two["mlp"].weight]
     others = [p for p in two.parameters() if p is not hidden[0]]
-    muon = Muon(hidden, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    muon = Muon(hidden, lr=0.02)
     adamw = rest(others, lr=0.02, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(together, 0.5)
     for step in range(4):
@@ -81,7 +82,7 @@ def test_who_is_hidden_can_be_said() -> None:
         ({"momentum": 1.0}, "momentum"),
         ({"hidden": lambda name, p: False}, "no hidden matrix"),
         ({"hidden": lambda name, p: True}, "no other parameter"),
-        ({"hidden": lambda name, p: name != "mlp.weight"}, "2D"),
+        ({"hidden": lambda name, p: name != "mlp.weight"}, "must be matrices"),
     ],
 )
 def test_what_cannot_be_is_said(options: dict[str, Any], message: str) -> None:

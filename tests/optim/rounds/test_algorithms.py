@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from comm_hooks import (
     SRHT,
@@ -335,28 +334,28 @@ def test_diloco(ranks_of: RanksOf) -> None:
     check(replicas, average_rounds(2, inner.local, combine))
 
 
-class Muon(AdamW):
-    """PyTorch's Muon for the matrix, whose iteration is in bfloat16, and AdamW for the rest."""
+class MuonAdamW(AdamW):
+    """Muon for the matrix, AdamW for the rest."""
 
     def __init__(self, clients: int) -> None:
         super().__init__(clients)
-        self.matrices = [nn.Parameter(torch.zeros(SHAPES["weight"])) for _ in range(clients)]
-        options = {"lr": 0.02, "weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw"}
-        self.muons = [torch.optim.Muon([m], **options) for m in self.matrices]  # type: ignore[arg-type]
+        self.momenta = [np.zeros(SHAPES["weight"]) for _ in range(clients)]
 
     def local(self, client: int, name: str, step: int, x: np.ndarray) -> np.ndarray:
         if name != "weight":
             return super().local(client, name, step, x)
-        matrix = self.matrices[client]
-        matrix.data = torch.from_numpy(x).float()
-        matrix.grad = torch.from_numpy(gradient(name, step, client, x)).float()
-        self.muons[client].step()
-        return matrix.detach().double().numpy()
+        g = gradient(name, step, client, x)
+        momentum = self.momenta[client] = 0.95 * self.momenta[client] + 0.05 * g
+        wide = 0.95 * momentum + 0.05 * g
+        o = wide / np.linalg.norm(wide)
+        for _ in range(5):  # singular values s become 3.4445 s - 4.775 s^3 + 2.0315 s^5
+            o = 3.4445 * o - 4.775 * o @ o.T @ o + 2.0315 * o @ o.T @ o @ o.T @ o
+        return (1 - 0.02 * DECAY) * x - 0.02 * 0.2 * max(x.shape) ** 0.5 * o
 
 
 def test_mu_lo_co(ranks_of: RanksOf) -> None:
     replicas = ranks_of(2).run(train, MuLoCo, {"compressor": Identity()}, ADAMW)
-    inner = Muon(2)
+    inner = MuonAdamW(2)
     momentum = {n: np.zeros(s) for n, s in SHAPES.items()}
 
     def combine(name: str, x: np.ndarray, models: list[np.ndarray]) -> np.ndarray:
@@ -364,7 +363,7 @@ def test_mu_lo_co(ranks_of: RanksOf) -> None:
         momentum[name] = 0.6 * momentum[name] + delta
         return x - 0.7 * (delta + 0.6 * momentum[name])
 
-    check(replicas, average_rounds(2, inner.local, combine), atol=1e-3)
+    check(replicas, average_rounds(2, inner.local, combine))
 
 
 def test_sparse_loco(ranks_of: RanksOf) -> None:
