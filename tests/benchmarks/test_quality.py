@@ -175,7 +175,7 @@ def test_records_survive_the_file(tiny: Setting, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["none", "low_communication"])
 def test_processes_train_what_simulated_ranks_train(method: str) -> None:
-    wanted = Wanted(Setting("python", 2, 2, 1e-3), method, 3e-3, 1)
+    wanted = Wanted(Setting("python_small", 2, 2, 4e-3), method, 3e-3, 1)
     simulated, real = perform(wanted), perform(wanted, processes=True)
     assert real.curve == simulated.curve
     assert real.bits == simulated.bits

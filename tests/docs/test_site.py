@@ -14,6 +14,7 @@ from tests.docs.runner import environment
 _NEEDED = ("sphinx", "myst_parser", "furo")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, _NEEDED)), reason=f"needs {', '.join(_NEEDED)}"
 )

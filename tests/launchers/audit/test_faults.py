@@ -110,7 +110,7 @@ VALID = [
     pytest.param("central", {"compressor": "identity"}, marks=pytest.mark.slow),
     pytest.param("central", TOPK, marks=pytest.mark.slow),
     pytest.param("local", {**TOPK, "granularity": "bucket"}, marks=pytest.mark.slow),
-    ("shares", MASK),
+    pytest.param("shares", MASK, marks=pytest.mark.slow),
     ("aggregate", MASK),
 ]
 
