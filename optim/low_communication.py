@@ -1,6 +1,7 @@
 """The recommended rounds of local steps, for a given number of bits."""
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -120,7 +121,8 @@ def low_communication(
         betas: of the AdamW that is replaced.
         weight_decay: decoupled.
         total_steps: of the training, if known: rounds are then short enough for twenty of them,
-            and for every element to have its turn within the training.
+            and for every element to have its turn within the training.  Without, rounds of more
+            than 16 steps come with a warning that says how long that takes.
         bits_per_parameter: that a rank may send per parameter and step, in the mean.
         inner: ``"adamw"``, or ``"muon"``: Muon for the hidden matrices, whose names tell them from
             embeddings and output layers (:class:`~comm_hooks.optim.MuonAdamW`).
@@ -160,6 +162,13 @@ def low_communication(
     transport = transport or TorchDistributed(process_group)
     shapes = {name: tuple(p.shape) for name, p in members}
     plan = plan_rounds(shapes, transport, bits_per_parameter, total_steps)
+    if total_steps is None and plan.local_steps > _SAFE:
+        warnings.warn(
+            f"{where}: with {bits_per_parameter:g} bits per parameter and step an element waits "
+            f"for its turn {plan.local_steps / plan.density:.0f} steps in the mean; shorter "
+            "trainings can end worse than without exchange: give total_steps, which is checked",
+            stacklevel=2,
+        )
     settings: Any = {
         "lr": lr,
         "betas": (halved_horizon(betas[0]), betas[1]),

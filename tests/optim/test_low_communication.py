@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -116,6 +117,17 @@ def test_every_element_has_its_turn_within_the_training() -> None:
         plan_rounds(shapes, transport, 0.0073, 2150)
     plan = plan_rounds(shapes, transport, 0.0073, 6450)
     assert 16 < plan.local_steps <= 6450 * plan.density
+
+
+def test_a_wait_that_nobody_checked_is_warned_of() -> None:
+    members, few = [("w", nn.Parameter(torch.ones(512, 512)))], 0.0073
+    settings: dict[str, Any] = {"lr": 1e-3, "transport": Simulated(4)[0]}
+    with pytest.warns(UserWarning, match=r"0\.0073 bits .* waits .* turn 4\d{3} steps"):
+        low_communication(members, bits_per_parameter=few, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        low_communication(members, bits_per_parameter=few, total_steps=6450, **settings)
+        low_communication(members, **settings)
 
 
 @pytest.mark.parametrize(
