@@ -125,7 +125,9 @@ def low_communication(
             than 16 steps come with a warning that says how long that takes.
         bits_per_parameter: that a rank may send per parameter and step, in the mean.
         inner: ``"adamw"``, or ``"muon"``: Muon for the hidden matrices, whose names tell them from
-            embeddings and output layers (:class:`~comm_hooks.optim.MuonAdamW`).
+            embeddings and output layers (:class:`~comm_hooks.optim.MuonAdamW`).  Its displacements
+            have few large elements: to keep what all-reduce with Muon reaches takes ten times the
+            bits, though with fewer it can still end below AdamW.
         process_group: the ranks; by default all of them.
         transport: how ranks reach each other, in place of a process group.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.quality import runs as quality
-from benchmarks.quality.methods import METHODS
+from benchmarks.quality.methods import METHODS, controls
 from benchmarks.quality.page import share_of
 from benchmarks.quality.settings import PRESETS, Setting
 from benchmarks.quality.tuning import Entry, by_wanted
@@ -63,15 +63,17 @@ def test_shares_kept_are_those_of_the_records() -> None:
     records = by_wanted(quality.read_records(ROOT / "benchmarks/results/quality/records.jsonl"))
     section = README.path.read_text().partition("\n## Elsewhere")[2].partition("\n## ")[0]
     titles = {preset.title: name for name, preset in PRESETS.items()}
-    row = r"^\| (\d+) \(([\d.]+) bits\) \| (.*?) \| (\d+) \| (.*) \|$"
+    row = r"^\| (\d+) \(([\d.]+) bits\) \| (.*?)(, Muon)? \| (\d+) \| (\d+) \| (.*) \|$"
     lines = re.findall(row, section, flags=re.MULTILINE)
-    assert len(lines) >= 12
-    for ranks, bits, title, batch, cells in lines:
-        setting = Setting(titles[title], int(ranks), int(batch), 2.0)
-        method = "low_communication" + (f":bits={bits}" if bits != "0.09" else "")
+    assert len(lines) >= 16
+    for ranks, bits, title, muon, batch, tokens, cells in lines:
+        setting = Setting(titles[title], int(ranks), int(batch), float(tokens))
+        options = [f"bits={bits}"] * (bits != "0.09") + ["muon=true"] * bool(muon)
+        method = ":".join(["low_communication", *options])
+        none, all_reduce = controls(method)
         entries = {
             name: Entry(setting, name, METHODS[name], 3, range(3))
-            for name in ("all_reduce", "none", method)
+            for name in (all_reduce, none, method)
         }
         found = {(setting, name): entry.finished(records) for name, entry in entries.items()}
         losses = [
