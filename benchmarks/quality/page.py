@@ -110,6 +110,10 @@ def _bits(runs: Sequence[dict[int, Record]]) -> str:
     return f"{high:.3g}" if high <= 1.05 * low else f"{low:.2g} to {high:.2g}"
 
 
+_BITS = 3e-3, 64.0
+"""What panels show: from fewer than any method sends to more than eight ranks replace."""
+
+
 def write_picture(entries: Sequence[Entry], records: Records, path: Path) -> Path:
     """Draw the share kept against bits, a panel for each number of ranks; a point per setting."""
     found = {(e.setting, e.method): e.finished(records) for e in entries}
@@ -128,6 +132,7 @@ def write_picture(entries: Sequence[Entry], records: Records, path: Path) -> Pat
         axes.axhline(100, color=plots.BLACK, linewidth=1)
         axes.axhline(0, color=plots.GREY, linewidth=1, linestyle="dashed")
         axes.set_xscale("log")
+        axes.set_xlim(*_BITS)
         axes.set_ylim(bottom=-20)
         axes.set_xlabel("bits per parameter and step")
         axes.set_title(_title(*world), fontsize=10)
