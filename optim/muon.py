@@ -97,8 +97,8 @@ def orthogonalized(matrices: Tensors) -> Tensors:
     r"""Return matrices with the singular vectors of the given ones, and values of about one.
 
     By Newton and Schulz's iteration with a polynomial of degree five, which takes singular values
-    above a hundredth of the Frobenius norm to between 0.7 and 1.2.  In bfloat16 on accelerators, in
-    float32 on CPUs, for most of which bfloat16 is tens of times as slow.
+    above a hundredth of the Frobenius norm to between 0.68 and 1.14.  In bfloat16 on accelerators,
+    in float32 on CPUs, for many of which bfloat16 is several times as slow.
 
     Args:
         matrices: of one device and dtype, of any shapes; those of one shape, transposed or not, go

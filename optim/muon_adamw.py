@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from comm_hooks.optim.base import SteppingOptimizer
+from comm_hooks.optim.base import ExactStateOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.muon import Muon
 from comm_hooks.requirements import require_callable, require_within
@@ -34,7 +34,7 @@ def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim == 2 and not _NOT_HIDDEN.search(name)
 
 
-class MuonAdamW(SteppingOptimizer):
+class MuonAdamW(ExactStateOptimizer):
     """Muon for hidden matrices; AdamW for embeddings, the output layer, norms and biases.
 
     Muon (Jordan et al., 2024) orthogonalizes the momentum of a matrix, by Newton and Schulz's
@@ -52,8 +52,8 @@ class MuonAdamW(SteppingOptimizer):
             matrices.
         rest: the class of the other optimizer, with the arguments of AdamW.
 
-    State: Muon's ``momentum_buffer``, and what the other optimizer keeps.  Muon has the first
-    parameter group.
+    State: Muon's ``momentum_buffer`` in float32, and what the other optimizer keeps.  Muon has the
+    first parameter group.
 
     Raises:
         ValueError: for hyperparameters out of range, if one of the two would have no parameters,
@@ -105,7 +105,7 @@ class MuonAdamW(SteppingOptimizer):
         self._muon.state = self._rest.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict()`` returned."""
+        """Restore what ``state_dict()`` returned, in the dtypes in which it was saved."""
         super().load_state_dict(state_dict)
         self._share()
 

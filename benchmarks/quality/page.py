@@ -27,6 +27,9 @@ tried.
 `benchmarks/results/quality/`. Methods are written as `comm-hooks compare --hooks` takes them.
 """
 
+_BITS = 3e-3, 64.0
+"""What panels show: from fewer than any method sends to more than all-reduce does."""
+
 
 def make_page(entries: Sequence[Entry], records: Records) -> str:
     """Return the page in Markdown."""
@@ -108,10 +111,6 @@ def _bits(runs: Sequence[dict[int, Record]]) -> str:
     bits = [record.bits for group in runs for record in group.values()]
     low, high = min(bits), max(bits)
     return f"{high:.3g}" if high <= 1.05 * low else f"{low:.2g} to {high:.2g}"
-
-
-_BITS = 3e-3, 64.0
-"""What panels show: from fewer than any method sends to more than eight ranks replace."""
 
 
 def write_picture(entries: Sequence[Entry], records: Records, path: Path) -> Path:
