@@ -1,7 +1,7 @@
 """The methods whose runs are disturbed."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,11 +40,14 @@ from comm_hooks.optim import (
     LocalVarianceAdam,
     Marina,
     MicroAdam,
+    MuLoCo,
+    MuonAdamW,
     OneBitAdam,
     Participation,
     SparseLoCo,
     ZeroOneAdam,
 )
+from comm_hooks.optim.laprop import LaProp
 from tests.faults.training import (
     HookTraining,
     OptimizerTraining,
@@ -118,6 +121,18 @@ def _optimizer(
 
 def _local_rounds(params: Any, exchange: Exchange, *, lr: float, **options: Any) -> LocalRounds:
     return LocalRounds(torch.optim.AdamW(params, lr=lr), exchange, **options)
+
+
+def _low_communication(
+    params: Any, exchange: Exchange, *, lr: float, muon: bool = False, **options: Any
+) -> LocalRounds:
+    """Return what ``low_communication`` makes, with an exchange that can be exchanged."""
+    named = list(params)
+    inner = MuonAdamW(named, lr=lr, rest=LaProp) if muon else LaProp(named, lr=lr)
+    server = torch.optim.SGD([p for _, p in named], lr=2.0)
+    return LocalRounds(
+        inner, exchange, server, look_ahead=0.3, shared_decay=True, fragments=2, **options
+    )
 
 
 def _rounds(
@@ -231,6 +246,19 @@ def _methods() -> Iterator[Method]:
     yield _rounds("DiLoCo", DiLoCo, quantized, Quantize(bits=8), adam)
     sparse = {"compressor": TopK(1 / 8, value_bits=2), "memory": ErrorFeedback(decay=0.95)}
     yield _rounds("SparseLoCo", SparseLoCo, sparse, _OTHER_TOP_K, adam)
+    yield _rounds("MuLoCo", MuLoCo, quantized, Quantize(bits=8), adam)
+    signs = TopK(1 / 8, value_bits=1, index_code="rice", overlap=0.5)
+    recommended = {
+        "compressor": signs,
+        "memory": ErrorFeedback(decay=0.5),
+        "granularity": "bucket",
+        "min_numel": 1,
+    }
+    yield _rounds("low_communication", _low_communication, recommended, _OTHER_TOP_K, adam)
+    shards = {**recommended, "collective": "sharded", "downlink": replace(signs, density=1 / 4)}
+    yield _rounds("low_communication, shards", _low_communication, shards, _OTHER_TOP_K, adam)
+    muon = {**adam, "muon": True}
+    yield _rounds("low_communication, Muon", _low_communication, recommended, _OTHER_TOP_K, muon)
     yield _rounds("LocalRounds, clients", _local_rounds, _TOP_K, _OTHER_TOP_K, adam, clients=6)
 
 
