@@ -35,7 +35,7 @@ _OUTER = 1.5
 """Times sqrt(N), the outer step."""
 _OVERLAP = 0.5
 """Divided by sqrt(c), what c ranks sent is as long as what one sends, as far as it is noise."""
-_AHEAD = 0.3
+_AHEAD = {"adamw": 0.3, "muon": 0.45}
 """The share of its residual by which a rank looks ahead: with all of it, into its own noise."""
 _GATHERED = 4  # ranks
 _BACK = 2.0
@@ -43,7 +43,7 @@ _BACK = 2.0
 _SHORTEST, _LONGEST = 2, 128  # local steps
 _SAFE = 16
 """Local steps up to which it matters little that some elements never have their turn."""
-_MUON_MOMENTUM = 0.9  # half the horizon of the usual 0.95
+_MUON_MOMENTUM = 0.8  # a quarter of the horizon of the usual 0.95: residuals hold longer
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def low_communication(
     * the fragments of the model, exchanged one after the other: K, or one if the model is so small
       that headers are most of what it sends.
 
-    Each rank works 0.3 of its residual ahead of what all share (``look_ahead``).  Weight decay is
-    the same on all ranks and not sent (``shared_decay``).
+    Each rank works 0.3 of its residual ahead of what all share, 0.45 with Muon (``look_ahead``).
+    Weight decay is the same on all ranks and not sent (``shared_decay``).
 
     Memory: beside the moments 12 bytes per parameter, for the shared model, the residual, and where
     this rank began.
@@ -125,9 +125,9 @@ def low_communication(
             than 16 steps come with a warning that says how long that takes.
         bits_per_parameter: that a rank may send per parameter and step, in the mean.
         inner: ``"adamw"``, or ``"muon"``: Muon for the hidden matrices, whose names tell them from
-            embeddings and output layers (:class:`~comm_hooks.optim.MuonAdamW`).  Its displacements
-            have few large elements: to keep what all-reduce with Muon reaches takes ten times the
-            bits, though with fewer it can still end below AdamW.
+            embeddings and output layers (:class:`~comm_hooks.optim.MuonAdamW`), with a momentum of
+            0.8.  Its displacements have few large elements: to keep what all-reduce with Muon
+            reaches takes more bits or more steps, though with fewer it still ends below AdamW.
         process_group: the ranks; by default all of them.
         transport: how ranks reach each other, in place of a process group.
 
@@ -184,7 +184,7 @@ def low_communication(
         SGD(members, lr=plan.outer_lr),
         local_steps=plan.local_steps,
         fragments=plan.fragments,
-        look_ahead=_AHEAD,
+        look_ahead=_AHEAD[inner],
         shared_decay=True,
     )
 
