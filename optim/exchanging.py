@@ -61,6 +61,9 @@ class ExchangingOptimizer(ExactStateOptimizer):
     _overwrites_gradients: ClassVar[bool] = True
     """Whether :meth:`_step` uses what it is given as a workspace, and so needs copies."""
 
+    own_state: ClassVar[tuple[str, ...]] = ()
+    """Keys of :attr:`state` whose values differ between ranks, so that each saves its own."""
+
     published: ClassVar[Mapping[str, Any]]
     """The exchange of its authors, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
 
@@ -83,6 +86,11 @@ class ExchangingOptimizer(ExactStateOptimizer):
         self.exchange = exchange
         exchange.agree_on({"optimizer": type(self).__name__, **settings})
         exchange.owner = self
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether parameters, and the state but for :attr:`own_state`, are equal on all ranks."""
+        return True
 
     @abstractmethod
     def _step(self, gradients: Tensors) -> None:

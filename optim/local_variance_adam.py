@@ -83,6 +83,8 @@ class LocalVarianceAdam(ExchangingOptimizer):
 
     published = block(compressor="topk", density=1 / 64, value_bits=1, memory="error_feedback")
 
+    own_state = ("exp_avg_sq",)
+
     _overwrites_gradients = False
 
     def __init__(

@@ -1,20 +1,25 @@
 """Accelerate: one line that compresses, and whose state goes where ``save_state`` goes."""
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.frameworks.ddp.hook import CompressionState
 from comm_hooks.frameworks.ddp.hook import register as register_hook
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
 
 
 def register(
-    accelerator: Any, model: torch.nn.Module, compressor: Compressor | str, **settings: Any
-) -> CompressionState:
-    """Register a hook with a prepared model, and save its state with the accelerator's.
+    accelerator: Any,
+    model: torch.nn.Module,
+    compressor: Compressor | str | Optimizer,
+    **settings: Any,
+) -> Any:
+    """Register a compressor, or an optimizer that exchanges, with a prepared model.
 
     1. :func:`comm_hooks.register` is called, with the loss scale of ``mixed_precision="fp16"``;
     2. ``accelerator.save_state(folder)`` also writes each rank's file to ``folder/comm_hooks``
@@ -28,7 +33,11 @@ def register(
     Args:
         accelerator: an ``accelerate.Accelerator``.
         model: what ``accelerator.prepare`` returned.
-        compressor, settings: see :func:`comm_hooks.register`.
+        compressor, settings: see :func:`comm_hooks.register`; the optimizer before or after
+            ``prepare``.
+
+    Returns:
+        What :func:`comm_hooks.register` returns.
 
     Raises:
         ValueError: for bad settings; for a model that was not prepared, or not for
@@ -45,7 +54,7 @@ def register(
         TopK(density=0.015625, block_size=4096, value_bits=16, index_code='elias_fano', overlap=0.0)
     """
     scaler = getattr(accelerator, "scaler", None)
-    if scaler is not None:
+    if scaler is not None and not isinstance(compressor, Optimizer):
         settings.setdefault("loss_scale", scaler.get_scale)
     state = register_hook(model, compressor, **settings)
     name = _folder(accelerator)
@@ -53,12 +62,31 @@ def register(
     def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
         save_rank_file(state, os.path.join(output_dir, name))
 
-    def load(models: list[Any], input_dir: str) -> None:
-        load_rank_files(state, os.path.join(input_dir, name))
-
     accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
+    _after_load_state(
+        accelerator, lambda folder: load_rank_files(state, os.path.join(folder, name))
+    )
     return state
+
+
+def _after_load_state(accelerator: Any, load: Callable[[str], object]) -> None:
+    """Call a function with the folder as soon as ``accelerator.load_state`` is through.
+
+    Its hooks come before models and optimizers are loaded, which an optimizer's own state is
+    compared with.
+    """
+    load_state, folders = accelerator.load_state, []
+
+    def remember(models: list[Any], input_dir: str) -> None:
+        folders.append(input_dir)
+
+    @functools.wraps(load_state)
+    def load_all(*args: Any, **kwargs: Any) -> None:
+        load_state(*args, **kwargs)
+        load(folders.pop())
+
+    accelerator.register_load_state_pre_hook(remember)
+    accelerator.load_state = load_all
 
 
 def _folder(accelerator: Any) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.frameworks.ddp.hook import CompressionState, register
+from comm_hooks.frameworks.ddp.hook import register
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
 from comm_hooks.frameworks.watch import StatsLogger
 
@@ -25,10 +25,10 @@ except ModuleNotFoundError:
 
 
 class CompressionCallback(Callback):
-    """Compresses the gradient exchange of a Trainer with ``strategy="ddp"``, on CPU and CUDA.
+    """Compresses what a Trainer with ``strategy="ddp"`` exchanges, on CPU and CUDA.
 
     1. when fitting starts and the model is wrapped, :func:`~comm_hooks.register` is called, with
-       the loss scale of ``precision="16-mixed"``;
+       the loss scale of ``precision="16-mixed"``, or with the optimizer;
     2. every ``log_every_n_steps`` steps of the Trainer, ``state.stats()`` goes to its loggers, and
        ``compression_ratio`` to the progress bar;
     3. with every checkpoint each rank writes a file of its own to the folder ``<checkpoint>
@@ -39,10 +39,12 @@ class CompressionCallback(Callback):
     without communication, and clips the mean.
 
     Args:
-        compressor, settings: see :func:`~comm_hooks.register`.
+        compressor, settings: see :func:`~comm_hooks.register`.  Without, the optimizer that
+            ``configure_optimizers`` returns exchanges by itself, for instance
+            :func:`~comm_hooks.optim.low_communication`.
 
     Attributes:
-        state: the :class:`~comm_hooks.CompressionState` from the start of fitting on, else None.
+        state: what :func:`~comm_hooks.register` returned, from the start of fitting on, else None.
 
     Raises:
         ValueError: at the start of ``fit``, for bad settings, for another strategy, and if the
@@ -64,12 +66,11 @@ class CompressionCallback(Callback):
     and ``Trainer(strategy="ddp", devices=2, callbacks=[callback])``.
     """
 
-    def __init__(self, compressor: Compressor | str, **settings: Any) -> None:
+    def __init__(self, compressor: Compressor | str | None = None, **settings: Any) -> None:
         super().__init__()
-        self.state: CompressionState | None = None
-        self._register: Callable[..., CompressionState] = functools.partial(
-            register, compressor=compressor, **settings
-        )
+        self.state: Any = None
+        self._compressor = compressor
+        self._settings = settings
         self._watch: StatsLogger | None = None
         self._logged = 0
         self._module: object = None
@@ -90,11 +91,20 @@ class CompressionCallback(Callback):
             )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Register with the model that the strategy has wrapped by now, and restore."""
+        """Register with the model that the strategy has wrapped by now."""
         before = self.state if self._module is pl_module else None
-        self.state, self._module = self._register(pl_module), pl_module
-        if before is not None:  # fitted before: go on with what that left
-            self.state.load_state_dict(before.state_dict())
+        self._module = pl_module
+        if self._compressor is None:
+            optimizer = _only(trainer.optimizers)
+            self.state = register(pl_module, optimizer)
+            _let_clip(trainer.precision_plugin, optimizer)
+        else:
+            self.state = register(pl_module, self._compressor, **self._settings)
+            if before is not None:  # fitted before: go on with what that left
+                self.state.load_state_dict(before.state_dict())
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Restore what was saved, now that the model and the optimizer have been."""
         if self._saved is not None and trainer.ckpt_path is not None:
             load_rank_files(
                 self.state,
@@ -144,6 +154,36 @@ class CompressionCallback(Callback):
                     strategy.checkpoint_io.save_checkpoint, storage_options=storage_options
                 ),
             )
+
+
+def _only(optimizers: list[Any]) -> Any:
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"CompressionCallback() without a compressor needs one optimizer, which exchanges by "
+            f"itself, got {len(optimizers)}"
+        )
+    return optimizers[0]
+
+
+def _let_clip(plugin: Any, optimizer: Any) -> None:
+    """Let Lightning clip, in mixed precision too, what an optimizer unscales by itself.
+
+    It refuses that, lest gradients be clipped while they are scaled: here they are unscaled first,
+    which a GradScaler then knows.
+    """
+    clip = plugin.clip_gradients
+    unchecked: Any = [vars(k) for k in type(plugin).__mro__ if "clip_gradients" in vars(k)][-1]
+
+    @functools.wraps(clip)
+    def clip_gradients(given: Any, clip_val: Any = 0.0, *args: Any, **kwargs: Any) -> None:
+        if given is not optimizer:
+            clip(given, clip_val, *args, **kwargs)
+        elif clip_val:
+            if scaler := getattr(plugin, "scaler", None):
+                scaler.unscale_(given)
+            unchecked["clip_gradients"](plugin, given, clip_val, *args, **kwargs)
+
+    plugin.clip_gradients = clip_gradients
 
 
 def _remove_checkpoint(strategy: Any, remove: Callable[..., None], filepath: Any) -> None:

@@ -19,7 +19,9 @@ Read = Callable[[str], dict[str, Any]]
 class RankState(Protocol):
     """What has an exchange and saves its state with more: :class:`~comm_hooks.CompressionState`."""
 
-    exchange: Exchange
+    @property
+    def exchange(self) -> Exchange:
+        """Whose transport tells this rank and the others."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the exchange's state, and what is to be saved with it under other keys."""

@@ -2,11 +2,10 @@
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.frameworks.ddp.hook import CompressionState
 from comm_hooks.frameworks.ddp.hook import register as register_hook
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
 from comm_hooks.frameworks.watch import StatsLogger
@@ -21,8 +20,10 @@ except ModuleNotFoundError:
     ) from None
 
 
-def register(trainer: Any, compressor: Compressor | str, **settings: Any) -> "CompressionCallback":
-    """Compress the gradient exchange of a ``transformers.Trainer``; call it before ``train()``.
+def register(
+    trainer: Any, compressor: Compressor | str | None = None, **settings: Any
+) -> "CompressionCallback":
+    """Compress what a ``transformers.Trainer`` exchanges; call it before ``train()``.
 
     1. when training begins and the model is wrapped, :func:`comm_hooks.register` is called, with
        the loss scale of ``fp16=True``;
@@ -33,10 +34,12 @@ def register(trainer: Any, compressor: Compressor | str, **settings: Any) -> "Co
 
     Args:
         trainer: it is given a callback, and its ``train`` tells that what is resumed from.
-        compressor, settings: see :func:`comm_hooks.register`.
+        compressor, settings: see :func:`comm_hooks.register`.  Without, the optimizer that the
+            Trainer was given exchanges by itself: ``Trainer(optimizers=(optimizer, scheduler))``.
 
     Returns:
-        The callback; ``callback.state`` is the state from the beginning of training on.
+        The callback; ``callback.state`` is what :func:`comm_hooks.register` returned, from the
+        beginning of training on.
 
     Raises:
         ValueError: for a Trainer that uses FSDP or DeepSpeed; and when training begins, for bad
@@ -49,14 +52,19 @@ def register(trainer: Any, compressor: Compressor | str, **settings: Any) -> "Co
         >>> from comm_hooks.frameworks import transformers
         >>> callback = transformers.register(trainer, "topk", density=1 / 64)  # doctest: +SKIP
         >>> trainer.train()  # doctest: +SKIP
+
+    Rounds of local steps in place of AdamW::
+
+        >>> from comm_hooks.optim import low_communication
+        >>> optimizer = low_communication(model.named_parameters(), lr=1e-3)
+        >>> trainer = Trainer(model, arguments, optimizers=(optimizer, None))  # doctest: +SKIP
+        >>> callback = transformers.register(trainer)  # doctest: +SKIP
     """
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise ValueError("this Trainer uses DeepSpeed: see comm_hooks.frameworks.deepspeed")
     if getattr(trainer, "is_fsdp_enabled", False):
         raise ValueError("this Trainer uses FSDP: see comm_hooks.frameworks.fsdp")
-    callback = CompressionCallback(
-        trainer, functools.partial(register_hook, compressor=compressor, **settings)
-    )
+    callback = CompressionCallback(trainer, compressor, settings)
     # In front: what it adds to the logs reaches those behind it.
     trainer.callback_handler.callbacks.insert(0, callback)
     trainer.train = functools.partial(_train, callback, trainer.train)
@@ -67,14 +75,17 @@ class CompressionCallback(TrainerCallback):
     """What :func:`register` adds to a Trainer.
 
     Attributes:
-        state: the :class:`~comm_hooks.CompressionState` from the beginning of training on.
+        state: what :func:`comm_hooks.register` returned, from the beginning of training on.
     """
 
-    def __init__(self, trainer: Any, register: Callable[..., CompressionState]) -> None:
-        self.state: CompressionState | None = None
+    def __init__(
+        self, trainer: Any, compressor: Compressor | str | None, settings: Mapping[str, Any]
+    ) -> None:
+        self.state: Any = None
         self.resume_from: str | None = None
         self._trainer = trainer
-        self._register = register
+        self._compressor = compressor
+        self._settings = settings
         self._registered_with: object = None
         self._watch: StatsLogger | None = None
 
@@ -82,14 +93,19 @@ class CompressionCallback(TrainerCallback):
         """Register with the model that the Trainer has wrapped by now, and restore."""
         model = self._trainer.model_wrapped
         if self._registered_with is not model:  # a second train() goes on with the same model
-            scaler = getattr(self._trainer.accelerator, "scaler", None)
-            scale = {} if scaler is None else {"loss_scale": scaler.get_scale}
-            self.state = self._register(model, **scale)
+            self.state = self._register(model)
             self._registered_with = model
         assert self.state
         if self.resume_from is not None:
             load_rank_files(self.state, os.path.join(self.resume_from, "comm_hooks"))
         self._watch = StatsLogger(self.state)
+
+    def _register(self, model: Any) -> Any:
+        if self._compressor is None:
+            return register_hook(model, self._trainer.optimizer)
+        scaler = getattr(self._trainer.accelerator, "scaler", None)
+        scale = {} if scaler is None else {"loss_scale": scaler.get_scale}
+        return register_hook(model, self._compressor, **scale, **self._settings)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write this rank's file into the checkpoint."""

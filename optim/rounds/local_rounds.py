@@ -216,6 +216,7 @@ class LocalRounds(SavedRounds):
 
     def _take_step(self) -> None:
         """Take one local step and, where one is due, exchange: then all ranks must be here."""
+        self._require_own_model("step()")
         self._tell_what_was_loaded()
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
@@ -251,11 +252,12 @@ class LocalRounds(SavedRounds):
         """Exchange now what has not been, so that replicas agree; all ranks must call it."""
         exchanged_at = self._progress.exchanged_at
         outstanding = [i for i, step in enumerate(exchanged_at) if step != self.steps]
-        if self.participation is None and outstanding:
-            self._exchange_own(outstanding)
-            self._progress.exchanged_at = [self.steps] * len(self._fragments)
-        if self.look_ahead:  # nothing has been done since, so nothing is undone
-            self._model.restore()
+        with self._model.hidden():
+            if self.participation is None and outstanding:
+                self._exchange_own(outstanding)
+                self._progress.exchanged_at = [self.steps] * len(self._fragments)
+            if self.look_ahead:  # nothing has been done since, so nothing is undone
+                self._model.restore()
 
     def stats(self) -> dict[str, float]:
         """Return what this rank moved since the start; see :meth:`~comm_hooks.Exchange.stats`.
@@ -277,7 +279,8 @@ class LocalRounds(SavedRounds):
     def server_parameters(self) -> AbstractContextManager[None]:
         """Put the server's model, the same on all ranks, in place of this rank's for a while.
 
-        Local progress comes back afterwards.  Sends nothing.
+        Local progress comes back afterwards.  Sends nothing; :meth:`step` raises within.  After
+        ``register(model, rounds)`` evaluation mode does it by itself.
         """
         return self._model.shown()
 
@@ -297,6 +300,7 @@ class LocalRounds(SavedRounds):
                 "LocalRounds: clients() needs participation=Participation(clients=...); without, "
                 "every rank is one client and step() exchanges by itself"
             )
+        self._require_own_model("clients()")
         own_rank = self.exchange.transport.rank
         everything = range(len(self._parameters))
         turns = self.participation.turns(self.round_index, self.exchange.transport)
@@ -321,6 +325,14 @@ class LocalRounds(SavedRounds):
                 self._clients.leave(client, keep=contribution is not None)
             collection.add(turn, contribution, memory)
         self._conclude(everything, collection.finish())
+
+    def _require_own_model(self, call: str) -> None:
+        if self._model.is_shown:
+            raise ValueError(
+                f"{type(self).__name__}: {call} while the server's model is shown, of which the "
+                "gradients then are: leave server_parameters(), or call model.train(), before the "
+                "training step"
+            )
 
     def _exchange_own(self, due: Sequence[int]) -> None:
         """Exchange this rank's progress on fragments and let the server take its step there."""

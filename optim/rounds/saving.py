@@ -129,11 +129,11 @@ class SavedRounds(WrappingOptimizer):
         shared = self._model.values
         own, starts = (
             {
-                name: tensor.detach().clone()
+                name: tensor.clone()
                 for name, tensor, value in zip(self._names, tensors, shared, strict=True)
                 if not torch.equal(tensor, value)
             }
-            for tensors in (self._parameters, self._model.starts)
+            for tensors in (self._model.own, self._model.starts)
         )
         inner = copy.deepcopy(self.inner.state_dict())
         return {
@@ -186,11 +186,11 @@ class SavedRounds(WrappingOptimizer):
         self.inner.load_state_dict(state)
         self.server.load_state_dict(released["server"])
         values = [released["model"][name] for name in self._names]
-        self._model.load(values)
-        if private["starts"]:
-            own = dict(zip(self._names, values, strict=True)) | private["starts"]
-            self._model.begin_at([own[name] for name in self._names])
-        with torch.no_grad():
+        with self._model.hidden(), torch.no_grad():
+            self._model.load(values)
+            if private["starts"]:
+                own = dict(zip(self._names, values, strict=True)) | private["starts"]
+                self._model.begin_at([own[name] for name in self._names])
             for name, parameter in zip(self._names, self._parameters, strict=True):
                 if name in private["own"]:
                     parameter.copy_(private["own"][name])

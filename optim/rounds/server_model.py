@@ -23,6 +23,20 @@ class ServerModel:
         self._optimizer = optimizer
         self._values = [p.detach().clone() for p in parameters]
         self._starts: list[torch.Tensor] | None = None
+        self._hidden: list[torch.Tensor] | None = None
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the live parameters are the shared values for a while."""
+        return self._hidden is not None
+
+    @property
+    def own(self) -> list[torch.Tensor]:
+        """This rank's values: the live ones, unless the shared ones are shown."""
+        if self._hidden is None:
+            return self._live(range(len(self._parameters)))
+        self._hidden = self._where_it_is(self._hidden)
+        return self._hidden
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -104,15 +118,36 @@ class ServerModel:
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Put the shared values in place of the live ones for a while."""
-        with torch.no_grad():
-            live = [p.detach() for p in self._parameters]
-            own = [p.clone() for p in live]
-            torch._foreach_copy_(live, self.values)
+        if self._hidden is not None:
+            yield
+            return
+        # Validation may run in inference mode, whose tensors nobody may write to later on.
+        with torch.inference_mode(False), torch.no_grad():
+            self._hidden = [p.clone() for p in self.own]
+            torch._foreach_copy_(self._live(range(len(self._parameters))), self.values)
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_([p.detach() for p in self._parameters], own)
+                hidden, self._hidden = self.own, None
+                torch._foreach_copy_(self.own, hidden)
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Put this rank's values back for a while, if the shared ones are shown."""
+        if self._hidden is None:
+            yield
+            return
+        with torch.no_grad():
+            hidden, self._hidden = self.own, None
+            torch._foreach_copy_(self.own, hidden)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(hidden, self.own)
+                torch._foreach_copy_(self.own, self.values)
+                self._hidden = hidden
 
     def _begin_at_shared(self, places: Sequence[int]) -> None:
         if self._starts is not None:

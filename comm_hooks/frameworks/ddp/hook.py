@@ -7,10 +7,11 @@ and refuses strings.
 import copy
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from comm_hooks.collectives.base import after_all, completed
 from comm_hooks.collectives.requests import Round
@@ -26,6 +27,7 @@ from comm_hooks.frameworks.ddp.model import (
     gradients_in,
     require_bucket,
 )
+from comm_hooks.frameworks.ddp.optimizer import register_optimizer
 from comm_hooks.memory.base import Memory
 from comm_hooks.requirements import in_one_line, require_callable, require_dense_floats
 
@@ -292,36 +294,61 @@ def skip_hook(
     return completed(bucket.buffer())
 
 
+@overload
 def register(
     model: torch.nn.Module,
     compressor: Compressor | str,
     *,
     loss_scale: Callable[[], float] | None = None,
     **settings: Any,
-) -> CompressionState:
-    """Register :func:`compression_hook` with a DDP model and return its state.
+) -> CompressionState: ...
+@overload
+def register(model: torch.nn.Module, compressor: Optimizer) -> Any: ...
 
-    All ranks must call it: it compares their configurations.
+
+def register(
+    model: torch.nn.Module,
+    compressor: Compressor | str | Optimizer,
+    *,
+    loss_scale: Callable[[], float] | None = None,
+    **settings: Any,
+) -> Any:
+    """Let a DDP model exchange compressed gradients, or leave the exchange to its optimizer.
+
+    With a compressor, :func:`compression_hook` is registered.  All ranks must call it: it compares
+    their configurations.
+
+    With an optimizer that exchanges by itself (``comm_hooks.optim``), :func:`skip_hook` is.  Where
+    it works in rounds (``low_communication``), the model in evaluation mode, and what its
+    ``state_dict()`` returns, is from then on the one that all ranks share: see
+    :func:`~comm_hooks.frameworks.server_view.show_server_model`.  A model without DDP will do, too.
 
     Args:
         model: a ``DistributedDataParallel``, or what has one inside: what ``torch.compile``,
             Fabric's ``setup`` and Accelerate's ``prepare`` return, a ``LightningModule`` in
             training, a module of your own.  Or what the composable ``replicate`` was applied to.
-        compressor: an object, or a name from ``comm_hooks.config.COMPRESSORS``.
+        compressor: an object, or a name from ``comm_hooks.config.COMPRESSORS``; or the optimizer.
         loss_scale: see :class:`CompressionState`; by default that of Fabric or Lightning where
             they scale the loss.
         settings: ``memory``, ``collective``, ``seed``, ``min_numel``, ``min_ndim``,
             ``exempt_bits``, ``granularity``, ``ranks_per_node``, ``verify_every``, ``downlink``:
             see :class:`~comm_hooks.ExchangeSettings`; and the compressor's own arguments, if it is
             given by name.  ``memory`` may be given by name, too: ``"none"``, ``"error_feedback"``,
-            ``{"type": "error_feedback", "bits": 4}``.
+            ``{"type": "error_feedback", "bits": 4}``.  With an optimizer there are none.
+
+    Returns:
+        What has ``stats()``, and what every rank saves for itself
+        (:func:`~comm_hooks.frameworks.rank_files.save_rank_file`): a :class:`CompressionState`; the
+        optimizer itself if it works in rounds; else an
+        :class:`~comm_hooks.frameworks.optimizer_state.OptimizerState`.
 
     Raises:
         ValueError: for bad settings; if there is not exactly one DDP model in ``model``; if it has
             a hook already (DDP takes one; ``mixed_precision=`` and an optimizer that runs in the
             backward pass need it too); if its hooks are ignored (``python_reducer``) or not always
-            called (``skip_all_reduce_unused_params=True``).  In the first forward pass, if that is
-            under ``no_sync()`` with ``static_graph=True``.
+            called (``skip_all_reduce_unused_params=True``); for an optimizer that exchanges
+            nothing, or other parameters.  In the first forward pass, if that is under ``no_sync()``
+            with ``static_graph=True``.
         ConfigMismatchError: if ranks are configured differently.
 
     Not supported: FSDP (``comm_hooks.frameworks.fsdp``), DeepSpeed
@@ -336,6 +363,14 @@ def register(
         >>> state.stats()["steps"]
         1
     """
+    if isinstance(compressor, Optimizer):
+        if settings or loss_scale is not None:
+            given = sorted(settings) + ["loss_scale"] * (loss_scale is not None)
+            raise ValueError(
+                f"register(): {', '.join(given)}: an optimizer that exchanges has its settings "
+                "itself"
+            )
+        return register_optimizer(model, compressor, skip_hook)
     replicas = DataParallelModel(model)
     state = CompressionState(
         Exchange.of(compressor, process_group=replicas.process_group, **settings),

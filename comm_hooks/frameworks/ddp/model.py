@@ -249,6 +249,18 @@ def _refuse_another(name: str, *args: object, **kwargs: object) -> NoReturn:
 
 
 def _find(model: nn.Module) -> nn.Module:
+    found = find_data_parallel(model)
+    if found is None:
+        raise ValueError(f"register() needs a DistributedDataParallel model, {_advice(model)}")
+    return found
+
+
+def find_data_parallel(model: nn.Module) -> nn.Module | None:
+    """Return the one module inside a model that DDP or ``replicate`` averages; None if none is.
+
+    Raises:
+        ValueError: if there are several, and for what is no model.
+    """
     # A LightningModule is inside the DDP model that its trainer has made of it.
     trainer = getattr(model, "_trainer", None)
     if trainer is not None and isinstance(model, nn.Module):
@@ -261,9 +273,7 @@ def _find(model: nn.Module) -> nn.Module:
         raise ValueError(
             f"{_kind(model)} has {len(found)} DistributedDataParallel models inside: register each"
         )
-    if not found:
-        raise ValueError(f"register() needs a DistributedDataParallel model, {_advice(model)}")
-    return found[0]
+    return found[0] if found else None
 
 
 def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterable[nn.Module]:

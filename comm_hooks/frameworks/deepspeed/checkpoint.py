@@ -12,7 +12,7 @@ from typing import Any
 
 from comm_hooks.exchange import Exchange
 from comm_hooks.frameworks.deepspeed import optimizers
-from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
+from comm_hooks.frameworks.rank_files import RankState, load_rank_files, save_rank_file
 
 _FOLDER = "comm_hooks"
 _UNIVERSAL = "_universal"
@@ -37,9 +37,7 @@ def include(engine: Any, exchange: Exchange) -> None:
         call.apply_defaults()
         goes_on = call.arguments["load_optimizer_states"]
         if path is not None and goes_on and not call.arguments["load_module_only"]:
-            state = _EngineState(engine, exchange)
-            if load_rank_files(state, _source(Path(path).parent)):
-                state.load_optimizer()
+            load_rank_files(_EngineState(engine, exchange), _source(Path(path).parent))
         return path, client_state
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
@@ -51,33 +49,18 @@ class _EngineState:
     def __init__(self, engine: Any, exchange: Exchange) -> None:
         self.exchange = exchange
         self._engine = engine
-        self._loaded: list[Mapping[str, Any]] = []
+        self._state: RankState | Exchange = optimizers.state_of(engine) or exchange
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **self.exchange.state_dict(),
-            "optimizer": optimizers.state_dict(self._engine),
-            "global_steps": self._engine.global_steps,
-        }
+        return {**self._state.state_dict(), "global_steps": self._engine.global_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._check([state])
-        self.exchange.load_state_dict(state)
-        self._loaded = [state]
+        self._state.load_state_dict(state)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         self._check(states)
-        self.exchange.load_state_dicts(states)
-        is_own = len(states) == self.exchange.transport.world_size
-        self._loaded = [states[self.exchange.transport.rank]] if is_own else list(states)
-
-    def load_optimizer(self) -> None:
-        """Restore what the optimizer saved; all ranks must call it, it compares them."""
-        states = [state["optimizer"] for state in self._loaded]
-        if self._loaded[0]["world_size"] == self.exchange.transport.world_size:
-            optimizers.load_state_dict(self._engine, states[0])
-        else:
-            optimizers.load_state_dicts(self._engine, states)
+        self._state.load_state_dicts(states)
 
     def _check(self, states: Sequence[Mapping[str, Any]]) -> None:
         for state in states:

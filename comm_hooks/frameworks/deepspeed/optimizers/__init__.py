@@ -1,15 +1,10 @@
 """``"optimizer": {"type": "OneBitAdam", ...}`` in a DeepSpeed configuration.
 
 :func:`prepare` turns the block into an optimizer before an engine is constructed, :func:`attach`
-lets the engine drive it, and the rest is for checkpoints.
+lets the engine drive it, and :func:`state_of` is for checkpoints.
 """
 
-from comm_hooks.frameworks.deepspeed.optimizers.checkpoint import (
-    load_state_dict,
-    load_state_dicts,
-    state_dict,
-)
-from comm_hooks.frameworks.deepspeed.optimizers.in_engine import attach
+from comm_hooks.frameworks.deepspeed.optimizers.in_engine import attach, state_of
 from comm_hooks.frameworks.deepspeed.optimizers.safl import SAFL
 from comm_hooks.frameworks.deepspeed.optimizers.settings import owns_exchange, prepare
 from comm_hooks.frameworks.deepspeed.optimizers.types import TYPES
@@ -18,9 +13,7 @@ __all__ = [
     "SAFL",
     "TYPES",
     "attach",
-    "load_state_dict",
-    "load_state_dicts",
     "owns_exchange",
     "prepare",
-    "state_dict",
+    "state_of",
 ]

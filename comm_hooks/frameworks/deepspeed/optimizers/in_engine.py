@@ -1,6 +1,6 @@
 """An optimizer as a DeepSpeed engine drives it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from comm_hooks.collectives.requests import AllReduce
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
+from comm_hooks.frameworks.optimizer_state import OptimizerState
 from comm_hooks.optim import Adam, AMSGrad
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 
@@ -167,3 +168,22 @@ def attach(engine: Any) -> Exchange | None:
     if hasattr(engine, "pipeline_enable_backward_allreduce"):
         engine.pipeline_enable_backward_allreduce = False
     return optimizer.exchange
+
+
+def state_of(engine: Any) -> OptimizerState | None:
+    """Return what every rank saves of an engine's optimizer; None if that does not exchange."""
+    optimizer = engine.basic_optimizer
+    if not isinstance(optimizer, ExchangingOptimizer):
+        return None
+
+    def set_parameters(values: Sequence[torch.Tensor]) -> None:
+        # The optimizer's parameters are the model's, or float32 copies of them.
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if engine.optimizer is not optimizer:
+            models = [p for group in engine.optimizer.fp16_groups for p in group]
+            parameters, values = parameters + models, [*values, *values]
+        with torch.no_grad():
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value)
+
+    return OptimizerState(optimizer, set_parameters)

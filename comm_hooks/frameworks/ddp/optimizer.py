@@ -1,0 +1,62 @@
+"""DDP with an optimizer that averages by itself: nothing is averaged twice."""
+
+import logging
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from comm_hooks.frameworks.ddp.model import DataParallelModel, find_data_parallel
+from comm_hooks.frameworks.optimizer_state import OptimizerState
+from comm_hooks.frameworks.own_exchange import owns_exchange, unwrapped, works_in_rounds
+from comm_hooks.frameworks.server_view import show_server_model
+
+logger = logging.getLogger(__name__)
+
+
+def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any:
+    """Let a model leave the averaging to an optimizer that exchanges by itself.
+
+    Args:
+        model: see :func:`comm_hooks.register`; with nothing inside that averages, too.
+        optimizer: one of ``comm_hooks.optim``, or what a framework has made of it.
+        hook: which communicates nothing.
+
+    Returns:
+        What every rank saves and what counts: the rounds, or an
+        :class:`~comm_hooks.frameworks.optimizer_state.OptimizerState`.
+
+    Raises:
+        ValueError: for an optimizer that does not exchange, or not for this model.
+    """
+    own = unwrapped(optimizer)
+    if not owns_exchange(own):
+        raise ValueError(
+            "register() takes a compressor, or an optimizer that exchanges by itself, such as what "
+            f"comm_hooks.optim.low_communication(...) returns; {type(own).__name__} does not"
+        )
+    module = model
+    if find_data_parallel(model) is not None:
+        replicas = DataParallelModel(model)
+        module = replicas.module
+        _require_parameters_of(module, own)
+        replicas.register_comm_hook(None, hook)
+    else:
+        _require_parameters_of(module, own)
+    if not works_in_rounds(own):
+        return OptimizerState(own)
+    show_server_model(module, own)
+    logger.info("registered %s, %s", type(own).__name__, own.exchange)
+    return own
+
+
+def _require_parameters_of(module: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ``ValueError`` unless the optimizer's parameters are the model's."""
+    known = set(module.parameters())
+    numbers = [p not in known for group in optimizer.param_groups for p in group["params"]]
+    if any(numbers):
+        raise ValueError(
+            f"{sum(numbers)} of the {len(numbers)} parameters of {type(optimizer).__name__} are "
+            f"not in {type(module).__name__}: make the optimizer of the parameters of the model "
+            "that it is registered with"
+        )

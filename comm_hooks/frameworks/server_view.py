@@ -1,0 +1,137 @@
+"""Between exchanges replicas differ: whoever evaluates or saves a model gets what all share."""
+
+import functools
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+State = dict[str, Any]
+
+
+def show_server_model(module: nn.Module, rounds: Any) -> None:
+    """Let a model in evaluation mode, and its ``state_dict()``, be the server's.
+
+    1. ``module.eval()`` puts the server's values in place of this rank's, ``module.train()`` puts
+       those back; a step in evaluation mode is refused by the rounds;
+    2. ``module.state_dict()`` returns copies of the server's values in either mode.
+
+    Where somebody else has changed the parameters since the last step (``load_state_dict``, the
+    best of several checkpoints at the end), neither does anything: what was put there counts.
+
+    A copy of the model, or what comes out of a pickle, is a plain one with the values it had.
+
+    Args:
+        module: whose parameters, or some of them, the rounds work on; without wrapper, so that
+            ``train()`` of any of its wrappers reaches it.
+        rounds: :class:`~comm_hooks.optim.LocalRounds` over them.
+
+    Example::
+
+        >>> from comm_hooks import ErrorFeedback, Exchange, TopK
+        >>> from comm_hooks.frameworks.server_view import show_server_model
+        >>> from comm_hooks.optim import LocalRounds
+        >>> inner = torch.optim.SGD(model.named_parameters(), lr=1.0)
+        >>> rounds = LocalRounds(inner, Exchange(TopK(), ErrorFeedback()), local_steps=8)
+        >>> show_server_model(model, rounds)
+        >>> before = model.weight.detach().clone()
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> rounds.step()
+        >>> torch.equal(model.weight, before), torch.equal(model.eval().weight, before)
+        (False, True)
+    """
+    view = _View(rounds)
+    rounds.register_step_post_hook(view.remember)
+    # On the instance: what frameworks and users call is module.train() and module.eval().
+    module.train = _Switch(module, view)  # type: ignore[method-assign]
+    module.register_state_dict_post_hook(_Saved(view))
+
+
+class _View:
+    """The rounds' model, and whether anybody else has written where it stands."""
+
+    def __init__(self, rounds: Any) -> None:
+        self._rounds = rounds
+        self._shown: ExitStack | None = None
+        self._versions: list[int] = []
+        self.remember()
+
+    def remember(self, *_: object) -> None:
+        """Note how often the parameters have been written to by now."""
+        self._versions = self._count()
+
+    def switch(self, is_training: bool) -> None:
+        """Show this rank's model or the server's."""
+        if is_training and self._shown is not None:
+            written, shown, self._shown = self._is_written_to(), self._shown, None
+            loaded = [p.detach().clone() for p in self._parameters()] if written else []
+            shown.close()
+            if loaded:
+                with torch.no_grad():
+                    torch._foreach_copy_([p.detach() for p in self._parameters()], loaded)
+            else:
+                self.remember()
+        elif not is_training and self._shown is None and not self._is_written_to():
+            self._shown = ExitStack()
+            self._shown.enter_context(self._rounds.server_parameters())
+            self.remember()
+
+    def values(self) -> dict[int, torch.Tensor]:
+        """Return copies of the server's values by the parameters' ids.
+
+        Nothing where the parameters are them already, or were written to.
+        """
+        if self._shown is not None or self._is_written_to():
+            return {}
+        with self._rounds.server_parameters():
+            copies = {id(p): p.detach().clone() for p in self._parameters()}
+        self.remember()
+        return copies
+
+    def _is_written_to(self) -> bool:
+        return self._versions != self._count()
+
+    def _count(self) -> list[int]:
+        return [p._version for p in self._parameters()]
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self._rounds.param_groups for p in group["params"]]
+
+
+class _Switch:
+    """``train()`` of a module; also called by its ``eval()``, and by ``train()`` of wrappers."""
+
+    def __init__(self, module: nn.Module, view: _View) -> None:
+        self._module = module
+        self._view = view
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        self._view.switch(mode)
+        return type(self._module).train(self._module, mode)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (type(self._module).train, self._module)
+
+
+class _Saved:
+    """Puts the server's values into what ``state_dict()`` returns."""
+
+    def __init__(self, view: _View) -> None:
+        self._view = view
+
+    def __call__(self, module: nn.Module, state: State, prefix: str, metadata: object) -> None:
+        values = self._view.values()
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if id(parameter) in values and prefix + name in state:
+                state[prefix + name] = values[id(parameter)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Unchanged, ()
+
+
+class _Unchanged:
+    """What a copy of a model has in place of :class:`_Saved`."""
+
+    def __call__(self, module: nn.Module, state: State, prefix: str, metadata: object) -> None:
+        pass
