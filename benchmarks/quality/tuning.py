@@ -54,6 +54,8 @@ class Entry:
         A run that diverged counts as infinitely bad.
         """
         first = Wanted(self.setting, self.method, self.start, self.seeds[0])
+        if known := self._known(records):
+            return known
         found: list[Record] = []
 
         def loss_at(rate: float) -> float:
@@ -76,17 +78,27 @@ class Entry:
             return wanted
         return best
 
+    def _known(self, records: Records) -> Record | None:
+        """Return the best of enough rates, one of which is not at the edge, wherever they began."""
+        tried = self._tried(records)
+        if len(tried) < max(3, self.tries):
+            return None
+        best = min(tried, key=lambda record: record.judged)
+        return best if best not in (tried[0], tried[-1]) else None
+
+    def _tried(self, records: Records) -> list[Record]:
+        """Return the records of all learning rates on the first seed, in order."""
+        first = Wanted(self.setting, self.method, self.start, self.seeds[0])
+        same = [r for w, r in records.items() if replace(w, lr=self.start) == first]
+        return sorted(same, key=lambda record: record.wanted.lr)
+
     def is_at_edge(self, records: Records) -> bool:
         """Return whether the best learning rate is the largest or smallest of several tried.
 
         Others beyond it may be better.
         """
-        best = self.best(records)
-        if isinstance(best, Wanted):
-            return False
-        same = (replace(w, lr=best.wanted.lr) == best.wanted for w in records)
-        rates = [w.lr for w, is_same in zip(records, same, strict=True) if is_same]
-        return len(rates) > 1 and best.wanted.lr in (min(rates), max(rates))
+        best, tried = self.best(records), self._tried(records)
+        return len(tried) > 1 and best in (tried[0], tried[-1])
 
     def finished(self, records: Records) -> dict[int, Record]:
         """Return the records of the best learning rate by seed; empty before it is known."""
