@@ -101,5 +101,6 @@ def require_whole(tensor: torch.Tensor) -> None:
     if hasattr(tensor, "device_mesh"):
         raise ValueError(
             "a DTensor (FSDP2, tensor parallelism) is in parts on several ranks and cannot be "
-            "exchanged: give its to_local(), between ranks that hold the same part"
+            "exchanged: give comm_hooks.shards.local_shards(model.named_parameters()), and an "
+            "exchange between ranks that hold the same parts"
         )

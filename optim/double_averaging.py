@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.frameworks.ddp.model import hooks_of
+from comm_hooks.shards import whole
 
 # Ours, and PyTorch's own.
 _HOOKS_THAT_SEND_NOTHING = ("skip_hook", "noop_hook")
@@ -77,7 +78,7 @@ def sharded_over(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> li
     Returns:
         Their numbers; none if this rank is the only one.
     """
-    sharing = {rank for p in parameters for rank in _ranks_of_mesh(p)}
+    sharing = {rank for p in parameters for rank in _ranks_of_mesh(whole(p))}
     for model in _models_of_fsdp1(set(parameters)):
         sharing.update(dist.get_process_group_ranks(model.process_group))
     shared = sorted(sharing.intersection(ranks))

@@ -15,6 +15,7 @@ from comm_hooks.optim.double_averaging import check_double_averaging
 from comm_hooks.optim.hyperparameters import check_gradient, check_hyperparameters
 from comm_hooks.optim.moments import descend_
 from comm_hooks.requirements import require_kind
+from comm_hooks.shards import drop_gradients, local_shards, pull_gradients
 
 
 class ExchangingOptimizer(ExactStateOptimizer):
@@ -24,9 +25,11 @@ class ExchangingOptimizer(ExactStateOptimizer):
     with :meth:`_average` and updates the parameters from the mean, which is the same on all ranks.
     What follows holds for all of them; they tell where they differ.
 
-    DDP must not average: register :func:`~comm_hooks.skip_hook`, which the first step makes sure
-    of.  FSDP always does, and is refused.  If any rank's message is not finite, all ranks skip the
-    step, also under a ``GradScaler``.
+    DDP must not average: ``register(model, optimizer)``, which the first step makes sure of.  FSDP
+    always does between the ranks that it shards over, which must be others than those of the
+    exchange: see :func:`~comm_hooks.shards.local_shards`.
+
+    If any rank's message is not finite, all ranks skip the step, also under a ``GradScaler``.
 
     Ranks that start from different models or hyperparameters, or come to have others later on, get
     an error that names them (``comm_hooks.exchange.agreement.Owner``).
@@ -82,7 +85,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         """
         require_kind(self, "exchange", exchange, Exchange)
         check_hyperparameters(self, **defaults)
-        super().__init__(params, defaults)
+        super().__init__(local_shards(params), defaults)
         self.exchange = exchange
         exchange.agree_on({"optimizer": type(self).__name__, **settings})
         exchange.owner = self
@@ -102,7 +105,13 @@ class ExchangingOptimizer(ExactStateOptimizer):
                 ``_overwrites_gradients`` says so.
         """
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients."""
+        super().zero_grad(set_to_none)
+        drop_gradients(self._parameters(), set_to_none)
+
     def _take_step(self) -> None:
+        pull_gradients(self._parameters())
         self._step(self._gradients())
 
     def hyperparameters(self) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class LocalVarianceAdam(ExchangingOptimizer):
 
     Cost: a step's length takes two more passes over n than a step of AdamW, and waits for nothing.
 
+    Of a sharded model (FSDP2) each rank knows its own part, and step 4's q is of that.
+
     Memory: v_i has a second buffer of 4 bytes per parameter to compute the next one in; n is
     computed in the workspace of the exchange.
 

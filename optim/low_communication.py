@@ -22,6 +22,7 @@ from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.rounds.checks import cut
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.requirements import require_choice, require_positive, require_within
+from comm_hooks.shards import is_sharded, local_shards, nominal_shape
 
 INNER = ("adamw", "muon")
 
@@ -162,7 +163,10 @@ def low_communication(
     if not members:
         raise ValueError(f"{where}: there are no parameters")
     transport = transport or TorchDistributed(process_group)
-    shapes = {name: tuple(p.shape) for name, p in members}
+    if inner == "muon" and any(is_sharded(p) for _, p in members):
+        raise ValueError(f"{where}: inner='muon' needs whole matrices, and the model is sharded")
+    shapes = {name: nominal_shape(p) for name, p in members}
+    members = local_shards(members)
     plan = plan_rounds(shapes, transport, bits_per_parameter, total_steps)
     if total_steps is None and plan.local_steps > _SAFE:
         warnings.warn(

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from comm_hooks.shards import whole
+
 State = dict[str, Any]
 
 
@@ -43,6 +45,7 @@ def show_server_model(module: nn.Module, rounds: Any) -> None:
     """
     view = _View(rounds)
     rounds.register_step_post_hook(view.remember)
+    rounds.register_load_state_dict_post_hook(view.remember)
     # On the instance: what frameworks and users call is module.train() and module.eval().
     module.train = _Switch(module, view)  # type: ignore[method-assign]
     module.register_state_dict_post_hook(_Saved(view))
@@ -61,8 +64,8 @@ class _View:
         """Note how often the parameters have been written to by now."""
         self._versions = self._count()
 
-    def switch(self, is_training: bool) -> None:
-        """Show this rank's model or the server's."""
+    def switch(self, is_training: bool) -> bool:
+        """Show this rank's model or the server's; return whether that changed the parameters."""
         if is_training and self._shown is not None:
             written, shown, self._shown = self._is_written_to(), self._shown, None
             loaded = [p.detach().clone() for p in self._parameters()] if written else []
@@ -72,10 +75,13 @@ class _View:
                     torch._foreach_copy_([p.detach() for p in self._parameters()], loaded)
             else:
                 self.remember()
-        elif not is_training and self._shown is None and not self._is_written_to():
+            return True
+        if not is_training and self._shown is None and not self._is_written_to():
             self._shown = ExitStack()
             self._shown.enter_context(self._rounds.server_parameters())
             self.remember()
+            return True
+        return False
 
     def values(self) -> dict[int, torch.Tensor]:
         """Return copies of the server's values by the parameters' ids.
@@ -85,7 +91,8 @@ class _View:
         if self._shown is not None or self._is_written_to():
             return {}
         with self._rounds.server_parameters():
-            copies = {id(p): p.detach().clone() for p in self._parameters()}
+            wholes = map(whole, self._parameters())
+            copies = {id(p): p.detach().clone() for p in wholes}
         self.remember()
         return copies
 
@@ -107,7 +114,10 @@ class _Switch:
         self._view = view
 
     def __call__(self, mode: bool = True) -> nn.Module:
-        self._view.switch(mode)
+        if self._view.switch(mode):
+            for module in self._module.modules():
+                if reshard := getattr(module, "reshard", None):
+                    reshard()  # FSDP2 may still hold whole parameters of before
         return type(self._module).train(self._module, mode)
 
     def __reduce__(self) -> tuple[Any, ...]:

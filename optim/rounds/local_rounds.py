@@ -29,6 +29,7 @@ from comm_hooks.optim.rounds.participation import (
 from comm_hooks.optim.rounds.saving import SavedRounds
 from comm_hooks.optim.rounds.shared_moments import SharesStatistics
 from comm_hooks.requirements import require_choice, require_flag, require_within
+from comm_hooks.shards import pull_gradients
 
 # Squares of what is above 2^64 overflow in float32: this leaves room for sums of 2^13 clients.
 _LARGEST = 2.0**50
@@ -217,6 +218,7 @@ class LocalRounds(SavedRounds):
     def _take_step(self) -> None:
         """Take one local step and, where one is due, exchange: then all ranks must be here."""
         self._require_own_model("step()")
+        pull_gradients(self._parameters)
         self._tell_what_was_loaded()
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)

@@ -10,6 +10,7 @@ from comm_hooks.frameworks.ddp.model import DataParallelModel, find_data_paralle
 from comm_hooks.frameworks.optimizer_state import OptimizerState
 from comm_hooks.frameworks.own_exchange import owns_exchange, unwrapped, works_in_rounds
 from comm_hooks.frameworks.server_view import show_server_model
+from comm_hooks.shards import whole
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
 def _require_parameters_of(module: nn.Module, optimizer: Optimizer) -> None:
     """Raise ``ValueError`` unless the optimizer's parameters are the model's."""
     known = set(module.parameters())
-    numbers = [p not in known for group in optimizer.param_groups for p in group["params"]]
+    numbers = [whole(p) not in known for group in optimizer.param_groups for p in group["params"]]
     if any(numbers):
         raise ValueError(
             f"{sum(numbers)} of the {len(numbers)} parameters of {type(optimizer).__name__} are "

@@ -1,0 +1,113 @@
+"""Parameters of sharded models: optimizers that exchange work on the part that a rank holds."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+_WHOLE = "_comm_hooks_whole"
+
+
+def local_shards(params: Any) -> Any:
+    """Return parameters with the local part of each DTensor in its place.
+
+    FSDP2 and tensor parallelism keep a parameter in parts, as a DTensor.  Ranks that hold the same
+    part exchange it; to them it is an ordinary tensor.  The part shares the DTensor's memory, and
+    takes its gradient from it at every step (:func:`pull_gradients`).
+
+    Args:
+        params: parameters, named parameters or parameter groups, as optimizers take them.
+
+    Returns:
+        Those, but for DTensors, of which this rank's part is there, and nothing where it has none.
+
+    Example::
+
+        >>> from comm_hooks.shards import local_shards
+        >>> [p is q for p, q in zip(local_shards(model.parameters()), model.parameters())]
+        [True, True]
+    """
+    if isinstance(params, torch.Tensor):
+        return params  # which torch refuses in words of its own
+    converted = []
+    for entry in params:
+        if isinstance(entry, Mapping):
+            members = entry["params"]
+            members = [members] if isinstance(members, torch.Tensor) else members
+            converted.append({**entry, "params": list(_parts(members))})
+        else:
+            converted += _parts([entry])
+    return converted
+
+
+def _parts(members: Iterable[Any]) -> Iterator[Any]:
+    for member in members:
+        named = isinstance(member, tuple)
+        parameter = member[1] if named else member
+        if not is_sharded(parameter):
+            yield member
+        elif (part := _part(parameter)).numel():
+            yield (member[0], part) if named else part
+
+
+def _part(whole: Any) -> nn.Parameter:
+    with torch.no_grad():
+        part = nn.Parameter(whole.to_local(), requires_grad=whole.requires_grad)
+    setattr(part, _WHOLE, whole)
+    return part
+
+
+def is_sharded(parameter: object) -> bool:
+    """Return whether a parameter is a DTensor."""
+    return hasattr(parameter, "device_mesh")
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the parameter of the model that this is the local part of; itself, if of none."""
+    found: torch.Tensor = getattr(parameter, _WHOLE, parameter)
+    return found
+
+
+def pull_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    """Give local parts their part of the gradient, and of where their parameter lies by now.
+
+    Args:
+        parameters: some of which may be parts.
+    """
+    for part in parameters:
+        parameter: Any = whole(part)
+        if parameter is part:
+            continue
+        with torch.no_grad():
+            current = parameter.to_local()
+            if current.data_ptr() != part.data_ptr():  # FSDP pads uneven shards at the first pass
+                part.data = current
+            part.grad = None if parameter.grad is None else parameter.grad.to_local()
+
+
+def drop_gradients(parameters: Sequence[torch.Tensor], set_to_none: bool) -> None:
+    """Reset the gradients of the parameters that these are parts of."""
+    for part in parameters:
+        parameter = whole(part)
+        if parameter is not part and parameter.grad is not None:
+            if set_to_none:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+
+
+def nominal_shape(parameter: Any) -> tuple[int, ...]:
+    """Return the shape of a parameter; of a DTensor the size of an even part, as one dimension.
+
+    The same on all ranks, though their parts may differ by a row.
+    """
+    if not is_sharded(parameter):
+        return tuple(parameter.shape)
+    parts = math.prod(
+        size
+        for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        if placement.is_shard()
+    )
+    return (math.ceil(parameter.numel() / parts),)

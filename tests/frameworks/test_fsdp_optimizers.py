@@ -1,0 +1,173 @@
+"""Optimizers that exchange between nodes, of a model that is sharded inside each: 2 x 2 ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, register
+from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
+from comm_hooks.optim import CompressedAdam, LocalRounds, LocalVarianceAdam, low_communication
+from comm_hooks.shards import local_shards
+from tests.frameworks.hsdp import Net, batch, build, two_by_two
+from tests.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+CLIP_NORM, STEPS, STOP = 0.5, 6, 3
+Weights = dict[str, torch.Tensor]
+
+
+def optimizer_of(method: str, model: nn.Module, group: Any) -> Any:
+    named = model.named_parameters()
+    if method == "low_communication":
+        return low_communication(named, lr=0.02, bits_per_parameter=3.0, process_group=group)
+    exchange = Exchange(Sign(), ErrorFeedback(), process_group=group, min_numel=64)
+    if method == "signs":
+        return LocalVarianceAdam(named, exchange, lr=0.02)
+    plain = Exchange(Identity(), process_group=group)
+    if method == "uncompressed":
+        return CompressedAdam(named, plain, lr=0.02, freeze_step=100)  # Adam
+    inner = torch.optim.AdamW(local_shards(named), lr=0.02)
+    return LocalRounds(inner, plain, local_steps=2, look_ahead=0.0)
+
+
+def weights(model: nn.Module) -> Weights:
+    return {
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for n, p in model.named_parameters()
+    }
+
+
+def gradients_of(model: nn.Module) -> list[Any]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def train(
+    method: str, mesh: Any, folder: str, steps: range, batches: Callable[[int], torch.Tensor]
+) -> tuple[nn.Module, Any]:
+    """Train a sharded model, or without a mesh a whole one over the ranks of the first column."""
+    if mesh is None:
+        torch.manual_seed(0)
+        model: nn.Module = Net()
+        group = dist.group.WORLD
+    else:
+        model = build(mesh["shard"])
+        group = mesh["replicate"].get_group()
+    optimizer = optimizer_of(method, model, group)
+    state = register(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    if steps.start:
+        model.load_state_dict(torch.load(f"{folder}/model{dist.get_rank()}.pt"))
+        if method == "signs":
+            optimizer.load_state_dict(torch.load(f"{folder}/optimizer{dist.get_rank()}.pt"))
+        load_rank_files(state, f"{folder}/{dist.get_rank() % 2}")
+        scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": steps.start})
+        for group, lr in zip(optimizer.param_groups, [0.02 / (1 + steps.start)], strict=True):
+            group["lr"] = lr
+    for step in steps:
+        for micro in range(2):
+            # Every rank has a batch of its own.
+            (model(batches(2 * step + micro)).square().mean() / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        # Where a rank has no part of a parameter there is nothing to reset.
+        assert not any(g.to_local().numel() for g in gradients_of(model) if mesh is not None)
+    return model, state
+
+
+def own_batch(index: int) -> torch.Tensor:
+    return batch(dist.get_rank(), index)
+
+
+def resumed(method: str, folder: str) -> list[Any]:
+    """Return whole and resumed trainings, and what evaluation and state_dict() show."""
+    mesh = two_by_two()
+    whole, state = train(method, mesh, folder, range(STEPS), own_batch)
+    before = weights(whole)
+    saved = {n: v.full_tensor().clone() for n, v in whole.state_dict().items()}
+    shown = weights(whole.eval())
+    whole.train()
+    after = weights(whole)
+    model, half = train(method, mesh, folder, range(STOP), own_batch)
+    save_rank_file(half, f"{folder}/{dist.get_rank() % 2}")
+    torch.save(model.state_dict(), f"{folder}/model{dist.get_rank()}.pt")
+    if method == "signs":
+        torch.save(half.optimizer.state_dict(), f"{folder}/optimizer{dist.get_rank()}.pt")
+    dist.barrier()
+    again, stats = train(method, mesh, folder, range(STOP, STEPS), own_batch)
+    return [before, after, shown, saved, weights(again), state.stats(), stats.stats()]
+
+
+@pytest.mark.parametrize("method", ["low_communication", "signs"])
+def test_a_sharded_model_resumes_bit_for_bit(
+    ranks_of: RanksOf, tmp_path: Path, method: str
+) -> None:
+    outcomes = ranks_of(4).run(resumed, method, str(tmp_path))
+    for before, after, shown, saved, again, stats, later in outcomes:
+        for name, value in before.items():
+            assert torch.equal(after[name], value)
+            assert torch.equal(again[name], value)
+            assert torch.equal(saved[name], shown[name])
+            assert torch.equal(shown[name], outcomes[0][2][name]), "all share one model"
+        assert stats["steps"] == later["steps"] == STEPS
+        assert min(stats["bytes_sent"], later["bytes_sent"]) > 0
+    differs = any(not torch.equal(outcomes[2][0][n], v) for n, v in outcomes[0][0].items())
+    assert differs == (method == "low_communication")
+
+
+def sharded_and_whole(method: str) -> Weights:
+    """Train two nodes of two ranks whose data is that of one rank each."""
+
+    def of_node(index: int) -> torch.Tensor:
+        return batch(dist.get_rank() // 2, index)
+
+    model, state = train(method, two_by_two(), "", range(STEPS), of_node)
+    if hasattr(state, "synchronize"):
+        state.synchronize()
+    return weights(model)
+
+
+def whole_only(method: str) -> Weights:
+    model, state = train(method, None, "", range(STEPS), own_batch)
+    if hasattr(state, "synchronize"):
+        state.synchronize()
+    return weights(model)
+
+
+@pytest.mark.parametrize("method", ["uncompressed", "rounds"])
+def test_sharding_changes_nothing_but_rounding(ranks_of: RanksOf, method: str) -> None:
+    expected = ranks_of(2).run(whole_only, method)[0]
+    for run in ranks_of(4).run(sharded_and_whole, method):
+        for name, value in expected.items():
+            # Of steps of 0.02: Adam enlarges the rounding of some small gradients.
+            assert (run[name] - value).abs().mean() < 1e-4, name
+
+
+def over_all_ranks(method: str) -> None:
+    """Exchange between ranks that the model is sharded over."""
+    model = build(two_by_two()["shard"])
+    optimizer = optimizer_of(method, model, dist.group.WORLD)
+    model(own_batch(0)).square().mean().backward()
+    with pytest.raises(ValueError, match="the parameters are sharded over ranks"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("method", ["low_communication", "signs"])
+def test_ranks_that_share_a_parameter_cannot_exchange_it(ranks_of: RanksOf, method: str) -> None:
+    ranks_of(4).run(over_all_ranks, method)
+
+
+def with_muon() -> None:
+    named = build(two_by_two()["shard"]).named_parameters()
+    with pytest.raises(ValueError, match="inner='muon' needs whole matrices"):
+        low_communication(named, lr=0.1, inner="muon", process_group=dist.group.WORLD)
+
+
+def test_muon_needs_whole_matrices(ranks_of: RanksOf) -> None:
+    ranks_of(4).run(with_muon)
