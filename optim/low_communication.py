@@ -6,15 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
+from torch.optim.optimizer import ParamsT
 
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.sparse import TopK
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
+from comm_hooks.optim.base import parameters_of
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.laprop import LaProp
 from comm_hooks.optim.moments import halved_horizon
@@ -71,7 +74,7 @@ class RoundsPlan:
 
 
 def low_communication(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    named_parameters: Iterable[tuple[str, nn.Parameter]] | ParamsT,
     *,
     lr: float,
     betas: tuple[float, float] = (0.9, 0.95),
@@ -117,9 +120,11 @@ def low_communication(
     average: train the model itself, or register :func:`~comm_hooks.skip_hook`.
 
     Args:
-        named_parameters: ``model.named_parameters()``.
+        named_parameters: ``model.named_parameters()``, or parameters and groups of them as torch's
+            optimizers take them; a group may have an ``lr``, ``betas`` and ``weight_decay`` of its
+            own.
         lr: the largest learning rate; schedulers work on what is returned.
-        betas: of the AdamW that is replaced.
+        betas: of the AdamW that is replaced, in a group too.
         weight_decay: decoupled.
         total_steps: of the training, if known: rounds are then short enough for twenty of them,
             and for every element to have its turn within the training.  Without, rounds of more
@@ -154,19 +159,24 @@ def low_communication(
         >>> optimizer.synchronize()
     """
     where = "low_communication"
-    members = list(named_parameters)
+    groups = _groups(named_parameters)
     check_hyperparameters(where, lr=lr, betas=betas, weight_decay=weight_decay)
     require_within(where, "bits_per_parameter", bits_per_parameter, "(0, inf)")
     require_choice(where, "inner", inner, INNER)
     if total_steps is not None:
         require_positive(where, "total_steps", total_steps)
+    members = [member for group in groups for member in group["params"]]
     if not members:
         raise ValueError(f"{where}: there are no parameters")
+    if inner == "muon" and len(groups) > 1:
+        raise ValueError(
+            f"{where}: inner='muon' makes its own groups, of hidden matrices and of the rest: give "
+            "model.named_parameters()"
+        )
     transport = transport or TorchDistributed(process_group)
     if inner == "muon" and any(is_sharded(p) for _, p in members):
         raise ValueError(f"{where}: inner='muon' needs whole matrices, and the model is sharded")
     shapes = {name: nominal_shape(p) for name, p in members}
-    members = local_shards(members)
     plan = plan_rounds(shapes, transport, bits_per_parameter, total_steps)
     if total_steps is None and plan.local_steps > _SAFE:
         warnings.warn(
@@ -180,17 +190,45 @@ def low_communication(
         "betas": (halved_horizon(betas[0]), betas[1]),
         "weight_decay": weight_decay,
     }
-    return LocalRounds(
-        LaProp(members, **settings)
+    parts = local_shards(groups)
+    local = (
+        LaProp(parts, **settings)
         if inner == "adamw"
-        else MuonAdamW(members, momentum=_MUON_MOMENTUM, rest=LaProp, **settings),
+        else MuonAdamW(
+            [each for group in parts for each in group["params"]],
+            momentum=_MUON_MOMENTUM,
+            rest=LaProp,
+            **settings,
+        )
+    )
+    return LocalRounds(
+        local,
         make_exchange(plan.density, transport, sharded=plan.sharded, decay=plan.decay),
-        SGD(members, lr=plan.outer_lr),
+        SGD(parameters_of(local.param_groups), lr=plan.outer_lr),
         local_steps=plan.local_steps,
         fragments=plan.fragments,
         look_ahead=_AHEAD[inner],
         shared_decay=True,
     )
+
+
+def _groups(given: Any) -> list[dict[str, Any]]:
+    """Return parameter groups whose parameters have names, or else their numbers as text."""
+    entries = list(given)
+    groups = entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
+    result, count = [], 0
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        named = [
+            member if isinstance(member, tuple) else (str(count + i), member)
+            for i, member in enumerate(members)
+        ]
+        count += len(named)
+        result.append({**group, "params": named})
+        if "betas" in group:
+            result[-1]["betas"] = (halved_horizon(group["betas"][0]), group["betas"][1])
+    return result
 
 
 def make_exchange(

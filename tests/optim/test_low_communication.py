@@ -206,6 +206,54 @@ def test_local_steps_are_those_of_laprop_with_half_the_horizon() -> None:
     assert (group["lr"], group["weight_decay"]) == (1e-2, 0.2)
 
 
+def groups_by_dimension(model: nn.Module, *, named: bool) -> list[dict[str, Any]]:
+    """Return groups as training scripts make them: no weight decay for norms and biases."""
+    many = [(n, p) if named else p for n, p in model.named_parameters() if p.dim() > 1]
+    few = [(n, p) if named else p for n, p in model.named_parameters() if p.dim() == 1]
+    return [{"params": many}, {"params": few, "weight_decay": 0.0, "betas": (0.7, 0.9)}]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_parameter_groups_keep_what_they_say(named: bool) -> None:
+    optimizer = low_communication(
+        groups_by_dimension(make_model(), named=named), lr=1e-2, transport=Simulated(2)[0]
+    )
+    many, few = optimizer.param_groups
+    assert (many["weight_decay"], few["weight_decay"]) == (0.1, 0.0)
+    assert (many["betas"], few["betas"]) == (
+        pytest.approx((0.8, 0.95)),
+        pytest.approx((0.4, 0.9)),
+    )
+    names = ["0.weight", "3.weight"] if named else ["0", "1"]
+    assert many["param_names"] == names
+    assert len({*many["param_names"], *few["param_names"]}) == 6
+
+
+def test_groups_that_say_nothing_change_nothing() -> None:
+    def rank(transport: Transport) -> list[torch.Tensor]:
+        weights = []
+        for grouped in (False, True):
+            model = make_model()
+            given: Any = model.named_parameters()
+            if grouped:
+                given = [{"params": [p]} for p in model.parameters()]
+            optimizer = low_communication(
+                given, lr=1e-2, bits_per_parameter=0.3, transport=transport
+            )
+            take_steps(model, optimizer, range(6), transport.rank)
+            weights.append(nn.utils.parameters_to_vector(model.parameters()))
+        return weights
+
+    for flat, grouped in run_ranks(rank, 2):
+        assert torch.equal(flat, grouped)
+
+
+def test_muon_makes_its_own_groups() -> None:
+    groups = groups_by_dimension(make_model(), named=True)
+    with pytest.raises(ValueError, match="makes its own groups"):
+        low_communication(groups, lr=1e-2, inner="muon", transport=Simulated(2)[0])
+
+
 def test_muon_takes_the_hidden_matrices() -> None:
     optimizer = low_communication(
         make_model().named_parameters(), lr=1e-2, inner="muon", transport=Simulated(2)[0]

@@ -11,15 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from comm_hooks.exchange import Exchange
-from comm_hooks.frameworks.deepspeed import optimizers
-from comm_hooks.frameworks.rank_files import RankState, load_rank_files, save_rank_file
+from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
 
 _FOLDER = "comm_hooks"
 _UNIVERSAL = "_universal"
 
 
-def include(engine: Any, exchange: Exchange) -> None:
-    """Let an engine's ``save_checkpoint`` and ``load_checkpoint`` include an exchange.
+def include(engine: Any, state: Any) -> None:
+    """Let an engine's ``save_checkpoint`` and ``load_checkpoint`` include what each rank has.
+
+    Args:
+        engine: a ``DeepSpeedEngine``.
+        state: an exchange, or what else is a
+            :class:`~comm_hooks.frameworks.rank_files.RankState`.
 
     See :mod:`comm_hooks.frameworks.rank_files` for what they raise.
     """
@@ -28,7 +32,7 @@ def include(engine: Any, exchange: Exchange) -> None:
 
     def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         name = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-        save_rank_file(_EngineState(engine, exchange), Path(save_dir) / name / _FOLDER)
+        save_rank_file(_EngineState(engine, state), Path(save_dir) / name / _FOLDER)
         return save_engine(save_dir, tag, *args, **kwargs)
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -37,7 +41,7 @@ def include(engine: Any, exchange: Exchange) -> None:
         call.apply_defaults()
         goes_on = call.arguments["load_optimizer_states"]
         if path is not None and goes_on and not call.arguments["load_module_only"]:
-            load_rank_files(_EngineState(engine, exchange), _source(Path(path).parent))
+            load_rank_files(_EngineState(engine, state), _source(Path(path).parent))
         return path, client_state
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
@@ -46,10 +50,10 @@ def include(engine: Any, exchange: Exchange) -> None:
 class _EngineState:
     """What a rank saves: the exchange's state, the optimizer's own, and the step they are of."""
 
-    def __init__(self, engine: Any, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, engine: Any, state: Any) -> None:
+        self.exchange: Exchange = state if isinstance(state, Exchange) else state.exchange
         self._engine = engine
-        self._state: RankState | Exchange = optimizers.state_of(engine) or exchange
+        self._state = state
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._state.state_dict(), "global_steps": self._engine.global_steps}

@@ -12,6 +12,8 @@ from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.frameworks.deepspeed import checkpoint, optimizers, reductions
 from comm_hooks.frameworks.deepspeed.block import BLOCK
 from comm_hooks.frameworks.deepspeed.unsupported import check_averaging, check_parallelism
+from comm_hooks.frameworks.optimizer_state import OptimizerState
+from comm_hooks.optim import LocalRounds
 
 logger = logging.getLogger(__name__)
 
@@ -21,19 +23,21 @@ class EngineCompression:
 
     Attributes:
         exchange: the :class:`~comm_hooks.Exchange`; the optimizer's own, if it has one.
+        state: what every rank saves for itself: that exchange, or the optimizer's part.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, state: OptimizerState | LocalRounds | Exchange) -> None:
         self.exchange = exchange
+        self.state = state
 
     def stats(self) -> dict[str, float]:
         """Return what this rank moved; see :meth:`~comm_hooks.Exchange.stats`.
 
         ``steps`` counts exchanges: one per step of the optimizer, or at ZeRO stage 2 one per
-        backward pass.  The parameters that DeepSpeed gathers at ZeRO stages 1 and 2 are not
-        counted.
+        backward pass; with rounds, local steps.  The parameters that DeepSpeed gathers at ZeRO
+        stages 1 and 2 are not counted.
         """
-        return self.exchange.stats()
+        return self.state.stats()
 
 
 def attach(engine: Any, settings: ExchangeSettings | None) -> EngineCompression | None:
@@ -65,21 +69,22 @@ def attach(engine: Any, settings: ExchangeSettings | None) -> EngineCompression 
     presence = {BLOCK: "absent" if owned is None and settings is None else "present"}
     presences = TorchDistributed().perform(AllGatherObject(presence))
     check_agreement(presences)
+    state: OptimizerState | LocalRounds | Exchange
     if owned is not None:
-        exchange = owned
+        exchange, state = owned.exchange, owned
         check_parallelism(engine)
     elif settings is not None:
         check_parallelism(engine)
         check_averaging(engine)
         require_gradients(settings, f"{BLOCK}.memory")
-        exchange = Exchange(settings, process_group=engine.seq_data_parallel_group)
+        exchange = state = Exchange(settings, process_group=engine.seq_data_parallel_group)
         exchange.agree_on({"zero_stage": engine.zero_optimization_stage()})
         reductions.replace(engine, exchange)
     else:
         return None
     exchange.agree_now()
-    checkpoint.include(engine, exchange)
-    attached = engine.comm_hooks = EngineCompression(exchange)
+    checkpoint.include(engine, state)
+    attached = engine.comm_hooks = EngineCompression(exchange, state)
     logger.info("DeepSpeed exchanges through %s, %s", exchange.compressor, exchange.memory)
     return attached
 

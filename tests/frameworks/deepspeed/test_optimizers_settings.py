@@ -12,7 +12,7 @@ pytest.importorskip("deepspeed")
 
 from comm_hooks import ErrorFeedback, Exchange, Sign
 from comm_hooks.frameworks.deepspeed.optimizers import TYPES, owns_exchange, prepare
-from comm_hooks.optim import AMSGrad, DiLoCo, OneBitAdam
+from comm_hooks.optim import AMSGrad, OneBitAdam
 
 
 def prepared(name: Any, params: Any = None, optimizer: Any = None, **more: Any) -> Any:
@@ -21,6 +21,7 @@ def prepared(name: Any, params: Any = None, optimizer: Any = None, **more: Any) 
     return prepare(config, model=nn.Linear(40, 40), optimizer=optimizer, model_parameters=None)
 
 
+ROUNDS = {"comm_hooks": {"method": "low_communication"}}
 BAD: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("optimizer.params.freeze_stp: .*did you mean 'freeze_step'", "OneBitAdam",
      {"freeze_stp": 4}, {}),
@@ -44,9 +45,20 @@ BAD: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("optimizer.params: must be an object", "OneBitAdam", [1], {}),
     ("optimizer.type: OneBitLamb cannot be used: .*use OneBitAdam", "onebitlamb", {}, {}),
     ("optimizer.type: Marina cannot be used: .*two points", "Marina", {}, {}),
-    ("optimizer.type: DiLoCo cannot be used: .*rounds of local steps", "DiLoCo", {}, {}),
+    ('optimizer.type: DiLoCo cannot be used: .*"method": "low_communication"', "DiLoCo", {}, {}),
     ("optimizer.type: LocalAdamW cannot be used: .*comm_hooks.optim.LocalRounds", "LocalAdamW",
      {}, {}),
+    ("optimizer.type: low_communication takes the place of AdamW", "OneBitAdam", {}, ROUNDS),
+    ("optimizer.params.freeze_step: unknown parameter", "AdamW", {"freeze_step": 4}, ROUNDS),
+    ("optimizer.params.adam_w_mode: .* as AdamW does", "AdamW", {"adam_w_mode": False}, ROUNDS),
+    ("comm_hooks.method: unknown method 'low_comm': did you mean 'low_communication'", "AdamW", {},
+     {"comm_hooks": {"method": "low_comm"}}),
+    ("comm_hooks.bits_per_paramter: .*did you mean 'bits_per_parameter'", "AdamW", {},
+     {"comm_hooks": {"method": "low_communication", "bits_per_paramter": 1.0}}),
+    ("zero_optimization.stage: low_communication .*ZeRO stage 2 divides", "AdamW", {},
+     {**ROUNDS, "zero_optimization": {"stage": 2}}),
+    ("bf16.enabled: low_communication keeps a model of its own", "AdamW", {},
+     {**ROUNDS, "bf16": {"enabled": True}}),
     ("optimizer.type: unknown optimizer 'OneBitAdm': did you mean 'OneBitAdam'", "OneBitAdm",
      {}, {}),
     ("zero_optimization.stage: OneBitAdam .*ZeRO stage 1 divides", "OneBitAdam", {},
@@ -75,12 +87,6 @@ BAD: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("optimizer.params: SAFL: local_lr must be positive", "SAFL", {"local_lr": 0}, {}),
     ("optimizer.params: SAFL: amsgrad must be true or false", "SAFL", {"amsgrad": "no"}, {}),
 ]  # fmt: skip
-
-
-def test_rounds_of_local_steps_are_refused_as_objects_too() -> None:
-    rounds = DiLoCo([nn.Parameter(torch.zeros(2))], Exchange(Sign()), local_steps=2)
-    with pytest.raises(ValueError, match=r"^optimizer: DiLoCo cannot be used: .*optim\.DiLoCo"):
-        prepared("Adam", optimizer=rounds)
 
 
 @pytest.mark.parametrize(("message", "name", "params", "more"), BAD)

@@ -1,10 +1,10 @@
 """``"optimizer": {"type": "OneBitAdam", ...}`` in a DeepSpeed configuration.
 
 :func:`prepare` turns the block into an optimizer before an engine is constructed, :func:`attach`
-lets the engine drive it, and :func:`state_of` is for checkpoints.
+lets the engine drive it.
 """
 
-from comm_hooks.frameworks.deepspeed.optimizers.in_engine import attach, state_of
+from comm_hooks.frameworks.deepspeed.optimizers.in_engine import attach
 from comm_hooks.frameworks.deepspeed.optimizers.safl import SAFL
 from comm_hooks.frameworks.deepspeed.optimizers.settings import owns_exchange, prepare
 from comm_hooks.frameworks.deepspeed.optimizers.types import TYPES
@@ -15,5 +15,4 @@ __all__ = [
     "attach",
     "owns_exchange",
     "prepare",
-    "state_of",
 ]

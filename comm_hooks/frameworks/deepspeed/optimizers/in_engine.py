@@ -9,7 +9,8 @@ from comm_hooks.collectives.requests import AllReduce
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
 from comm_hooks.frameworks.optimizer_state import OptimizerState
-from comm_hooks.optim import Adam, AMSGrad
+from comm_hooks.frameworks.server_view import show_server_model
+from comm_hooks.optim import Adam, AMSGrad, LocalRounds
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 
 # The sum over ranks of gradient norms from which squares may leave float32's range on some rank.
@@ -120,15 +121,15 @@ def _scale_loss(engine: Any) -> None:
     engine.backward = scaled_backward
 
 
-def attach(engine: Any) -> Exchange | None:
+def attach(engine: Any) -> OptimizerState | LocalRounds | None:
     """Let an engine that is complete drive the optimizer that it was constructed with.
 
     Call it right after the construction, whatever the optimizer is.  For an
-    :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`, also one that the user passed, the
-    engine stops averaging gradients.  Sends nothing.
+    :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`, and for rounds of local steps, also
+    ones that the user passed, the engine stops averaging gradients.  Sends nothing.
 
     Returns:
-        The optimizer's exchange; None for an optimizer without.
+        What every rank saves of it, and what counts; None for an optimizer without an exchange.
 
     Raises:
         ValueError: if DeepSpeed has put the optimizer behind a wrapper that divides parameters or
@@ -141,6 +142,17 @@ def attach(engine: Any) -> Exchange | None:
         # The step with zero gradients has decayed the copies.
         optimizer.state.clear()
         wrapper.refresh_fp32_params()
+    if isinstance(optimizer, LocalRounds):
+        if wrapper is not optimizer:
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps a model of its own in float32 and cannot work "
+                f"inside DeepSpeed's {type(wrapper).__name__}: switch bf16 and fp16 off, and use "
+                '"torch_autocast": {"enabled": true, "dtype": "bfloat16"}'
+            )
+        show_server_model(engine.module, optimizer)
+        _stop_averaging(engine)
+        _clip_own_gradients(engine)
+        return optimizer
     if not isinstance(optimizer, ExchangingOptimizer):
         return None
     name = type(optimizer).__name__
@@ -164,17 +176,7 @@ def attach(engine: Any) -> Exchange | None:
         _scale_loss(engine)
     if isinstance(optimizer, InEngine):
         optimizer.is_ready = True
-    engine.enable_backward_allreduce = False
-    if hasattr(engine, "pipeline_enable_backward_allreduce"):
-        engine.pipeline_enable_backward_allreduce = False
-    return optimizer.exchange
-
-
-def state_of(engine: Any) -> OptimizerState | None:
-    """Return what every rank saves of an engine's optimizer; None if that does not exchange."""
-    optimizer = engine.basic_optimizer
-    if not isinstance(optimizer, ExchangingOptimizer):
-        return None
+    _stop_averaging(engine)
 
     def set_parameters(values: Sequence[torch.Tensor]) -> None:
         # The optimizer's parameters are the model's, or float32 copies of them.
@@ -187,3 +189,18 @@ def state_of(engine: Any) -> OptimizerState | None:
                 parameter.copy_(value)
 
     return OptimizerState(optimizer, set_parameters)
+
+
+def _clip_own_gradients(engine: Any) -> None:
+    """Let a rank clip by its own norm: DeepSpeed all-reduces it, at every local step."""
+
+    def clip() -> None:
+        torch.nn.utils.clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
+
+    engine.clip_fp32_gradients = clip
+
+
+def _stop_averaging(engine: Any) -> None:
+    engine.enable_backward_allreduce = False
+    if hasattr(engine, "pipeline_enable_backward_allreduce"):
+        engine.pipeline_enable_backward_allreduce = False

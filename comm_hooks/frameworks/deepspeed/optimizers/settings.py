@@ -11,7 +11,8 @@ import torch
 from comm_hooks.config import unknown
 from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.frameworks.deepspeed.optimizers.in_engine import in_engine
-from comm_hooks.frameworks.deepspeed.optimizers.types import REFUSED, ROUNDS, TYPES, OptimizerType
+from comm_hooks.frameworks.deepspeed.optimizers.rounds import asks_for_rounds, rounds_of
+from comm_hooks.frameworks.deepspeed.optimizers.types import REFUSED, TYPES, OptimizerType
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.rounds import LocalRounds
 
@@ -27,11 +28,13 @@ def prepare(
     """Return the optimizer that an engine shall be constructed with.
 
     1. An optimizer that the user passed stays what it is, and decides, as in DeepSpeed.
-    2. Else, if ``optimizer.type`` is a key of :data:`TYPES` (case does not matter), it is a
+    2. Else, if the ``comm_hooks`` block names a method (``low_communication``), it is a function to
+       those rounds of local steps, in place of AdamW.
+    3. Else, if ``optimizer.type`` is a key of :data:`TYPES` (case does not matter), it is a
        function from parameters to that optimizer, for DeepSpeed to call after it has moved and
        cast the model.  One that owns its exchange gets it from the ``comm_hooks`` block; a block
        without a ``compressor`` changes the published exchange.
-    3. Else it is None, and DeepSpeed goes on by itself.
+    4. Else it is None, and DeepSpeed goes on by itself.
 
     Everything that the configuration can get wrong is found here, before anything is sent.
 
@@ -64,10 +67,7 @@ def prepare(
                 "initialize(): pass none, or remove the block",
                 stacklevel=3,
             )
-        if isinstance(optimizer, LocalRounds):
-            name = type(optimizer).__name__
-            raise ValueError(f"optimizer: {name} cannot be used: {ROUNDS.format(name=name)}")
-        if isinstance(optimizer, ExchangingOptimizer):
+        if isinstance(optimizer, ExchangingOptimizer | LocalRounds):
             _check_engine(config, type(optimizer).__name__)
             if BLOCK in config:
                 raise ValueError(
@@ -75,6 +75,11 @@ def prepare(
                     "its own: remove the block, or name the optimizer in the configuration"
                 )
         return optimizer
+    if asks_for_rounds(config):
+        method, make_rounds = rounds_of(config)
+        _check_engine(config, method)
+        _check_precision(config, method)
+        return lambda members: make_rounds(named_groups(members, model))
     chosen = _chosen(config)
     if chosen is None:
         return None
@@ -118,7 +123,9 @@ def owns_exchange(config: Mapping[str, Any], optimizer: Any) -> bool:
         optimizer: what the user passed.
     """
     if optimizer is not None:
-        return isinstance(optimizer, ExchangingOptimizer)
+        return isinstance(optimizer, ExchangingOptimizer | LocalRounds)
+    if asks_for_rounds(config):
+        return True
     chosen = _chosen(config)
     return chosen is not None and TYPES[chosen].exchange is not None
 
@@ -261,6 +268,18 @@ def _check_engine(config: Mapping[str, Any], name: str) -> None:
             f"compile.deepcompile: averages gradients inside the compiled graph, before {name} "
             "sees them: remove it"
         )
+
+
+def _check_precision(config: Mapping[str, Any], method: str) -> None:
+    """Raise for 16-bit models, of which DeepSpeed keeps copies that only its wrapper knows."""
+    for key in ("bf16", "fp16"):
+        block = config.get(key)
+        if isinstance(block, Mapping) and block.get("enabled"):
+            raise ValueError(
+                f"{key}.enabled: {method} keeps a model of its own in float32: use "
+                '"torch_autocast": {"enabled": true, "dtype": "bfloat16"}, which computes in 16 '
+                "bits"
+            )
 
 
 def _check_sketch(block: Any) -> None:

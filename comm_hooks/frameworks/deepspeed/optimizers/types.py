@@ -100,15 +100,16 @@ TYPES: Mapping[str, OptimizerType] = {
 }
 
 _ROUND_TYPES = ("LocalRounds", "DiLoCo", "MuLoCo", "SparseLoCo", "FedAvg", "FedAMS", "FedLAMB")
-ROUNDS = (
-    "it works in rounds of local steps, between which replicas differ, and the engine evaluates "
-    "and saves rank 0's: use LocalVarianceAdam, or comm_hooks.optim.{name} without DeepSpeed"
+_ROUNDS = (
+    "it works in rounds of local steps, which the comm_hooks block asks for: "
+    '{{"method": "low_communication"}} beside "type": "CommHooksAdamW"; or pass '
+    "comm_hooks.optim.{name} to initialize(optimizer=...)"
 )
 REFUSED: Mapping[str, str] = {
     "OneBitLamb": "there is no 1-bit LAMB here: use OneBitAdam, which has the same parameters but "
     "for LAMB's coefficients, or LocalVarianceAdam, which needs no warm-up",
     "Marina": "it needs the gradients of a minibatch at two points, for which the engine calls "
     "backward() once: use EF21, or comm_hooks.optim.Marina without DeepSpeed",
-    "LocalAdamW": ROUNDS.format(name="LocalRounds"),
-    **{name: ROUNDS.format(name=name) for name in _ROUND_TYPES},
+    "LocalAdamW": _ROUNDS.format(name="LocalRounds"),
+    **{name: _ROUNDS.format(name=name) for name in _ROUND_TYPES},
 }

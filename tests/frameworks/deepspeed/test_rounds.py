@@ -1,0 +1,135 @@
+"""Rounds of local steps in a DeepSpeed engine, named in the JSON or passed, against a bare loop."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("deepspeed")
+
+from comm_hooks import register
+from comm_hooks.optim import low_communication
+from tests.frameworks.deepspeed.optimizer_runs import (
+    deepspeed_on_cpu,
+    loss_of,
+    minibatches,
+    new_engine,
+    new_model,
+    settings,
+    train,
+    values,
+)
+from tests.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+STEPS, STOP, CLIP_NORM = 6, 3, 0.2
+BLOCK = {"method": "low_communication", "bits_per_parameter": 1.0}
+PARAMS = {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.05}
+SCHEDULE = {
+    "type": "WarmupDecayLR",
+    "params": {"warmup_num_steps": 3, "total_num_steps": 8, "warmup_type": "linear"},
+}
+
+
+def configuration() -> dict[str, Any]:
+    config = settings("AdamW", PARAMS, comm_hooks=BLOCK, scheduler=SCHEDULE)
+    return {**config, "gradient_clipping": CLIP_NORM}
+
+
+def bare(rates: list[float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Train without DeepSpeed, with the learning rates that its schedule had."""
+    model = new_model()
+    optimizer = low_communication(
+        model.named_parameters(), lr=0.01, weight_decay=0.05, bits_per_parameter=1.0
+    )
+    register(model, optimizer)
+    for rate, step in zip(rates, minibatches(STEPS), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for inputs, targets in step:
+            (loss_of(model, inputs, targets) / len(step)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model), values(model.eval())
+
+
+def train_and_watch(engine: Any, steps: list[Any]) -> list[float]:
+    rates = []
+    for step in steps:
+        rates.append(engine.optimizer.param_groups[0]["lr"])
+        train(engine, [step])
+    return rates
+
+
+def runs(folder: str) -> Any:
+    engine = new_engine(configuration())
+    rates = train_and_watch(engine, minibatches(STEPS))
+    own = values(engine.module)
+    engine.eval()
+    shared = values(engine.module)
+    engine.train()
+    assert all(map(torch.equal, values(engine.module), own))
+
+    part = new_engine(configuration())
+    train(part, minibatches(STEPS)[:STOP])
+    with deepspeed_on_cpu():
+        part.save_checkpoint(folder)
+        resumed = new_engine(configuration())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            resumed.load_checkpoint(folder)
+    train(resumed, minibatches(STEPS)[STOP:])
+    return own, shared, values(resumed.module), bare(rates), engine.comm_hooks.stats()
+
+
+def test_the_json_asks_for_rounds(ranks_of: RanksOf, tmp_path: Path) -> None:
+    outcomes = ranks_of(2).run(runs, str(tmp_path))
+    for own, shared, resumed, (expected, evaluated), stats in outcomes:
+        for value, other, later in zip(own, expected, resumed, strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+            assert torch.equal(value, later)
+        for value, other in zip(shared, evaluated, strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+        assert stats["steps"] == STEPS
+        assert stats["compression_ratio"] > 20
+    assert all(map(torch.equal, outcomes[0][1], outcomes[1][1]))
+    assert not all(map(torch.equal, outcomes[0][0], outcomes[1][0]))
+
+
+def passed() -> tuple[list[torch.Tensor], bool]:
+    """Pass the rounds as an object, compute in bfloat16."""
+    model = new_model()
+    optimizer = low_communication(model.named_parameters(), lr=0.01, bits_per_parameter=1.0)
+    config = settings("AdamW", torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    del config["optimizer"]
+    before = values(model)
+    engine = new_engine(config, model=model, optimizer=optimizer)
+    train(engine, minibatches(4))
+    optimizer.synchronize()
+    moved = not all(map(torch.equal, values(model), before))
+    return values(engine.module), moved
+
+
+def test_rounds_can_be_passed(ranks_of: RanksOf) -> None:
+    (first, moved), (second, _) = ranks_of(2).run(passed)
+    assert moved
+    assert all(map(torch.equal, first, second))
+
+
+def in_16_bits() -> str:
+    model: nn.Module = new_model()
+    optimizer = low_communication(model.named_parameters(), lr=0.01, bits_per_parameter=1.0)
+    config = settings("AdamW", bf16={"enabled": True})
+    del config["optimizer"]
+    with pytest.raises(ValueError, match="keeps a model of its own in float32"):
+        new_engine(config, model=model, optimizer=optimizer)
+    return "refused"
+
+
+def test_copies_in_16_bits_are_refused(ranks_of: RanksOf) -> None:
+    assert ranks_of(2).run(in_16_bits) == ["refused", "refused"]
