@@ -1,1 +1,1 @@
-"""What the README claims, as commands that anyone can run."""
+"""What the documentation claims, as commands that anyone can run."""

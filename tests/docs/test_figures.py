@@ -1,4 +1,4 @@
-"""Figures stand in one place, the README, and are only repeated elsewhere."""
+"""Figures stand in one place, docs/results.md, and are only repeated elsewhere."""
 
 import re
 import statistics
@@ -10,11 +10,11 @@ from benchmarks.quality import runs as quality
 from benchmarks.quality.methods import METHODS, controls
 from benchmarks.quality.page import share_of
 from benchmarks.quality.settings import PRESETS, Setting
-from benchmarks.quality.tuning import Entry, by_wanted
+from benchmarks.quality.tuning import Entry, Records, by_wanted
 from benchmarks.tried import Row, make_rows, read_records
 from tests.docs.pages import ROOT, Page
 
-README = Page(ROOT / "README.md")
+RESULTS = Page(ROOT / "docs/results.md")
 RECORDS = ROOT / "benchmarks/results/tried"
 _FIGURE = re.compile(r"\**[+-]?\d[\d,]*\.?\d*(?: [kM]B)?\**")
 
@@ -30,8 +30,8 @@ def figures(row: list[str]) -> list[str]:
     return [cell for cell in row if _FIGURE.fullmatch(cell)]
 
 
-def as_in_readme(row: Row, all_reduce: Row, seeds: int) -> list[str]:
-    """Return what the README has of a method: all cells but the first."""
+def as_in_results(row: Row, all_reduce: Row, seeds: int) -> list[str]:
+    """Return what the page has of a method: all cells but the first."""
     kilobytes = row.sent_warm / 1e3
     sent = f"{kilobytes:,.{1 if kilobytes < 100 else 0}f} kB" if kilobytes else "0"
     gaps = [row.losses[seed] - all_reduce.losses[seed] for seed in row.losses]
@@ -43,25 +43,25 @@ def as_in_readme(row: Row, all_reduce: Row, seeds: int) -> list[str]:
 @pytest.mark.parametrize(
     ("steps", "seeds", "begin", "end"),
     [
-        (150, 3, "## Which method when", "\n450 steps, where"),
+        (150, 3, "## One text, two ranks", "\n450 steps, where"),
         (450, 1, "\n450 steps, where", "* **Thin link**"),
     ],
 )
 def test_losses_are_those_of_the_records(steps: int, seeds: int, begin: str, end: str) -> None:
     rows = {row.method: row for row in make_rows(read_records(RECORDS), steps)}
-    section = README.path.read_text().partition(begin)[2].partition(end)[0]
+    section = RESULTS.path.read_text().partition(begin)[2].partition(end)[0]
     lines = [line for line in section.splitlines() if line.startswith("| `")]
     assert len(lines) >= 9
     for line in lines:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         row = rows[cells[0].strip("`")]
         assert len(row.losses) >= seeds
-        assert cells[1:] == as_in_readme(row, rows["all_reduce"], seeds)
+        assert cells[1:] == as_in_results(row, rows["all_reduce"], seeds)
 
 
 def test_shares_kept_are_those_of_the_records() -> None:
     records = by_wanted(quality.read_records(ROOT / "benchmarks/results/quality/records.jsonl"))
-    section = README.path.read_text().partition("\n## Elsewhere")[2].partition("\n## ")[0]
+    section = RESULTS.path.read_text().partition("\n## More ranks")[2].partition("\n## ")[0]
     titles = {preset.title: name for name, preset in PRESETS.items()}
     row = r"^\| (\d+) \(([\d.]+) bits\) \| (.*?)(, Muon)? \| (\d+) \| (\d+) \| (.*) \|$"
     lines = re.findall(row, section, flags=re.MULTILINE)
@@ -70,22 +70,46 @@ def test_shares_kept_are_those_of_the_records() -> None:
         setting = Setting(titles[title], int(ranks), int(batch), float(tokens))
         options = [f"bits={bits}"] * (bits != "0.09") + ["muon=true"] * bool(muon)
         method = ":".join(["low_communication", *options])
-        none, all_reduce = controls(method)
-        entries = {
-            name: Entry(setting, name, METHODS[name], 3, range(3))
-            for name in (all_reduce, none, method)
-        }
-        found = {(setting, name): entry.finished(records) for name, entry in entries.items()}
-        losses = [
-            f"{statistics.mean(r.loss for r in runs.values()):.3f}" for runs in found.values()
-        ]
-        share = share_of(setting, method, found)
-        assert cells.split(" | ") == [*losses, str(share)], title
+        assert cells.split(" | ") == row_of(setting, method, records)[1:], title
+
+
+def test_shares_of_other_methods_are_those_of_the_records() -> None:
+    records = by_wanted(quality.read_records(ROOT / "benchmarks/results/quality/records.jsonl"))
+    section = RESULTS.path.read_text().partition("\n## More ranks")[2].partition("\n## ")[0]
+    titles = {preset.title: name for name, preset in PRESETS.items()}
+    row = r"^\| `(.*?)` \| ([\d.]+) \| (\d+) \| (.*?) \| (\d+) \| (.*) \|$"
+    lines = re.findall(row, section, flags=re.MULTILINE)
+    assert len(lines) >= 10
+    for method, bits, ranks, title, tokens, cells in lines:
+        setting = Setting(titles[title], int(ranks), 6, float(tokens))
+        assert [bits, *cells.split(" | ")] == row_of(setting, method, records), (method, title)
+
+
+def row_of(setting: Setting, method: str, records: Records) -> list[str]:
+    """Return bits, the losses of all-reduce, none and the method, and the share kept."""
+    none, all_reduce = controls(method)
+    entries = {
+        name: Entry(setting, name, METHODS[name], 3, range(3))
+        for name in (all_reduce, none, method)
+    }
+    found = {(setting, name): entry.finished(records) for name, entry in entries.items()}
+    losses = [f"{statistics.mean(r.judged for r in runs.values()):.3f}" for runs in found.values()]
+    bits = statistics.mean(run.bits for run in found[setting, method].values())
+    return [f"{bits:.2g}", *losses, str(share_of(setting, method, found))]
+
+
+def test_the_readme_repeats_the_rows_of_four_ranks() -> None:
+    row = r"^\| ([A-Z].*?) \| (\d\.\d{3} \|.* %) \|$"
+    lines = re.findall(row, (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    results = RESULTS.path.read_text()
+    assert len(lines) == 4
+    for title, cells in lines:
+        assert f"| 4 (0.09 bits) | {title} | 6 | 2 | {cells} |" in results, title
 
 
 def test_what_does_less_well_is_that_of_the_records() -> None:
     rows = {row.method: row for row in make_rows(read_records(RECORDS), 150)}
-    section = README.path.read_text().partition("\nWhat does less well")[2].partition("\n\n##")[0]
+    section = RESULTS.path.read_text().partition("\nWhat does less well")[2].partition("\n\n##")[0]
     lines = re.findall(r"^\| `(.+?)` \|.*\| (\S+) \|$", section, flags=re.MULTILINE)
     assert len(lines) >= 5
     for method, loss in lines:
@@ -95,8 +119,8 @@ def test_what_does_less_well_is_that_of_the_records() -> None:
     assert re.findall(r"\d\.\d{3}", section)[:2] == controls
 
 
-def test_choosing_repeats_the_figures_of_the_readme() -> None:
-    measured = [(method, set(row)) for method, row in rows_by_method(README)]
+def test_choosing_repeats_the_figures_of_the_results() -> None:
+    measured = [(method, set(row)) for method, row in rows_by_method(RESULTS)]
     repeated = [
         (method, figures(row))
         for method, row in rows_by_method(Page(ROOT / "docs/choosing.md"))
@@ -107,11 +131,11 @@ def test_choosing_repeats_the_figures_of_the_readme() -> None:
         assert any(name == method and set(cells) <= row for name, row in measured), (method, cells)
 
 
-def test_other_pages_repeat_figures_that_the_readme_has() -> None:
-    in_readme = set(re.findall(r"\d\.\d{3}", README.path.read_text()))
-    for name in ("choosing", "concepts"):
-        text = (ROOT / f"docs/{name}.md").read_text()
-        assert set(re.findall(r"\d\.\d{3}", text)) <= in_readme, name
+def test_other_pages_repeat_figures_that_the_results_have() -> None:
+    measured = set(re.findall(r"\d\.\d{3}", RESULTS.path.read_text()))
+    for name in ("docs/choosing.md", "docs/concepts.md", "README.md"):
+        text = (ROOT / name).read_text()
+        assert set(re.findall(r"\d\.\d{3}", text)) <= measured, name
 
 
 def test_times_are_those_of_the_published_bench() -> None:
@@ -120,7 +144,7 @@ def test_times_are_those_of_the_published_bench() -> None:
     for method, row in rows_by_method(Page(ROOT / "benchmarks/results/bench/results.md")):
         cells = {part.strip("()") for cell in row for part in (cell, *cell.split())}
         published.setdefault(method, set()).update(cells)
-    times = [(m, row) for m, row in rows_by_method(README) if row[-1].endswith((" s", "-"))]
+    times = [(m, row) for m, row in rows_by_method(RESULTS) if row[-1].endswith((" s", "-"))]
     assert len(times) >= 9
     for method, row in times:
         assert {cell.removesuffix(" s") for cell in row[1:]} <= published[method], method
