@@ -19,14 +19,14 @@ import typer.core  # noqa: E402
 import typer.main  # noqa: E402
 
 _COMMANDS = {
-    # The module that has a function of the command's name, and the extra with what it imports.
-    "compare": ("comm_hooks.launchers.compare.command", "compare"),
-    "launch": ("comm_hooks.launchers.launch.command", "launch"),
-    "preflight": ("comm_hooks.launchers.preflight.command", "launch"),
-    "advise": ("comm_hooks.launchers.advise.command", "compare"),
-    "bench": ("comm_hooks.launchers.bench.command", "compare"),
-    "report": ("comm_hooks.launchers.report.command", "compare"),
-    "audit": ("comm_hooks.launchers.audit.command", "compare"),
+    # The extra with what the command imports, and what it does.
+    "compare": ("compare", "Train a small GPT with each method, and compare what they cost."),
+    "launch": ("launch", "Start a training script on this node of several."),
+    "preflight": ("launch", "Check that every node is ready, and that they reach each other."),
+    "advise": ("compare", "Say which method pays off for a step and a link."),
+    "bench": ("compare", "Train over capped links, and compare times."),
+    "report": ("compare", "Make one page of several runs."),
+    "audit": ("compare", "Check a private training, and what it costs."),
 }
 
 
@@ -36,10 +36,15 @@ class _Commands(typer.core.TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_COMMANDS)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        # What the commands say of themselves would take all that they import.
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _COMMANDS:
             return None
-        path, extra = _COMMANDS[cmd_name]
+        path, (extra, _) = f"comm_hooks.launchers.{cmd_name}.command", _COMMANDS[cmd_name]
         # What follows a script's name belongs to the script, also if it looks like our option;
         # a report is made of files alone.
         settings = {"allow_interspersed_args": cmd_name == "report"}
