@@ -20,6 +20,7 @@ from comm_hooks.exchange import Collective, Exchange, ExchangeSettings
 from comm_hooks.exchange.resuming import seal_own
 from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.exchange.sparse import average_sparse
+from comm_hooks.frameworks import adaptive
 from comm_hooks.frameworks.ddp.backward import Underway
 from comm_hooks.frameworks.ddp.model import (
     AccumulationWatch,
@@ -351,6 +352,9 @@ def register(
             with ``static_graph=True``.
         ConfigMismatchError: if ranks are configured differently.
 
+    Warns in the first step of an optimizer that the compressor is known to mislead: sparse and
+    one-bit gradients under Adam and its kin.
+
     Not supported: FSDP (``comm_hooks.frameworks.fsdp``), DeepSpeed
     (``comm_hooks.frameworks.deepspeed``) and ``replicate_with_fsdp``.
 
@@ -379,5 +383,6 @@ def register(
     )
     state.exchange.agree_now()
     replicas.register_comm_hook(state, compression_hook)
+    adaptive.watch(state.exchange.compressor, replicas.module.parameters())
     logger.info("registered %s", state)
     return state

@@ -9,6 +9,7 @@ from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.exchange.agreement import check_agreement
 from comm_hooks.exchange.settings import require_gradients
+from comm_hooks.frameworks import adaptive
 from comm_hooks.frameworks.deepspeed import checkpoint, optimizers, reductions
 from comm_hooks.frameworks.deepspeed.block import BLOCK
 from comm_hooks.frameworks.deepspeed.unsupported import check_averaging, check_parallelism
@@ -80,6 +81,7 @@ def attach(engine: Any, settings: ExchangeSettings | None) -> EngineCompression 
         exchange = state = Exchange(settings, process_group=engine.seq_data_parallel_group)
         exchange.agree_on({"zero_stage": engine.zero_optimization_stage()})
         reductions.replace(engine, exchange)
+        adaptive.warn_of(exchange.compressor, engine.basic_optimizer)
     else:
         return None
     exchange.agree_now()

@@ -15,6 +15,7 @@ from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import check_agreement
+from comm_hooks.frameworks import adaptive
 from comm_hooks.frameworks.fsdp.units import (
     Replicas,
     Unit,
@@ -117,6 +118,7 @@ def compress_all_reduce(
     state = CompressedAllReduce(exchange, units, group, loss_scale)
     state.agree()
     warn_of_unsharded(model, units)
+    adaptive.watch(exchange.compressor, model.parameters())
     for unit in units:
         unit.module.set_all_reduce_hook(partial(state.reduce, unit))
     logger.info("registered %s with %s on %d modules", compressor, exchange.memory, len(units))

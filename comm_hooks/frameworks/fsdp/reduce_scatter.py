@@ -12,6 +12,7 @@ from comm_hooks.collectives.requests import Round
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
+from comm_hooks.frameworks import adaptive
 from comm_hooks.frameworks.fsdp.units import (
     Replicas,
     Unit,
@@ -109,6 +110,7 @@ def compress_reduce_scatter(
     exchange.agree_now()
     state = CompressedReduceScatter(exchange, units, loss_scale)
     warn_of_unsharded(model, units)
+    adaptive.watch(exchange.compressor, model.parameters())
     for unit in units:
         # torch's ReduceScatter is private; only its two methods are called.
         unit.module.set_custom_reduce_scatter(_ReduceScatter(state, unit))  # type: ignore[arg-type]
