@@ -30,7 +30,13 @@ from comm_hooks.frameworks.ddp.model import (
 )
 from comm_hooks.frameworks.ddp.optimizer import register_optimizer
 from comm_hooks.memory.base import Memory
-from comm_hooks.requirements import in_one_line, require_callable, require_dense_floats
+from comm_hooks.requirements import (
+    in_one_line,
+    require_callable,
+    require_dense_floats,
+    require_integer,
+    require_within,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -58,6 +64,9 @@ class CompressionState:
         loss_scale: a function that returns the factor by which the loss is scaled at present
             (``grad_scaler.get_scale``).  Residuals are kept unscaled, so that they stay right when
             the factor changes.
+        start_compression_step: the number of steps at first in which gradients are averaged
+            exactly, as PyTorch's PowerSGD hook has with ``start_powerSGD_iter``: an optimizer's
+            moments settle on true gradients.  Steps of before a checkpoint count.
 
     Raises:
         ValueError: for a combination that cannot work.
@@ -88,6 +97,7 @@ class CompressionState:
         process_group: dist.ProcessGroup | None = None,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
         loss_scale: Callable[[], float] | None = None,
+        start_compression_step: int = 0,
         **options: "Unpack[ExchangeOptions]",
     ) -> None:
         if isinstance(compressor, Exchange):
@@ -99,7 +109,11 @@ class CompressionState:
         require_gradients(self.exchange.settings, "CompressionState")
         if loss_scale is not None:
             require_callable(self, "loss_scale", loss_scale)
+        require_integer(self, "start_compression_step", start_compression_step)
+        require_within(self, "start_compression_step", start_compression_step, "[0, inf)")
         self.loss_scale = loss_scale
+        self.start_compression_step = start_compression_step
+        self.exchange.agree_on({"start_compression_step": start_compression_step})
         self._names = _by_parameter(named_parameters)
         self._known_names = set(self._names.values()) or None
         self.exchange.owner = self
@@ -133,6 +147,8 @@ class CompressionState:
         settings = repr(self.exchange).removeprefix("Exchange")
         if self.loss_scale is not None:
             settings = f"{settings[:-1]}, loss_scale={self.loss_scale!r})"
+        if self.start_compression_step:
+            settings = f"{settings[:-1]}, start_compression_step={self.start_compression_step})"
         return f"CompressionState{settings}"
 
     def stats(self) -> dict[str, float]:
@@ -259,13 +275,16 @@ def compression_hook(
         require_dense_floats(buffer)
         parameters, gradients = bucket.parameters(), gradients_in(bucket)
         scale = float(state.loss_scale()) if state.loss_scale else 1.0
+        compress = exchange.step >= state.start_compression_step
 
         def round_(part: list[int]) -> Round[torch.Tensor]:
             own = [parameters[place] for place in part]
             with state._underway.noting():
                 tensors = [gradients[place] for place in part]
                 own_bucket = exchange.buckets.of_parameters(own, tensors, state._name)
-                yield from exchange.bucket_round(own_bucket, tensors, scale=scale, replica=own)
+                yield from exchange.bucket_round(
+                    own_bucket, tensors, compress=compress, scale=scale, replica=own
+                )
             return buffer
 
         parts = state.parts(parameters)
@@ -301,6 +320,7 @@ def register(
     compressor: Compressor | str,
     *,
     loss_scale: Callable[[], float] | None = None,
+    start_compression_step: int = 0,
     **settings: Any,
 ) -> CompressionState: ...
 @overload
@@ -312,6 +332,7 @@ def register(
     compressor: Compressor | str | Optimizer,
     *,
     loss_scale: Callable[[], float] | None = None,
+    start_compression_step: int = 0,
     **settings: Any,
 ) -> Any:
     """Let a DDP model exchange compressed gradients, or leave the exchange to its optimizer.
@@ -331,6 +352,7 @@ def register(
         compressor: an object, or a name from ``comm_hooks.config.COMPRESSORS``; or the optimizer.
         loss_scale: see :class:`CompressionState`; by default that of Fabric or Lightning where
             they scale the loss.
+        start_compression_step: see :class:`CompressionState`.
         settings: ``memory``, ``collective``, ``seed``, ``min_numel``, ``min_ndim``,
             ``exempt_bits``, ``granularity``, ``ranks_per_node``, ``verify_every``, ``downlink``:
             see :class:`~comm_hooks.ExchangeSettings`; and the compressor's own arguments, if it is
@@ -368,8 +390,8 @@ def register(
         1
     """
     if isinstance(compressor, Optimizer):
-        if settings or loss_scale is not None:
-            given = sorted(settings) + ["loss_scale"] * (loss_scale is not None)
+        own = {"loss_scale": loss_scale, "start_compression_step": start_compression_step}
+        if given := sorted(settings) + [name for name, value in own.items() if value]:
             raise ValueError(
                 f"register(): {', '.join(given)}: an optimizer that exchanges has its settings "
                 "itself"
@@ -380,6 +402,7 @@ def register(
         Exchange.of(compressor, process_group=replicas.process_group, **settings),
         named_parameters=replicas.named_parameters(),
         loss_scale=loss_scale or replicas.loss_scale,
+        start_compression_step=start_compression_step,
     )
     state.exchange.agree_now()
     replicas.register_comm_hook(state, compression_hook)
