@@ -1,0 +1,79 @@
+"""The example scripts run as they are, for a few steps, and go on from what they saved."""
+
+import importlib.util
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.docs.runner import _WITHOUT_COMPILER
+from tests.torchrun import Torchrun
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RANKS = {"fsdp": 4}
+# What a script needs, and how it is told to go on from its checkpoint.
+SCRIPTS: dict[str, tuple[str, list[str]]] = {
+    "ddp": ("torch", ["--checkpoint", "checkpoint"]),
+    "accelerate_loop": ("accelerate", ["--resume"]),
+    "trainer": ("transformers", ["--resume"]),
+    "lightning_module": ("lightning", ["--resume", "checkpoint-lightning/last.ckpt"]),
+    "deepspeed_engine": ("deepspeed", ["--resume"]),
+    "fsdp": ("torch", []),
+}
+LINE = r"held-out loss (\d\.\d+), (\d+) times fewer bytes"
+
+
+def run(torchrun: Torchrun, folder: Path, name: str, *arguments: str) -> tuple[float, int]:
+    """Return the loss and how many times fewer bytes were sent."""
+    command = [
+        str(torchrun.command),
+        "--standalone",
+        f"--nproc-per-node={RANKS.get(name, 2)}",
+        str(EXAMPLES / f"{name}.py"),
+        *arguments,
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(_WITHOUT_COMPILER), str(EXAMPLES)]),
+    }
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(LINE, done.stdout)
+    assert found, done.stdout
+    return float(found[1]), int(found[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_example_runs_and_goes_on(torchrun: Torchrun, tmp_path: Path, name: str) -> None:
+    package, resume = SCRIPTS[name]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    first = resume if name == "ddp" else []
+    loss, fewer = run(torchrun, tmp_path, name, "--steps", "6", *first)
+    assert 1 < loss < 6
+    assert fewer >= 300
+    if resume:
+        later, _ = run(torchrun, tmp_path, name, "--steps", "12", *resume)
+        assert later < loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["signs", "count_sketch"])
+def test_other_methods_of_the_ddp_example(torchrun: Torchrun, tmp_path: Path, method: str) -> None:
+    loss, fewer = run(torchrun, tmp_path, "ddp", "--steps", "6", "--method", method)
+    assert 1 < loss < 6
+    assert fewer >= 15
+
+
+def test_examples_are_short() -> None:
+    scripts = sorted(EXAMPLES.glob("*.py"))
+    assert {path.stem for path in scripts} == {*SCRIPTS, "gpt"}
+    for path in scripts:
+        assert len(path.read_text().splitlines()) <= 120, path.name
