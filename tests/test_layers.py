@@ -10,7 +10,7 @@ ROOT = Path(comm_hooks.__file__).parent.resolve().parent
 
 # From the bottom up.  What a module lies in is the longest name that it begins with.
 LAYERS = [
-    ("errors", "requirements"),
+    ("errors", "requirements", "shards"),
     ("randomness",),
     ("kernels",),
     ("wire",),
@@ -19,6 +19,8 @@ LAYERS = [
     ("config",),
     ("collectives",),
     ("exchange",),
+    # What registering an optimizer or a compressor takes in any framework.
+    *((f"frameworks.{n}",) for n in ("own_exchange", "optimizer_state", "server_view", "adaptive")),
     ("frameworks.ddp",),
     ("",),  # the package itself: what users import
     ("optim",),

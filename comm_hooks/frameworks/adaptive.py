@@ -80,7 +80,8 @@ _handle: RemovableHandle | None = None
 
 
 def _look(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    if not _watched:
+    # A step that is compiled may not meet what Dynamo cannot trace; it has been taken before.
+    if torch.compiler.is_compiling() or not _watched:
         return
     own = (_watched.pop(p, None) for group in optimizer.param_groups for p in group["params"])
     compressors = {id(compressor): compressor for compressor in own if compressor is not None}

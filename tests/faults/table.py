@@ -64,6 +64,7 @@ def page(records: Sequence[Record]) -> str:
     )
     return _PAGE.format(
         totals=totals(records),
+        families=by_family(records),
         table=by_kind(records),
         columns=columns,
         timeout=TIMEOUT_SECONDS,
@@ -103,6 +104,10 @@ one fault, at a step and a rank that are drawn from the case's name.
   for `ZeroOneAdam`, which takes such a gradient for zero at local steps, and `Marina`, which tries
   the step again). An optimizer's state that goes back on one rank does no harm where the next
   exchange overwrites it, and is refused elsewhere.
+
+{families}
+
+Each fault by itself:
 
 {table}
 

@@ -187,7 +187,8 @@ def test_what_is_skipped_is_said(ranks_of: RanksOf) -> None:
     for texts in ranks_of(2).run(warned, config(0)):
         assert len(texts) == 1
         assert "no 'comm_hooks' block: gradients are exchanged uncompressed" in texts[0]
-    settings = config(0, TOPK, communication_data_type="bf16")
+    sketch = {"compressor": "count_sketch", "ratio": 0.1}
+    settings = config(0, sketch, communication_data_type="bf16")
     for texts in ranks_of(2).run(warned, settings):
         assert len(texts) == 1
         assert texts[0].startswith("communication_data_type is ignored")
@@ -195,7 +196,10 @@ def test_what_is_skipped_is_said(ranks_of: RanksOf) -> None:
     for texts in ranks_of(2).run(warned, without_optimizer):
         assert len(texts) == 1
         assert "has no optimizer" in texts[0]
-    assert ranks_of(2).run(warned, config(0, TOPK)) == [[], []]
+    for texts in ranks_of(2).run(warned, config(0, TOPK)):
+        assert len(texts) == 1
+        assert "TopK in front of " in texts[0]
+    assert ranks_of(2).run(warned, config(0, sketch)) == [[], []]
 
 
 def required() -> str:
