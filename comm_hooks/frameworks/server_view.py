@@ -86,15 +86,20 @@ class _View:
     def values(self) -> dict[int, torch.Tensor]:
         """Return copies of the server's values by the parameters' ids.
 
-        Nothing where the parameters are them already, or were written to.
+        Nothing where somebody else has written to the parameters.
         """
-        if self._shown is not None or self._is_written_to():
+        if self._is_written_to():
             return {}
+        if self._shown is not None:
+            return self._copies()
         with self._rounds.server_parameters():
-            wholes = map(whole, self._parameters())
-            copies = {id(p): p.detach().clone() for p in wholes}
+            copies = self._copies()
         self.remember()
         return copies
+
+    def _copies(self) -> dict[int, torch.Tensor]:
+        wholes = map(whole, self._parameters())
+        return {id(p): p.detach().clone() for p in wholes}
 
     def _is_written_to(self) -> bool:
         return self._versions != self._count()

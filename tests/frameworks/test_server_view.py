@@ -1,0 +1,185 @@
+"""A model in evaluation mode, and its state_dict(), are the server's; all else stays as it was."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from comm_hooks import ErrorFeedback, Exchange, TopK, register
+from comm_hooks.collectives import Simulated, Transport, run_ranks
+from comm_hooks.optim import LocalRounds, low_communication
+
+Weights = list[torch.Tensor]
+
+
+def weights(model: nn.Module) -> Weights:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def equal(first: Weights, second: Weights) -> bool:
+    return all(map(torch.equal, first, second))
+
+
+def trained(transport: Transport, steps: int = 3) -> tuple[nn.Module, LocalRounds]:
+    """Return a model in the middle of a round, ahead of what all share."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
+    rounds = low_communication(
+        model.named_parameters(), lr=0.01, bits_per_parameter=8.0, transport=transport
+    )
+    assert register(model, rounds) is rounds
+    take_steps(model, rounds, range(steps), transport.rank)
+    return model, rounds
+
+
+def take_steps(model: nn.Module, rounds: LocalRounds, steps: range, rank: int) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        model(torch.randn(8, 16, generator=generator)).square().mean().backward()
+        rounds.step()
+        rounds.zero_grad()
+
+
+def on_two_ranks(check: Any) -> list[Any]:
+    return run_ranks(lambda transport: check(transport, *trained(transport)), 2)
+
+
+def test_evaluation_shows_what_all_ranks_share_and_training_goes_on() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> Weights:
+        own = weights(model)
+        assert model.eval() is model
+        assert not model.training
+        shown = weights(model)
+        assert not equal(shown, own)
+        assert equal(weights(model.eval()), shown)
+        model.train()
+        assert model.training
+        assert equal(weights(model), own)
+        return shown
+
+    first, second = on_two_ranks(check)
+    assert equal(first, second)
+
+
+def test_looking_changes_nothing_of_the_training() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> Weights:
+        for step in range(3, 7):
+            model.eval()
+            with torch.inference_mode():
+                model(torch.ones(2, 16))
+            model.state_dict()
+            rounds.state_dict()
+            model.train()
+            take_steps(model, rounds, range(step, step + 1), transport.rank)
+        return weights(model)
+
+    def undisturbed(transport: Transport) -> Weights:
+        model, _ = trained(transport, steps=7)
+        return weights(model)
+
+    assert all(map(equal, on_two_ranks(check), run_ranks(undisturbed, 2)))
+
+
+def test_what_is_saved_is_shared_in_either_mode() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> dict[str, Any]:
+        in_training = model.state_dict()
+        assert not in_training["0.weight"].equal(model[0].weight)  # type: ignore[index]
+        in_evaluation = model.eval().state_dict()
+        model.train()
+        for name, value in in_training.items():
+            assert torch.equal(value, in_evaluation[name]), name
+        return {n: v for n, v in in_training.items() if "running" not in n and "num" not in n}
+
+    first, second = on_two_ranks(check)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_the_rounds_save_the_same_in_either_mode() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
+        in_training = rounds.state_dict()["rounds"]["private"]
+        model.eval()
+        in_evaluation = rounds.state_dict()["rounds"]["private"]
+        for part in ("own", "starts"):
+            assert in_training[part].keys() == in_evaluation[part].keys()
+            for name, value in in_training[part].items():
+                assert torch.equal(value, in_evaluation[part][name])
+
+    on_two_ranks(check)
+
+
+def test_a_step_in_evaluation_mode_is_refused() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
+        model.eval()
+        with pytest.raises(ValueError, match="while the server's model is shown"):
+            rounds.step()
+
+    on_two_ranks(check)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_synchronized_in_either_mode(mode: bool) -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> Weights:
+        model.train(mode)
+        rounds.synchronize()
+        shown = weights(model)
+        assert equal(weights(model.train()), shown)
+        assert equal(weights(model.eval()), shown)
+        return shown
+
+    first, second = on_two_ranks(check)
+    assert equal(first, second)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_what_somebody_else_loads_counts(mode: bool) -> None:
+    """As the best of several checkpoints, which is loaded at the end."""
+
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
+        best = {n: torch.full_like(v, 2) for n, v in model.state_dict().items()}
+        model.train(mode)
+        model.load_state_dict(best)
+        for _ in range(2):
+            model.eval()
+            assert all(bool((p == 2).all()) for p in model.parameters())
+            assert bool((model.state_dict()["0.weight"] == 2).all())
+            model.train()
+            assert all(bool((p == 2).all()) for p in model.parameters())
+
+    on_two_ranks(check)
+
+
+def test_copies_are_plain_models() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        own = weights(model)
+        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert equal(weights(other.eval()), own)
+            assert not other.training
+            assert model.training
+            assert torch.equal(other.state_dict()["0.weight"], own[0])
+        averaged = AveragedModel(model)
+        averaged.update_parameters(model)
+        averaged.eval()
+        assert model.training
+
+    on_two_ranks(check)
+
+
+def test_a_model_that_is_not_the_optimizers_is_refused() -> None:
+    inner = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
+    exchange = Exchange(TopK(density=0.5), ErrorFeedback(), transport=Simulated(2)[0])
+    with pytest.raises(ValueError, match="2 of the 2 parameters of LocalRounds are not in Linear"):
+        register(nn.Linear(4, 4), LocalRounds(inner, exchange, local_steps=2))
+
+
+def test_an_optimizer_that_does_not_exchange_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"an optimizer that exchanges by itself.* AdamW does not"):
+        register(model, torch.optim.AdamW(model.parameters()))
