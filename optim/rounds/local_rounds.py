@@ -218,6 +218,7 @@ class LocalRounds(SavedRounds):
     def _take_step(self) -> None:
         """Take one local step and, where one is due, exchange: then all ranks must be here."""
         self._require_own_model("step()")
+        self._begin()
         pull_gradients(self._parameters)
         self._tell_what_was_loaded()
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
@@ -284,6 +285,7 @@ class LocalRounds(SavedRounds):
         Local progress comes back afterwards.  Sends nothing; :meth:`step` raises within.  After
         ``register(model, rounds)`` evaluation mode does it by itself.
         """
+        self._begin()
         return self._model.shown()
 
     def clients(self) -> Iterator[int]:
@@ -303,6 +305,7 @@ class LocalRounds(SavedRounds):
                 "every rank is one client and step() exchanges by itself"
             )
         self._require_own_model("clients()")
+        self._begin()
         own_rank = self.exchange.transport.rank
         everything = range(len(self._parameters))
         turns = self.participation.turns(self.round_index, self.exchange.transport)
@@ -327,6 +330,12 @@ class LocalRounds(SavedRounds):
                 self._clients.leave(client, keep=contribution is not None)
             collection.add(turn, contribution, memory)
         self._conclude(everything, collection.finish())
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Before all work, begin where the model is: it may have been loaded meanwhile."""
+        if self._progress.steps == self._progress.round_index == 0:
+            self._model.begin_at_live()
 
     def _require_own_model(self, call: str) -> None:
         if self._model.is_shown:

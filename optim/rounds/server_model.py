@@ -52,6 +52,11 @@ class ServerModel:
         self._starts = self._where_it_is(self._starts)
         return self._starts
 
+    def begin_at_live(self) -> None:
+        """Take the live values for the shared ones, while nobody has worked on them yet."""
+        if self._hidden is None:
+            torch._foreach_copy_(self.values, self.own)
+
     def load(self, values: Sequence[torch.Tensor]) -> None:
         """Begin at these values, the live parameters as well."""
         torch._foreach_copy_(self.values, list(values))

@@ -183,3 +183,29 @@ def test_an_optimizer_that_does_not_exchange_is_refused() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(ValueError, match=r"an optimizer that exchanges by itself.* AdamW does not"):
         register(model, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize("show", [False, True])
+def test_rounds_begin_where_the_model_is_by_then(show: bool) -> None:
+    """As when a pretrained model is loaded after its optimizer was made."""
+
+    def rank(transport: Transport, before: bool) -> tuple[Weights, Weights]:
+        model = nn.Linear(16, 4)
+        pretrained = {n: torch.full_like(v, 0.5) for n, v in model.state_dict().items()}
+        if before:
+            model.load_state_dict(pretrained)
+        rounds = low_communication(
+            model.named_parameters(), lr=0.01, bits_per_parameter=8.0, transport=transport
+        )
+        if show:
+            with rounds.server_parameters():
+                pass
+        register(model, rounds)
+        model.load_state_dict(pretrained)
+        take_steps(model, rounds, range(5), transport.rank)
+        return weights(model), weights(model.eval())
+
+    torch.manual_seed(0)
+    early, late = (run_ranks(lambda t, b=before: rank(t, b), 2) for before in (True, False))
+    for first, second in zip(early, late, strict=True):
+        assert all(map(equal, first, second))
