@@ -52,7 +52,7 @@ else:
     if args.method == "none":
         ddp_model.register_comm_hook(None, skip_hook)
     elif args.method != "all_reduce":  # compressed gradients, under any optimizer
-        state = register(ddp_model, args.method, ratio=0.05, granularity="bucket")
+        state = register(ddp_model, args.method, ratio=0.05)
 schedule = warm_cosine(optimizer, args.steps)
 
 first = 0

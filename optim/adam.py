@@ -200,7 +200,7 @@ class Adam(_Adam):
     Example::
 
         >>> from comm_hooks import register
-        >>> state = register(ddp_model, "count_sketch", ratio=0.05, granularity="bucket")
+        >>> state = register(ddp_model, "count_sketch", ratio=0.05)
         >>> optimizer = Adam(ddp_model.named_parameters(), lr=1e-3, betas=(0.9, 0.99))
         >>> ddp_model(torch.ones(1, 8)).square().sum().backward()
         >>> optimizer.step()
@@ -245,7 +245,7 @@ class AMSGrad(_Adam):
     Example::
 
         >>> from comm_hooks import register
-        >>> state = register(ddp_model, "srht", ratio=0.05, granularity="bucket")
+        >>> state = register(ddp_model, "srht", ratio=0.05)
         >>> optimizer = AMSGrad(ddp_model.named_parameters(), lr=1e-3, betas=(0.9, 0.99))
         >>> ddp_model(torch.ones(1, 8)).square().sum().backward()
         >>> torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), 1.0).isfinite()

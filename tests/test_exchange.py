@@ -515,6 +515,33 @@ def test_an_exchange_is_written_as_what_makes_it(exchange: Exchange) -> None:
     assert eval(repr(exchange)).config() == exchange.config()
 
 
+@every_route
+def test_sketches_are_of_buckets_and_all_else_of_parameters(
+    compressor: Compressor, collective: str
+) -> None:
+    sketches = isinstance(compressor, (CountSketch, SRHT, GaussianSketch))
+    made = Exchange(compressor, None, collective)  # type: ignore[arg-type]
+    assert made.settings.granularity == ("bucket" if sketches else "parameter")
+    for asked in ("bucket", "parameter"):
+        assert Exchange(compressor, None, granularity=asked).settings.granularity == asked  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("granularity", ["auto", "parameter"])
+@pytest.mark.parametrize(
+    "sketch", [CountSketch(0.1), SRHT(0.1), GaussianSketch(0.1, block_size=8192)], ids=str
+)
+def test_the_noise_of_a_sketch_is_the_same_for_layers_of_small_and_large_gradients(
+    sketch: Compressor, granularity: str
+) -> None:
+    world = World(2, sketch, granularity=granularity)
+    gradients = world.gradients("ac")
+    for own in gradients:
+        own["c"] *= 100
+    result = world.average(gradients)[0]
+    noise = {n: float((result[n] - mean(gradients, n)).norm()) for n in "ac"}
+    assert noise["c"] / noise["a"] == pytest.approx(1 if granularity == "auto" else 100, rel=0.4)
+
+
 def test_a_world_of_one_works_and_warns() -> None:
     world = World(1, TopK(0.1))
     with pytest.warns(UserWarning, match="world size is 1"):
@@ -529,7 +556,7 @@ def test_a_world_of_one_works_and_warns() -> None:
         ({"memory": "feedback"}, "memory must be None, 'auto' or a Memory"),
         ({"collective": "allreduce"}, "collective must be one of auto, all_reduce"),
         ({"collective": "all_reduce"}, "payloads of TopK cannot be summed; choose from auto, all"),
-        ({"granularity": "layer"}, "granularity must be one of parameter, bucket"),
+        ({"granularity": "layer"}, "granularity must be one of auto, parameter, bucket"),
         ({"compressor": PermK(), "collective": "sharded"}, "gives each rank its own elements"),
         ({"min_numel": 0}, "min_numel must be an integer of at least 1"),
         ({"min_ndim": 0}, "min_ndim must be an integer of at least 1"),

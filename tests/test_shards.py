@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comm_hooks.exchange.layout import Granularity, Layout, Segment
+from comm_hooks.compressors.base import Granularity
+from comm_hooks.exchange.layout import Layout, Segment
 from comm_hooks.exchange.shards import Shards
 
 segments = st.lists(

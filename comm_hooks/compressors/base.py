@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from comm_hooks.errors import PayloadError
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.randomness import Draw
+
+Granularity = Literal["parameter", "bucket"]
 
 
 class Compressor(ABC):
@@ -30,10 +32,13 @@ class Compressor(ABC):
       compressors that draw), which is what keeps error feedback from growing without bound.
     * ``per_rank``: the payload depends on the rank even for equal vectors (:class:`PermK`), so it
       cannot be re-cut into shards or summed.
+    * ``granularity``: what is compressed as one vector where nothing else is asked for: each
+      ``"parameter"``, or a whole ``"bucket"`` of them.
     """
 
     linear: ClassVar[bool] = False
     per_rank: ClassVar[bool] = False
+    granularity: ClassVar[Granularity] = "parameter"
 
     @property
     @abstractmethod

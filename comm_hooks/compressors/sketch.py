@@ -24,12 +24,19 @@ from comm_hooks.requirements import require_fraction, require_positive
 
 @dataclass(frozen=True)
 class _Sketch(Compressor):
-    """What the three sketches share: a ratio, float32 payloads, linearity, no bias."""
+    """What the three sketches share: a ratio, float32 payloads, linearity, no bias.
+
+    Of a bucket rather than of each parameter: a sketch spreads its noise evenly over what it
+    holds.  Over all layers alike, those of large gradients (embeddings) stand out of it; a sketch
+    per layer gives each layer noise in proportion to its gradient, and an optimizer that takes
+    steps of signal over noise, as Adam does, finds every element as lost as the others.
+    """
 
     ratio: float = 0.02
     linear = True
     unbiased = True
     contractive = False
+    granularity = "bucket"
 
     def __post_init__(self) -> None:
         require_fraction(self, "ratio", self.ratio)

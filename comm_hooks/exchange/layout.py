@@ -14,16 +14,13 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.base import Compressor, Granularity
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.memory.rows import Rows
-
-Granularity = Literal["parameter", "bucket"]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.base import Compressor, Granularity
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.config import (
     COMPRESSORS,
@@ -18,7 +18,6 @@ from comm_hooks.config import (
     option_names,
     unknown,
 )
-from comm_hooks.exchange.layout import Granularity
 from comm_hooks.memory.base import Memory
 from comm_hooks.memory.error_feedback import fitting_memory
 from comm_hooks.requirements import (
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
         min_numel: int
         min_ndim: int
         exempt_bits: int
-        granularity: Granularity
+        granularity: Granularity | Literal["auto"]
         ranks_per_node: int | None
         verify_every: int
         downlink: Compressor | None
@@ -68,7 +67,8 @@ class ExchangeSettings:
             remembered).
         granularity: ``"parameter"`` compresses each parameter on its own; ``"bucket"`` the whole
             bucket as one vector (whose random draws then depend on what is in the bucket), or where
-            the exchange divides it into shards, each of those.
+            the exchange divides it into shards, each of those; ``"auto"``: what suits the
+            compressor, a bucket for sketches and each parameter for all others.
         ranks_per_node: of ``"hierarchical"``: how many ranks, each following the other, share a
             node; by default what torchrun says (``LOCAL_WORLD_SIZE``).
         verify_every: how often ranks compare, beside what they send, a fingerprint of what must be
@@ -99,7 +99,7 @@ class ExchangeSettings:
     min_numel: int = 1024
     min_ndim: int = 2
     exempt_bits: int = 32
-    granularity: Granularity = "parameter"
+    granularity: Granularity = "auto"  # type: ignore[assignment]  # what it stands for, at once
     ranks_per_node: int | None = None
     verify_every: int = 32
     downlink: Compressor | None = None
@@ -119,7 +119,10 @@ class ExchangeSettings:
                 f"{in_one_line(memory)}"
             )
         require_choice("Exchange", "collective", self.collective, get_args(Collective))
-        require_choice("Exchange", "granularity", self.granularity, get_args(Granularity))
+        granularity: Any = self.granularity
+        require_choice("Exchange", "granularity", granularity, ("auto", *get_args(Granularity)))
+        if granularity == "auto":
+            object.__setattr__(self, "granularity", self.compressor.granularity)
         require_positive("Exchange", "min_numel", self.min_numel)
         require_positive("Exchange", "min_ndim", self.min_ndim)
         require_choice("Exchange", "exempt_bits", self.exempt_bits, (16, 32))

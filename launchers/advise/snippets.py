@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from comm_hooks import ExchangeSettings, Identity
+from comm_hooks import ExchangeSettings
 from comm_hooks.config import COMPRESSORS, MEMORIES
 from comm_hooks.launchers.lab.crossings import build_exchange
 from comm_hooks.launchers.lab.methods import Method
@@ -18,7 +18,6 @@ from comm_hooks.optim import LaProp, LocalRounds, Marina
 
 # Rounds end between an engine's steps, and Marina needs two gradients of one minibatch.
 _NOT_IN_JSON = (LocalRounds, Marina)
-_DEFAULTS = ExchangeSettings(Identity())
 
 
 def python_line(method: Method) -> str:
@@ -112,9 +111,10 @@ def _arguments(method: Method, optimizer: Any) -> dict[str, Any]:
 def _optimizer_line(method: Method) -> str:
     exchange = build_exchange(method.crossing, method.crossing_options, seed=0)
     arguments = [repr(exchange.compressor), *([repr(exchange.memory)] if exchange.memory else [])]
+    defaults = ExchangeSettings(exchange.compressor)
     for name in ("collective", "min_numel", "min_ndim", "exempt_bits", "granularity"):
         value = getattr(exchange.settings, name)
-        if value != getattr(_DEFAULTS, name):
+        if value != getattr(defaults, name):
             arguments.append(f"{name}={value!r}")
     made = f"Exchange({', '.join(arguments)})"
     optimizer = _built(method)

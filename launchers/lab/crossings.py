@@ -101,8 +101,6 @@ def stats_traffic(stats: Callable[[], Mapping[str, Any]]) -> Traffic:
 
 # More than any model here has, so that DDP never makes a second bucket.
 _ONE_BUCKET = {"bucket_cap_mb": 1 << 20}
-# With granularity=bucket these then sketch the whole gradient at once, as SAFL does.
-SKETCHES = ("count_sketch", "srht", "gaussian_sketch")
 _MEMORY_OPTIONS = {"memory_bits": "bits", "memory_decay": "decay", "memory_momentum": "momentum"}
 _EXCHANGE_OPTIONS = {
     "collective",
@@ -142,7 +140,9 @@ def _compressor_crossing(name: str) -> Crossing:
         ddp.register_comm_hook(state, compression_hook)
         return stats_traffic(state.stats)
 
-    return Crossing(connect, ddp_arguments=_ONE_BUCKET if name in SKETCHES else {})
+    # What is compressed as one vector then sees the whole gradient at once, as SAFL does.
+    whole = COMPRESSORS[name].granularity == "bucket"
+    return Crossing(connect, ddp_arguments=_ONE_BUCKET if whole else {})
 
 
 CROSSINGS: Mapping[str, Crossing] = {

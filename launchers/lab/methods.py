@@ -26,7 +26,6 @@ from comm_hooks.collectives import Simulated, Transport
 from comm_hooks.config import COMPRESSORS, unknown
 from comm_hooks.launchers.lab.crossings import (
     CROSSINGS,
-    SKETCHES,
     Options,
     build_exchange,
     stats_traffic,
@@ -252,11 +251,6 @@ def _check_options(owner: str, options: Options, kinds: Mapping[str, Kind]) -> N
 
 # What a pair needs beyond the defaults of its halves: (crossing options, optimizer options).
 _PAIRS: Mapping[tuple[str, str], tuple[Options, Options]] = {
-    # Adam makes steps of signal over noise. One sketch of everything has the same noise everywhere,
-    # above which layers of large gradients (embeddings) stand out; a sketch per layer gives each
-    # layer noise in proportion, and every coordinate is as lost as the others.
-    **{(name, "adamw"): ({"granularity": "bucket"}, {}) for name in SKETCHES},
-    **{(name, "safl"): ({"granularity": "bucket"}, {}) for name in SKETCHES},
     # Entries compete for being among the largest, which is fair only in units of √v.
     ("topk", "compressed_adam"): ({"value_bits": 1}, {"scaled": True}),
 }

@@ -88,7 +88,7 @@ class PrivateParticipation(Unrepeatable, ClientSampling):
         >>> participation = engine.private_participation(
         ...     clients=100, sample_rate=0.1, noise_multiplier=1.0, max_norm=0.5
         ... )
-        >>> exchange = Exchange(CountSketch(ratio=0.5), granularity="bucket")
+        >>> exchange = Exchange(CountSketch(ratio=0.5))
         >>> rounds = SAFL(model.named_parameters(), exchange, participation=participation)
         >>> for client in rounds.clients():
         ...     model(torch.ones(1, 8)).square().sum().backward()

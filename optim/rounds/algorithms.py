@@ -388,14 +388,13 @@ class SAFL(LocalRounds):
     4. every rank applies u = desk(mean) = R^T mean to the same AMSGrad (or Adam) step with
        learning rate ``lr``, without bias correction: see :class:`~comm_hooks.optim.AMSGrad`.
 
-    Differences to the listing: each parameter has a sketch of its own unless
-    ``granularity="bucket"``; those that the exchange exempts, small or of one dimension, travel
-    exactly (``min_numel=1, min_ndim=1`` exempts none).
+    Differences to the listing: parameters that the exchange exempts, small or of one dimension,
+    travel exactly (``min_numel=1, min_ndim=1`` exempts none).
 
     Args:
         exchange: with a sketch: :class:`~comm_hooks.CountSketch`, :class:`~comm_hooks.SRHT` or
-            :class:`~comm_hooks.GaussianSketch`; ``granularity="bucket"`` sketches the whole model
-            at once, as the paper does.
+            :class:`~comm_hooks.GaussianSketch`, of the whole model at once, as in the paper
+            (``granularity="parameter"``: of each parameter).
         lr: the server's learning rate (kappa).
         local_lr: the clients' (eta).  The adaptive server is blind to its scale: it matters
             for K > 1 only.
@@ -410,7 +409,7 @@ class SAFL(LocalRounds):
 
         >>> from comm_hooks import CountSketch, Exchange
         >>> from comm_hooks.optim import SAFL
-        >>> exchange = Exchange(CountSketch(ratio=0.02), granularity="bucket")
+        >>> exchange = Exchange(CountSketch(ratio=0.02))
         >>> safl = SAFL(model.named_parameters(), exchange, lr=1e-3, local_lr=0.1, local_steps=4)
     """
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from comm_hooks import ErrorFeedback, Exchange, Sign
-from comm_hooks.exchange.layout import Granularity
+from comm_hooks.compressors.base import Granularity
 from comm_hooks.optim.one_bit_adam import OneBitAdam
 from tests.optim.references import OPERATORS, Exact, PublishedMean
 from tests.optim.replicas import (

@@ -55,7 +55,7 @@ _DENSE = {"compressor": "identity"}
 _TOP_K = {"compressor": "topk", "memory": "error_feedback"}
 _SIGN = {"compressor": "sign", "memory": "error_feedback"}
 _MASK = {"compressor": "random_k", "unbiased": False, "memory": "error_feedback"}
-_COUNT_SKETCH = {"compressor": "count_sketch"}
+_COUNT_SKETCH = {"compressor": "count_sketch", "granularity": "parameter"}
 
 CONTROL = "central:dense"
 ALONE = "alone"
@@ -65,7 +65,7 @@ SCHEMES: dict[str, Scheme] = {
     "central:sign": Scheme("central", _SIGN),
     "shares:dense": Scheme("shares", _DENSE),
     "shares:random_k": Scheme("shares", _MASK, "density"),
-    "shares:srht": Scheme("shares", {"compressor": "srht"}, "ratio"),
+    "shares:srht": Scheme("shares", {**_COUNT_SKETCH, "compressor": "srht"}, "ratio"),
     "shares:count_sketch": Scheme("shares", _COUNT_SKETCH, "ratio"),
     "local:dense": Scheme("local", _DENSE),
     "local:topk": Scheme("local", _TOP_K, "density"),

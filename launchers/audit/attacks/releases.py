@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from comm_hooks.exchange import ExchangeSettings
 from comm_hooks.launchers.audit.attacks import Attack
 from comm_hooks.launchers.audit.attacks.bounds import gaussian_epsilon, gaussian_lower_bound
 from comm_hooks.launchers.audit.attacks.one_run import fair_coins
@@ -130,7 +131,7 @@ class _Plan:
     def of(cls, configuration: Configuration) -> "_Plan":
         ranks = configuration.world_size
         block = configuration.exchange
-        apart = block.get("granularity", "parameter") == "parameter"
+        apart = ExchangeSettings.from_dict(block).granularity == "parameter"
         lasts = block["compressor"] != "identity" and apart
         steps = _STEPS if lasts else _FEW_STEPS if apart else _FEWEST_STEPS
         noise = max(configuration.noise_multiplier, math.sqrt(steps) / _MOST_MU)

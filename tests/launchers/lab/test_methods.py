@@ -95,7 +95,7 @@ def test_underscores_do_not_matter_and_options_go_to_what_is_named() -> None:
     assert (method.crossing, method.optimizer) == ("count_sketch", "fetch_sgd")
     assert method.optimizer_options == {"density": 0.1}
     method = parse_method("srht:ratio=0.1+safl:local_steps=4")
-    assert method.crossing_options == {"granularity": "bucket", "ratio": 0.1}
+    assert method.crossing_options == {"ratio": 0.1}
     assert method.optimizer_options == {"local_steps": 4}
 
 

@@ -19,9 +19,8 @@ from comm_hooks import (
     TopK,
 )
 from comm_hooks.collectives import Simulated
-from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.base import Compressor, Granularity
 from comm_hooks.compressors.identity import Identity
-from comm_hooks.exchange.layout import Granularity
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.noise import mechanism as mechanism_module
 from comm_hooks.optim.private.noise.mechanism import (
