@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from comm_hooks.collectives.requests import Request, Result, Round
+from comm_hooks.profiling import SEND, record_function
 
 
 class Transport(ABC):
@@ -66,7 +67,8 @@ class Transport(ABC):
             StopIteration: with the result, at the end of the round.
         """
         try:
-            reply = self.perform(request)
+            with record_function(SEND):
+                reply = self.perform(request)
         except Exception as error:
             return round_.throw(error)
         return round_.send(reply)
@@ -89,7 +91,9 @@ class Transport(ABC):
                 request = self.advance(round_, request)
         except StopIteration as stop:
             return completed(stop.value)
-        return self.start(request).then(lambda future: finish(round_, future.value))
+        with record_function(SEND):
+            future = self.start(request)
+        return future.then(lambda done: finish(round_, done.value))
 
     def begin_round(self) -> int:
         """Return the number of a round that begins, by which :meth:`report` tells it apart."""

@@ -11,6 +11,7 @@ import torch
 
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Request, Result, Round
+from comm_hooks.profiling import SEND, record_function
 
 _SECONDS_TO_END = 5.0
 
@@ -104,7 +105,8 @@ def _finish(round_: Round[Result], request: Request, transport: Transport) -> Re
     try:
         while True:
             try:
-                reply = transport.perform(request)
+                with record_function(SEND):
+                    reply = transport.perform(request)
             except Exception as error:
                 request = round_.throw(error)
                 continue

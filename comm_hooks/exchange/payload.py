@@ -18,6 +18,7 @@ from torch import Tensor
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange.message import Message
 from comm_hooks.kernels.residual import Residual
+from comm_hooks.profiling import COMPRESS, DECODE, record_function
 from comm_hooks.randomness import Draw, Keys
 from comm_hooks.wire.gathered_header import GatheredHeader
 from comm_hooks.wire.header import Header
@@ -79,6 +80,7 @@ class PayloadFormat:
             out=None if out is None else out[None],
         )[0]
 
+    @record_function(COMPRESS)
     def encode_all(
         self,
         stacks: Sequence[Tensor],
@@ -129,6 +131,7 @@ class PayloadFormat:
         """
         return self._header.check(payloads, stamp, senders)
 
+    @record_function(DECODE)
     def decode_sum(
         self, matrices: Sequence[Tensor], payloads: Tensor, keys: Sequence[Keys], *, alpha: float
     ) -> None:
@@ -138,6 +141,7 @@ class PayloadFormat:
         ):
             compressor.decode_sum(matrix, octets, draw, alpha=alpha)
 
+    @record_function(DECODE)
     def decode(
         self,
         matrices: Sequence[Tensor],
@@ -151,6 +155,7 @@ class PayloadFormat:
         ):
             compressor.decode(matrix, octets[0], draw)
 
+    @record_function(DECODE)
     def decode_all(self, stacks: Sequence[Tensor], payloads: Tensor, keys: Sequence[Keys]) -> None:
         """Write M decompressed payloads (M, nbytes) to stacks; like M calls of :meth:`decode`.
 

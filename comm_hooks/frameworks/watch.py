@@ -1,5 +1,7 @@
-"""Watching a run: what ``stats()`` says, written to TensorBoard, W&B or a file, and in one line."""
+"""Watching a run: what ``stats()`` says, written to a tracker or a file, and in one line."""
 
+import atexit
+import importlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -28,15 +30,17 @@ class StatsLogger:
     Args:
         state: a :class:`~comm_hooks.CompressionState`, an :class:`~comm_hooks.Exchange` or
             :class:`~comm_hooks.optim.LocalRounds`, restored already where a run goes on.
-        writer: a TensorBoard ``SummaryWriter``; a W&B run; a Lightning logger; a function of
-            ``(values, step)``; the path of a file to which a line of JSON per record is added
-            (which ``comm-hooks report`` reads); or None, for :meth:`line` alone.  Give one to
-            rank 0 only, as usual.
+        writer: ``"tensorboard"`` (into its default folder), ``"wandb"`` or ``"mlflow"`` (into the
+            run that is under way, else a new one); a TensorBoard ``SummaryWriter``; a W&B run; a
+            Lightning logger; a function of ``(values, step)``; the path of a file to which a line
+            of JSON per record is added (which ``comm-hooks report`` reads); or None, for
+            :meth:`line` alone.  Give one to rank 0 only, as usual.
         every: steps between records.
-        prefix: of the names in TensorBoard, W&B and Lightning; a file has the bare names.
+        prefix: of the names in TensorBoard, W&B, MLflow and Lightning; a file has the bare names.
 
     Raises:
         ValueError: for a writer that is none of these, and for ``every`` below 1.
+        ImportError: if the package of a writer's name is not installed.
 
     Example::
 
@@ -60,6 +64,8 @@ class StatsLogger:
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"StatsLogger: every is a number of steps from 1, got {every!r}")
+        if isinstance(writer, str) and writer in _BY_NAME:
+            writer = _BY_NAME[writer]()
         self.state = state
         self.every = every
         self.prefix = "" if isinstance(writer, (str, PathLike)) else prefix
@@ -115,6 +121,39 @@ def _bytes(number: float) -> str:
     return f"{number:.4g} GB"
 
 
+def _tensorboard() -> Any:
+    writer = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter()
+    # It writes in a thread that does not outlive the process.
+    atexit.register(writer.close)
+    return writer
+
+
+def _wandb() -> Any:
+    wandb = _imported("wandb", "wandb")
+    return wandb.run or wandb.init()
+
+
+def _mlflow() -> Any:
+    # Its own functions log to the run that is under way, and begin one if there is none.
+    return _imported("mlflow", "mlflow")
+
+
+_BY_NAME: Mapping[str, Callable[[], Any]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+}
+
+
+def _imported(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"StatsLogger: writer {package!r} needs its package: pip install {package}"
+        ) from error
+
+
 def _writing(writer: Any) -> Write:
     """Return the function that writes values to a writer."""
     if writer is None:
@@ -130,8 +169,9 @@ def _writing(writer: Any) -> Write:
     if callable(writer):
         return writer
     raise ValueError(
-        f"StatsLogger: writer must be a SummaryWriter, a W&B run, a Lightning logger, a function "
-        f"of (values, step), the path of a file or None, got {writer!r}"
+        f"StatsLogger: writer must be {', '.join(map(repr, _BY_NAME))}, a SummaryWriter, a W&B "
+        f"run, a Lightning logger, a function of (values, step), the path of a file or None, got "
+        f"{writer!r}"
     )
 
 

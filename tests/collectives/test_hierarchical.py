@@ -338,7 +338,9 @@ def train(compressor: Compressor) -> tuple[list[torch.Tensor], list[Tensors], di
     model, twin = Net(), Net()
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
     with launched("2"):
-        state = register(ddp, compressor, collective="hierarchical", min_numel=64)
+        # A bucket is what DDP makes of it.
+        settings: Any = {"min_numel": 64, "granularity": "parameter"}
+        state = register(ddp, compressor, collective="hierarchical", **settings)
     generator = torch.Generator().manual_seed(dist.get_rank())
     averaged, local = [], []
     for _ in range(4):
@@ -369,6 +371,7 @@ def test_behind_ddp_four_ranks_get_what_a_simulated_world_gets(
             memory(),
             "hierarchical",
             min_numel=64,
+            granularity="parameter",
             ranks_per_node=2,
             transport=transport,
         )

@@ -1,6 +1,7 @@
 """The example scripts run as they are, for a few steps, and go on from what they saved."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -25,8 +26,8 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {
 LINE = r"held-out loss (\d\.\d+), (\d+) times fewer bytes"
 
 
-def run(torchrun: Torchrun, folder: Path, name: str, *arguments: str) -> tuple[float, int]:
-    """Return the loss and how many times fewer bytes were sent."""
+def printed(torchrun: Torchrun, folder: Path, name: str, *arguments: str) -> str:
+    """Return what a script prints."""
     command = [
         str(torchrun.command),
         "--standalone",
@@ -44,8 +45,14 @@ def run(torchrun: Torchrun, folder: Path, name: str, *arguments: str) -> tuple[f
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(LINE, done.stdout)
-    assert found, done.stdout
+    return done.stdout
+
+
+def run(torchrun: Torchrun, folder: Path, name: str, *arguments: str) -> tuple[float, int]:
+    """Return the loss and how many times fewer bytes were sent."""
+    output = printed(torchrun, folder, name, *arguments)
+    found = re.search(LINE, output)
+    assert found, output
     return float(found[1]), int(found[2])
 
 
@@ -72,8 +79,19 @@ def test_other_methods_of_the_ddp_example(torchrun: Torchrun, tmp_path: Path, me
     assert fewer >= 15
 
 
+@pytest.mark.slow
+def test_the_profiled_example_shows_where_time_goes(torchrun: Torchrun, tmp_path: Path) -> None:
+    output = printed(torchrun, tmp_path, "profiled", "--steps", "2", "--trace", "trace.json")
+    for part in ("compress", "send", "wait", "decode"):
+        found = re.search(rf"comm_hooks::{part} +\d\.\d per step +([\d.]+) ms per step", output)
+        assert found, output
+        assert float(found[1]) > 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert "comm_hooks::send" in {event["name"] for event in events}
+
+
 def test_examples_are_short() -> None:
     scripts = sorted(EXAMPLES.glob("*.py"))
-    assert {path.stem for path in scripts} == {*SCRIPTS, "gpt"}
+    assert {path.stem for path in scripts} == {*SCRIPTS, "gpt", "profiled"}
     for path in scripts:
         assert len(path.read_text().splitlines()) <= 120, path.name

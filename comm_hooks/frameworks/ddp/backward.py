@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from comm_hooks.profiling import WAIT, record_function
+
 
 class Underway:
     """Ends a backward pass with the error of an exchange, if there was one, as it was raised.
@@ -42,8 +44,9 @@ class Underway:
     def _end(self) -> None:
         futures, self._futures = self._futures, []
         try:
-            for future in futures:
-                future.wait()
+            with record_function(WAIT):
+                for future in futures:
+                    future.wait()
         except Exception:
             error, self._error = self._error, None
             if error is None:
