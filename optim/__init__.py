@@ -19,6 +19,7 @@ from comm_hooks.optim.marina import Marina
 from comm_hooks.optim.micro_adam import MicroAdam
 from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.one_bit_adam import OneBitAdam
+from comm_hooks.optim.one_bit_lamb import OneBitLamb
 from comm_hooks.optim.rounds import (
     SAFL,
     DiLoCo,
@@ -54,6 +55,7 @@ __all__ = [
     "MuLoCo",
     "MuonAdamW",
     "OneBitAdam",
+    "OneBitLamb",
     "Participation",
     "SAFL",
     "SparseLoCo",

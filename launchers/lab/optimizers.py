@@ -43,6 +43,7 @@ from comm_hooks.optim import (
     MuLoCo,
     MuonAdamW,
     OneBitAdam,
+    OneBitLamb,
     SparseLoCo,
     ZeroOneAdam,
     low_communication,
@@ -297,6 +298,7 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "one_bit_adam": _published(
         OneBitAdam, _freezing(OneBitAdam), _FREEZE, block_size=4096, scale="mean"
     ),
+    "one_bit_lamb": _published(OneBitLamb, _freezing(OneBitLamb), _FREEZE),
     "zero_one_adam": _published(
         ZeroOneAdam,
         _build_zero_one_adam,

@@ -36,6 +36,7 @@ from comm_hooks.optim import (
     LocalVarianceAdam,
     MicroAdam,
     OneBitAdam,
+    OneBitLamb,
     ZeroOneAdam,
 )
 from comm_hooks.optim.exchanging import ExchangingOptimizer
@@ -73,6 +74,7 @@ MAKE: dict[str, Callable[..., ExchangingOptimizer]] = {
     "lva": partial(build, LocalVarianceAdam, TOP_K, ErrorFeedback, **HYPER),
     "compressed": partial(build, CompressedAdam, TOP_K, ErrorFeedback, freeze_step=2, **HYPER),
     "one_bit": partial(build, OneBitAdam, SIGN, ErrorFeedback, **{"freeze_step": 6, **HYPER}),
+    "lamb": partial(build, OneBitLamb, SIGN, ErrorFeedback, **{"freeze_step": 6, **HYPER}),
     "zero_one": partial(build, ZeroOneAdam, SIGN, ErrorFeedback, **{**HYPER, **SCHEDULE}),
     "cd": partial(build, CDAdam, SIGN, Differences, **HYPER),
     "ef21": partial(build, EF21, TOP_K, Differences, momentum=0.9, **RATES),
@@ -97,6 +99,8 @@ GATHER = {"collective": "all_gather"}
         ("compressed", {"scaled": True}),
         ("one_bit", {"freeze_step": 2}),
         ("one_bit", {"freeze_step": 6}),
+        ("lamb", {"freeze_step": 2}),
+        ("lamb", {"freeze_step": 6}),
         # The bad step is the fourth: a variance step in one case, a synchronization in the other.
         ("zero_one", {"var_freeze_step": 2, "var_update_scaler": 4}),
         ("zero_one", {"var_freeze_step": 8, "var_update_scaler": 4}),
@@ -243,18 +247,24 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (DeMo, {"weight_decay": INF}, "weight_decay must be finite"),
     *(
         (kind, {"freeze_step": bad}, f"{kind.__name__}: freeze_step must be an integer of at least")
-        for kind in (CompressedAdam, OneBitAdam)
+        for kind in (CompressedAdam, OneBitAdam, OneBitLamb)
         for bad in (0, 2.5)
     ),
     *(
         (kind, {"freeze_step": 9, "total_steps": 9}, "freeze_step 9 leaves none of total_steps 9")
-        for kind in (CompressedAdam, OneBitAdam)
+        for kind in (CompressedAdam, OneBitAdam, OneBitLamb)
     ),
     *(
         (kind, {"total_steps": bad}, "total_steps must be an integer of at least 1")
-        for kind in (CompressedAdam, OneBitAdam)
+        for kind in (CompressedAdam, OneBitAdam, OneBitLamb)
         for bad in (0, 2.0)
     ),
+    (OneBitLamb, {"max_coeff": 0.0}, r"OneBitLamb: max_coeff must lie in \(0, inf\)"),
+    (OneBitLamb, {"min_coeff": 11.0}, r"min_coeff must lie in \[0, 10.0\], got 11.0"),
+    (OneBitLamb, {"coeff_beta": 1.0}, r"coeff_beta must lie in \[0, 1\)"),
+    (OneBitLamb, {"factor_max": 0.5}, r"factor_max must lie in \[1, inf\)"),
+    (OneBitLamb, {"factor_min": NAN}, r"factor_min must lie in \[0, 1\]"),
+    (OneBitLamb, {"factor_threshold": "a"}, r"factor_threshold must lie in \[0, 1\]"),
     *(
         (ZeroOneAdam, {name: bad}, f"{name} must be an integer of at least 1")
         for name, bad in zip(SCHEDULE, (0, 0, 1.5, True), strict=True)
@@ -307,6 +317,7 @@ USUAL: dict[type, tuple[Exchange, dict[str, Any]]] = {
     LocalVarianceAdam: (Exchange(SIGN), {}),
     CompressedAdam: (Exchange(SIGN), FREEZE),
     OneBitAdam: (Exchange(SIGN), FREEZE),
+    OneBitLamb: (Exchange(SIGN), FREEZE),
     ZeroOneAdam: (Exchange(SIGN), {"var_freeze_step": 1}),
     CDAdam: (Exchange(SIGN, Differences()), {}),
     EF21: (Exchange(SIGN, Differences()), {}),

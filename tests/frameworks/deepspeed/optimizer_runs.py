@@ -20,6 +20,7 @@ STEPS, ACCUMULATION = 10, 2
 # Parameters without which a run of STEPS would not see all that the optimizer does.
 PARAMS: dict[str, dict[str, Any]] = {
     "OneBitAdam": {"freeze_step": 4, "weight_decay": 0.1},
+    "OneBitLamb": {"freeze_step": 4, "weight_decay": 0.1},
     "ZeroOneAdam": {
         "var_freeze_step": 4,
         "var_update_scaler": 2,

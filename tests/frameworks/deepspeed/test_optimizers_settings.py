@@ -43,7 +43,7 @@ BAD: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("optimizer.params.lr: missing", "DGC", {}, {}),
     ("optimizer.params.density: missing", "FetchSGD", {"lr": 0.1}, {}),
     ("optimizer.params: must be an object", "OneBitAdam", [1], {}),
-    ("optimizer.type: OneBitLamb cannot be used: .*use OneBitAdam", "onebitlamb", {}, {}),
+    ("optimizer.params: OneBitLamb: coeff_beta must lie in", "onebitlamb", {"coeff_beta": 2}, {}),
     ("optimizer.type: Marina cannot be used: .*two points", "Marina", {}, {}),
     ('optimizer.type: DiLoCo cannot be used: .*"method": "low_communication"', "DiLoCo", {}, {}),
     ("optimizer.type: LocalAdamW cannot be used: .*comm_hooks.optim.LocalRounds", "LocalAdamW",

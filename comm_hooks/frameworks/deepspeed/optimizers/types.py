@@ -19,6 +19,7 @@ from comm_hooks.optim import (
     LocalVarianceAdam,
     MicroAdam,
     OneBitAdam,
+    OneBitLamb,
     ZeroOneAdam,
 )
 
@@ -78,6 +79,12 @@ TYPES: Mapping[str, OptimizerType] = {
         ignored=_DEEPSPEED_ONLY,
         refused=_DEEPSPEED_REFUSED,
     ),
+    "OneBitLamb": OptimizerType(
+        OneBitLamb,
+        defaults={"freeze_step": 100_000},
+        ignored=_DEEPSPEED_ONLY,
+        refused={**_DEEPSPEED_REFUSED, "amsgrad": "there is no AMSGrad variant, as in DeepSpeed"},
+    ),
     "ZeroOneAdam": OptimizerType(
         ZeroOneAdam,
         defaults={"var_freeze_step": 100_000},
@@ -106,8 +113,6 @@ _ROUNDS = (
     "comm_hooks.optim.{name} to initialize(optimizer=...)"
 )
 REFUSED: Mapping[str, str] = {
-    "OneBitLamb": "there is no 1-bit LAMB here: use OneBitAdam, which has the same parameters but "
-    "for LAMB's coefficients, or LocalVarianceAdam, which needs no warm-up",
     "Marina": "it needs the gradients of a minibatch at two points, for which the engine calls "
     "backward() once: use EF21, or comm_hooks.optim.Marina without DeepSpeed",
     "LocalAdamW": _ROUNDS.format(name="LocalRounds"),
