@@ -11,6 +11,7 @@
 # make soak   look for what grows in 5,000 steps of five methods (20 minutes)
 # make predictions  check the advice against links of network namespaces (20 minutes; needs root)
 # make faults  inject faults into runs of every method, and write docs/faults.md (a quarter of an hour)
+# make release-check  build wheel and source archive, install them in empty environments, train (5 minutes)
 # make audit-faults  audit planted faults and correct configurations, and count (an hour)
 # Each makes its own virtual environment in .venv first.
 
@@ -20,7 +21,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults audit-faults clean
+.PHONY: demo test test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults audit-faults release-check clean
 
 demo: $(READY)
 	$(BIN)/comm-hooks compare
@@ -85,6 +86,10 @@ audit-faults: $(READY)
 	$(BIN)/python -m tests.launchers.audit
 	$(BIN)/python -m tests.launchers.audit --faults tests.launchers.audit.planted
 	$(BIN)/python -m tests.launchers.audit.script_faults
+
+release-check: $(READY)
+	$(BIN)/python -m pip install --quiet build twine
+	$(BIN)/python .ci/release_check.py "$(TORCH)"
 
 $(READY): setup.cfg pyproject.toml .ci/install_torch.py
 	$(PYTHON) -m venv $(VENV)

@@ -134,7 +134,10 @@ class OneBitLamb(ExchangingOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, exchange, defaults, **settings)
         if any(whole(p) is not p for p in self._parameters()):
-            raise ValueError("OneBitLamb: a layer's norm is of all of it, and the model is sharded")
+            raise ValueError(
+                "OneBitLamb needs whole parameters, whose norms it takes, and the model is sharded: "
+                "use LocalVarianceAdam"
+            )
         self.freeze_step = freeze_step
         self.coeff_bounds = min_coeff, max_coeff
         self.coeff_beta = coeff_beta

@@ -11,7 +11,13 @@ from torch import nn
 
 from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, register
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
-from comm_hooks.optim import CompressedAdam, LocalRounds, LocalVarianceAdam, low_communication
+from comm_hooks.optim import (
+    CompressedAdam,
+    LocalRounds,
+    LocalVarianceAdam,
+    OneBitLamb,
+    low_communication,
+)
 from comm_hooks.shards import local_shards
 from tests.frameworks.hsdp import Net, batch, build, two_by_two
 from tests.ranks import Ranks
@@ -163,11 +169,15 @@ def test_ranks_that_share_a_parameter_cannot_exchange_it(ranks_of: RanksOf, meth
     ranks_of(4).run(over_all_ranks, method)
 
 
-def with_muon() -> None:
-    named = build(two_by_two()["shard"]).named_parameters()
+def with_whole_layers_only() -> None:
+    model = build(two_by_two()["shard"])
     with pytest.raises(ValueError, match="inner='muon' needs whole matrices"):
-        low_communication(named, lr=0.1, inner="muon", process_group=dist.group.WORLD)
+        low_communication(
+            model.named_parameters(), lr=0.1, inner="muon", process_group=dist.group.WORLD
+        )
+    with pytest.raises(ValueError, match="OneBitLamb needs whole parameters"):
+        OneBitLamb(model.named_parameters(), Exchange(Sign()), freeze_step=2)
 
 
-def test_muon_needs_whole_matrices(ranks_of: RanksOf) -> None:
-    ranks_of(4).run(with_muon)
+def test_muon_and_lamb_need_whole_layers(ranks_of: RanksOf) -> None:
+    ranks_of(4).run(with_whole_layers_only)

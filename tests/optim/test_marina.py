@@ -51,7 +51,8 @@ class Problem:
         self.model = nn.Linear(INPUTS, OUTPUTS)
         for parameter, values in zip(self.model.parameters(), start(), strict=True):
             parameter.data = torch.from_numpy(values).float()
-        exchange = Exchange(compressor, seed=SEED, min_numel=16)
+        # The reference draws for each parameter.
+        exchange = Exchange(compressor, seed=SEED, min_numel=16, granularity="parameter")
         self.optimizer = Marina(self.model.named_parameters(), exchange, p=p, **HYPER)
         self.shared_data = shared_data
         self.calls = 0
