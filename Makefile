@@ -1,4 +1,4 @@
-# make demo   train a small GPT once per method and compare them (10 minutes)
+# make demo   train a small GPT once per method and compare them (6 minutes)
 # make test   lint, type-check and test
 # make test-slow  the tests that `make test` leaves out: whole studies, audits, several nodes (5 minutes)
 # make bench  print the tables of operators, wire format, per-sample gradients, noise, streams and checks
@@ -24,7 +24,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults audit-faults release-check clean
 
 demo: $(READY)
-	$(BIN)/comm-hooks compare
+	$(BIN)/comm-hooks compare --steps 120
 
 # Half as many processes again as cores, since many tests wait for ranks to start or to time out; files
 # in their order, so that slow ones are not among the last.

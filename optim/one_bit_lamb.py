@@ -135,8 +135,8 @@ class OneBitLamb(ExchangingOptimizer):
         super().__init__(params, exchange, defaults, **settings)
         if any(whole(p) is not p for p in self._parameters()):
             raise ValueError(
-                "OneBitLamb needs whole parameters, whose norms it takes, and the model is sharded: "
-                "use LocalVarianceAdam"
+                "OneBitLamb needs whole parameters, whose norms it takes, and the model is "
+                "sharded: use LocalVarianceAdam"
             )
         self.freeze_step = freeze_step
         self.coeff_bounds = min_coeff, max_coeff

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from comm_hooks.launchers.compare.plots import write_plots
 from comm_hooks.launchers.lab.conducting import Comparison, Data, Seed, Steps, print_facts
-from comm_hooks.launchers.lab.methods import DEFAULT_METHODS, QUICK_METHODS, parse_methods
+from comm_hooks.launchers.lab.methods import DEFAULT_METHODS, parse_methods
 from comm_hooks.launchers.lab.options import describe_training, make_settings, versions
 from comm_hooks.launchers.lab.processes import available_cores, run_method, threads_per_rank
 from comm_hooks.launchers.lab.runs import Run
@@ -37,7 +37,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("comm-hooks-report"),
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="A smaller model, fewer steps and methods: a minute or so."),
+        typer.Option("--quick", help="A smaller model, fewer steps: a minute or so."),
     ] = False,
     eval_every: Annotated[
         int | None, typer.Option(help="Steps between two points of a curve. [default: steps / 5]")
@@ -54,7 +54,7 @@ def compare(
     run), 130 if interrupted (what is finished is reported).
     """
     with refusing("comm-hooks compare"):
-        methods = parse_methods(hooks or (QUICK_METHODS if quick else DEFAULT_METHODS))
+        methods = parse_methods(hooks or DEFAULT_METHODS)
         settings = make_settings(nproc, steps, seed, eval_every, quick)
         comparison = Comparison.check("compare", methods, settings, data, timeout)
         prepare_folder(out, "logs")

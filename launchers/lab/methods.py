@@ -34,11 +34,8 @@ from comm_hooks.launchers.lab.model import GPT
 from comm_hooks.launchers.lab.optimizers import OPTIMIZERS, Kind, Named, Trainer
 from comm_hooks.launchers.lab.runs import BASELINE, CONTROL, Settings
 
-DEFAULT_METHODS = (
-    "all_reduce,none,bf16,powersgd,count_sketch,sign+local_variance_adam,"
-    "local_adamw:fragments=8,low_communication,topk"
-)
-QUICK_METHODS = "all_reduce,none,powersgd,sign+local_variance_adam,local_adamw:fragments=8,topk"
+# Both controls, what is recommended, and what it is not.
+DEFAULT_METHODS = "all_reduce,none,low_communication,sign+local_variance_adam,topk"
 
 
 @dataclass(frozen=True)
