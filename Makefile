@@ -11,7 +11,7 @@
 # make soak   look for what grows in 5,000 steps of five methods (20 minutes)
 # make predictions  check the advice against links of network namespaces (20 minutes; needs root)
 # make faults  inject faults into runs of every method, and write docs/faults.md (a quarter of an hour)
-# make release-check  build wheel and source archive, install them in empty environments, train (5 minutes)
+# make release-check  build wheel and source archive, install them in empty environments, train (6 minutes)
 # make audit-faults  audit planted faults and correct configurations, and count (an hour)
 # Each makes its own virtual environment in .venv first.
 

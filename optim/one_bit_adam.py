@@ -129,7 +129,7 @@ class OneBitAdam(ExchangingOptimizer):
                 average_squares_(v, mean, group["betas"][1])
             else:
                 torch._foreach_copy_(m, mean)
-            descend_(parameters, directions(m, v, group), group)
+            descend_(parameters, directions(m, v, denominators(v, group)), group)
         count_step(states)
 
 
@@ -138,9 +138,14 @@ def momenta(gradients: Tensors, states: States, group: Group) -> Tensors:
     return list(torch._foreach_lerp(values(states, "exp_avg"), gradients, 1 - group["betas"][0]))
 
 
-def directions(m: Tensors, v: Tensors, group: Group) -> Tensors:
-    """Return m / (sqrt(v) + eps), and 0 where v is 0: signs have no zero, so m need not be."""
+def denominators(v: Tensors, group: Group) -> Tensors:
+    """Return sqrt(v) + eps, never 0."""
+    return roots(v, max(group["eps"], TINY))
+
+
+def directions(m: Tensors, v: Tensors, divisors: Tensors) -> Tensors:
+    """Return m / divisors, and 0 where v is 0: signs have no zero, so m need not be."""
     result = torch._foreach_sign(v)
     torch._foreach_mul_(result, m)
-    torch._foreach_div_(result, roots(v, max(group["eps"], TINY)))
+    torch._foreach_div_(result, divisors)
     return list(result)

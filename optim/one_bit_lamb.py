@@ -9,8 +9,8 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import Group, States, Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_freeze_step
-from comm_hooks.optim.moments import average_squares_, averages_, count_step, roots, values
-from comm_hooks.optim.one_bit_adam import TINY, directions, momenta
+from comm_hooks.optim.moments import average_squares_, averages_, count_step, values
+from comm_hooks.optim.one_bit_adam import denominators, directions, momenta
 from comm_hooks.requirements import require_within
 from comm_hooks.shards import whole
 
@@ -159,7 +159,7 @@ class OneBitLamb(ExchangingOptimizer):
         for own, group in self._groups():
             parameters, members = group["params"], states[own]
             m, v = averages_(members, gradients[own], group["betas"])
-            updates = directions(m, v, group)
+            updates = directions(m, v, denominators(v, group))
             _add_decay_(updates, parameters, group)
             sizes, lengths = norms(parameters), norms(updates)
             ratios = (sizes / lengths).clamp_(*self.coeff_bounds)
@@ -172,21 +172,24 @@ class OneBitLamb(ExchangingOptimizer):
         return True
 
     def _compressed_step(self, gradients: Tensors, states: States) -> bool:
-        if "scaling_coeff" not in states[0]:
-            self._freeze(states)
-        scales = values(states, "scaling_coeff")
+        is_first = "scaling_coeff" not in states[0]
+        scales = _scales(states) if is_first else torch.stack(values(states, "scaling_coeff"))
         for own, group in self._groups():
             gradients[own] = momenta(gradients[own], states[own], group)
-        torch._foreach_mul_(gradients, scales)
+        torch._foreach_mul_(gradients, list(scales.unbind()))
         if not self._average(self._named(gradients)):
             return False
-        torch._foreach_div_(gradients, scales)
+        torch._foreach_div_(gradients, list(scales.unbind()))
+        if is_first:
+            _freeze(states, scales)
         for own, group in self._groups():
             parameters, members = group["params"], states[own]
             fresh = self._settle(gradients[own], members, group)
             v = values(members, "exp_avg_sq")
-            updates = directions(gradients[own], v, group)
-            factors = _largest_ratios(v, fresh, group)
+            frozen = denominators(v, group)
+            updates = directions(gradients[own], v, frozen)
+            torch._foreach_div_(frozen, denominators(fresh, group))
+            factors = torch.stack(torch._foreach_max(frozen))
             if group["weight_decay"]:
                 lengths = norms(updates)
                 _add_decay_(updates, parameters, group)
@@ -197,17 +200,6 @@ class OneBitLamb(ExchangingOptimizer):
             coefficients = torch.stack(values(members, "lamb_coeff")) * factors
             _move_(parameters, updates, coefficients, group)
         return True
-
-    def _freeze(self, states: States) -> None:
-        """Begin with the state of the compressed steps."""
-        m = values(states, "exp_avg")
-        roots_of_sizes = torch.tensor([t.numel() for t in m], device=m[0].device).sqrt()
-        magnitudes = norms(m) / roots_of_sizes
-        scales = torch.where(magnitudes == 0, 1.0, magnitudes.mean() / magnitudes)
-        _keep(states, "scaling_coeff", scales)
-        _keep(states, "last_factor", torch.ones_like(scales))
-        for state in states:
-            state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
 
     def _settle(self, mean: Tensors, states: States, group: Group) -> Tensors:
         """Store the new momenta; return the second moment of the gradients that made them."""
@@ -232,12 +224,20 @@ def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(list(tensors), dtype=torch.float32))
 
 
-def _largest_ratios(v: Tensors, fresh: Tensors, group: Group) -> torch.Tensor:
-    """Return the largest (sqrt(v) + eps) / (sqrt(fresh) + eps) of each parameter."""
-    eps = max(group["eps"], TINY)
-    ratios = roots(v, eps)
-    torch._foreach_div_(ratios, roots(fresh, eps))
-    return torch.stack(torch._foreach_max(ratios))
+def _scales(states: States) -> torch.Tensor:
+    """Return what gives all momenta one magnitude, (n,)."""
+    m = values(states, "exp_avg")
+    sizes = torch.tensor([t.numel() for t in m], device=m[0].device)
+    magnitudes = norms(m) / sizes.sqrt()
+    return torch.where(magnitudes == 0, 1.0, magnitudes.mean() / magnitudes)
+
+
+def _freeze(states: States, scales: torch.Tensor) -> None:
+    """Make the state of the compressed steps."""
+    _keep(states, "scaling_coeff", scales)
+    _keep(states, "last_factor", torch.ones_like(scales))
+    for state in states:
+        state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
 
 
 def _add_decay_(updates: Tensors, parameters: Tensors, group: Group) -> None:

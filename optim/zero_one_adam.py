@@ -10,7 +10,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import Group, States, Tensors
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.moments import average_squares_, count_step, decay_, values
-from comm_hooks.optim.one_bit_adam import OneBitAdam, directions, momenta
+from comm_hooks.optim.one_bit_adam import OneBitAdam, denominators, directions, momenta
 from comm_hooks.requirements import require_positive
 
 
@@ -276,5 +276,6 @@ class ZeroOneAdam(ExchangingOptimizer):
         """Set the parameters to where these mean momenta lead from the last synchronization."""
         if "anchor" in states[0]:
             torch._foreach_copy_(group["params"], values(states, "anchor"))
-        steps = directions(means, values(states, "exp_avg_sq"), group)
+        v = values(states, "exp_avg_sq")
+        steps = directions(means, v, denominators(v, group))
         torch._foreach_add_(group["params"], steps, alpha=-group["lr_since_sync"])

@@ -5,12 +5,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from comm_hooks import ErrorFeedback, Exchange, Identity, Sign
 from comm_hooks.optim import OneBitLamb
 from tests.optim.references import PublishedMean
-from tests.optim.replicas import MIN_NUMEL, SHAPES, advance, fresh, gradient, resume, start
+from tests.optim.replicas import (
+    MIN_NUMEL,
+    SHAPES,
+    advance,
+    equal,
+    fresh,
+    gradient,
+    resume,
+    snapshot,
+    start,
+)
 from tests.optim.scenarios import RanksOf, Values, history, same
 
 STEPS, FREEZE = 30, 12
@@ -171,3 +182,23 @@ def keeps_the_norm_apart() -> list[float]:
 def test_every_layer_moves_by_the_same_share(ranks_of: RanksOf) -> None:
     for shares in ranks_of(2).run(keeps_the_norm_apart):
         assert shares == pytest.approx([HYPER["lr"]] * len(SHAPES), rel=1e-4)
+
+
+def skipped_at_the_freeze() -> tuple[bool, bool]:
+    """Return whether a first compressed step that fails leaves all as it was, and the next not."""
+    parameters = fresh()
+    optimizer = make(parameters.items(), freeze_step=3)
+    advance(optimizer, parameters, range(3))
+    before = snapshot(optimizer, parameters)[:2]
+    for name, parameter in parameters.items():
+        parameter.grad = torch.from_numpy(gradient(name, 3, dist.get_rank())).float()
+    if dist.get_rank() == 1:
+        parameters["weight"].grad = torch.full(SHAPES["weight"], float("nan"))
+    optimizer.step()
+    skipped = equal(before, snapshot(optimizer, parameters)[:2])
+    advance(optimizer, parameters, [3])
+    return skipped, equal(before, snapshot(optimizer, parameters)[:2])
+
+
+def test_a_skipped_first_compressed_step_changes_nothing(ranks_of: RanksOf) -> None:
+    assert ranks_of(2).run(skipped_at_the_freeze) == [(True, False)] * 2

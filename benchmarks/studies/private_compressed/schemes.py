@@ -56,6 +56,7 @@ _TOP_K = {"compressor": "topk", "memory": "error_feedback"}
 _SIGN = {"compressor": "sign", "memory": "error_feedback"}
 _MASK = {"compressor": "random_k", "unbiased": False, "memory": "error_feedback"}
 _COUNT_SKETCH = {"compressor": "count_sketch", "granularity": "parameter"}
+_SRHT = {"compressor": "srht", "granularity": "parameter"}
 
 CONTROL = "central:dense"
 ALONE = "alone"
@@ -65,7 +66,7 @@ SCHEMES: dict[str, Scheme] = {
     "central:sign": Scheme("central", _SIGN),
     "shares:dense": Scheme("shares", _DENSE),
     "shares:random_k": Scheme("shares", _MASK, "density"),
-    "shares:srht": Scheme("shares", {**_COUNT_SKETCH, "compressor": "srht"}, "ratio"),
+    "shares:srht": Scheme("shares", _SRHT, "ratio"),
     "shares:count_sketch": Scheme("shares", _COUNT_SKETCH, "ratio"),
     "local:dense": Scheme("local", _DENSE),
     "local:topk": Scheme("local", _TOP_K, "density"),

@@ -61,7 +61,8 @@ def audit_releases(
 
     An excess refutes the claim if canaries are independent trials, as they are in a correct step:
     coordinates have noise of their own, and parameters are compressed apart.  They are not with
-    ``granularity="bucket"``: there each canary has a world of its own, and there are fewer.
+    ``granularity="bucket"``, the default of sketches: there each canary has a world of its own, and
+    there are fewer.
 
     Args:
         stages: what makes the parts.
