@@ -27,6 +27,11 @@ class Transport(ABC):
         return range(self.world_size)
 
     @property
+    def own_name(self) -> int:
+        """The number under which users know this rank."""
+        return self.ranks[self.rank]
+
+    @property
     def ranks_per_node(self) -> int | None:
         """How many ranks share a node; None if that is not known or differs between nodes."""
         return None

@@ -14,6 +14,7 @@ from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.sealing import require_seal, sealed
 from comm_hooks.frameworks.rank_files import RankState
+from comm_hooks.frameworks.saved_state import RANKS, STATE, content_of
 
 
 class RankStates:
@@ -48,9 +49,9 @@ class RankStates:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this rank's state as bytes, under the name of the rank; for ``dcp.save``."""
         file = io.BytesIO()
-        torch.save(sealed({"state": self._state.state_dict()}), file)
+        torch.save(sealed(content_of(self._state, self._transport)), file)
         return {
-            f"rank{self._transport.rank}": torch.frombuffer(
+            f"rank{self._transport.own_name}": torch.frombuffer(
                 bytearray(file.getvalue()), dtype=torch.uint8
             )
         }
@@ -65,8 +66,8 @@ class RankStates:
     def load(self, name: str, checkpoint: str | os.PathLike[str] | StorageReader) -> None:
         """Restore what the ranks saved; every rank must call it.
 
-        On as many ranks as then each loads its own state, on another number all load those of all
-        (:meth:`~comm_hooks.Exchange.load_state_dicts`).
+        Among the same ranks as then each loads its own state, among others all load those of all
+        that exchanged then (:meth:`~comm_hooks.Exchange.load_state_dicts`).
 
         Args:
             name: under which this object was given to ``dcp.save``.
@@ -95,21 +96,23 @@ class RankStates:
             for key, entry in reader.read_metadata().state_dict_metadata.items()
             if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
-        if sorted(found) != list(range(len(found))) or not found:
-            raise ValueError(f"the checkpoint has states of ranks {sorted(found)} under it")
-        ranks, own = self._transport.world_size, self._transport.rank
-        wanted = [own] if len(found) == ranks else sorted(found)
-        octets: dict[str, Any] = {
-            f"{prefix}{rank}": torch.empty(found[rank].size, dtype=torch.uint8) for rank in wanted
-        }
-        # Each rank for itself: those of a larger number of ranks read more.
-        load(octets, storage_reader=reader, no_dist=True)
-        states = []
-        for tensor in octets.values():
-            file = torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)
+
+        def read(rank: int) -> dict[str, Any]:
+            if rank not in found:
+                raise ValueError(f"the checkpoint has states of ranks {sorted(found)} under it")
+            key = f"{prefix}{rank}"
+            octets: dict[str, Any] = {key: torch.empty(found[rank].size, dtype=torch.uint8)}
+            # Each rank for itself: those of a larger number of ranks read more.
+            load(octets, storage_reader=reader, no_dist=True)
+            file = torch.load(io.BytesIO(octets[key].numpy().tobytes()), weights_only=True)
             require_seal(file)
-            states.append(file["state"])
-        if len(found) == ranks:
-            self._state.load_state_dict(states[0])
+            return dict(file)
+
+        ranks = list(self._transport.ranks)
+        first = read(ranks[0])
+        if first[RANKS] == ranks:
+            is_first = self._transport.rank == 0
+            own = first if is_first else read(self._transport.own_name)
+            self._state.load_state_dict(own[STATE])
         else:
-            self._state.load_state_dicts(states)
+            self._state.load_state_dicts([read(rank)[STATE] for rank in first[RANKS]])

@@ -11,6 +11,7 @@ import torch
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.sealing import require_seal, sealed
+from comm_hooks.frameworks.saved_state import RANKS, STATE, content_of
 
 Write = Callable[[dict[str, Any], str], object]
 Read = Callable[[str], dict[str, Any]]
@@ -41,8 +42,10 @@ def save_rank_file(
 ) -> None:
     """Write this rank's state to ``folder/rank<r>.pt``.  Every rank must call it.
 
-    A file appears under its name only when it is complete.  Files of more ranks that an earlier
-    run left in the folder are not read.
+    A rank is called what it is called among all ranks of the run, also where it exchanges with
+    some of them only (the replicas of a shard, with FSDP2): all of them may share a folder.  A file
+    appears under its name only when it is complete.  Files of more ranks that an earlier run left
+    in the folder are not read.
 
     Args:
         state: a :class:`~comm_hooks.CompressionState`, the exchange of an optimizer, or
@@ -67,9 +70,9 @@ def save_rank_file(
         True
     """
     exchange = _exchange(state)
-    path, problem = _path(folder, exchange.transport.rank), None
+    path, problem = _path(folder, exchange.transport.own_name), None
     try:
-        (write or _write)(sealed({_STATE: state.state_dict()}), path)
+        (write or _write)(sealed(content_of(state, exchange.transport)), path)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = f"{path} cannot be written ({_line(error)})"
     _raise_together(exchange, problem)
@@ -85,9 +88,9 @@ def load_rank_files(
     """Restore what the ranks saved with :func:`save_rank_file`.  Every rank must call it.
 
     1. every rank reads its own file, and all ranks compare what they found;
-    2. on as many ranks as then, each restores its own state;
-    3. on another number, or if a rank's own state does not fit (shards that these settings do not
-       have), each reads the files of all ranks; see
+    2. among the same ranks as then, each restores its own state;
+    3. among others, or if a rank's own state does not fit (shards that these settings do not have),
+       each reads the files of all that exchanged then; see
        :meth:`~comm_hooks.Exchange.load_state_dicts`.
 
     Args:
@@ -104,22 +107,22 @@ def load_rank_files(
             (then nothing is changed), or do not fit.
     """
     exchange = _exchange(state)
-    rank, ranks = exchange.transport.rank, exchange.transport.world_size
+    ranks = list(exchange.transport.ranks)
 
     def compare(finding: Any) -> list[Any]:
         return exchange.transport.perform(AllGatherObject(finding))
 
-    own = _try(read or _read, _path(folder, rank))
-    found = compare(own if isinstance(own, str) else [own["world_size"], own["step"]])
+    own = _try(read or _read, _path(folder, exchange.transport.own_name))
+    found = compare(_finding(own))
     if all(finding == _MISSING for finding in found):
         warnings.warn(
             f"{os.fspath(folder)} has no files of comm_hooks: residuals start from zero",
             stacklevel=2,
         )
         return False
-    # What rank 0 saved last decides: other files may be left from a run with more ranks.
+    # What the first rank saved last decides: other files may be left from a run with more ranks.
     if isinstance(found[0], str):
-        raise ValueError(f"{_path(folder, 0)} {found[0]}")
+        raise ValueError(f"{_path(folder, ranks[0])} {found[0]}")
     saved_ranks, saved_step = found[0]
     if step is not None and saved_step != step:
         raise ValueError(
@@ -127,31 +130,42 @@ def load_rank_files(
             f"{step}: it belongs to another one"
         )
     if saved_ranks == ranks:
-        _require_all(found, [saved_ranks, saved_step], folder)
+        _require_all(found, found[0], folder)
         assert not isinstance(own, str)
-        if not any(compare(_problem_of(state.load_state_dict, own))):
+        if not any(compare(_problem_of(state.load_state_dict, own[STATE]))):
             return True
-    states = [_try(read or _read, _path(folder, other)) for other in range(saved_ranks)]
-    findings = [s if isinstance(s, str) else [s["world_size"], s["step"]] for s in states]
-    for of_one_rank in compare(findings):
-        _require_all(of_one_rank, [saved_ranks, saved_step], folder)
-    complete = [s for s in states if not isinstance(s, str)]
+    files = [_try(read or _read, _path(folder, other)) for other in saved_ranks]
+    for of_one_rank in compare([_finding(file) for file in files]):
+        _require_all(of_one_rank, found[0], folder)
+    complete = [file[STATE] for file in files if not isinstance(file, str)]
     _raise_together(exchange, _problem_of(state.load_state_dicts, complete))
     return True
 
 
 _MISSING = "is missing"
-# Under which a file has the state; beside it is a seal over all of it.
-_STATE = "state"
 
 
-def _require_all(findings: list[Any], expected: list[int], folder: Any) -> None:
-    for rank, finding in enumerate(findings):
+def _finding(file: dict[str, Any] | str) -> Any:
+    """Return what ranks compare of a file: among whom and when it was saved, or its problem."""
+    return file if isinstance(file, str) else [file[RANKS], file[STATE]["step"]]
+
+
+def _require_all(findings: list[Any], expected: list[Any], folder: Any) -> None:
+    """Raise ``ValueError`` unless all files of the ranks of one checkpoint are there.
+
+    Args:
+        findings: of the file of each of them.
+        expected: what the first rank's says.
+        folder: for messages.
+    """
+    ranks = expected[0]
+    for rank, finding in zip(ranks, findings, strict=True):
         if finding != expected:
-            what = finding if isinstance(finding, str) else "is of another checkpoint than rank 0's"
+            what = f"is of another checkpoint than rank {ranks[0]}'s"
             raise ValueError(
-                f"{_path(folder, rank)} {what}: residuals of all {expected[0]} ranks are needed, "
-                "or none (remove the folder to start them from zero)"
+                f"{_path(folder, rank)} {finding if isinstance(finding, str) else what}: residuals "
+                f"of all {len(ranks)} ranks are needed, or none (remove the folder to start them "
+                "from zero)"
             )
 
 
@@ -174,10 +188,13 @@ def _try(read: Read, path: str) -> dict[str, Any] | str:
     """Return what is in a file, or what is wrong with it."""
     try:
         file = read(path)
-        if not isinstance(file, Mapping) or not isinstance(file.get(_STATE), Mapping):
+        kinds = {STATE: Mapping, RANKS: list}
+        if not isinstance(file, Mapping) or not all(
+            isinstance(file.get(key), kind) for key, kind in kinds.items()
+        ):
             return "is no file of comm_hooks"
         require_seal(file)
-        return dict(file[_STATE])
+        return dict(file)
     except FileNotFoundError:
         return _MISSING
     except Exception as error:  # whatever it is, the other ranks must hear of it

@@ -70,7 +70,7 @@ def train(
         model.load_state_dict(torch.load(f"{folder}/model{dist.get_rank()}.pt"))
         if method == "signs":
             optimizer.load_state_dict(torch.load(f"{folder}/optimizer{dist.get_rank()}.pt"))
-        load_rank_files(state, f"{folder}/{dist.get_rank() % 2}")
+        load_rank_files(state, folder)
         scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": steps.start})
         for group, lr in zip(optimizer.param_groups, [0.02 / (1 + steps.start)], strict=True):
             group["lr"] = lr
@@ -101,7 +101,7 @@ def resumed(method: str, folder: str) -> list[Any]:
     whole.train()
     after = weights(whole)
     model, half = train(method, mesh, folder, range(STOP), own_batch)
-    save_rank_file(half, f"{folder}/{dist.get_rank() % 2}")
+    save_rank_file(half, folder)
     torch.save(model.state_dict(), f"{folder}/model{dist.get_rank()}.pt")
     if method == "signs":
         torch.save(half.optimizer.state_dict(), f"{folder}/optimizer{dist.get_rank()}.pt")

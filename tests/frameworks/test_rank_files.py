@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from comm_hooks import ErrorFeedback, Exchange, TopK
 from comm_hooks.exchange.resuming import seal_own
 from comm_hooks.exchange.sealing import sealed
+from comm_hooks.frameworks.distributed_checkpoint import RankStates
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
 from tests.ranks import Ranks
 
@@ -95,14 +97,18 @@ def damage(name: str, folder: Path) -> None:
         torch.save({"model": {}}, folder / "rank1.pt")
     elif name == "older rank1":
         state = torch.load(folder / "rank1.pt", weights_only=True)["state"]
-        torch.save(sealed({"state": seal_own({**state, "step": 2})}), folder / "rank1.pt")
+        torch.save(
+            sealed({"state": seal_own({**state, "step": 2}), "ranks": [0, 1]}), folder / "rank1.pt"
+        )
     elif name == "changed rank1":
         file = torch.load(folder / "rank1.pt", weights_only=True)
         next(iter(file["state"]["memory"].values()))[0] += 1
         torch.save(file, folder / "rank1.pt")
     elif name == "cut rank1":
         state = torch.load(folder / "rank1.pt", weights_only=True)["state"]
-        torch.save(sealed({"state": {**state, "numels": None}}), folder / "rank1.pt")
+        torch.save(
+            sealed({"state": {**state, "numels": None}, "ranks": [0, 1]}), folder / "rank1.pt"
+        )
 
 
 DAMAGES = {
@@ -159,3 +165,52 @@ def test_a_disk_that_fails_on_one_rank_stops_all(ranks_of: RanksOf, tmp_path: Pa
         ranks_of(saved_by).run(save, str(tmp_path), 2)
         for message in ranks_of(4).run(load_alone_unreadable, str(tmp_path)):
             assert "cannot be read (Input/output error)" in message
+
+
+def in_columns(columns: int, action: Callable[[Exchange], object]) -> tuple[int, torch.Tensor]:
+    """Let each column of a grid of ranks exchange by itself; return the steps and the residual."""
+    world = dist.get_world_size()
+    groups = [dist.new_group(list(range(c, world, columns))) for c in range(columns)]
+    column = dist.get_rank() % columns
+    exchange = Exchange(
+        TopK(density=0.05), ErrorFeedback(), "all_gather", process_group=groups[column]
+    )
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    exchange.average_({"w": torch.randn(64, 64, generator=generator)})
+    action(exchange)
+    return column, residual(exchange)
+
+
+def saved_in_columns(folder: str, columns: int) -> tuple[int, torch.Tensor]:
+    def action(exchange: Exchange) -> None:
+        save_rank_file(exchange, folder)
+        dcp.save({"hook": RankStates(exchange)}, checkpoint_id=f"{folder}/distributed")
+
+    return in_columns(columns, action)
+
+
+def loaded_in_columns(folder: str, columns: int, distributed: bool) -> tuple[int, torch.Tensor]:
+    def action(exchange: Exchange) -> None:
+        exchange.average_({"w": torch.ones(64, 64)})
+        if distributed:
+            RankStates(exchange).load("hook", f"{folder}/distributed")
+        else:
+            assert load_rank_files(exchange, folder)
+
+    return in_columns(columns, action)
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["files", "checkpoint"])
+@pytest.mark.parametrize("after", [4, 2, 6])
+def test_ranks_that_exchange_in_columns_share_a_folder(
+    ranks_of: RanksOf, tmp_path: Path, after: int, distributed: bool
+) -> None:
+    """As the shards of FSDP2 do: each column gets back what is its own, on more or fewer rows."""
+    saved = ranks_of(4).run(saved_in_columns, str(tmp_path), 2)
+    loaded = ranks_of(after).run(loaded_in_columns, str(tmp_path), 2, distributed)
+    if after == 4:
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(saved, loaded, strict=True))
+    for column in range(2):
+        own = [torch.stack([r for c, r in ends if c == column]) for ends in (saved, loaded)]
+        torch.testing.assert_close(own[0].mean(0), own[1].mean(0), atol=1e-6, rtol=0)
+    assert not torch.allclose(saved[0][1], saved[1][1])

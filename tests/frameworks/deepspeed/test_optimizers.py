@@ -397,9 +397,11 @@ def test_the_wrapper_of_16_bits_decays_nothing(ranks_of: RanksOf) -> None:
 
 
 def in_a_pipeline(more: dict[str, Any]) -> float:
+    import deepspeed
     from deepspeed.pipe import PipelineModule
 
     with deepspeed_on_cpu():
+        deepspeed.init_distributed("gloo")
         model = PipelineModule(list(new_model()), num_stages=1, loss_fn=nn.functional.cross_entropy)
         # Its layers have been made anew, with other random numbers.
         for own, other in zip(model.parameters(), new_model().parameters(), strict=True):
