@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from comm_hooks.exchange import Exchange
+from comm_hooks.shards import whole
 from comm_hooks.wire.checksum import fingerprint
 from comm_hooks.wire.stamp import digest
 
@@ -15,9 +16,10 @@ Tensors = Sequence[torch.Tensor]
 class OptimizerState:
     """The state of an exchanging optimizer that every rank saves for itself.
 
-    That is its exchange's, and what of the optimizer's own differs between ranks.  The model and
-    the optimizer's ``state_dict()``, equal on all ranks, are saved once and loaded *before* this,
-    which makes sure that they are those that it was saved with.
+    That is its exchange's, and what of the optimizer's own differs between ranks: all of it where
+    ranks hold parts of the parameters (FSDP2).  The model and the optimizer's ``state_dict()``,
+    equal on all ranks, are saved once and loaded *before* this, which makes sure that they are
+    those that it was saved with.
 
     Args:
         optimizer: a :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
@@ -85,6 +87,8 @@ class OptimizerState:
         if not optimizer.is_synchronized:
             state["optimizer"] = optimizer.state_dict()
             state["parameters"] = [p.detach() for p in self._parameters()]
+        elif self._has_shards():
+            state["optimizer"] = optimizer.state_dict()
         if keys := optimizer.own_state:
             states = [optimizer.state[p] for p in self._parameters()]
             state["own"] = [{key: s[key] for key in keys if key in s} for s in states]
@@ -92,8 +96,9 @@ class OptimizerState:
 
     def load_own(self, own: Mapping[str, Any]) -> None:
         """Restore what :meth:`own` returned on this rank."""
-        if "parameters" in own:
+        if "optimizer" in own:
             self.optimizer.load_state_dict(own["optimizer"])
+        if "parameters" in own:
             self._set_parameters(own["parameters"])
         self._set_own(own.get("own", []))
 
@@ -102,6 +107,8 @@ class OptimizerState:
 
         What was each rank's own starts from the mean.
         """
+        if "optimizer" in parts[0]:
+            self.optimizer.load_state_dict(parts[0]["optimizer"])
         self._set_own(
             [_mean(saved) for saved in zip(*(p.get("own", []) for p in parts), strict=True)]
         )
@@ -135,11 +142,15 @@ class OptimizerState:
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def _has_shards(self) -> bool:
+        """Return whether parameters are parts of sharded ones, which no other rank here holds."""
+        return any(whole(p) is not p for p in self._parameters())
+
     def _checksum(self) -> int:
-        """Return a fingerprint of parameters and state that ranks share."""
+        """Return a fingerprint of what is loaded before this: what ranks share."""
         parameters = self._parameters()
         tensors = [p.detach() for p in parameters]
-        for parameter in parameters:
+        for parameter in [] if self._has_shards() else parameters:
             state = self.optimizer.state.get(parameter, {})
             shared = (t for key, t in state.items() if key not in self.optimizer.own_state)
             tensors += filter(torch.is_tensor, shared)

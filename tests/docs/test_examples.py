@@ -15,6 +15,14 @@ PAGES = pages()
 # Whose commands are started as users start them; those of other pages are forked, which is faster.
 FROM_NOTHING = ("docs/index.md",)
 
+# That wait for nodes to find each other, or train for half a minute.
+SLOW = (
+    "docs/audit.md",
+    "docs/frameworks/deepspeed_optimizers.md",
+    "docs/frameworks/mpi.md",
+    "docs/launching.md",
+)
+
 
 class _World:
     """A process that is the only rank of its group, started when the first page needs it."""
@@ -62,7 +70,13 @@ def try_page(page: Page, world: _World, torchrun: Torchrun, folder: Path) -> Non
             run_commands(block, folder / "files", tools=tools)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in SLOW else [])
+        for page in PAGES
+    ],
+)
 @pytest.mark.timeout(900)
 def test_page(page: Page, world: _World, torchrun: Torchrun, tmp_path: Path) -> None:
     missing = missing_tools(page)
@@ -72,5 +86,6 @@ def test_page(page: Page, world: _World, torchrun: Torchrun, tmp_path: Path) -> 
 
 
 def test_the_pages_that_users_look_for_have_examples() -> None:
+    assert {*FROM_NOTHING, *SLOW} <= {page.name for page in PAGES}
     with_code = {page.name for page in PAGES if any(b.is_code or b.is_run for b in page.blocks)}
     assert {"README.md", "docs/index.md", "docs/checkpoints.md", "docs/federated.md"} <= with_code

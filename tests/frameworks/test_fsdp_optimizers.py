@@ -68,8 +68,6 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     if steps.start:
         model.load_state_dict(torch.load(f"{folder}/model{dist.get_rank()}.pt"))
-        if method == "signs":
-            optimizer.load_state_dict(torch.load(f"{folder}/optimizer{dist.get_rank()}.pt"))
         load_rank_files(state, folder)
         scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": steps.start})
         for group, lr in zip(optimizer.param_groups, [0.02 / (1 + steps.start)], strict=True):
@@ -103,8 +101,6 @@ def resumed(method: str, folder: str) -> list[Any]:
     model, half = train(method, mesh, folder, range(STOP), own_batch)
     save_rank_file(half, folder)
     torch.save(model.state_dict(), f"{folder}/model{dist.get_rank()}.pt")
-    if method == "signs":
-        torch.save(half.optimizer.state_dict(), f"{folder}/optimizer{dist.get_rank()}.pt")
     dist.barrier()
     again, stats = train(method, mesh, folder, range(STOP, STEPS), own_batch)
     return [before, after, shown, saved, weights(again), state.stats(), stats.stats()]
