@@ -151,5 +151,5 @@ def _cheapest(
             routes[collective] = kind(layout, compressors, transport, seed)
     # min() keeps the first of equals, and the simplest routes come first.
     chosen = min(routes, key=lambda name: routes[name].traffic)
-    logger.info("%d elements travel by %s", layout.work.numel(), chosen)
+    logger.debug("%d elements travel by %s", layout.work.numel(), chosen)
     return routes[chosen]
