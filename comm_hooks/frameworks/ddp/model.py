@@ -103,6 +103,12 @@ class DataParallelModel:
         for name, parameter in self.module.named_parameters():
             yield name.replace("_orig_mod.", ""), parameter
 
+    def broadcast_bytes(self) -> int:
+        """Return the bytes of buffers that DDP sends from one rank at every forward pass."""
+        if self._ddp is None or not self._ddp.broadcast_buffers:
+            return 0
+        return sum(buffer.nbytes for buffer in self._ddp.modules_buffers)
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a hook, and refuse any other and what would break it from then on."""
         if self._ddp is not None:

@@ -1,6 +1,7 @@
 """DDP with an optimizer that averages by itself: nothing is averaged twice."""
 
 import logging
+import warnings
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,9 @@ from comm_hooks.frameworks.server_view import show_server_model
 from comm_hooks.shards import whole
 
 logger = logging.getLogger(__name__)
+
+_NOTABLE = 1e-3
+"""Of the model's bytes, sent beside the rounds at every forward pass."""
 
 
 def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any:
@@ -42,6 +46,8 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
         module = replicas.module
         _require_parameters_of(module, own)
         replicas.register_comm_hook(None, hook)
+        if works_in_rounds(own):
+            _warn_of_broadcasts(replicas)
     else:
         _require_parameters_of(module, own)
     if not works_in_rounds(own):
@@ -49,6 +55,18 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
     show_server_model(module, own)
     logger.info("registered %s, %s", type(own).__name__, own.exchange)
     return own
+
+
+def _warn_of_broadcasts(replicas: DataParallelModel) -> None:
+    """Warn if DDP goes on sending buffers, which would be much of what the rounds send."""
+    size = replicas.broadcast_bytes()
+    if size > _NOTABLE * sum(p.nbytes for p in replicas.module.parameters()):
+        warnings.warn(
+            f"DistributedDataParallel sends {size:,} bytes of buffers, running means and the like, "
+            "from rank 0 at every forward pass, which stats() does not count: make it with "
+            "broadcast_buffers=False",
+            stacklevel=4,
+        )
 
 
 def _require_parameters_of(module: nn.Module, optimizer: Optimizer) -> None:
