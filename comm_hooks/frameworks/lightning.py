@@ -11,6 +11,7 @@ from typing import Any
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.frameworks.ddp.hook import register
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
+from comm_hooks.frameworks.server_view import show_own_model
 from comm_hooks.frameworks.watch import StatsLogger
 
 try:
@@ -114,6 +115,18 @@ class CompressionCallback(Callback):
             )
         self._saved = None
         self._watch = StatsLogger(self.state)
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Train this rank's model: after validation the Trainer restores modes without train()."""
+        if pl_module.training:
+            show_own_model(pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave this rank's model there, whether or not the last thing was a validation."""
+        if pl_module.training:
+            show_own_model(pl_module)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

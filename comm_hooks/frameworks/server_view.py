@@ -51,6 +51,17 @@ def show_server_model(module: nn.Module, rounds: Any) -> None:
     module.register_state_dict_post_hook(_Saved(view))
 
 
+def show_own_model(module: nn.Module) -> None:
+    """Put this rank's values back, as ``module.train()`` does, and leave all modes as they are.
+
+    For frameworks that note the mode of each module and restore it without calling ``train()``.
+    Nothing happens if the model is not one of rounds, or shows this rank's values.
+    """
+    switch = vars(module).get("train")
+    if isinstance(switch, _Switch):
+        switch.show(True)
+
+
 class _View:
     """The rounds' model, and whether anybody else has written where it stands."""
 
@@ -119,11 +130,15 @@ class _Switch:
         self._view = view
 
     def __call__(self, mode: bool = True) -> nn.Module:
-        if self._view.switch(mode):
+        self.show(mode)
+        return type(self._module).train(self._module, mode)
+
+    def show(self, own: bool) -> None:
+        """Show this rank's model or the server's."""
+        if self._view.switch(own):
             for module in self._module.modules():
                 if reshard := getattr(module, "reshard", None):
                     reshard()  # FSDP2 may still hold whole parameters of before
-        return type(self._module).train(self._module, mode)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (type(self._module).train, self._module)

@@ -223,6 +223,14 @@ def with_lightning(method: str, folder: str, steps: range) -> Outcome:
             inputs, targets = batch(int(index), self.global_rank)
             return nn.functional.cross_entropy(self.net(inputs), targets)
 
+        def validation_step(self, index: torch.Tensor, batch_idx: int) -> None:
+            checksums = self.all_gather(torch.stack([p.sum() for p in self.parameters()]))
+            assert torch.equal(checksums[0], checksums[1]), "all ranks validate one model"
+            validated.append(self.global_step)
+
+        def val_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(range(2))
+
         def configure_optimizers(self) -> Any:
             # Lightning's names begin with "net.", which is all the same to the arithmetic.
             optimizer, self.scheduler = optimizer_of(method, self.net)
@@ -234,6 +242,7 @@ def with_lightning(method: str, folder: str, steps: range) -> Outcome:
                 range(MICRO_BATCHES * steps.start, MICRO_BATCHES * steps.stop)
             )
 
+    validated: list[int] = []
     module, callback = Module(), CompressionCallback()
     trainer = trainer_of(
         "lightning.pytorch",
@@ -241,9 +250,12 @@ def with_lightning(method: str, folder: str, steps: range) -> Outcome:
         gradient_clip_val=CLIP_NORM,
         precision="bf16-mixed",
         max_epochs=2 if steps.start else 1,
+        val_check_interval=MICRO_BATCHES,
+        num_sanity_val_steps=1,
         callbacks=[callback],
     )
     trainer.fit(module, ckpt_path=f"{folder}/last.ckpt" if steps.start else None)
+    assert {steps.start + 1, steps.stop} <= set(validated)
     trainer.save_checkpoint(f"{folder}/last.ckpt")
     outcome = report(module, callback.state, module.scheduler)
     for part in (outcome.own, outcome.evaluated, outcome.saved):
