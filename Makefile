@@ -11,6 +11,7 @@
 # make soak   look for what grows in 5,000 steps of five methods (20 minutes)
 # make predictions  check the advice against links of network namespaces (20 minutes; needs root)
 # make faults  inject faults into runs of every method, and write docs/faults.md (a quarter of an hour)
+# make third-party SOURCES=folder  other projects' scripts with three edited lines (two hours; page)
 # make release-check  build wheel and source archive, install them in empty environments, train (6 minutes)
 # make audit-faults  audit planted faults and correct configurations, and count (an hour)
 # Each makes its own virtual environment in .venv first.
@@ -21,7 +22,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults audit-faults release-check clean
+.PHONY: demo test test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults audit-faults third-party release-check clean
 
 demo: $(READY)
 	$(BIN)/comm-hooks compare --steps 120
@@ -87,6 +88,13 @@ audit-faults: $(READY)
 	$(BIN)/python -m tests.launchers.audit --faults tests.launchers.audit.planted
 	$(BIN)/python -m tests.launchers.audit.script_faults
 
+THIRD_PARTY := .venv-third-party/bin
+third-party:
+	$(PYTHON) -m venv .venv-third-party
+	$(THIRD_PARTY)/python -m pip install --quiet --editable ".[launch,compare]" \
+		--requirement benchmarks/third_party/requirements.txt
+	$(THIRD_PARTY)/python -m benchmarks.third_party --sources "$(SOURCES)"
+
 release-check: $(READY)
 	$(BIN)/python -m pip install --quiet build twine
 	$(BIN)/python .ci/release_check.py "$(TORCH)"
@@ -98,4 +106,4 @@ $(READY): setup.cfg pyproject.toml .ci/install_torch.py
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist docs/_build docs/reference/generated *.egg-info
+	rm -rf $(VENV) .venv-third-party build dist docs/_build docs/reference/generated *.egg-info

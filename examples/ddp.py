@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node 2 examples/ddp.py --method low_communicat
 """
 
 import argparse
+import time
 from pathlib import Path
 
 import torch
@@ -65,6 +66,7 @@ if args.checkpoint and (args.checkpoint / "shared.pt").exists():
     if state:
         load_rank_files(state, args.checkpoint)
 
+started = time.monotonic()
 for step in range(first, args.steps):
     inputs, targets = batch(data, 16, step)
     loss = loss_of(ddp_model, inputs.to(device), targets.to(device))
@@ -76,6 +78,7 @@ for step in range(first, args.steps):
     if rank == 0 and (step + 1) % 50 == 0:
         print(f"step {step + 1}: loss {loss:.3f}", flush=True)
 
+seconds = (time.monotonic() - started) / max(1, args.steps - first)
 if args.checkpoint:
     if state:
         save_rank_file(state, args.checkpoint)
@@ -88,6 +91,6 @@ if args.checkpoint:
 loss = evaluate(ddp_model, held_out)
 if rank == 0:
     sent = f", {state.stats()['compression_ratio']:.0f} times fewer bytes" if state else ""
-    print(f"{args.method}: held-out loss {loss:.3f}{sent}")
+    print(f"{args.method}: held-out loss {loss:.3f}{sent}, {seconds:.3f} s per step")
 dist.barrier()
 dist.destroy_process_group()

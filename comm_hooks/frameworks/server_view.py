@@ -56,6 +56,18 @@ def show_own_model(module: nn.Module) -> None:
 
     For frameworks that note the mode of each module and restore it without calling ``train()``.
     Nothing happens if the model is not one of rounds, or shows this rank's values.
+
+    Example::
+
+        >>> from comm_hooks import register
+        >>> from comm_hooks.frameworks.server_view import show_own_model
+        >>> from comm_hooks.optim import low_communication
+        >>> rounds = low_communication(model.named_parameters(), lr=0.01, bits_per_parameter=8.0)
+        >>> _ = register(model, rounds)
+        >>> modes = [module.training for module in model.eval().modules()]
+        >>> show_own_model(model)
+        >>> modes == [module.training for module in model.modules()]
+        True
     """
     switch = vars(module).get("train")
     if isinstance(switch, _Switch):

@@ -1,0 +1,1 @@
+"""Training scripts of other projects with a few edited lines, against the scripts as they are."""
