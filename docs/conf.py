@@ -28,7 +28,7 @@ extensions = [
 templates_path = ["_templates"]
 exclude_patterns = ["_build", "_templates"]
 html_theme = "furo"
-html_title = "comm-hooks"
+html_title = f"comm-hooks {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 

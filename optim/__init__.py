@@ -12,6 +12,7 @@ from comm_hooks.optim.demo import DeMo
 from comm_hooks.optim.dgc import DGC
 from comm_hooks.optim.differences import EF21, CDAdam
 from comm_hooks.optim.fetch_sgd import FetchSGD
+from comm_hooks.optim.frozen_variance_adam import FrozenVarianceAdam
 from comm_hooks.optim.laprop import LaProp
 from comm_hooks.optim.local_variance_adam import LocalVarianceAdam
 from comm_hooks.optim.low_communication import low_communication
@@ -47,6 +48,7 @@ __all__ = [
     "FedAvg",
     "FedLAMB",
     "FetchSGD",
+    "FrozenVarianceAdam",
     "LaProp",
     "LocalRounds",
     "LocalVarianceAdam",

@@ -28,7 +28,7 @@ class OneBitLamb(ExchangingOptimizer):
     1. g = the exact mean of g_i;
     2. m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2;
     3. u = m / (sqrt(v) + eps) + weight_decay theta;
-    4. c = |theta| / |u|, within ``min_coeff`` and ``max_coeff``; 1 if either is 0;
+    4. c = norm(theta) / norm(u), within ``min_coeff`` and ``max_coeff``; 1 if either is 0;
     5. theta = theta - lr c u,  c_avg = coeff_beta c_avg + (1 - coeff_beta) c.
 
     From then on v and c_avg stay as they are.  With f = v at first, and the number
@@ -40,7 +40,7 @@ class OneBitLamb(ExchangingOptimizer):
     4. f = beta2 f + (1 - beta2) g^2, a second moment that is not frozen;
     5. u = m / (sqrt(v) + eps) + weight_decay theta;
     6. r = max (sqrt(v) + eps) / (sqrt(f) + eps); with weight decay w r + 1 - w, where
-       w = min(1, |m / (sqrt(v) + eps)| / |u|);
+       w = min(1, norm(m / (sqrt(v) + eps)) / norm(u));
     7. r is kept within ``factor_min`` and ``factor_max``, and then within a share
        ``factor_threshold`` of the last step's;
     8. theta = theta - lr c_avg r u.

@@ -35,6 +35,9 @@ def misleads(compressor: Compressor, optimizer: Optimizer) -> str | None:
     kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     if not any(name in kind for kind in kinds for name in _ADAPTIVE):
         return None
+    if any("freeze_step" in group for group in optimizer.param_groups):
+        # The second moment stands still before what is compressed reaches it.
+        return None
     if is_sparse(compressor):
         return "elements arrive in pulses, which its second moment takes for noise"
     if isinstance(compressor, Sign):

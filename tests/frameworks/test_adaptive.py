@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import Compressor, CountSketch, Identity, Quantize, RandomK, Sign, TopK, register
 from comm_hooks.frameworks.adaptive import misleads
-from comm_hooks.optim import Adam
+from comm_hooks.optim import Adam, FrozenVarianceAdam
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -39,6 +39,12 @@ def test_adam_and_its_kin(compressor: Compressor, reason: str | None, kind: Any)
     found = misleads(compressor, optimizer)
     assert found is None if reason is None else reason in str(found)
     assert misleads(compressor, torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)) is None
+
+
+def test_a_second_moment_that_stands_still_is_not_misled() -> None:
+    optimizer = FrozenVarianceAdam([nn.Parameter(torch.zeros(2))], freeze_step=10)
+    assert misleads(Sign(), optimizer) is None
+    assert misleads(TopK(density=1 / 64), optimizer) is None
 
 
 def warned(compressor: str, kind: str, elsewhere: bool) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
-from comm_hooks.exchange import Exchange, ExchangeSettings
+from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import check_agreement
 from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.frameworks import adaptive
@@ -41,14 +41,14 @@ class EngineCompression:
         return self.state.stats()
 
 
-def attach(engine: Any, settings: ExchangeSettings | None) -> EngineCompression | None:
+def attach(engine: Any, averaging: reductions.Averaging | None) -> EngineCompression | None:
     """Put an exchange in the place of an engine's all-reduce; again, it changes nothing.
 
     All ranks must call it.
 
     Args:
         engine: a ``DeepSpeedEngine``.
-        settings: how its gradients travel; None if it has no block, or one that is the optimizer's.
+        averaging: how its gradients travel; None if DeepSpeed averages them, or the optimizer does.
 
     Returns:
         ``engine.comm_hooks``; None if there is nothing to exchange.
@@ -60,27 +60,32 @@ def attach(engine: Any, settings: ExchangeSettings | None) -> EngineCompression 
     attached: EngineCompression | None = engine.__dict__.get("comm_hooks")
     if attached is not None:
         return attached
-    if settings is not None and engine.basic_optimizer is None:
+    if averaging is not None and engine.basic_optimizer is None:
         warnings.warn(
             f"{BLOCK}: this engine has no optimizer, so no gradients are exchanged", stacklevel=2
         )
         return None
     owned = optimizers.attach(engine)
     # An engine that lacks what the others have would leave them waiting at the first exchange.
-    presence = {BLOCK: "absent" if owned is None and settings is None else "present"}
+    presence = {BLOCK: "absent" if owned is None and averaging is None else "present"}
     presences = TorchDistributed().perform(AllGatherObject(presence))
     check_agreement(presences)
     state: OptimizerState | LocalRounds | Exchange
     if owned is not None:
         exchange, state = owned.exchange, owned
         check_parallelism(engine)
-    elif settings is not None:
+    elif averaging is not None:
         check_parallelism(engine)
         check_averaging(engine)
-        require_gradients(settings, f"{BLOCK}.memory")
-        exchange = state = Exchange(settings, process_group=engine.seq_data_parallel_group)
-        exchange.agree_on({"zero_stage": engine.zero_optimization_stage()})
-        reductions.replace(engine, exchange)
+        require_gradients(averaging.settings, f"{BLOCK}.memory")
+        exchange = state = Exchange(
+            averaging.settings, process_group=engine.seq_data_parallel_group
+        )
+        start = averaging.start_compression_step
+        exchange.agree_on(
+            {"zero_stage": engine.zero_optimization_stage(), "start_compression_step": start}
+        )
+        reductions.replace(engine, exchange, start)
         adaptive.warn_of(exchange.compressor, engine.basic_optimizer)
     else:
         return None

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from comm_hooks.exchange import ExchangeSettings
 from comm_hooks.frameworks.deepspeed import optimizers
 from comm_hooks.frameworks.deepspeed.block import BLOCK, find_block, load
 from comm_hooks.frameworks.deepspeed.engine import attach
+from comm_hooks.frameworks.deepspeed.reductions import Averaging
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -91,10 +91,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
 def prepare(
     settings: Mapping[str, Any], block: Mapping[str, Any] | None, given: Mapping[str, Any]
-) -> tuple[Any, ExchangeSettings | None]:
+) -> tuple[Any, Averaging | None]:
     """Return the optimizer to construct an engine with, and how the engine's gradients travel.
 
-    The latter is None without a block, or where the block is the optimizer's.
+    The latter is None where DeepSpeed averages them by itself, or the optimizer exchanges.
 
     Args:
         settings: the DeepSpeed configuration.
@@ -112,9 +112,7 @@ def prepare(
         optimizer=optimizer,
         model_parameters=given.get("model_parameters"),
     )
-    if block is None or optimizers.owns_exchange(settings, optimizer):
-        return prepared, None
-    return prepared, ExchangeSettings.from_dict(block, path=BLOCK)
+    return prepared, optimizers.averaging(settings, block, optimizer)
 
 
 def without_optimizer(settings: Mapping[str, Any]) -> dict[str, Any]:

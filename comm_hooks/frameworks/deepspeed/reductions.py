@@ -5,39 +5,80 @@ optimizer) stays its own.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from comm_hooks.exchange import Exchange
+from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.exchange.sparse import average_sparse
+from comm_hooks.frameworks.deepspeed.block import BLOCK
+from comm_hooks.requirements import require_integer, require_within
+
+START = "start_compression_step"
 
 
-def replace(engine: Any, exchange: Exchange) -> None:
+@dataclass(frozen=True)
+class Averaging:
+    """How an engine's gradients travel.
+
+    Attributes:
+        settings: of the exchange.
+        start_compression_step: the number of steps at first in which gradients are averaged
+            exactly; steps that were skipped do not count.
+    """
+
+    settings: ExchangeSettings
+    start_compression_step: int = 0
+
+    @classmethod
+    def from_block(cls, block: Mapping[str, Any]) -> "Averaging":
+        """Return what a ``comm_hooks`` block says.
+
+        Raises:
+            ValueError: for anything unknown in it, or that cannot work.
+        """
+        start = 0
+        if isinstance(block, Mapping) and START in block:
+            start = block[START]
+            require_integer(BLOCK, START, start)
+            require_within(BLOCK, START, start, "[0, inf)")
+            block = {key: value for key, value in block.items() if key != START}
+        return cls(ExchangeSettings.from_dict(block, path=BLOCK), start)
+
+
+def replace(engine: Any, exchange: Exchange, start_compression_step: int = 0) -> None:
     """Let an engine average its gradients through an exchange.
 
     Args:
         engine: of ZeRO stage 0, 1 or 2.
         exchange: over the engine's data-parallel group.
+        start_compression_step: see :class:`Averaging`.
     """
+
+    def compresses() -> bool:
+        return engine.global_steps - engine.skipped_steps >= start_compression_step
+
     if hasattr(engine.optimizer, "gradient_reduction_w_predivide"):
-        _replace_partitioned(engine, exchange)
+        _replace_partitioned(engine, exchange, compresses)
     else:
-        _replace_whole(engine, exchange)
+        _replace_whole(engine, exchange, compresses)
 
 
-def _replace_whole(engine: Any, exchange: Exchange) -> None:
+def _replace_whole(engine: Any, exchange: Exchange, compresses: Callable[[], bool]) -> None:
     """For ZeRO stage 0, BF16_Optimizer and pipelines: once per step, on whole gradients."""
 
     @torch.no_grad()
     def reduce(grads: Sequence[Any], elements_per_buffer: int) -> None:
-        scale = _loss_scale(engine)
+        scale, compress = _loss_scale(engine), compresses()
         for parameters, tensors in _buckets(_whole(engine, exchange, grads), elements_per_buffer):
             bucket = exchange.buckets.of_parameters(
                 parameters, tensors, engine.param_names.__getitem__
             )
-            exchange.transport.run(exchange.bucket_round(bucket, tensors, scale=scale))
+            exchange.transport.run(
+                exchange.bucket_round(bucket, tensors, compress=compress, scale=scale)
+            )
         exchange.end_step()
 
     engine._reduce_non_expert_gradients = reduce
@@ -79,7 +120,7 @@ def _buckets(
     yield from open_.values()
 
 
-def _replace_partitioned(engine: Any, exchange: Exchange) -> None:
+def _replace_partitioned(engine: Any, exchange: Exchange, compresses: Callable[[], bool]) -> None:
     """For ZeRO stages 1 and 2: a bucket at a time, in the place of one function of ZeRO.
 
     With ``reduce_scatter`` off, ZeRO passes whole buckets to ``gradient_reduction_w_predivide`` and
@@ -100,7 +141,9 @@ def _replace_partitioned(engine: Any, exchange: Exchange) -> None:
         mean = bucket if dtype is None else bucket.to(dtype)
         tensors = mean.split([parameter.numel() for parameter in parameters])
         found = exchange.buckets.of_parameters(parameters, tensors, engine.param_names.__getitem__)
-        exchange.transport.run(exchange.bucket_round(found, tensors, scale=_loss_scale(engine)))
+        exchange.transport.run(
+            exchange.bucket_round(found, tensors, compress=compresses(), scale=_loss_scale(engine))
+        )
         has_exchanged = True
         if mean is not bucket:
             bucket.copy_(mean)

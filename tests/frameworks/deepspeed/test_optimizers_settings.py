@@ -10,9 +10,9 @@ from torch import nn
 
 pytest.importorskip("deepspeed")
 
-from comm_hooks import ErrorFeedback, Exchange, Sign
-from comm_hooks.frameworks.deepspeed.optimizers import TYPES, owns_exchange, prepare
-from comm_hooks.optim import AMSGrad, OneBitAdam
+from comm_hooks import ErrorFeedback, Exchange, Sign, TopK
+from comm_hooks.frameworks.deepspeed.optimizers import TYPES, averaging, prepare
+from comm_hooks.optim import AMSGrad, FrozenVarianceAdam, OneBitAdam
 
 
 def prepared(name: Any, params: Any = None, optimizer: Any = None, **more: Any) -> Any:
@@ -61,8 +61,14 @@ BAD: list[tuple[str, str, Any, dict[str, Any]]] = [
      {**ROUNDS, "bf16": {"enabled": True}}),
     ("optimizer.type: unknown optimizer 'OneBitAdm': did you mean 'OneBitAdam'", "OneBitAdm",
      {}, {}),
-    ("zero_optimization.stage: OneBitAdam .*ZeRO stage 1 divides", "OneBitAdam", {},
+    ("zero_optimization.stage: OneBitAdam .*ZeRO stage 3 divides", "OneBitAdam", {},
+     {"zero_optimization": {"stage": 3}}),
+    ("zero_optimization.stage: OneBitLamb .*stages 1 and 2 OneBitAdam works", "OneBitLamb", {},
      {"zero_optimization": {"stage": 1}}),
+    ("optimizer.params: FrozenVarianceAdam: freeze_step must be", "OneBitAdam",
+     {"freeze_step": 0}, {"zero_optimization": {"stage": 1}}),
+    ("optimizer.params.freeze_stp: .*did you mean 'freeze_step'", "OneBitAdam",
+     {"freeze_stp": 4}, {"zero_optimization": {"stage": 2}}),
     ("zero_optimization.stage: DeMo .*ZeRO stage 3 divides", "DeMo", {},
      {"zero_optimization": {"stage": 3}}),
     ("gradient_allreduce_op: EF21 takes the mean", "EF21", {}, {"gradient_allreduce_op": "sum"}),
@@ -106,7 +112,7 @@ def test_a_misspelt_key_beside_params() -> None:
 def test_names_of_others_are_left_to_deepspeed(name: str) -> None:
     assert prepared(name, {"anything": 1}, zero_optimization={"stage": 3}) is None
     config: dict[str, Any] = {"optimizer": {"type": name}}
-    assert not owns_exchange(config, None)
+    assert averaging(config, None, None) is None
 
 
 def test_no_optimizer_block() -> None:
@@ -131,13 +137,51 @@ def test_an_exchanging_optimizer_that_was_passed() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             prepare(config, model=nn.Linear(2, 2), optimizer=own, model_parameters=None)
-    assert owns_exchange({}, own)
+    assert averaging({}, {}, own) is None
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_who_owns_the_exchange(name: str) -> None:
     config = {"optimizer": {"type": name.lower()}}
-    assert owns_exchange(config, None) == (name not in ("SAFL", "AMSGrad", "CommHooksAdamW"))
+    found = averaging(config, {"compressor": "srht", "ratio": 0.1}, None)
+    servers = ("SAFL", "AMSGrad", "CommHooksAdamW", "FrozenVarianceAdam")
+    assert (found is not None) == (name in servers)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_bit_adam_in_parts(stage: int) -> None:
+    zero = {"zero_optimization": {"stage": stage}}
+    params = {"lr": 0.1, "betas": [0.8, 0.9], "freeze_step": 7, "cuda_aware": False}
+    optimizer = prepared("OneBitAdam", params, **zero)(list(nn.Linear(40, 40).parameters()))
+    assert isinstance(optimizer, FrozenVarianceAdam)
+    assert optimizer.param_groups[0]["freeze_step"] == 7
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+    config = {"optimizer": {"type": "onebitadam", "params": params}, **zero}
+    found = averaging(config, None, None)
+    assert found is not None
+    assert found.start_compression_step == 7
+    assert found.settings.compressor == Sign(block_size=None, scale="rms")
+    assert found.settings.collective == "sharded"
+    found = averaging(config, {"exempt_bits": 16}, None)
+    assert found is not None
+    assert found.settings.exempt_bits == 16
+    assert isinstance(found.settings.compressor, Sign)
+    found = averaging(config, {"compressor": "topk"}, None)
+    assert found is not None
+    assert isinstance(found.settings.compressor, TopK)
+    with pytest.raises(ValueError, match=r"^comm_hooks.start_compression_step: OneBitAdam starts"):
+        averaging(config, {"start_compression_step": 3}, None)
+    found = averaging({"optimizer": {"type": "OneBitAdam"}, **zero}, None, None)
+    assert found is not None
+    assert found.start_compression_step == 100_000
+
+
+@pytest.mark.parametrize("value", [-1, 2.5, "auto", True])
+def test_exact_first_steps_are_a_number(value: Any) -> None:
+    block = {"compressor": "count_sketch", "start_compression_step": value}
+    with pytest.raises(ValueError, match=r"^comm_hooks: start_compression_step must"):
+        averaging({"optimizer": {"type": "AdamW"}}, block, None)
 
 
 def test_defaults_of_deepspeed() -> None:

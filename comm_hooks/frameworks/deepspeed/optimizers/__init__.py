@@ -6,13 +6,13 @@ lets the engine drive it.
 
 from comm_hooks.frameworks.deepspeed.optimizers.in_engine import attach
 from comm_hooks.frameworks.deepspeed.optimizers.safl import SAFL
-from comm_hooks.frameworks.deepspeed.optimizers.settings import owns_exchange, prepare
+from comm_hooks.frameworks.deepspeed.optimizers.settings import averaging, prepare
 from comm_hooks.frameworks.deepspeed.optimizers.types import TYPES
 
 __all__ = [
     "SAFL",
     "TYPES",
     "attach",
-    "owns_exchange",
+    "averaging",
     "prepare",
 ]

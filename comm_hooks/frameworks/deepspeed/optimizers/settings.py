@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 
 from comm_hooks.config import unknown
 from comm_hooks.exchange import Exchange, ExchangeSettings
+from comm_hooks.frameworks.deepspeed.block import BLOCK
 from comm_hooks.frameworks.deepspeed.optimizers.in_engine import in_engine
 from comm_hooks.frameworks.deepspeed.optimizers.rounds import asks_for_rounds, rounds_of
 from comm_hooks.frameworks.deepspeed.optimizers.types import REFUSED, TYPES, OptimizerType
+from comm_hooks.frameworks.deepspeed.reductions import START, Averaging
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.rounds import LocalRounds
 
-BLOCK = "comm_hooks"
 _KEYS = ("type", "params", "legacy_fusion")
 # DeepSpeed never minded the case of its own optimizers' names.
 _SPELLINGS = {key.lower(): key for key in (*TYPES, *REFUSED)}
@@ -33,7 +35,8 @@ def prepare(
     3. Else, if ``optimizer.type`` is a key of :data:`TYPES` (case does not matter), it is a
        function from parameters to that optimizer, for DeepSpeed to call after it has moved and
        cast the model.  One that owns its exchange gets it from the ``comm_hooks`` block; a block
-       without a ``compressor`` changes the published exchange.
+       without a ``compressor`` changes the published exchange.  At ZeRO stages 1 and 2 it is what
+       can work on parts (``OptimizerType.in_parts``).
     4. Else it is None, and DeepSpeed goes on by itself.
 
     Everything that the configuration can get wrong is found here, before anything is sent.
@@ -47,7 +50,8 @@ def prepare(
     Raises:
         ValueError: for an unknown name or parameter, with its path and the nearest known one; for
             values out of range; for an exchange that the optimizer cannot use; for ZeRO stages
-            above 0 and other settings under which no rank has whole gradients of its own.
+            and other settings under which no rank has the whole gradients of its own that the
+            optimizer needs.
 
     Not supported: ZeRO, tensor, sequence and expert parallelism, and pipelines of several stages
     for optimizers that own their exchange.
@@ -87,7 +91,7 @@ def prepare(
     for key in block:
         if key not in _KEYS:
             raise ValueError(f"optimizer.{key}: {unknown('setting', key, _KEYS)}")
-    kind = TYPES[chosen]
+    kind = _kind(config, chosen)
     params = _params(chosen, kind, block.get("params") or {})
     make = in_engine(kind.optimizer)
     if kind.exchange is None:
@@ -113,21 +117,43 @@ def prepare(
     return lambda members: make(named_groups(members, model), exchange=exchange, **params)
 
 
-def owns_exchange(config: Mapping[str, Any], optimizer: Any) -> bool:
-    """Return whether the ``comm_hooks`` block belongs to the optimizer that :func:`prepare` makes.
+def averaging(
+    config: Mapping[str, Any], block: Mapping[str, Any] | None, optimizer: Any
+) -> Averaging | None:
+    """Return how an engine shall average its gradients.
 
-    Such a block may leave out the ``compressor``; it is checked by :func:`prepare`.
+    None if there is nothing of ours in that: no block, or one that belongs to the optimizer that
+    :func:`prepare` makes, and that was checked there.
 
     Args:
         config: of DeepSpeed.
+        block: the ``comm_hooks`` block in it.
         optimizer: what the user passed.
+
+    Raises:
+        ValueError: for anything unknown in the block, or that cannot work.
     """
-    if optimizer is not None:
-        return isinstance(optimizer, ExchangingOptimizer | LocalRounds)
-    if asks_for_rounds(config):
-        return True
-    chosen = _chosen(config)
-    return chosen is not None and TYPES[chosen].exchange is not None
+    chosen = None
+    if optimizer is None:
+        if asks_for_rounds(config):
+            return None
+        chosen = _chosen(config)
+    elif isinstance(optimizer, ExchangingOptimizer | LocalRounds):
+        return None
+    if chosen is not None:
+        kind = _kind(config, chosen)
+        if kind.exchange is not None:
+            return None
+        named = TYPES[chosen]
+        if kind is not named:
+            if block is not None and START in block:
+                raise ValueError(
+                    f"{BLOCK}.{START}: {chosen} starts at optimizer.params.freeze_step: leave it "
+                    "out"
+                )
+            params = {**named.defaults, **(config["optimizer"].get("params") or {})}
+            block = {**_completed(named, block), START: params["freeze_step"]}
+    return None if block is None else Averaging.from_block(block)
 
 
 def named_groups(members: Iterable[Any], model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -240,22 +266,40 @@ def _value(path: str, key: str, value: Any) -> Any:
 
 def _exchange(kind: OptimizerType, block: Any) -> Exchange:
     """Return the exchange of a user's block, completed by what is published or needed."""
+    return Exchange(ExchangeSettings.from_dict(_completed(kind, block), path=BLOCK))
+
+
+def _completed(kind: OptimizerType, block: Any) -> Any:
+    """Return a user's block, completed by what is published or needed."""
     assert kind.exchange is not None
     block = {} if block is None else block
     if isinstance(block, Mapping):
         block = {**(kind.needs if "compressor" in block else kind.exchange), **block}
-    return Exchange(ExchangeSettings.from_dict(block, path=BLOCK))
+    return block
+
+
+def _stage(config: Mapping[str, Any]) -> int:
+    """Return the stage of ZeRO."""
+    zero = config.get("zero_optimization")
+    stage: int = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    return stage
+
+
+def _kind(config: Mapping[str, Any], chosen: str) -> OptimizerType:
+    """Return what a key of TYPES stands for at the configuration's stage of ZeRO."""
+    kind = TYPES[chosen]
+    if kind.in_parts is None or _stage(config) not in (1, 2):
+        return kind
+    return replace(kind, optimizer=kind.in_parts)
 
 
 def _check_engine(config: Mapping[str, Any], name: str) -> None:
     """Raise for settings under which a rank has no whole gradients of its own."""
-    zero = config.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    if stage:
+    if stage := _stage(config):
         raise ValueError(
             f"zero_optimization.stage: {name} exchanges something else than gradients and needs "
-            f"all of them on every rank, but ZeRO stage {stage} divides them: use stage 0, or "
-            f"AdamW with a {BLOCK} block, which works at stages 0 to 2"
+            f"all of them on every rank, but ZeRO stage {stage} divides them: use stage 0. At "
+            f"stages 1 and 2 OneBitAdam works, or AdamW with a {BLOCK} block"
         )
     if config.get("gradient_allreduce_op", "mean") != "mean":
         raise ValueError(

@@ -16,6 +16,7 @@ from comm_hooks.optim import (
     CompressedAdam,
     DeMo,
     FetchSGD,
+    FrozenVarianceAdam,
     LocalVarianceAdam,
     MicroAdam,
     OneBitAdam,
@@ -45,6 +46,9 @@ class OptimizerType:
         ignored: ``params`` that are accepted and change nothing.
         refused: ``params`` that must not be true, and why.
         needs_block: whether a configuration without a ``comm_hooks`` block is a mistake.
+        in_parts: what takes the optimizer's place where ZeRO keeps its state in parts (stages 1 and
+            2).  The engine averages its gradients through the published exchange, exactly until
+            ``freeze_step``.  None if there is nothing.
     """
 
     optimizer: type[torch.optim.Optimizer]
@@ -53,6 +57,7 @@ class OptimizerType:
     ignored: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     needs_block: bool = False
+    in_parts: type[torch.optim.Optimizer] | None = None
 
     @property
     def exchange(self) -> Mapping[str, Any] | None:
@@ -78,6 +83,7 @@ TYPES: Mapping[str, OptimizerType] = {
         defaults={"freeze_step": 100_000},
         ignored=_DEEPSPEED_ONLY,
         refused=_DEEPSPEED_REFUSED,
+        in_parts=FrozenVarianceAdam,
     ),
     "OneBitLamb": OptimizerType(
         OneBitLamb,
@@ -102,6 +108,7 @@ TYPES: Mapping[str, OptimizerType] = {
     "FetchSGD": OptimizerType(FetchSGD),
     "SAFL": OptimizerType(SAFL, needs_block=True),
     "AMSGrad": OptimizerType(AMSGrad),
+    "FrozenVarianceAdam": OptimizerType(FrozenVarianceAdam, needs_block=True),
     # AdamW under a name that DeepSpeed refuses where comm-hooks was forgotten.
     "CommHooksAdamW": OptimizerType(torch.optim.AdamW, needs_block=True),
 }

@@ -1,0 +1,146 @@
+"""FrozenVarianceAdam against a NumPy reference, and behind signs that begin when it freezes."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from comm_hooks import Sign, register
+from comm_hooks.optim import FrozenVarianceAdam
+from tests.optim.gradients import HYPER, SHAPES, STEPS, gradient, parameters_of, run, start
+from tests.ranks import Ranks
+
+FREEZE = 12
+
+
+def reference(freeze_step: int, weight_decay: float = 0.0) -> dict[str, np.ndarray]:
+    """The docstring's algorithm, without any of the library."""
+    lr, (beta1, beta2), eps = HYPER["lr"], HYPER["betas"], HYPER["eps"]
+    results = {}
+    for name in SHAPES:
+        x = start(name)
+        m = v = np.zeros_like(x)
+        t = 0
+        for step in range(STEPS):
+            u = gradient(name, step)
+            if u is None:
+                continue
+            t += 1
+            m = beta1 * m + (1 - beta1) * u
+            if t <= freeze_step:
+                v = beta2 * v + (1 - beta2) * u**2
+            x = (1 - lr * weight_decay) * x - lr * m / (np.sqrt(v) + eps)
+        results[name] = x
+    return results
+
+
+@pytest.mark.parametrize("freeze_step", [1, FREEZE, STEPS])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_matches_the_reference(freeze_step: int, weight_decay: float) -> None:
+    # A parameter's own steps count: the bias, which misses some, freezes later than the others.
+    parameters = parameters_of()
+    optimizer = FrozenVarianceAdam(
+        parameters.values(), **HYPER, weight_decay=weight_decay, freeze_step=freeze_step
+    )
+    actual = run(parameters, optimizer)
+    expected = reference(freeze_step, weight_decay)
+    for name in SHAPES:
+        np.testing.assert_allclose(actual[name].numpy(), expected[name], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_elements_without_a_gradient_until_then_are_only_decayed(eps: float) -> None:
+    x = nn.Parameter(torch.ones(4))
+    optimizer = FrozenVarianceAdam([x], lr=0.1, eps=eps, weight_decay=0.5, freeze_step=2)
+    for step in range(4):
+        x.grad = torch.tensor([1.0, -1.0, 0.0, 0.0])
+        if step >= 2:
+            x.grad[2:] = 1e-3  # what signs bring: there is no zero among them
+        optimizer.step()
+    torch.testing.assert_close(x[2:].detach(), torch.full((2,), 0.95**4))
+    assert (x[:2] - 0.95**4).abs().min() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_parameters_are_rounded_once(dtype: torch.dtype) -> None:
+    values, gradients = torch.randn(64).to(dtype), torch.randn(5, 64).to(dtype)
+    low, high = nn.Parameter(values.clone()), nn.Parameter(values.float())
+    optimizers = [FrozenVarianceAdam([p], lr=1e-2, freeze_step=3) for p in (low, high)]
+    for gradient_ in gradients:
+        high.data.copy_(low.detach().float())
+        low.grad, high.grad = gradient_, gradient_.float()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(low, high.to(dtype))
+    assert optimizers[0].state[low]["exp_avg_sq"].dtype == torch.float32
+
+
+def test_resumes_bit_for_bit_across_the_freeze() -> None:
+    def made() -> tuple[dict[str, nn.Parameter], FrozenVarianceAdam]:
+        parameters = parameters_of(torch.float32)
+        return parameters, FrozenVarianceAdam(parameters.values(), **HYPER, freeze_step=FREEZE)
+
+    straight, optimizer = made()
+    run(straight, optimizer, steps=range(FREEZE - 2))
+    saved = [p.detach().clone() for p in straight.values()], copy.deepcopy(optimizer.state_dict())
+    later, other = made()
+    with torch.no_grad():
+        for p, value in zip(later.values(), saved[0], strict=True):
+            p.copy_(value)
+    other.load_state_dict(saved[1])
+    expected = run(straight, optimizer, steps=range(FREEZE - 2, STEPS))
+    actual = run(later, other, steps=range(FREEZE - 2, STEPS))
+    assert all(torch.equal(actual[name], expected[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"freeze_step": 0}, "freeze_step must be an integer of at least 1, got 0"),
+        ({"freeze_step": 9, "total_steps": 9}, "freeze_step 9 leaves none of total_steps 9"),
+        ({"freeze_step": 9, "lr": -1.0}, "lr must not be negative"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^FrozenVarianceAdam: {message}"):
+        FrozenVarianceAdam([nn.Parameter(torch.zeros(2))], **options)
+    groups = [{"params": [nn.Parameter(torch.zeros(2))], "freeze_step": 1.5}]
+    with pytest.raises(ValueError, match=r"^FrozenVarianceAdam: freeze_step must be an integer"):
+        FrozenVarianceAdam(groups, freeze_step=2)
+
+
+def behind_signs(freeze_step: int) -> tuple[list[torch.Tensor], float, float]:
+    """Return parameters after training on this rank's part of a regression, and both losses."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(64, 32, bias=False))
+    state = register(
+        ddp,
+        Sign(block_size=None, scale="rms"),
+        collective="sharded",
+        start_compression_step=freeze_step,
+    )
+    optimizer = FrozenVarianceAdam(ddp.parameters(), lr=3e-3, freeze_step=freeze_step)
+    target = torch.randn(64, 32)
+    torch.manual_seed(1 + torch.distributed.get_rank())
+    losses = []
+    for _ in range(150):
+        inputs = torch.randn(32, 64)
+        loss = (ddp(inputs) - inputs @ target).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert state.stats()["compression_ratio"] > 3
+    return [p.detach().clone() for p in ddp.parameters()], losses[0], losses[-1]
+
+
+def test_it_learns_behind_signs_and_replicas_agree(ranks_of: Callable[[int], Ranks]) -> None:
+    results = ranks_of(3).run(behind_signs, 30)
+    for parameters, first, last in results:
+        assert all(map(torch.equal, parameters, results[0][0]))
+        assert last < 0.2 * first
