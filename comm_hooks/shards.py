@@ -64,6 +64,11 @@ def is_sharded(parameter: object) -> bool:
     return hasattr(parameter, "device_mesh")
 
 
+def is_held(parameter: Any) -> bool:
+    """Return whether this rank holds any element of a parameter."""
+    return bool((parameter.to_local() if is_sharded(parameter) else parameter).numel())
+
+
 def whole(parameter: torch.Tensor) -> torch.Tensor:
     """Return the parameter of the model that this is the local part of; itself, if of none."""
     found: torch.Tensor = getattr(parameter, _WHOLE, parameter)

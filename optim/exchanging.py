@@ -12,6 +12,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
 from comm_hooks.optim.base import ExactStateOptimizer, Group, Tensors, names_of
 from comm_hooks.optim.double_averaging import check_double_averaging
+from comm_hooks.optim.frozen import FrozenParameters, without_frozen
 from comm_hooks.optim.hyperparameters import check_gradient, check_hyperparameters
 from comm_hooks.optim.moments import descend_
 from comm_hooks.requirements import require_kind
@@ -30,6 +31,9 @@ class ExchangingOptimizer(ExactStateOptimizer):
     exchange: see :func:`~comm_hooks.shards.local_shards`.
 
     If any rank's message is not finite, all ranks skip the step, also under a ``GradScaler``.
+
+    Parameters that are frozen (``requires_grad=False``) when it is made are left out; where they
+    train later on, add them as a group or make it anew.
 
     Ranks that start from different models or hyperparameters, or come to have others later on, get
     an error that names them (``comm_hooks.exchange.agreement.Owner``).
@@ -54,7 +58,8 @@ class ExchangingOptimizer(ExactStateOptimizer):
     Raises:
         ValueError: for hyperparameters out of range, and for an exchange that cannot be used.
 
-    Not supported: sparse gradients, parameters on several devices, ``capturable``.
+    Not supported: sparse gradients, parameters on several devices, ``capturable``; parameters that
+    are frozen later go on moving by what was computed before (a warning).
     """
 
     # GradScaler then calls step() on every rank, instead of skipping it on those that overflowed
@@ -85,6 +90,8 @@ class ExchangingOptimizer(ExactStateOptimizer):
         """
         require_kind(self, "exchange", exchange, Exchange)
         check_hyperparameters(self, **defaults)
+        params, left_out = without_frozen(params)
+        self._frozen = FrozenParameters(self, left_out)
         super().__init__(local_shards(params), defaults)
         self.exchange = exchange
         exchange.agree_on({"optimizer": type(self).__name__, **settings})
@@ -105,12 +112,19 @@ class ExchangingOptimizer(ExactStateOptimizer):
                 ``_overwrites_gradients`` says so.
         """
 
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters, between the same steps on all ranks."""
+        super().add_param_group(param_group)
+        self._frozen.added(self.param_groups[-1]["params"])
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients."""
         super().zero_grad(set_to_none)
         drop_gradients(self._parameters(), set_to_none)
 
     def _take_step(self) -> None:
+        self._frozen.check()
+        self._frozen.look(self._parameters(), names_of(self.param_groups))
         pull_gradients(self._parameters())
         self._step(self._gradients())
 
@@ -139,11 +153,12 @@ class ExchangingOptimizer(ExactStateOptimizer):
         return bool(torch.isfinite(first[(0,) * first.dim()]))
 
     def _groups(self) -> Iterator[tuple[slice, Group]]:
-        """Yield each parameter group with the range of its parameters among all."""
+        """Yield each group that has parameters with their range among all."""
         first = 0
         for group in self.param_groups:
             last = first + len(group["params"])
-            yield slice(first, last), group
+            if last > first:
+                yield slice(first, last), group
             first = last
 
     def _descend(self, directions: Tensors) -> None:

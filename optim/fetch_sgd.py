@@ -133,7 +133,7 @@ class FetchSGD(ExchangingOptimizer):
             self._count_saved(vector.numel() - sketch.numel())
         if not is_finite:
             return
-        for group in self.param_groups:
+        for _, group in self._groups():
             decay_(group["params"], group)
         if sketched:
             u.mul_(momentum).add_(message[SKETCH].view_as(u))

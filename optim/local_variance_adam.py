@@ -138,7 +138,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
             total.append(norm_sq.sum() / (1 - beta2**t))
         mean_sq = torch.stack(total).sum() / sum(p.numel() for p in self._parameters())
         ranks = self.exchange.transport.world_size
-        return [lengthening(mean_sq, ranks, g["betas"][0]).float() for g in self.param_groups]
+        return [lengthening(mean_sq, ranks, g["betas"][0]).float() for _, g in self._groups()]
 
     def _next_variances(self, states: States) -> Tensors:
         """Return copies of v, contiguous as n is in the workspace, to compute in."""

@@ -18,6 +18,7 @@ from comm_hooks.compressors.sparse import TopK
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.optim.base import parameters_of
+from comm_hooks.optim.frozen import trains
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.laprop import LaProp
 from comm_hooks.optim.moments import halved_horizon
@@ -116,8 +117,9 @@ def low_communication(
     averages them, with half the horizon that ``betas[0]`` says: what waits in the residuals is a
     momentum of its own.
 
-    Take the learning rate and schedule of AdamW; a little more is often better.  DDP must not
-    average: train the model itself, or register :func:`~comm_hooks.skip_hook`.
+    Take the learning rate and schedule of AdamW; a little more is often better.  Not its cycles of
+    betas: ``OneCycleLR(cycle_momentum=False)``.  DDP must not average: ``register(model,
+    optimizer)``, or train the model itself.  Frozen parameters are left out.
 
     Args:
         named_parameters: ``model.named_parameters()``, or parameters and groups of them as torch's
@@ -168,6 +170,9 @@ def low_communication(
     members = [member for group in groups for member in group["params"]]
     if not members:
         raise ValueError(f"{where}: there are no parameters")
+    trained = {name: p for name, p in members if p.requires_grad}
+    if not trained:
+        raise ValueError(f"{where}: the parameters are frozen (requires_grad=False)")
     if inner == "muon" and len(groups) > 1:
         raise ValueError(
             f"{where}: inner='muon' makes its own groups, of hidden matrices and of the rest: give "
@@ -176,7 +181,7 @@ def low_communication(
     transport = transport or TorchDistributed(process_group)
     if inner == "muon" and any(is_sharded(p) for _, p in members):
         raise ValueError(f"{where}: inner='muon' needs whole matrices, and the model is sharded")
-    shapes = {name: nominal_shape(p) for name, p in members}
+    shapes = {name: nominal_shape(p) for name, p in trained.items()}
     plan = plan_rounds(shapes, transport, bits_per_parameter, total_steps)
     if total_steps is None and plan.local_steps > _SAFE:
         warnings.warn(
@@ -204,7 +209,7 @@ def low_communication(
     return LocalRounds(
         local,
         make_exchange(plan.density, transport, sharded=plan.sharded, decay=plan.decay),
-        SGD(parameters_of(local.param_groups), lr=plan.outer_lr),
+        SGD(filter(trains, parameters_of(local.param_groups)), lr=plan.outer_lr),
         local_steps=plan.local_steps,
         fragments=plan.fragments,
         look_ahead=_AHEAD[inner],

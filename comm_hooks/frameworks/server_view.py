@@ -1,6 +1,8 @@
 """Between exchanges replicas differ: whoever evaluates or saves a model gets what all share."""
 
 import functools
+import warnings
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,11 +18,14 @@ def show_server_model(module: nn.Module, rounds: Any) -> None:
     """Let a model in evaluation mode, and its ``state_dict()``, be the server's.
 
     1. ``module.eval()`` puts the server's values in place of this rank's, ``module.train()`` puts
-       those back; a step in evaluation mode is refused by the rounds;
-    2. ``module.state_dict()`` returns copies of the server's values in either mode.
+       those back; a step in evaluation mode is refused by the rounds.  So do those of parts of the
+       module that hold all of the parameters, such as a model inside of one that returns its loss;
+    2. ``module.state_dict()``, also of any part, returns copies of the server's values in either
+       mode;
+    3. ``module.load_state_dict()``, also of any part, is where the rounds go on from.
 
-    Where somebody else has changed the parameters since the last step (``load_state_dict``, the
-    best of several checkpoints at the end), neither does anything: what was put there counts.
+    Where the parameters were written to in another way since the last step, what was put there
+    counts: the first two do nothing, with a warning.
 
     A copy of the model, or what comes out of a pickle, is a plain one with the values it had.
 
@@ -46,9 +51,17 @@ def show_server_model(module: nn.Module, rounds: Any) -> None:
     view = _View(rounds)
     rounds.register_step_post_hook(view.remember)
     rounds.register_load_state_dict_post_hook(view.remember)
-    # On the instance: what frameworks and users call is module.train() and module.eval().
-    module.train = _Switch(module, view)  # type: ignore[method-assign]
-    module.register_state_dict_post_hook(_Saved(view))
+    own = {id(whole(p)) for p in rounds.parameters}
+    for part in module.modules():
+        held = own & {id(p) for p in part.parameters()}
+        if held == own:
+            # On the instance: what frameworks and users call is module.train() and module.eval().
+            part.train = _Switch(part, view)  # type: ignore[method-assign]
+        if held:
+            part.register_state_dict_post_hook(_Saved(view, within=part is module))
+            loading = _Loading(view)
+            part.register_load_state_dict_pre_hook(loading.before)
+            part.register_load_state_dict_post_hook(loading.after)
 
 
 def show_own_model(module: nn.Module) -> None:
@@ -81,6 +94,7 @@ class _View:
         self._rounds = rounds
         self._shown: ExitStack | None = None
         self._versions: list[int] = []
+        self._has_warned = False
         self.remember()
 
     def remember(self, *_: object) -> None:
@@ -99,7 +113,10 @@ class _View:
             else:
                 self.remember()
             return True
-        if not is_training and self._shown is None and not self._is_written_to():
+        if not is_training and self._shown is None:
+            if self._is_written_to():
+                self._warn()
+                return False
             self._shown = ExitStack()
             self._shown.enter_context(self._rounds.server_parameters())
             self.remember()
@@ -112,6 +129,7 @@ class _View:
         Nothing where somebody else has written to the parameters.
         """
         if self._is_written_to():
+            self._warn()
             return {}
         if self._shown is not None:
             return self._copies()
@@ -120,18 +138,43 @@ class _View:
         self.remember()
         return copies
 
+    def restart(self, loaded: Iterable[torch.Tensor]) -> None:
+        """Let the rounds go on from what was loaded."""
+        self._rounds.restart(loaded)
+        self.remember()
+
+    def _warn(self) -> None:
+        if self._rounds.steps and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "parameters were written to after the last step, by something other than the "
+                "optimizer and load_state_dict(): evaluation mode and state_dict() show this "
+                "rank's values, not those that all ranks share. If all ranks have set them alike, "
+                "call restart() of the rounds",
+                stacklevel=5,
+            )
+
     def _copies(self) -> dict[int, torch.Tensor]:
         wholes = map(whole, self._parameters())
         return {id(p): p.detach().clone() for p in wholes}
 
     def _is_written_to(self) -> bool:
-        return self._versions != self._count()
+        if self._versions == self._count():
+            return False
+        # The rounds' own synchronize() writes, too, and so does who puts other values there for a
+        # while: what is shown, or this rank's where it is what all share, is there again.
+        shared = self._rounds.replica()
+        if not all(map(torch.equal, self._parameters(), shared)):
+            return True
+        self.remember()
+        return False
 
     def _count(self) -> list[int]:
         return [p._version for p in self._parameters()]
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self._rounds.param_groups for p in group["params"]]
+        parameters: list[torch.Tensor] = self._rounds.parameters
+        return parameters
 
 
 class _Switch:
@@ -157,12 +200,20 @@ class _Switch:
 
 
 class _Saved:
-    """Puts the server's values into what ``state_dict()`` returns."""
+    """Puts the server's values into what ``state_dict()`` returns.
 
-    def __init__(self, view: _View) -> None:
+    Args:
+        view: of the rounds.
+        within: also if the call was to a module around this one.
+    """
+
+    def __init__(self, view: _View, *, within: bool) -> None:
         self._view = view
+        self._within = within
 
     def __call__(self, module: nn.Module, state: State, prefix: str, metadata: object) -> None:
+        if prefix and not self._within:
+            return
         values = self._view.values()
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if id(parameter) in values and prefix + name in state:
@@ -172,8 +223,32 @@ class _Saved:
         return _Unchanged, ()
 
 
-class _Unchanged:
-    """What a copy of a model has in place of :class:`_Saved`."""
+class _Loading:
+    """Lets the rounds go on from what ``load_state_dict()`` puts into a module's own parameters."""
 
-    def __call__(self, module: nn.Module, state: State, prefix: str, metadata: object) -> None:
+    def __init__(self, view: _View) -> None:
+        self._view = view
+        self._loaded: list[torch.Tensor] = []
+
+    def before(self, module: nn.Module, state: State, prefix: str, *_: object) -> None:
+        """Note which parameters there are values for."""
+        own = module.named_parameters(recurse=False)
+        self._loaded = [p for name, p in own if prefix + name in state]
+
+    def after(self, module: nn.Module, incompatible_keys: object) -> None:
+        """Tell the rounds."""
+        loaded, self._loaded = self._loaded, []
+        if loaded:
+            self._view.restart(loaded)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Unchanged, ()
+
+
+class _Unchanged:
+    """What a copy of a model has in place of its hooks."""
+
+    def __call__(self, *_: object) -> None:
         pass
+
+    before = after = __call__

@@ -7,6 +7,7 @@ from torch.optim import SGD, Adagrad, Optimizer, RMSprop
 
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import parameters_of
+from comm_hooks.optim.frozen import trains
 from comm_hooks.optim.rounds.participation import ClientSampling
 from comm_hooks.optim.rounds.shared_moments import SharesStatistics
 from comm_hooks.requirements import require_kind, require_positive, require_whole
@@ -27,9 +28,11 @@ def check_rounds(
     """Raise ``ValueError`` for rounds of local work that cannot be."""
     name = type(owner).__name__
     require_kind(owner, "inner", inner, Optimizer)
-    parameters = parameters_of(inner.param_groups)
+    parameters = [p for p in parameters_of(inner.param_groups) if trains(p)]
     for parameter in parameters:
         require_whole(parameter)
+    if not parameters:
+        raise ValueError(f"{name}: the parameters are frozen (requires_grad=False)")
     require_kind(owner, "exchange", exchange, Exchange)
     if participation is not None:
         require_kind(owner, "participation", participation, ClientSampling)
@@ -40,7 +43,7 @@ def check_rounds(
         )
     if server is not None:
         require_kind(owner, "server", server, Optimizer)
-        if set(parameters) != set(parameters_of(server.param_groups)):
+        if set(parameters) != set(filter(trains, parameters_of(server.param_groups))):
             raise ValueError(
                 f"{name}: server and inner must hold the same parameters: make both from "
                 "model.named_parameters()"

@@ -17,6 +17,7 @@ from comm_hooks.optim.double_averaging import (
     check_double_averaging,
     refuse_double_averaging,
 )
+from comm_hooks.optim.frozen import trains
 from comm_hooks.optim.observed import observed
 from comm_hooks.optim.rounds.checks import check_rounds, check_shared_decay, cut
 from comm_hooks.optim.rounds.participation import (
@@ -113,9 +114,12 @@ class LocalRounds(SavedRounds):
     Raises:
         ValueError: for settings that cannot work; nothing has been sent.
 
+    Parameters of the inner optimizer that are frozen (``requires_grad=False``) when the rounds are
+    made are left out, and missed if they train later on.
+
     Not supported: weights for clients of different size; ``fragments`` with ``participation``;
-    buffers (batch norm statistics stay each rank's own); parameters added later; copies; another
-    number of ranks when resuming.
+    buffers (batch norm statistics stay each rank's own); parameters added later; copies; for
+    clients, another number of ranks when resuming.
 
     Example::
 
@@ -167,7 +171,8 @@ class LocalRounds(SavedRounds):
         require_flag(self, "shared_decay", shared_decay)
         if shared_decay:
             check_shared_decay(self, inner, participation)
-        server = SGD(parameters_of(inner.param_groups), lr=1.0) if server is None else server
+        if server is None:
+            server = SGD(filter(trains, parameters_of(inner.param_groups)), lr=1.0)
         keep_inner = client_state == "keep"
         super().__init__(inner, exchange, server, fragments=fragments, keep_inner=keep_inner)
         self._nbytes = sum(p.nbytes for p in self._parameters)
@@ -219,6 +224,7 @@ class LocalRounds(SavedRounds):
         """Take one local step and, where one is due, exchange: then all ranks must be here."""
         self._require_own_model("step()")
         self._begin()
+        self._frozen.check()
         pull_gradients(self._parameters)
         self._tell_what_was_loaded()
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
@@ -348,6 +354,9 @@ class LocalRounds(SavedRounds):
     def _exchange_own(self, due: Sequence[int]) -> None:
         """Exchange this rank's progress on fragments and let the server take its step there."""
         fragment = sorted(place for index in due for place in self._fragments[index])
+        self._frozen.look(
+            [self._parameters[i] for i in fragment], [self._names[i] for i in fragment]
+        )
         if self.shared_decay:
             self._decay_shared(due)
         contribution = self._contribution(self.exchange.transport.rank, fragment)
@@ -362,10 +371,11 @@ class LocalRounds(SavedRounds):
 
     def _decay_shared(self, due: Sequence[int]) -> None:
         """Take the decay of the local steps since the last exchange of fragments at x."""
-        groups = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
         for index in due:
-            places, factors = self._fragments[index], self._progress.decay[index]
-            self._model.shrink(places, [factors[groups[place]] for place in places])
+            factors = self._progress.decay[index]
+            places = [i for i in self._fragments[index] if trains(self._parameters[i])]
+            if places:
+                self._model.shrink(places, [factors[self._group_of[place]] for place in places])
             factors[:] = [1.0] * len(factors)
 
     def _contribution(self, client: int, fragment: Sequence[int]) -> Contribution | None:

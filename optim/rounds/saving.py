@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,12 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.resuming import check_complete, check_whole, seal_own
 from comm_hooks.exchange.sealing import SEAL, require_seal, sealed
 from comm_hooks.optim.base import names_of, parameters_of
+from comm_hooks.optim.frozen import FrozenParameters, trains
+from comm_hooks.optim.rounds.checks import cut
 from comm_hooks.optim.rounds.clients import ClientStates
 from comm_hooks.optim.rounds.server_model import ServerModel
 from comm_hooks.optim.wrapping import WrappingOptimizer
+from comm_hooks.shards import whole
 
 
 @dataclass
@@ -74,14 +77,24 @@ class SavedRounds(WrappingOptimizer):
         super().__init__(inner)
         self.exchange = exchange
         self.server = server
-        self._parameters = parameters_of(inner.param_groups)
-        self._names = names_of(inner.param_groups)
+        members = parameters_of(inner.param_groups)
+        groups = [i for i, group in enumerate(inner.param_groups) for _ in group["params"]]
+        own = [place for place, parameter in enumerate(members) if trains(parameter)]
+        self._frozen = FrozenParameters(self, [p for p in members if not trains(p)])
+        self._parameters = [members[place] for place in own]
+        self._names = [names_of(inner.param_groups)[place] for place in own]
+        self._group_of = [groups[place] for place in own]
         self._progress = Progress(
             exchanged_at=[0] * fragments,
             decay=[[1.0] * len(inner.param_groups) for _ in range(fragments)],
         )
         self._model = ServerModel(self._parameters, server)
         self._clients = ClientStates(inner, exchange.memory, keep_inner=keep_inner)
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """The parameters that are exchanged: those that trained when the rounds were made."""
+        return self._parameters
 
     @property
     def steps(self) -> int:
@@ -93,22 +106,93 @@ class SavedRounds(WrappingOptimizer):
         """How many exchanges there have been, each of a fragment."""
         return self._progress.round_index
 
+    @torch.no_grad()
+    def restart(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Go on from where parameters are now, after all ranks have set them alike.
+
+        Whatever else writes to parameters between steps counts as progress of this rank, of which
+        the exchange may send little.  What this rank itself had done since the last exchange is
+        given up; momenta and residuals stay.  After ``register(model, rounds)``
+        ``model.load_state_dict()`` does it by itself.  Sends nothing; all ranks must call it
+        between the same steps.
+
+        Args:
+            parameters: that have been set; by default all.
+
+        Example::
+
+            >>> from comm_hooks.optim import low_communication
+            >>> named = model.named_parameters()
+            >>> rounds = low_communication(named, lr=0.01, bits_per_parameter=8.0)
+            >>> _ = torch.nn.init.zeros_(model.bias)
+            >>> rounds.restart([model.bias])
+        """
+        chosen = None if parameters is None else {id(p) for p in parameters}
+        places = [
+            place
+            for place, parameter in enumerate(self._parameters)
+            if chosen is None or id(whole(parameter)) in chosen
+        ]
+        if places:
+            self._model.adopt(places)
+
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore this rank's part of what :meth:`state_dict` returned on all ranks, in rank order.
+        """Restore what :meth:`state_dict` returned on *all* ranks, in rank order.
+
+        On as many ranks as then, each loads its own.  On another number all begin at the model
+        that they shared, with the local moments of one of those ranks.  What ranks had done since
+        the last exchange joins what they had not sent, and the mean over ranks still has to
+        receive the same as before (but for residuals in 16 or 4 bits, where it is given up).
 
         Raises:
-            ValueError: if states are missing, out of order or of different steps, and on another
-                number of ranks: each has a model of its own between exchanges.
+            ValueError: if states are missing, out of order or of different steps; on another number
+                of ranks where they played clients.
         """
         check_complete(states)
         transport = self.exchange.transport
-        if len(states) != transport.world_size:
+        if len(states) == transport.world_size:
+            self.load_state_dict(dict(states[transport.rank]))
+            return
+        if any(state["rounds"]["private"]["clients"] for state in states):
             raise ValueError(
-                f"{type(self).__name__}: what {len(states)} ranks saved cannot go on with "
-                f"{transport.world_size}, since each has a model of its own: end with "
-                "synchronize(), save the model, and begin the rounds anew"
+                f"{type(self).__name__}: what {len(states)} ranks saved of their clients cannot go "
+                f"on with {transport.world_size}: save the model, and begin the rounds anew"
             )
-        self.load_state_dict(dict(states[transport.rank]))
+        self.load_state_dict(dict(states[transport.rank % len(states)]))
+        private = states[0]["rounds"]["private"]
+        with torch.no_grad():
+            self._model.shrink(range(len(self._parameters)), self._decayed_since(private))
+            with self._model.hidden():
+                self._model.restore()
+        self.exchange.load_state_dicts([self._with_progress(state) for state in states])
+        progress = self._progress
+        progress.exchanged_at = [self.steps] * len(progress.exchanged_at)
+        progress.decay = [[1.0] * len(self.param_groups) for _ in progress.decay]
+        progress.loaded_from = None
+
+    def _decayed_since(self, private: Mapping[str, Any]) -> list[float]:
+        """Return for each parameter how much it has decayed since its exchange before a save."""
+        factors = [1.0] * len(self._parameters)
+        fragments = cut([p.numel() for p in self._parameters], len(private["decay"]))
+        for places, decay in zip(fragments, private["decay"], strict=True):
+            for place in places:
+                factors[place] = decay[self._group_of[place]]
+        return factors
+
+    def _with_progress(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what a rank saved, with what it had done in what it had not sent."""
+        if "memory" not in state:
+            return state
+        released, private = (state["rounds"][key] for key in ("released", "private"))
+        memory, numels = dict(state["memory"]), dict(state["numels"])
+        factors = dict(zip(self._names, self._decayed_since(private), strict=True))
+        for name, own in private["own"].items():
+            start = private["starts"].get(name, released["model"][name])
+            done = (factors[name] * start - own).flatten().float()
+            row = memory.get(name, torch.zeros_like(done))
+            if row.dtype == done.dtype and row.shape == done.shape:
+                memory[name], numels[name] = row + done, done.numel()
+        return seal_own({**state, "memory": memory, "numels": numels})
 
     def release_state_dict(self) -> dict[str, Any]:
         """Return what rounds of private clients may show to anybody: what their guarantee covers.
@@ -174,13 +258,21 @@ class SavedRounds(WrappingOptimizer):
                 f"saved with {len(released['model'])}, here are {len(shapes)}, and all names and "
                 "shapes must be the same"
             )
-        loaded_from = state["rank"] if state["rank"] != transport.rank else None
-        if loaded_from is not None:
+        here: dict[str, int | None] = {
+            "rank": transport.rank,
+            "world_size": transport.world_size,
+            "ranks_per_node": self.exchange.ranks_per_node,
+        }
+        loaded_from = None
+        if any(state.get(key) != value for key, value in here.items()):
             # What only the rank that saved it may go on with, lest it be counted twice.
+            loaded_from = state["rank"]
             private = {**private, "own": {}, "starts": {}, "clients": {}}
             keys = {"memory", "server_memory"} & state.keys()
             remembered: dict[str, Any] = {key: {} for key in keys}
-            state = seal_own({**state, **remembered, "rank": transport.rank})
+            others = {key: value for key, value in state.items() if key not in here}
+            known = {key: value for key, value in here.items() if value is not None}
+            state = seal_own({**others, **remembered, **known})
         self.exchange.load_state_dict(state)
         self._clients.load_state_dict(private["clients"])
         self.inner.load_state_dict(state)
@@ -197,8 +289,12 @@ class SavedRounds(WrappingOptimizer):
         progress = self._progress
         progress.steps = private["steps"]
         progress.round_index = released["round_index"]
-        progress.exchanged_at = list(private["exchanged_at"])
-        progress.decay = copy.deepcopy(private["decay"])
+        if len(private["exchanged_at"]) == len(progress.exchanged_at):
+            progress.exchanged_at = list(private["exchanged_at"])
+            progress.decay = copy.deepcopy(private["decay"])
+        else:  # on another number of ranks the model may be in other fragments
+            progress.exchanged_at = [progress.steps] * len(progress.exchanged_at)
+            progress.decay = [[1.0] * len(self.param_groups) for _ in progress.decay]
         progress.loaded_from = loaded_from
 
     def _tell_what_was_loaded(self) -> None:

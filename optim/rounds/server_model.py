@@ -62,6 +62,15 @@ class ServerModel:
         torch._foreach_copy_(self.values, list(values))
         self.restore()
 
+    def adopt(self, places: Sequence[int]) -> None:
+        """Take the live values at these places for the shared ones, and begin there."""
+        shared, live = self.values, self._live(places)
+        torch._foreach_copy_([shared[i] for i in places], live)
+        if self._hidden is not None:
+            own = self.own
+            torch._foreach_copy_([own[i] for i in places], live)
+        self._begin_at_shared(places)
+
     def begin_at(self, starts: Sequence[torch.Tensor]) -> None:
         """Let the live parameters have begun at these values."""
         self._starts = [start.clone() for start in starts]

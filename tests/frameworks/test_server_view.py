@@ -230,3 +230,161 @@ def test_rounds_begin_where_the_model_is_by_then(show: bool) -> None:
     early, late = (run_ranks(lambda t, b=before: rank(t, b), 2) for before in (True, False))
     for first, second in zip(early, late, strict=True):
         assert all(map(equal, first, second))
+
+
+def test_rounds_go_on_from_what_is_loaded() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> list[Weights]:
+        loaded = copy.deepcopy(model).state_dict()
+        generator = torch.Generator().manual_seed(5)
+        for value in loaded.values():
+            if value.dtype == torch.float32:
+                value.copy_(torch.rand(value.shape, generator=generator))
+        model.load_state_dict(loaded)
+        expected = weights(model)
+        shown = weights(model.eval())
+        model.train()
+        assert equal(weights(model), expected)
+        rounds.synchronize()
+        after = weights(model)
+        take_steps(model, rounds, range(3, 9), transport.rank)
+        rounds.synchronize()
+        moved = max(float((a - b).abs().max()) for a, b in zip(weights(model), after, strict=True))
+        assert 0 < moved < 0.3
+        return [expected, shown, after, weights(model)]
+
+    first, second = on_two_ranks(check)
+    assert all(map(equal, first, second))
+    expected, shown, after, _ = first
+    assert equal(shown, expected)
+    # What waited in residuals may have moved it by a step or two, and no more.
+    assert max(float((a - b).abs().max()) for a, b in zip(after, expected, strict=True)) < 0.1
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_part_may_be_loaded(mode: bool) -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> Weights:
+        head = model.get_submodule("2")
+        others = weights(model)[:-2]
+        if mode:
+            model.eval()
+            others = weights(model)[:-2]
+        head.load_state_dict({"weight": torch.ones(4, 32), "bias": torch.zeros(4)})
+        assert equal(weights(model.eval())[-2:], [torch.ones(4, 32), torch.zeros(4)])
+        saved = list(model.state_dict().values())
+        model.train()
+        assert equal(weights(model)[-2:], [torch.ones(4, 32), torch.zeros(4)])
+        assert equal(saved[-2:], [torch.ones(4, 32), torch.zeros(4)])
+        if not mode:
+            assert equal(weights(model)[:-2], others), "this rank's progress on the rest stays"
+        return [value for value in saved if value.dtype == torch.float32][:2]
+
+    first, second = on_two_ranks(check)
+    assert equal(first, second)
+
+
+def test_parameters_that_were_set_and_rounds_told_so() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> Weights:
+        head = model.get_submodule("2")
+        with torch.no_grad():
+            head.weight.fill_(1.0)
+        rounds.restart([head.weight])
+        rounds.synchronize()
+        return weights(model)
+
+    first, second = on_two_ranks(check)
+    assert equal(first, second)
+    assert (first[-2] - 1).abs().max() < 0.1
+
+
+def test_whoever_writes_to_parameters_is_told_what_is_shown() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.01, 0.01)
+        own = weights(model)
+        model.eval()
+        model.state_dict()
+        assert equal(weights(model), own)
+
+    with pytest.warns(
+        UserWarning, match=r"written to after the last step.*call restart\(\)"
+    ) as told:
+        on_two_ranks(check)
+    assert len([w for w in told if "written to" in str(w.message)]) == 2, "once per rank"
+
+
+def test_values_that_stand_there_for_a_while() -> None:
+    """As of a moving average that is evaluated in place."""
+
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
+        own = weights(model)
+        model.eval()
+        shown = weights(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+            for parameter, value in zip(model.parameters(), shown, strict=True):
+                parameter.copy_(value)
+        model.train()
+        assert equal(weights(model), own)
+
+    on_two_ranks(check)
+
+
+class WithLoss(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x).square().mean()
+
+
+def test_a_model_inside_of_what_is_registered() -> None:
+    def check(transport: Transport) -> list[Weights]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        model = WithLoss(net)
+        rounds = low_communication(
+            model.named_parameters(), lr=0.01, bits_per_parameter=8.0, transport=transport
+        )
+        register(model, rounds)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(100 * step + transport.rank)
+            model(torch.randn(8, 16, generator=generator)).backward()
+            rounds.step()
+            rounds.zero_grad()
+        own = weights(model)
+        saved = [*net.state_dict().values()]
+        head = [*net.get_submodule("2").state_dict().values()]
+        net.get_submodule("0").eval()  # a part by itself changes nothing
+        assert equal(weights(model), own)
+        net.eval()
+        shown = weights(net)
+        net.train()
+        assert equal(weights(model), own)
+        assert not equal(shown, own)
+        return [saved, shown, head]
+
+    first, second = run_ranks(check, 2)
+    assert all(map(equal, first, second))
+    saved, shown, head = first
+    assert equal(saved, shown)
+    assert equal(head, shown[2:])
+
+
+def test_an_optimizer_of_a_part_of_the_model_is_refused() -> None:
+    def check(transport: Transport) -> None:
+        model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+        exchange = Exchange(TopK(), ErrorFeedback(), transport=transport)
+        rounds = LocalRounds(
+            torch.optim.SGD(model[1].parameters(), lr=1.0), exchange, local_steps=2
+        )
+        with pytest.raises(
+            ValueError, match=r"2 parameters of Sequential .* first of them 0.weight"
+        ):
+            register(model, rounds)
+        model[0].requires_grad_(False)
+        register(model, rounds)
+
+    run_ranks(check, 2)

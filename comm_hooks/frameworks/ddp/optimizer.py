@@ -11,7 +11,7 @@ from comm_hooks.frameworks.ddp.model import DataParallelModel, find_data_paralle
 from comm_hooks.frameworks.optimizer_state import OptimizerState
 from comm_hooks.frameworks.own_exchange import owns_exchange, unwrapped, works_in_rounds
 from comm_hooks.frameworks.server_view import show_server_model
-from comm_hooks.shards import whole
+from comm_hooks.shards import is_held, whole
 
 logger = logging.getLogger(__name__)
 
@@ -78,4 +78,16 @@ def _require_parameters_of(module: nn.Module, optimizer: Optimizer) -> None:
             f"{sum(numbers)} of the {len(numbers)} parameters of {type(optimizer).__name__} are "
             f"not in {type(module).__name__}: make the optimizer of the parameters of the model "
             "that it is registered with"
+        )
+    own = {whole(p) for group in optimizer.param_groups for p in group["params"]}
+    others = [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and parameter not in own and is_held(parameter)
+    ]
+    if others:
+        raise ValueError(
+            f"{len(others)} parameters of {type(module).__name__} that require a gradient are not "
+            f"in {type(optimizer).__name__}, the first of them {others[0]}: nobody would average "
+            "them, and ranks would drift apart. Pass all to the optimizer, or freeze them"
         )

@@ -14,7 +14,17 @@ from torch.optim import lr_scheduler
 
 from comm_hooks import ErrorFeedback, Exchange, Identity, TopK
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
-from comm_hooks.optim import SAFL, DiLoCo, FedAMS, FedAvg, FedLAMB, LocalRounds, MuLoCo, SparseLoCo
+from comm_hooks.optim import (
+    SAFL,
+    DiLoCo,
+    FedAMS,
+    FedAvg,
+    FedLAMB,
+    LocalRounds,
+    MuLoCo,
+    SparseLoCo,
+    low_communication,
+)
 from tests.optim.rounds.problem import Arrays, make_parameters, set_gradients, values
 from tests.optim.scenarios import RanksOf
 
@@ -214,22 +224,112 @@ def test_what_frameworks_save_of_rank_0_serves_the_others_too(
             assert "this rank goes on from the state that rank 0 saved" in messages[0]
 
 
-def save(folder: str) -> None:
+def owed(rounds: LocalRounds) -> Arrays:
+    """Return what the mean over ranks has yet to receive from this one: residual and progress."""
+    state = rounds.state_dict()
+    private, released = state["rounds"]["private"], state["rounds"]["released"]
+    result = {}
+    for name, start in released["model"].items():
+        own = private["own"].get(name, start)
+        row = state["memory"].get(name)
+        result[name] = (start - own).flatten().numpy() + (0 if row is None else row.numpy())
+    return result
+
+
+def mean_over_ranks(of_one: Arrays) -> Arrays:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, of_one)
+    return {name: np.mean([each[name] for each in everyone], axis=0) for name in of_one}
+
+
+def save_in_a_round(folder: str) -> tuple[Arrays, Arrays]:
     parameters, rounds = make()
     train(parameters, rounds, range(K + 1))
     save_rank_file(rounds, folder)
+    owed_by_all = mean_over_ranks(owed(rounds))
+    with rounds.server_parameters():
+        return owed_by_all, values(parameters)
 
 
-def load(folder: str) -> str:
-    _, rounds = make()
-    with pytest.raises(ValueError, match="cannot go on with") as caught:
+def go_on(folder: str) -> tuple[Arrays, Arrays, Arrays, list[str]]:
+    parameters, rounds = make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         load_rank_files(rounds, folder)
-    return str(caught.value)
+        begun, owed_by_all = values(parameters), mean_over_ranks(owed(rounds))
+        train(parameters, rounds, range(K + 1, 3 * K))
+    rounds.synchronize()
+    return owed_by_all, begun, values(parameters), [str(w.message) for w in caught]
 
 
-def test_another_number_of_ranks_is_refused_on_all_of_them(
-    ranks_of: RanksOf, tmp_path: Any
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_another_number_of_ranks_goes_on_at_the_shared_model(
+    ranks_of: RanksOf, tmp_path: Any, ranks: int
 ) -> None:
-    ranks_of(2).run(save, str(tmp_path))
-    for message in ranks_of(3).run(load, str(tmp_path)):
-        assert message.startswith("LocalRounds: what 2 ranks saved cannot go on with 3")
+    (expected, shared), _ = ranks_of(2).run(save_in_a_round, str(tmp_path))
+    results = ranks_of(ranks).run(go_on, str(tmp_path))
+    for owed_by_all, begun, end, messages in results:
+        assert not [m for m in messages if "goes on from the state" in m]
+        assert same(begun, shared)
+        assert same(end, results[0][2])
+        assert not same(end, begun)
+        for name, value in expected.items():
+            np.testing.assert_allclose(owed_by_all[name], value, atol=1e-6)
+    assert any(np.abs(value).max() > 0 for value in expected.values())
+
+
+def recommended() -> tuple[dict[str, nn.Parameter], LocalRounds]:
+    parameters = make_parameters()
+    rounds = low_communication(parameters.items(), lr=0.01, bits_per_parameter=16.0)
+    return parameters, rounds
+
+
+def save_recommended(folder: str, ahead: int) -> Arrays:
+    parameters, rounds = recommended()
+    train(parameters, rounds, range(2 * rounds.local_steps + ahead))  # type: ignore[operator]
+    save_rank_file(rounds, folder)
+    with rounds.server_parameters():
+        return values(parameters)
+
+
+def go_on_recommended(folder: str) -> tuple[Arrays, Arrays, Any]:
+    parameters, rounds = recommended()
+    load_rank_files(rounds, folder)
+    begun = values(parameters)
+    train(parameters, rounds, range(20, 30))
+    rounds.synchronize()
+    return begun, values(parameters), rounds.local_steps
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_recommended_rounds_on_another_number_of_ranks(
+    ranks_of: RanksOf, tmp_path: Any, ahead: int
+) -> None:
+    shared, _ = ranks_of(2).run(save_recommended, str(tmp_path), ahead)
+    results = ranks_of(3).run(go_on_recommended, str(tmp_path))
+    for begun, end, _ in results:
+        for name, value in shared.items():
+            # What had decayed since the last exchange has by now.
+            np.testing.assert_allclose(begun[name], value, rtol=1e-2, atol=1e-7)
+        assert same(begun, results[0][0])
+        assert same(end, results[0][1])
+        assert all(np.isfinite(value).all() for value in end.values())
+
+
+def load_what_rank_0_saved(folder: str) -> tuple[Arrays, list[str]]:
+    """As frameworks do, which keep one optimizer for all ranks."""
+    parameters, rounds = make()
+    state = torch.load(f"{folder}/rank0.pt", weights_only=True)
+    rounds.load_state_dict(state["state"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        begun = values(parameters)
+        train(parameters, rounds, range(K + 1, 3 * K))
+    return begun, [str(w.message) for w in caught]
+
+
+def test_one_state_for_another_number_of_ranks(ranks_of: RanksOf, tmp_path: Any) -> None:
+    (_, shared), _ = ranks_of(2).run(save_in_a_round, str(tmp_path))
+    for begun, messages in ranks_of(3).run(load_what_rank_0_saved, str(tmp_path)):
+        assert same(begun, shared)
+        assert len([m for m in messages if "goes on from the state that rank 0 saved" in m]) == 1

@@ -1,0 +1,202 @@
+"""Parameters that do not train stay as they are, are not sent, and are missed when they train."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from comm_hooks import CountSketch, ErrorFeedback, Exchange, Sign, TopK
+from comm_hooks.collectives import Transport, run_ranks
+from comm_hooks.optim import (
+    FetchSGD,
+    LocalRounds,
+    LocalVarianceAdam,
+    OneBitAdam,
+    OneBitLamb,
+    low_communication,
+)
+
+Make = Callable[[Any, Transport], Any]
+
+
+def low(params: Any, transport: Transport) -> Any:
+    return low_communication(params, lr=0.01, bits_per_parameter=4.0, transport=transport)
+
+
+def muon(params: Any, transport: Transport) -> Any:
+    return low_communication(
+        params, lr=0.01, bits_per_parameter=4.0, transport=transport, inner="muon"
+    )
+
+
+def rounds(params: Any, transport: Transport) -> Any:
+    inner = torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+    exchange = Exchange(TopK(density=1 / 8), ErrorFeedback(), transport=transport, min_numel=8)
+    return LocalRounds(inner, exchange, local_steps=2, shared_decay=True)
+
+
+def signs(params: Any, transport: Transport) -> Any:
+    exchange = Exchange(Sign(), ErrorFeedback(), transport=transport, min_numel=8)
+    return LocalVarianceAdam(params, exchange, lr=0.01, weight_decay=0.1)
+
+
+def one_bit(kind: Any) -> Make:
+    def make(params: Any, transport: Transport) -> Any:
+        exchange = Exchange(Sign(), ErrorFeedback(), transport=transport, min_numel=8)
+        return kind(params, exchange, lr=0.01, weight_decay=0.1, freeze_step=2)
+
+    return make
+
+
+def sketch(params: Any, transport: Transport) -> Any:
+    exchange = Exchange(CountSketch(ratio=0.2), transport=transport, min_numel=8)
+    return FetchSGD(params, exchange, lr=0.01, weight_decay=0.1, density=0.1)
+
+
+MAKERS: dict[str, Make] = {
+    "low_communication": low,
+    "Muon": muon,
+    "LocalRounds": rounds,
+    "LocalVarianceAdam": signs,
+    "OneBitAdam": one_bit(OneBitAdam),
+    "OneBitLamb": one_bit(OneBitLamb),
+    "FetchSGD": sketch,
+}
+each = pytest.mark.parametrize("name", MAKERS)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(16, 16)
+        self.middle = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.middle(self.backbone(x).tanh()).tanh())
+
+
+def net(*frozen: str) -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Net()
+    for name in frozen:
+        getattr(model, name).requires_grad_(False)
+    return model
+
+
+def take_steps(model: nn.Module, optimizer: Optimizer, steps: range, rank: int) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        model(torch.randn(8, 16, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def copies(module: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize(
+    ("name", "in_groups"), [(n, g) for n in MAKERS for g in (False, True) if n != "Muon" or not g]
+)
+def test_frozen_layers_stay_and_cost_nothing(name: str, in_groups: bool) -> None:
+    def train(transport: Transport, layers: list[str]) -> tuple[list[torch.Tensor], float]:
+        model = net("backbone")
+        groups = [
+            {"params": [(f"{n}.{k}", p) for k, p in getattr(model, n).named_parameters()]}
+            for n in layers
+        ]
+        named = [member for group in groups for member in group["params"]]
+        optimizer = MAKERS[name](groups if in_groups else named, transport)
+        before = copies(model.backbone)
+        take_steps(model, optimizer, range(8), transport.rank)
+        assert same(copies(model.backbone), before)
+        assert not same(copies(model.middle), copies(net().middle))
+        return copies(model), optimizer.exchange.stats()["bytes_sent"]
+
+    with_all = run_ranks(lambda transport: train(transport, ["backbone", "middle", "head"]), 2)
+    without = run_ranks(lambda transport: train(transport, ["middle", "head"]), 2)
+    for (weights, sent), (others, others_sent) in zip(with_all, without, strict=True):
+        assert same(weights, others)
+        assert sent == others_sent > 0
+
+
+@each
+def test_what_is_unfrozen_later_is_missed(name: str) -> None:
+    def train(transport: Transport) -> None:
+        model = net("backbone")
+        optimizer = MAKERS[name](model.named_parameters(), transport)
+        take_steps(model, optimizer, range(2), transport.rank)
+        model.backbone.requires_grad_(True)
+        with pytest.raises(ValueError, match="2 parameters that were frozen when it was made"):
+            take_steps(model, optimizer, range(2, 3), transport.rank)
+
+    run_ranks(train, 2)
+
+
+def test_what_is_unfrozen_and_added_is_trained() -> None:
+    def train(transport: Transport) -> list[torch.Tensor]:
+        model = net("backbone")
+        optimizer = signs(model.named_parameters(), transport)
+        take_steps(model, optimizer, range(2), transport.rank)
+        before = copies(model.backbone)
+        model.backbone.requires_grad_(True)
+        added = [(f"backbone.{n}", p) for n, p in model.backbone.named_parameters()]
+        optimizer.add_param_group({"params": added, "lr": 0.02})
+        take_steps(model, optimizer, range(2, 6), transport.rank)
+        assert not same(copies(model.backbone), before)
+        return copies(model)
+
+    first, second = run_ranks(train, 2)
+    assert same(first, second)
+
+
+@each
+def test_what_is_frozen_later_is_told_of_once(name: str) -> None:
+    def train(transport: Transport) -> list[str]:
+        model = net()
+        optimizer = MAKERS[name](model.named_parameters(), transport)
+        take_steps(model, optimizer, range(2), transport.rank)
+        model.middle.requires_grad_(False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            take_steps(model, optimizer, range(2, 8), transport.rank)
+        return [str(w.message) for w in caught if "were frozen after" in str(w.message)]
+
+    # Threads share what is caught.
+    assert 1 <= len(max(run_ranks(train, 2), key=len)) <= 2
+
+
+def test_shared_decay_spares_what_is_frozen_later() -> None:
+    def train(transport: Transport) -> None:
+        model = net()
+        optimizer = rounds(model.named_parameters(), transport)
+        take_steps(model, optimizer, range(2), transport.rank)
+        model.middle.requires_grad_(False)
+        optimizer.exchange.memory.load_state_dict({})
+        before = copies(model.middle)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            take_steps(model, optimizer, range(2, 6), transport.rank)
+        assert same(copies(model.middle), before)
+
+    run_ranks(train, 2)
+
+
+@each
+def test_nothing_that_trains(name: str) -> None:
+    def train(transport: Transport) -> None:
+        model = net("backbone", "middle", "head")
+        with pytest.raises(ValueError, match="frozen"):
+            MAKERS[name](model.named_parameters(), transport)
+
+    run_ranks(train, 2)
