@@ -59,9 +59,9 @@ def show_server_model(module: nn.Module, rounds: Any) -> None:
             part.train = _Switch(part, view)  # type: ignore[method-assign]
         if held:
             part.register_state_dict_post_hook(_Saved(view, within=part is module))
-            loading = _Loading(view)
-            part.register_load_state_dict_pre_hook(loading.before)
-            part.register_load_state_dict_post_hook(loading.after)
+            loaded: list[torch.Tensor] = []
+            part.register_load_state_dict_pre_hook(_ToLoad(loaded))
+            part.register_load_state_dict_post_hook(_Loaded(view, loaded))
 
 
 def show_own_model(module: nn.Module) -> None:
@@ -223,23 +223,31 @@ class _Saved:
         return _Unchanged, ()
 
 
-class _Loading:
-    """Lets the rounds go on from what ``load_state_dict()`` puts into a module's own parameters."""
+class _ToLoad:
+    """Notes for which of a module's own parameters ``load_state_dict()`` has values."""
 
-    def __init__(self, view: _View) -> None:
-        self._view = view
-        self._loaded: list[torch.Tensor] = []
+    def __init__(self, found: list[torch.Tensor]) -> None:
+        self._found = found
 
-    def before(self, module: nn.Module, state: State, prefix: str, *_: object) -> None:
-        """Note which parameters there are values for."""
+    def __call__(self, module: nn.Module, state: State, prefix: str, *_: object) -> None:
         own = module.named_parameters(recurse=False)
-        self._loaded = [p for name, p in own if prefix + name in state]
+        self._found[:] = [p for name, p in own if prefix + name in state]
 
-    def after(self, module: nn.Module, incompatible_keys: object) -> None:
-        """Tell the rounds."""
-        loaded, self._loaded = self._loaded, []
-        if loaded:
-            self._view.restart(loaded)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Unchanged, ()
+
+
+class _Loaded:
+    """Lets the rounds go on from those values."""
+
+    def __init__(self, view: _View, found: list[torch.Tensor]) -> None:
+        self._view = view
+        self._found = found
+
+    def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
+        if self._found:
+            self._view.restart(self._found)
+            self._found.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Unchanged, ()
@@ -250,5 +258,3 @@ class _Unchanged:
 
     def __call__(self, *_: object) -> None:
         pass
-
-    before = after = __call__

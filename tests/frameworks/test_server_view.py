@@ -164,6 +164,10 @@ def test_copies_are_plain_models() -> None:
             assert not other.training
             assert model.training
             assert torch.equal(other.state_dict()["0.weight"], own[0])
+            other.load_state_dict({k: v + 1 for k, v in other.state_dict().items()})
+            other[2].load_state_dict(other[2].state_dict())
+            assert torch.equal(other.state_dict()["0.weight"], own[0] + 1)
+            assert equal(weights(model), own)
         averaged = AveragedModel(model)
         averaged.update_parameters(model)
         averaged.eval()
