@@ -64,6 +64,7 @@ quality: $(READY)
 
 studies: $(READY)
 	$(BIN)/python -m benchmarks.studies.safl
+	$(BIN)/python -m benchmarks.studies.safl_dimension
 	$(BIN)/python -m benchmarks.studies.fed_lamb
 	$(BIN)/python -m benchmarks.studies.private_toy_regression
 	$(BIN)/python -m benchmarks.studies.private_moments

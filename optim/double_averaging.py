@@ -96,15 +96,16 @@ def refuse_double_averaging(findings: Sequence[Mapping[str, Any]]) -> None:
         if sharing := finding.get("sharded over"):
             raise ValueError(
                 f"the parameters are sharded over ranks {', '.join(map(str, sharing))}, and FSDP "
-                "has averaged the gradients that this optimizer exchanges itself: use one of "
-                "torch with compress_reduce_scatter or compress_all_reduce"
+                "has averaged the gradients that this optimizer exchanges itself: give it ranks "
+                'between which nobody does, process_group=mesh["replicate"].get_group(), or use '
+                "one of torch with compress_reduce_scatter or compress_all_reduce"
             )
     fingerprints = {finding.get("gradients") for finding in findings}
     if len(findings) > 1 and len(fingerprints) == 1 and None not in fingerprints:
         raise ValueError(
             f"DDP has averaged the gradients (its hook: {findings[0]['hook']}) that this optimizer "
-            "exchanges itself, so everything is sent twice: "
-            "ddp_model.register_comm_hook(None, skip_hook) before the first step"
+            "exchanges itself, so everything is sent twice: register(ddp_model, optimizer) before "
+            "the first step"
         )
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,7 +24,8 @@ def show_server_model(module: nn.Module, rounds: Any) -> None:
     3. ``module.load_state_dict()``, also of any part, is where the rounds go on from.
 
     Where the parameters were written to in another way since the last step, what was put there
-    counts: the first two do nothing, with a warning.
+    counts: the first two do nothing, and for the rounds it is progress of this rank.  A warning
+    says so.
 
     A copy of the model, or what comes out of a pickle, is a plain one with the values it had.
 
@@ -49,8 +49,7 @@ def show_server_model(module: nn.Module, rounds: Any) -> None:
         (False, True)
     """
     view = _View(rounds)
-    rounds.register_step_post_hook(view.remember)
-    rounds.register_load_state_dict_post_hook(view.remember)
+    rounds.register_step_pre_hook(view.look)
     own = {id(whole(p)) for p in rounds.parameters}
     for part in module.modules():
         held = own & {id(p) for p in part.parameters()}
@@ -61,7 +60,7 @@ def show_server_model(module: nn.Module, rounds: Any) -> None:
             part.register_state_dict_post_hook(_Saved(view, within=part is module))
             loaded: list[torch.Tensor] = []
             part.register_load_state_dict_pre_hook(_ToLoad(loaded))
-            part.register_load_state_dict_post_hook(_Loaded(view, loaded))
+            part.register_load_state_dict_post_hook(_Loaded(rounds, loaded))
 
 
 def show_own_model(module: nn.Module) -> None:
@@ -88,38 +87,34 @@ def show_own_model(module: nn.Module) -> None:
 
 
 class _View:
-    """The rounds' model, and whether anybody else has written where it stands."""
+    """The rounds' model, shown or not."""
 
     def __init__(self, rounds: Any) -> None:
         self._rounds = rounds
         self._shown: ExitStack | None = None
-        self._versions: list[int] = []
         self._has_warned = False
-        self.remember()
 
-    def remember(self, *_: object) -> None:
-        """Note how often the parameters have been written to by now."""
-        self._versions = self._count()
+    def look(self, *_: object) -> None:
+        """Before a step, warn if somebody else has written to the parameters."""
+        if self._shown is None and self._rounds.is_written_to:
+            self._warn()
 
     def switch(self, is_training: bool) -> bool:
         """Show this rank's model or the server's; return whether that changed the parameters."""
         if is_training and self._shown is not None:
-            written, shown, self._shown = self._is_written_to(), self._shown, None
-            loaded = [p.detach().clone() for p in self._parameters()] if written else []
+            written, shown, self._shown = self._rounds.is_written_to, self._shown, None
+            loaded = [p.detach().clone() for p in self._rounds.parameters] if written else []
             shown.close()
             if loaded:
                 with torch.no_grad():
-                    torch._foreach_copy_([p.detach() for p in self._parameters()], loaded)
-            else:
-                self.remember()
+                    torch._foreach_copy_([p.detach() for p in self._rounds.parameters], loaded)
             return True
         if not is_training and self._shown is None:
-            if self._is_written_to():
+            if self._rounds.is_written_to:
                 self._warn()
                 return False
             self._shown = ExitStack()
             self._shown.enter_context(self._rounds.server_parameters())
-            self.remember()
             return True
         return False
 
@@ -128,53 +123,23 @@ class _View:
 
         Nothing where somebody else has written to the parameters.
         """
-        if self._is_written_to():
+        if self._rounds.is_written_to:
             self._warn()
             return {}
-        if self._shown is not None:
-            return self._copies()
         with self._rounds.server_parameters():
-            copies = self._copies()
-        self.remember()
-        return copies
-
-    def restart(self, loaded: Iterable[torch.Tensor]) -> None:
-        """Let the rounds go on from what was loaded."""
-        self._rounds.restart(loaded)
-        self.remember()
+            return {id(p): p.detach().clone() for p in map(whole, self._rounds.parameters)}
 
     def _warn(self) -> None:
         if self._rounds.steps and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 "parameters were written to after the last step, by something other than the "
-                "optimizer and load_state_dict(): evaluation mode and state_dict() show this "
-                "rank's values, not those that all ranks share. If all ranks have set them alike, "
-                "call restart() of the rounds",
+                "optimizer and load_state_dict(): that counts as progress of this rank, of which "
+                "the others receive little, and until the next step evaluation mode and "
+                "state_dict() show this rank's values. If all ranks have set them alike, call "
+                "restart() of the rounds",
                 stacklevel=5,
             )
-
-    def _copies(self) -> dict[int, torch.Tensor]:
-        wholes = map(whole, self._parameters())
-        return {id(p): p.detach().clone() for p in wholes}
-
-    def _is_written_to(self) -> bool:
-        if self._versions == self._count():
-            return False
-        # The rounds' own synchronize() writes, too, and so does who puts other values there for a
-        # while: what is shown, or this rank's where it is what all share, is there again.
-        shared = self._rounds.replica()
-        if not all(map(torch.equal, self._parameters(), shared)):
-            return True
-        self.remember()
-        return False
-
-    def _count(self) -> list[int]:
-        return [p._version for p in self._parameters()]
-
-    def _parameters(self) -> list[torch.Tensor]:
-        parameters: list[torch.Tensor] = self._rounds.parameters
-        return parameters
 
 
 class _Switch:
@@ -240,13 +205,13 @@ class _ToLoad:
 class _Loaded:
     """Lets the rounds go on from those values."""
 
-    def __init__(self, view: _View, found: list[torch.Tensor]) -> None:
-        self._view = view
+    def __init__(self, rounds: Any, found: list[torch.Tensor]) -> None:
+        self._rounds = rounds
         self._found = found
 
     def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
         if self._found:
-            self._view.restart(self._found)
+            self._rounds.restart(self._found)
             self._found.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -255,6 +255,7 @@ class LocalRounds(SavedRounds):
                 if progress.steps % self.local_steps == index * self.local_steps // count:
                     self._exchange_own([index])
                     progress.exchanged_at[index] = progress.steps
+        self._model.note()
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -267,6 +268,7 @@ class LocalRounds(SavedRounds):
                 self._progress.exchanged_at = [self.steps] * len(self._fragments)
             if self.look_ahead:  # nothing has been done since, so nothing is undone
                 self._model.restore()
+        self._model.note()
 
     def stats(self) -> dict[str, float]:
         """Return what this rank moved since the start; see :meth:`~comm_hooks.Exchange.stats`.
@@ -336,6 +338,7 @@ class LocalRounds(SavedRounds):
                 self._clients.leave(client, keep=contribution is not None)
             collection.add(turn, contribution, memory)
         self._conclude(everything, collection.finish())
+        self._model.note()
 
     @torch.no_grad()
     def _begin(self) -> None:

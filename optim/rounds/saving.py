@@ -97,6 +97,11 @@ class SavedRounds(WrappingOptimizer):
         return self._parameters
 
     @property
+    def is_written_to(self) -> bool:
+        """Whether something but the rounds has written to parameters since they did."""
+        return self._model.is_written_to
+
+    @property
     def steps(self) -> int:
         """How many local steps this rank has taken."""
         return self._progress.steps
@@ -135,6 +140,7 @@ class SavedRounds(WrappingOptimizer):
         ]
         if places:
             self._model.adopt(places)
+        self._model.note()
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore what :meth:`state_dict` returned on *all* ranks, in rank order.
@@ -164,6 +170,7 @@ class SavedRounds(WrappingOptimizer):
             self._model.shrink(range(len(self._parameters)), self._decayed_since(private))
             with self._model.hidden():
                 self._model.restore()
+            self._model.note()
         self.exchange.load_state_dicts([self._with_progress(state) for state in states])
         progress = self._progress
         progress.exchanged_at = [self.steps] * len(progress.exchanged_at)
@@ -286,6 +293,7 @@ class SavedRounds(WrappingOptimizer):
             for name, parameter in zip(self._names, self._parameters, strict=True):
                 if name in private["own"]:
                     parameter.copy_(private["own"][name])
+        self._model.note()
         progress = self._progress
         progress.steps = private["steps"]
         progress.round_index = released["round_index"]

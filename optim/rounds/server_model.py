@@ -24,6 +24,22 @@ class ServerModel:
         self._values = [p.detach().clone() for p in parameters]
         self._starts: list[torch.Tensor] | None = None
         self._hidden: list[torch.Tensor] | None = None
+        self.note()
+
+    def note(self) -> None:
+        """Take what the live parameters are now for the rounds' own doing."""
+        self._noted = self._count()
+
+    @property
+    def is_written_to(self) -> bool:
+        """Whether somebody else has written to the live parameters since, and left other values."""
+        if self._noted == self._count():
+            return False
+        # Values that stood there for a while, such as a moving average, may be gone again.
+        if self._hidden is None or not all(map(torch.equal, self._parameters, self.values)):
+            return True
+        self.note()
+        return False
 
     @property
     def is_shown(self) -> bool:
@@ -135,16 +151,20 @@ class ServerModel:
         if self._hidden is not None:
             yield
             return
+        was_written_to = self.is_written_to
         # Validation may run in inference mode, whose tensors nobody may write to later on.
         with torch.inference_mode(False), torch.no_grad():
             self._hidden = [p.clone() for p in self.own]
             torch._foreach_copy_(self._live(range(len(self._parameters))), self.values)
+        self.note()
         try:
             yield
         finally:
             with torch.no_grad():
                 hidden, self._hidden = self.own, None
                 torch._foreach_copy_(self.own, hidden)
+            if not was_written_to:
+                self.note()
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
@@ -162,6 +182,10 @@ class ServerModel:
                 torch._foreach_copy_(hidden, self.own)
                 torch._foreach_copy_(self.own, self.values)
                 self._hidden = hidden
+            self.note()
+
+    def _count(self) -> list[int]:
+        return [p._version for p in self._parameters]
 
     def _begin_at_shared(self, places: Sequence[int]) -> None:
         if self._starts is not None:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -315,6 +316,37 @@ def test_whoever_writes_to_parameters_is_told_what_is_shown() -> None:
     ) as told:
         on_two_ranks(check)
     assert len([w for w in told if "written to" in str(w.message)]) == 2, "once per rank"
+
+
+def test_a_layer_that_is_set_between_steps_is_told_of() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
+        with torch.no_grad():
+            model.get_submodule("2").weight.zero_()  # type: ignore[union-attr,operator]
+        take_steps(model, rounds, range(3, 5), transport.rank)
+
+    with pytest.warns(UserWarning, match=r"written to after the last step"):
+        on_two_ranks(check)
+
+
+def test_an_ordinary_training_is_told_nothing() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
+        for step in range(3, 12, 3):
+            take_steps(model, rounds, range(step, step + 3), transport.rank)
+            model.eval()
+            model.state_dict()
+            rounds.state_dict()
+            model.train()
+            with rounds.server_parameters():
+                model(torch.ones(2, 16))
+            rounds.load_state_dict(rounds.state_dict())
+            model.load_state_dict(model.state_dict())
+        rounds.synchronize()
+        take_steps(model, rounds, range(12, 14), transport.rank)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        on_two_ranks(check)
+    assert not [w for w in caught if "written to" in str(w.message)]
 
 
 def test_values_that_stand_there_for_a_while() -> None:

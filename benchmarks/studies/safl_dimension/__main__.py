@@ -1,0 +1,196 @@
+"""The command, see ``--help``: its options, its table and its plot."""
+
+import statistics
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.studies import cli
+from benchmarks.studies.safl_dimension.problem import (
+    BETAS,
+    SPECTRA,
+    Descent,
+    descend,
+    make_quadratic,
+)
+from comm_hooks.compressors import SRHT, CountSketch, GaussianSketch
+from comm_hooks.launchers.lab.plots import new_figure, save, style
+from comm_hooks.launchers.lab.search import search
+from comm_hooks.launchers.lab.tables import make_table
+from comm_hooks.launchers.output import Interruption, make_console
+
+SKETCHES: dict[str, Any] = {
+    "count_sketch": CountSketch,
+    "srht": SRHT,
+    "gaussian_sketch": GaussianSketch,
+}
+_FACTOR = 2.0  # between neighbouring learning rates
+_START = {"flat": 0.08, "power law": 0.04}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one spectrum and number of parameters took.
+
+    Args:
+        spectrum, numel: which.
+        intrinsic: the intrinsic dimension.
+        tries: the trainings that the learning rate was chosen by, all with seed 0.
+        runs: with that learning rate, one per seed.
+    """
+
+    spectrum: str
+    numel: int
+    intrinsic: float
+    tries: Sequence[Descent]
+    runs: Sequence[Descent]
+
+    @property
+    def mean(self) -> float | None:
+        """The mean number of rounds; None if a seed did not arrive."""
+        rounds = [run.rounds for run in self.runs]
+        return None if None in rounds else statistics.mean(r for r in rounds if r is not None)
+
+    @property
+    def is_at_an_edge(self) -> bool:
+        """Whether the learning rate is the largest or the smallest that was tried."""
+        rates = [attempt.lr for attempt in self.tries]
+        return self.runs[0].lr in (min(rates), max(rates))
+
+
+def _powers_of_two(option: str, value: float) -> None:
+    if value < 2 or int(value) & (int(value) - 1):
+        raise ValueError(f"{option} must be powers of 2, got {value:g}")
+
+
+def safl_dimension(
+    numels: Annotated[
+        list[int],
+        cli.Option(
+            "Numbers of parameters.",
+            "1024,4096,16384,65536",
+            "512,1024",
+            each=int,
+            check=_powers_of_two,
+        ),
+    ],
+    size: Annotated[int, cli.Option("Numbers in a sketch, b.", 256, 128, least=1)],
+    sketch: Annotated[
+        str, cli.Option(f"One of {', '.join(SKETCHES)}.", "count_sketch", known=[*SKETCHES])
+    ],
+    target: Annotated[
+        float, cli.Option("The share of the loss to reach.", 0.1, check=cli.fraction)
+    ],
+    limit: Annotated[int, cli.Option("Rounds at most.", 1000, 200, least=1)],
+    seeds: Annotated[int, cli.SEEDS],
+    tries: Annotated[
+        int, cli.Option("Learning rates tried per row, on the first seed.", 7, 3, least=1)
+    ],
+) -> cli.Run:
+    """Count SAFL's rounds to a given loss on quadratics of more and more parameters.
+
+    Writes safl_dimension.json and a plot to --out. Exit codes: 0, 2 for bad input, 130 if
+    interrupted (what is finished is reported).
+    """
+    if size > min(numels):
+        raise ValueError(f"--size must be at most the smallest of --numels, got {size}")
+
+    def run(place: cli.Place) -> None:
+        warnings.filterwarnings("ignore", "world size is 1")
+        console = make_console()
+        bars = Progress(console=console, disable=not console.is_terminal)
+        rows: list[Row] = []
+        pairs = [(spectrum, numel) for spectrum in SPECTRA for numel in numels]
+        with Interruption() as interruption, bars as progress:
+            bar = progress.add_task(place.name, total=len(pairs) * limit * (tries + seeds - 1))
+            for spectrum, numel in pairs:
+                rows.append(measure(spectrum, numel, lambda: progress.advance(bar)))
+        if rows:
+            console.print(make_rows_table(rows, limit))
+            record = {
+                "complete": not interruption.happened,
+                "settings": {**place.settings, "betas": BETAS},
+                "rows": [
+                    {**asdict(row), "mean": row.mean, "at an edge": row.is_at_an_edge}
+                    for row in rows
+                ],
+            }
+            cli.write_record(place, _finite(record), console, [write_plot(rows, place.out)])
+        cli.end(place, interruption)
+
+    def measure(spectrum: str, numel: int, advance: Any) -> Row:
+        compressor = SKETCHES[sketch](ratio=size / numel)
+        done: list[Descent] = []
+
+        def descent(lr: float, seed: int) -> Descent:
+            quadratic = make_quadratic(spectrum, numel, seed)
+            return descend(
+                quadratic, compressor, lr, seed, limit=limit, target=target, advance=advance
+            )
+
+        def cost(lr: float) -> float:
+            done.append(descent(lr, 0))
+            return done[-1].cost(limit)
+
+        search(cost, _START[spectrum], tries, _FACTOR)
+        best = min(done, key=lambda attempt: attempt.cost(limit))
+        runs = [best, *(descent(best.lr, seed) for seed in range(1, seeds))]
+        intrinsic = make_quadratic(spectrum, numel, 0).intrinsic_dimension
+        return Row(spectrum, numel, intrinsic, tuple(done), tuple(runs))
+
+    return run
+
+
+def _finite(value: Any) -> Any:
+    """Return what JSON can hold: null for what diverged."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if value == float("inf") else value
+
+
+def make_rows_table(rows: Sequence[Row], limit: int) -> Table:
+    """Return the table; a star marks a learning rate at an edge of those tried."""
+    cells = [
+        (
+            row.spectrum,
+            f"{row.numel:,}",
+            f"{row.intrinsic:,.1f}",
+            "-" if row.mean is None else f"{row.mean:.0f}",
+            ", ".join(f"> {limit}" if r.rounds is None else str(r.rounds) for r in row.runs),
+            f"{row.runs[0].lr:.3g}{'*' * row.is_at_an_edge}",
+        )
+        for row in rows
+    ]
+    columns = ("spectrum", "parameters", "intrinsic dimension", "rounds", "each seed", "lr")
+    return make_table("Rounds to the given share of the loss", columns, cells)
+
+
+def write_plot(rows: Sequence[Row], out: Path) -> Path:
+    """Write the rounds against the number of parameters; return the path."""
+    figure, (axes,) = new_figure(width=5)
+    for index, spectrum in enumerate(SPECTRA):
+        own = [row for row in rows if row.spectrum == spectrum and row.mean is not None]
+        axes.plot(
+            [row.numel for row in own],
+            [row.mean or 0 for row in own],
+            label=spectrum,
+            **{**style(index), "marker": "o"},
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("parameters")
+    axes.set_ylabel("rounds")
+    return save(figure, out / "rounds-vs-parameters.png")
+
+
+app = cli.study(safl_dimension)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,136 @@
+"""Quadratics with a known spectrum, and the rounds that take their loss down.
+
+The loss is x^T H x / 2 with H = D U diag(lambda) U D: U is the Hadamard transform and D a diagonal
+of random signs, so that eigenvectors lie along no coordinate, which an adaptive server would see.
+It starts where every eigenvector has a coefficient of +-1, so the initial loss is the trace over 2,
+whatever the seed.
+
+Theorem 3.2 of SAFL (Chen, Li & Banerjee) has the intrinsic dimension, sum |lambda| / max |lambda|,
+where others have the number d of parameters.  For equal eigenvalues that is d; for lambda_i =
+i^-1.5 it stays below 2.62.
+
+All clients have the same H, and sketches are linear: the mean of their sketches is the sketch of
+the mean gradient, whatever their number, so one of them stands for all.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from comm_hooks.collectives import Simulated
+from comm_hooks.compressors import Compressor
+from comm_hooks.exchange import Exchange
+from comm_hooks.kernels.hadamard import hadamard
+from comm_hooks.optim import SAFL
+
+BETAS = (0.9, 0.99)
+_EXPLODED = 1e3
+
+SPECTRA: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "flat": torch.ones_like,
+    "power law": lambda i: i**-1.5,
+}
+"""The eigenvalues by their number, 1, 2, ..."""
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """A quadratic loss.
+
+    Args:
+        eigenvalues: of the Hessian, (d,), d being a power of 2.
+        signs: D, (d,).
+        start: where training starts, (d,).
+    """
+
+    eigenvalues: torch.Tensor
+    signs: torch.Tensor
+    start: torch.Tensor
+
+    @property
+    def intrinsic_dimension(self) -> float:
+        """The sum of the eigenvalues over the largest."""
+        return float(self.eigenvalues.sum() / self.eigenvalues.max())
+
+    def coefficients(self, x: torch.Tensor) -> torch.Tensor:
+        """Return those of a vector in the basis of eigenvectors."""
+        return hadamard((self.signs * x)[None])[0]
+
+    def loss(self, x: torch.Tensor) -> float:
+        """Return the loss at a point."""
+        return float((self.eigenvalues * self.coefficients(x).square()).sum() / 2)
+
+    def gradient(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the gradient at a point."""
+        return self.signs * hadamard((self.eigenvalues * self.coefficients(x))[None])[0]
+
+
+def make_quadratic(spectrum: str, numel: int, seed: int) -> Quadratic:
+    """Return a quadratic of ``numel`` parameters, a power of 2, with a key of ``SPECTRA``."""
+    generator = torch.Generator().manual_seed(seed)
+    signs, coefficients = torch.randint(0, 2, (2, numel), generator=generator) * 2.0 - 1
+    eigenvalues = SPECTRA[spectrum](torch.arange(1.0, numel + 1))
+    return Quadratic(eigenvalues, signs, signs * hadamard(coefficients[None])[0])
+
+
+@dataclass(frozen=True)
+class Descent:
+    """How a training went.
+
+    Args:
+        lr: its learning rate.
+        seed: of basis, start and sketches.
+        rounds: until the loss was down to ``target`` of the initial one; None if it never was.
+        left: the loss at the end over the initial one; infinite if it diverged.
+    """
+
+    lr: float
+    seed: int
+    rounds: int | None
+    left: float
+
+    def cost(self, limit: int) -> float:
+        """Return what a search makes small: rounds, or beyond ``limit`` by how much is left."""
+        return self.rounds if self.rounds is not None else limit * (1 + self.left)
+
+
+def descend(
+    quadratic: Quadratic,
+    compressor: Compressor,
+    lr: float,
+    seed: int,
+    *,
+    limit: int,
+    target: float,
+    advance: Callable[[], None],
+) -> Descent:
+    """Train with SAFL, one local step per round, until the loss has fallen far enough.
+
+    Args:
+        quadratic: what is minimized.
+        compressor: a sketch.
+        lr: of the server.
+        seed: of the sketches.
+        limit: the most rounds.
+        target: the share of the initial loss at which to stop.
+        advance: called after each round.
+    """
+    weight = nn.Parameter(quadratic.start.clone())
+    transport = Simulated(1)[0]
+    exchange = Exchange(compressor, transport=transport, min_numel=1, min_ndim=1, seed=seed)
+    safl = SAFL([("weight", weight)], exchange, lr=lr, local_lr=1.0, local_steps=1, betas=BETAS)
+    initial = quadratic.loss(weight.detach())
+    left = 1.0
+    for round_ in range(1, limit + 1):
+        weight.grad = quadratic.gradient(weight.detach())
+        safl.step()
+        advance()
+        left = quadratic.loss(weight.detach()) / initial
+        if left <= target:
+            return Descent(lr, seed, round_, left)
+        if not left < _EXPLODED:
+            return Descent(lr, seed, None, math.inf)
+    return Descent(lr, seed, None, left)

@@ -1,0 +1,114 @@
+"""The study of SAFL and dimensions: quadratics are what they say, and the command reports."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.studies.safl_dimension.__main__ import Row, app, make_rows_table
+from benchmarks.studies.safl_dimension.problem import SPECTRA, Descent, descend, make_quadratic
+from comm_hooks.compressors import CountSketch
+from tests.benchmarks.studying import nothing
+from tests.docs.pages import ROOT
+
+pytestmark = pytest.mark.filterwarnings("ignore:world size is 1")
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_the_hessian_has_the_spectrum(spectrum: str) -> None:
+    quadratic = make_quadratic(spectrum, 64, seed=3)
+    hessian = torch.stack([quadratic.gradient(unit) for unit in torch.eye(64)])
+    torch.testing.assert_close(hessian, hessian.T)
+    found = torch.linalg.eigvalsh(hessian.double()).flip(0)
+    expected = SPECTRA[spectrum](torch.arange(1.0, 65.0)).double()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    x = torch.randn(64)
+    assert quadratic.loss(x) == pytest.approx(float(x @ hessian @ x) / 2, rel=1e-4)
+    assert quadratic.loss(quadratic.start) == pytest.approx(float(expected.sum()) / 2, rel=1e-4)
+    assert quadratic.intrinsic_dimension == pytest.approx(float(expected.sum()), rel=1e-4)
+    off_diagonal = hessian - torch.diag(hessian.diagonal())
+    assert spectrum == "flat" or float(off_diagonal.abs().max()) > 0.01, "along coordinates"
+
+
+def rounds(spectrum: str, numel: int, lr: float) -> int:
+    descent = descend(
+        make_quadratic(spectrum, numel, 0),
+        CountSketch(ratio=64 / numel),
+        lr,
+        0,
+        limit=400,
+        target=0.1,
+        advance=nothing,
+    )
+    assert descent.rounds is not None
+    return descent.rounds
+
+
+def test_rounds_grow_with_the_intrinsic_dimension() -> None:
+    # With sketches of 64 numbers of 256 and of 4,096 parameters.
+    flat = [min(rounds("flat", n, lr) for lr in (0.04, 0.08)) for n in (256, 4096)]
+    steep = [min(rounds("power law", n, lr) for lr in (0.02, 0.04)) for n in (256, 4096)]
+    assert flat[1] > 3 * flat[0]
+    assert steep[1] < 3 * steep[0]
+
+
+def test_what_diverges_and_what_does_not_arrive() -> None:
+    quadratic = make_quadratic("flat", 256, 0)
+    for lr, limit in ((1e3, 50), (1e-6, 5)):
+        descent = descend(
+            quadratic, CountSketch(ratio=0.25), lr, 0, limit=limit, target=0.1, advance=nothing
+        )
+        assert descent.rounds is None
+        assert math.isinf(descent.left) == (lr > 1)
+        assert descent.cost(limit) > limit
+
+
+def test_the_table_marks_edges_and_what_did_not_arrive() -> None:
+    tries = (Descent(0.1, 0, 7, 0.1), Descent(0.2, 0, None, 0.5))
+    row = Row("flat", 1024, 1024.0, tries, (tries[0], Descent(0.1, 1, None, 0.3)))
+    assert row.is_at_an_edge
+    assert row.mean is None
+    cells = [next(iter(column.cells)) for column in make_rows_table([row], 100).columns]
+    assert [str(cell) for cell in cells[3:]] == ["-", "7, > 100", "0.1*"]
+
+
+def test_the_command_from_end_to_end(tmp_path: Path) -> None:
+    small = ["--numels", "64,128", "--size", "32", "--limit", "60", "--tries", "2", "--seeds", "2"]
+    result = CliRunner().invoke(app, [*small, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "safl_dimension.json").read_text())
+    assert [(row["spectrum"], row["numel"]) for row in record["rows"]] == [
+        (spectrum, numel) for spectrum in SPECTRA for numel in (64, 128)
+    ]
+    assert all(len(row["tries"]) == len(row["runs"]) == 2 for row in record["rows"])
+    assert (tmp_path / "rounds-vs-parameters.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--numels", "1000"], "--numels: must be powers of 2, got 1000"),
+        (["--size", "4096"], "--size must be at most the smallest of --numels, got 4096"),
+        (["--sketch", "topk"], "--sketch: unknown name 'topk'"),
+    ],
+)
+def test_bad_options(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_the_documentation_has_the_figures_of_the_record() -> None:
+    record = json.loads(
+        (ROOT / "benchmarks/results/safl_dimension/safl_dimension.json").read_text()
+    )
+    assert record["complete"]
+    assert not any(row["at an edge"] for row in record["rows"])
+    section = (ROOT / "docs/measurements.md").read_text().partition("SAFL's rounds to a tenth")[2]
+    lines = [line for line in section.splitlines() if line.startswith("| ")][1:3]
+    for spectrum, line in zip(SPECTRA, lines, strict=True):
+        means = [row["mean"] for row in record["rows"] if row["spectrum"] == spectrum]
+        assert line.strip("| ").split(" | ")[1:] == [f"{mean:.0f}" for mean in means]
