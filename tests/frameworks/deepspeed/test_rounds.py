@@ -133,3 +133,20 @@ def in_16_bits() -> str:
 
 def test_copies_in_16_bits_are_refused(ranks_of: RanksOf) -> None:
     assert ranks_of(2).run(in_16_bits) == ["refused", "refused"]
+
+
+def with_a_bad_value(block: dict[str, Any]) -> str:
+    config = settings("AdamW", comm_hooks={"method": "low_communication", **block})
+    with pytest.raises(ValueError, match="comm_hooks: low_communication: ") as caught:
+        new_engine(config)
+    return str(caught.value)
+
+
+def test_bad_values_are_refused_with_their_place(ranks_of: RanksOf) -> None:
+    for block, words in [
+        ({"total_steps": "auto"}, "total_steps must be an integer"),
+        ({"bits_per_parameter": 1e-6}, "bits per parameter and step are too few"),
+        ({"inner": "sgd"}, "inner must be one of"),
+    ]:
+        for message in ranks_of(2).run(with_a_bad_value, block):
+            assert words in message

@@ -67,4 +67,11 @@ def rounds_of(config: Mapping[str, Any]) -> tuple[str, Make]:
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
     settings = {"lr": 1e-3, **params, **block}
-    return method, lambda groups: METHODS[method](groups, **settings)
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        try:
+            return METHODS[method](groups, **settings)
+        except ValueError as error:
+            raise ValueError(f"{BLOCK}: {error}") from None
+
+    return method, make
