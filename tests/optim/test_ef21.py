@@ -102,6 +102,7 @@ def descend(memory: str) -> float:
     return float((x.detach() - best).norm() / best.norm())
 
 
+@pytest.mark.slow
 def test_a_constant_rate_reaches_the_minimum_where_error_feedback_does_not(
     ranks_of: RanksOf,
 ) -> None:

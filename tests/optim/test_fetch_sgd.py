@@ -194,6 +194,7 @@ def descend(rows: int, masking: bool) -> tuple[float, float]:
     return halfway / float(goal.norm()), float((parameter.detach() - goal).norm() / goal.norm())
 
 
+@pytest.mark.slow
 def test_masking_is_stable_where_subtracting_need_not_be(ranks_of: RanksOf) -> None:
     (_, masked), *_ = ranks_of(2).run(descend, 3, True)
     (halfway, subtracted), *_ = ranks_of(2).run(descend, 3, False)

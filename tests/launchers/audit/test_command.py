@@ -151,6 +151,7 @@ def test_bad_options(options: list[str], message: str) -> None:
     assert message in result.output
 
 
+@pytest.mark.slow
 def test_an_attack_from_end_to_end(tmp_path: Path) -> None:
     result = run(tmp_path, "--json", world_size=1)
     content = json.loads(result.output)

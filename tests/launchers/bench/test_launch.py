@@ -36,6 +36,7 @@ def run(tmp_path: Path, timeout: float, watch: Callable[[Event], None]) -> Resul
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_between_two_rates_is_named(tmp_path: Path) -> None:
     pids: list[int] = []
 

@@ -88,6 +88,7 @@ def test_two_tasks_of_srun_check_and_train_together(tmp_path: Path) -> None:
     assert [verdict in output for output in outputs] == [True, False]
 
 
+@pytest.mark.slow
 def test_ranks_come_back_after_one_has_died(tmp_path: Path) -> None:
     finish([start("--nproc", "2", "--max-restarts", "1", RESTART, str(tmp_path))])
     for rank in range(2):

@@ -42,6 +42,7 @@ def test_what_depends_on_other_samples_is_refused(name: str, rows: int, dtype: t
         IndependenceProbe(model, loss).look(draw(model, rows, dtype, rows))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     name=st.sampled_from(sorted(INDEPENDENT)),
