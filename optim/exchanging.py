@@ -12,7 +12,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
 from comm_hooks.optim.base import ExactStateOptimizer, Group, Tensors, names_of
 from comm_hooks.optim.double_averaging import check_double_averaging
-from comm_hooks.optim.frozen import FrozenParameters, without_frozen
+from comm_hooks.optim.frozen import FrozenParameters, trains, without_frozen
 from comm_hooks.optim.hyperparameters import check_gradient, check_hyperparameters
 from comm_hooks.optim.moments import descend_
 from comm_hooks.requirements import require_kind
@@ -124,7 +124,6 @@ class ExchangingOptimizer(ExactStateOptimizer):
 
     def _take_step(self) -> None:
         self._frozen.check()
-        self._frozen.look(self._parameters(), names_of(self.param_groups))
         pull_gradients(self._parameters())
         self._step(self._gradients())
 
@@ -184,14 +183,19 @@ class ExchangingOptimizer(ExactStateOptimizer):
         """Return the gradients in float32, unscaled: copies where they may be changed."""
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         copy = self._overwrites_gradients or grad_scale is not None
-        gradients = []
-        for parameter in self._parameters():
+        gradients, frozen = [], []
+        for place, parameter in enumerate(self._parameters()):
             gradient = parameter.grad
             if gradient is None:
                 gradients.append(torch.zeros_like(parameter, dtype=torch.float32))
+                if not trains(parameter):
+                    frozen.append(place)
                 continue
             check_gradient(self, gradient)
             gradients.append(gradient.to(torch.float32, copy=copy))
+        if frozen:
+            names = names_of(self.param_groups)
+            self._frozen.look([names[place] for place in frozen])
         if not self._averaging_ruled_out:
             check_double_averaging(self.exchange.transport, self._parameters(), gradients)
             self._averaging_ruled_out = True

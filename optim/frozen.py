@@ -35,43 +35,31 @@ def without_frozen(params: Any) -> tuple[Any, list[torch.Tensor]]:
     """
     if isinstance(params, torch.Tensor):
         return params, []  # which torch refuses in words of its own
-    entries, left_out = list(params), []
-    if not entries:
-        return entries, []
-    named = False
-
-    def kept(members: Iterable[Any]) -> list[Any]:
-        nonlocal named
-        result = []
-        for member in members:
-            is_pair = isinstance(member, tuple)
-            parameter = member[1] if is_pair else member
-            named |= is_pair
-            if isinstance(parameter, torch.Tensor) and not trains(parameter):
-                left_out.append(parameter)
-            else:
-                result.append(member)
-        return result
-
-    if not isinstance(entries[0], Mapping):
-        result: list[Any] = kept(entries)
-        is_empty = not result
-    else:
-        result = []
-        for group in entries:
-            members = group["params"]
-            if isinstance(members, set):  # which torch refuses
-                return entries, []
-            members = [members] if isinstance(members, torch.Tensor) else members
-            result.append({**group, "params": kept(members)})
-        is_empty = not any(group["params"] for group in result)
-        if named:
-            for group in result:
-                if not group["params"]:
-                    group["param_names"] = []
-    if is_empty and left_out:
+    entries = list(params)
+    has_groups = bool(entries) and isinstance(entries[0], Mapping)
+    groups, left_out = [], []
+    for group in entries if has_groups else [{"params": entries}]:
+        members = group["params"]
+        if isinstance(members, set):  # torch refuses that, too
+            return entries, []
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        kept = [member for member in members if not _is_frozen(member)]
+        left_out += [_parameter(member) for member in members if _is_frozen(member)]
+        groups.append({**group, "params": kept})
+        if members and not kept and isinstance(members[0], tuple):
+            groups[-1]["param_names"] = []  # torch asks all groups for names, or none
+    if left_out and not any(group["params"] for group in groups):
         raise ValueError("the parameters are frozen (requires_grad=False): nothing would train")
-    return result, left_out
+    return groups if has_groups else groups[0]["params"], left_out
+
+
+def _parameter(member: Any) -> Any:
+    return member[1] if isinstance(member, tuple) else member
+
+
+def _is_frozen(member: Any) -> bool:
+    parameter = _parameter(member)
+    return isinstance(parameter, torch.Tensor) and not trains(parameter)
 
 
 class FrozenParameters:
@@ -100,12 +88,13 @@ class FrozenParameters:
                 "gradient now, and it knows nothing of them: make it anew after unfreezing"
             )
 
-    def look(self, parameters: Iterable[torch.Tensor], names: Sequence[str]) -> None:
-        """Warn, once, if what the optimizer works on has been frozen meanwhile."""
-        if self._has_warned:
-            return
-        frozen = [n for p, n in zip(parameters, names, strict=True) if not trains(p)]
-        if frozen:
+    def look(self, frozen: Sequence[str]) -> None:
+        """Warn, once, if what the optimizer works on has been frozen meanwhile.
+
+        Args:
+            frozen: the names of what does not train by now.
+        """
+        if frozen and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{self._name}: {len(frozen)} parameters were frozen after it was made, the first "

@@ -5,7 +5,14 @@ from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, state_dtype, widened
 from comm_hooks.optim.hyperparameters import check_freeze_step, check_hyperparameters
-from comm_hooks.optim.moments import average_, average_squares_, count_step, descend_, zeros
+from comm_hooks.optim.moments import (
+    average_,
+    average_squares_,
+    count_step,
+    descend_,
+    values,
+    zeros,
+)
 from comm_hooks.optim.one_bit_adam import denominators, directions
 
 
@@ -96,7 +103,9 @@ class FrozenVarianceAdam(BatchedOptimizer):
 
         count_step(states)
         average_(m, u, group["betas"][0])
-        moving = [i for i, s in enumerate(states) if s["step"] <= group["freeze_step"]]
+        # The counts are on the CPU: nobody waits for a device.
+        steps = torch.stack(values(states, "step")).tolist()
+        moving = [i for i, step in enumerate(steps) if step <= group["freeze_step"]]
         if moving:
             average_squares_([v[i] for i in moving], [u[i] for i in moving], group["betas"][1])
         descend_(x, directions(m, v, denominators(v, group)), group)

@@ -170,7 +170,7 @@ def low_communication(
     members = [member for group in groups for member in group["params"]]
     if not members:
         raise ValueError(f"{where}: there are no parameters")
-    trained = {name: p for name, p in members if p.requires_grad}
+    trained = {name: p for name, p in members if trains(p)}
     if not trained:
         raise ValueError(f"{where}: the parameters are frozen (requires_grad=False)")
     if inner == "muon" and len(groups) > 1:

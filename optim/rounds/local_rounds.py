@@ -329,6 +329,7 @@ class LocalRounds(SavedRounds):
                         yield client
                 except GeneratorExit:
                     self._model.restore()
+                    self._model.note()
                     self._clients.leave(client, keep=False)
                     raise
             self._refuse_averaging()
@@ -357,9 +358,7 @@ class LocalRounds(SavedRounds):
     def _exchange_own(self, due: Sequence[int]) -> None:
         """Exchange this rank's progress on fragments and let the server take its step there."""
         fragment = sorted(place for index in due for place in self._fragments[index])
-        self._frozen.look(
-            [self._parameters[i] for i in fragment], [self._names[i] for i in fragment]
-        )
+        self._frozen.look([self._names[i] for i in fragment if not trains(self._parameters[i])])
         if self.shared_decay:
             self._decay_shared(due)
         contribution = self._contribution(self.exchange.transport.rank, fragment)

@@ -107,6 +107,46 @@ def test_the_readme_repeats_the_rows_of_four_ranks() -> None:
         assert f"| 4 (0.09 bits) | {title} | 6 | 2 | {cells} |" in results, title
 
 
+def test_choosing_has_the_ranges_of_the_results() -> None:
+    choosing = (ROOT / "docs/choosing.md").read_text()
+    results = RESULTS.path.read_text()
+    row = r"^\| (\d+) \([\d.]+ bits\) \| [^|]*(?<!Muon) \| 6 \| 2 \|.*\| (\d+)(?: ± \d+)? % \|$"
+    rounds = re.findall(row, results, flags=re.MULTILINE)
+    few = [int(kept) for ranks, kept in rounds if ranks in ("2", "4")]
+    many = [int(kept) for ranks, kept in rounds if ranks == "8"]
+    assert (len(few), len(many)) == (8, 4)
+    expected = f"{min(few)} to {max(few)} % with 2 and 4 ranks; {min(many)} to {max(many)} % with 8"
+    assert f"| {expected} |" in choosing
+    row = r"^\| `sign\+local_variance_adam` \| ([\d.]+) \|.*\| (\d+) % \|$"
+    bits, kept = zip(*re.findall(row, results, flags=re.MULTILINE), strict=True)
+    numbers, shares = sorted(map(float, bits)), sorted(map(int, kept))
+    expected = f"{numbers[0]:g} to {numbers[-1]:g} | {shares[0]} to {shares[-1]} %"
+    assert f"| {expected} |" in choosing
+
+
+def test_the_papers_are_counted() -> None:
+    page = Page(ROOT / "docs/papers.md")
+    sections = page.path.read_text().split("\n## ")
+    states = ("repeated small", "repeated", "not yet", "out of reach")
+    totals = dict.fromkeys(states, 0)
+    for section in sections[1:]:
+        found = dict.fromkeys(states, 0)
+        for line in section.splitlines():
+            cells = [cell.strip() for cell in line.split("|")[1:-1]]
+            if len(cells) >= 5 and cells[0] not in ("item", "---"):
+                state = cells[3].strip("* ")
+                found[next(s for s in states if state.startswith(s))] += 1
+        name = section.partition(" (")[0]
+        row = next(line for line in sections[0].splitlines() if line.startswith(f"| {name} "))
+        counts = [int(n) for n in re.findall(r"\| (\d+)", row)]
+        shown = [found[s] for s in ("repeated", "repeated small", "not yet", "out of reach")]
+        assert counts == [*shown, sum(shown)], name
+        totals = {s: totals[s] + found[s] for s in states}
+    row = next(line for line in sections[0].splitlines() if line.startswith("| all "))
+    shown = [totals[s] for s in ("repeated", "repeated small", "not yet", "out of reach")]
+    assert [int(n) for n in re.findall(r"\| (\d+)", row)] == [*shown, sum(shown)]
+
+
 def test_what_does_less_well_is_that_of_the_records() -> None:
     rows = {row.method: row for row in make_rows(read_records(RECORDS), 150)}
     section = RESULTS.path.read_text().partition("\nWhat does less well")[2].partition("\n\n##")[0]

@@ -120,7 +120,7 @@ def safl_dimension(
                     for row in rows
                 ],
             }
-            cli.write_record(place, _finite(record), console, [write_plot(rows, place.out)])
+            cli.write_record(place, record, console, [write_plot(rows, place.out)])
         cli.end(place, interruption)
 
     def measure(spectrum: str, numel: int, advance: Any) -> Row:
@@ -144,15 +144,6 @@ def safl_dimension(
         return Row(spectrum, numel, intrinsic, tuple(done), tuple(runs))
 
     return run
-
-
-def _finite(value: Any) -> Any:
-    """Return what JSON can hold: null for what diverged."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if value == float("inf") else value
 
 
 def make_rows_table(rows: Sequence[Row], limit: int) -> Table:

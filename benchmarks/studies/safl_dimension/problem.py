@@ -84,17 +84,19 @@ class Descent:
         lr: its learning rate.
         seed: of basis, start and sketches.
         rounds: until the loss was down to ``target`` of the initial one; None if it never was.
-        left: the loss at the end over the initial one; infinite if it diverged.
+        left: the loss at the end over the initial one; None if it diverged.
     """
 
     lr: float
     seed: int
     rounds: int | None
-    left: float
+    left: float | None
 
     def cost(self, limit: int) -> float:
         """Return what a search makes small: rounds, or beyond ``limit`` by how much is left."""
-        return self.rounds if self.rounds is not None else limit * (1 + self.left)
+        if self.left is None:
+            return math.inf
+        return limit * (1 + self.left) if self.rounds is None else self.rounds
 
 
 def descend(
@@ -132,5 +134,5 @@ def descend(
         if left <= target:
             return Descent(lr, seed, round_, left)
         if not left < _EXPLODED:
-            return Descent(lr, seed, None, math.inf)
+            return Descent(lr, seed, None, None)
     return Descent(lr, seed, None, left)

@@ -88,6 +88,7 @@ def _require_parameters_of(module: nn.Module, optimizer: Optimizer) -> None:
     if others:
         raise ValueError(
             f"{len(others)} parameters of {type(module).__name__} that require a gradient are not "
-            f"in {type(optimizer).__name__}, the first of them {others[0]}: nobody would average "
-            "them, and ranks would drift apart. Pass all to the optimizer, or freeze them"
+            f"in {type(optimizer).__name__}, the first of them {others[0]}: nobody averages those, "
+            "and under another optimizer ranks would drift apart. Pass all to this one, or freeze "
+            "them"
         )

@@ -26,7 +26,8 @@ class Averaging:
     Attributes:
         settings: of the exchange.
         start_compression_step: the number of steps at first in which gradients are averaged
-            exactly; steps that were skipped do not count.
+            exactly; neither those that were skipped count, nor those of a checkpoint that was
+            loaded without what its ranks had saved.
     """
 
     settings: ExchangeSettings
@@ -56,9 +57,15 @@ def replace(engine: Any, exchange: Exchange, start_compression_step: int = 0) ->
         exchange: over the engine's data-parallel group.
         start_compression_step: see :class:`Averaging`.
     """
+    begun = 0
 
     def compresses() -> bool:
-        return engine.global_steps - engine.skipped_steps >= start_compression_step
+        nonlocal begun
+        taken: int = engine.global_steps - engine.skipped_steps
+        if exchange.step == 0:
+            # Whatever the engine counts is of others: an optimizer that begins has a warm-up.
+            begun = taken
+        return taken - begun >= start_compression_step
 
     if hasattr(engine.optimizer, "gradient_reduction_w_predivide"):
         _replace_partitioned(engine, exchange, compresses)

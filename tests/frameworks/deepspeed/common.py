@@ -126,6 +126,17 @@ def train(
         engine.step()
 
 
+def train_ddp(ddp: Any, optimizer: torch.optim.Optimizer, steps: int, accumulation: int) -> None:
+    """Take the steps of :func:`train` on a DDP model."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(accumulation):
+            is_last = micro == accumulation - 1
+            with torch.enable_grad() if is_last else ddp.no_sync():
+                (loss_of(ddp, step * accumulation + micro) / accumulation).backward()
+        optimizer.step()
+
+
 def parameters(engine: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 

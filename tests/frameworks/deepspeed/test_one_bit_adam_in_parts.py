@@ -24,6 +24,7 @@ from tests.frameworks.deepspeed.common import (
     net,
     parameters,
     train,
+    train_ddp,
 )
 from tests.ranks import Ranks
 
@@ -50,13 +51,7 @@ def under_deepspeed_and_ddp(stage: int, accumulation: int) -> dict[str, Any]:
     optimizer = FrozenVarianceAdam(
         ddp.parameters(), **{**PARAMS, "betas": (0.8, 0.95)}, total_steps=STEPS
     )
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(accumulation):
-            last = micro == accumulation - 1
-            with torch.enable_grad() if last else ddp.no_sync():
-                (loss_of(ddp, step * accumulation + micro) / accumulation).backward()
-        optimizer.step()
+    train_ddp(ddp, optimizer, STEPS, accumulation)
     ours, theirs = parameters(engine), dict(ddp.module.named_parameters())
     residuals = engine.comm_hooks.exchange.memory.state_dict()
     return {
@@ -153,6 +148,28 @@ def resumed(folder: str, stage: int, at: int) -> tuple[str, str]:
 def test_resumes_bit_for_bit(ranks_of: RanksOf, stage: int, at: int, tmp_path: Path) -> None:
     for straight, later in ranks_of(2).run(resumed, str(tmp_path), stage, at):
         assert straight == later
+
+
+def without_the_optimizer(folder: str, stage: int) -> tuple[float, float]:
+    """Return residuals after the warm-up of an optimizer that begins on a loaded model."""
+    before = engine_of(settings(stage))
+    train(before, FREEZE + 2)
+    before.save_checkpoint(folder)
+    engine = engine_of(settings(stage), net())
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    train(engine, FREEZE)
+    exact = engine.comm_hooks.stats()["residual_norm"]
+    train(engine, 1, first=FREEZE)
+    return exact, engine.comm_hooks.stats()["residual_norm"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_optimizer_that_begins_has_a_warm_up(
+    ranks_of: RanksOf, stage: int, tmp_path: Path
+) -> None:
+    for exact, then in ranks_of(2).run(without_the_optimizer, str(tmp_path), stage):
+        assert exact == 0
+        assert then > 0
 
 
 def exact_first_steps(stage: int, start: int) -> list[str]:

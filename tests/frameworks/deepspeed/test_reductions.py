@@ -27,6 +27,7 @@ from tests.frameworks.deepspeed.common import (
     net,
     parameters,
     train,
+    train_ddp,
 )
 from tests.ranks import Ranks
 
@@ -142,13 +143,7 @@ def under_deepspeed_and_ddp(stage: int, accumulation: int) -> dict[str, Any]:
     memory = ErrorFeedback()
     state = register(ddp, TopK(density=0.1), memory=memory, collective="all_gather", min_numel=64)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, weight_decay=0.01)
-    for step in range(4):
-        optimizer.zero_grad()
-        for micro in range(accumulation):
-            is_last = micro == accumulation - 1
-            with torch.enable_grad() if is_last else ddp.no_sync():
-                (loss_of(ddp, step * accumulation + micro) / accumulation).backward()
-        optimizer.step()
+    train_ddp(ddp, optimizer, 4, accumulation)
     ours, theirs = parameters(engine), dict(ddp.module.named_parameters())
     residuals = engine.comm_hooks.exchange.memory.state_dict()
     return {

@@ -232,6 +232,7 @@ def leave_early() -> bool:
     rounds.step()
     clients.close()  # type: ignore[attr-defined]
     same = all(np.array_equal(before[n], x) for n, x in values(parameters).items())
+    assert not rounds.is_written_to, "they have written themselves"
     play(parameters, rounds, 1)
     return same and rounds.round_index == state + 1
 
