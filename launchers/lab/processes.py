@@ -29,7 +29,6 @@ from comm_hooks.launchers.netns import Bed, NetnsError
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 _GRACE_SECONDS = 5.0
-_ROOT = Path(__file__).parents[2]  # where ``-m benchmarks...`` is found
 
 
 def run_method(
@@ -175,13 +174,13 @@ def _stop(torchrun: "subprocess.Popen[bytes]", workers: list[int]) -> None:
 
 
 def lines_from_bed(ranks: int, rate: str, module: str, *arguments: object) -> Iterator[str]:
-    """Run a module of the benchmarks once per rank on capped links; yield what rank 0 prints.
+    """Run a module, found as from here, once per rank on capped links; yield what rank 0 prints.
 
     Raises:
         NetnsError: where there can be no such network, and if a rank failed.
     """
     command = [sys.executable, "-W", "ignore", "-m", module, "worker", *map(str, arguments)]
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "cwd": _ROOT}
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
     with Bed(ranks, rate=rate) as bed:
         workers = [bed.start(rank, command, **options) for rank in range(ranks)]
         assert workers[0].stdout
