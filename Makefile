@@ -1,6 +1,6 @@
 # make demo   train a small GPT once per method and compare them (6 minutes)
 # make test   lint, type-check and test
-# make test-slow  the tests that `make test` leaves out: whole studies, audits, several nodes (8 minutes)
+# make test-slow  the tests that `make test` leaves out: whole studies, audits, several nodes (9 minutes)
 # make bench  print the tables of operators, wire format, per-sample gradients, noise, streams and checks
 # make bench-gpu  compare the GPU kernels with a copy (needs a GPU)
 # make links  train over capped links and compare (forty minutes; needs root)

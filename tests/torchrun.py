@@ -11,6 +11,7 @@ import os
 import runpy
 import shlex
 import signal
+import site
 import socket
 import sys
 import threading
@@ -131,6 +132,9 @@ def _launch(arguments: list[str]) -> None:
 def _run(is_module: bool, target: str, arguments: list[str]) -> None:
     sys.stdin = open(0)  # noqa: SIM115 - multiprocessing has put nothing in its place
     sys.argv = [target, *arguments]
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.modules.pop("sitecustomize", None)
+    site.execsitecustomize()
     try:
         if is_module:
             sys.path.insert(0, os.getcwd())

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -148,3 +149,23 @@ def digest(engine: Any) -> str:
         content.update(name.encode())
         content.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return content.hexdigest()
+
+
+def to_universal(folder: str) -> None:
+    """Write the checkpoint ``tag`` of a folder again as ``tag_universal``."""
+    import_deepspeed()
+    if dist.get_rank() == 0:
+        from deepspeed.checkpoint import ds_to_universal
+
+        ds_to_universal.main(
+            Namespace(
+                input_folder=f"{folder}/tag",
+                output_folder=f"{folder}/tag_universal",
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=True,
+            )
+        )
+    dist.barrier()

@@ -15,9 +15,9 @@ from tests.frameworks.deepspeed.common import (
     config,
     digest,
     engine_of,
-    import_deepspeed,
     net,
     parameters,
+    to_universal,
     train,
 )
 from tests.ranks import Ranks
@@ -89,27 +89,6 @@ def load(folder: str, stage: int, tag: str = "tag", **more: Any) -> Any:
     residuals = {n: r.clone() for n, r in engine.comm_hooks.exchange.memory.state_dict().items()}
     train(engine, 2, first=3)
     return restored, residuals, digest(engine), texts
-
-
-def to_universal(folder: str) -> None:
-    from argparse import Namespace
-
-    import_deepspeed()
-    if dist.get_rank() == 0:
-        from deepspeed.checkpoint import ds_to_universal
-
-        ds_to_universal.main(
-            Namespace(
-                input_folder=f"{folder}/tag",
-                output_folder=f"{folder}/tag_universal",
-                num_extract_workers=1,
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=True,
-            )
-        )
-    dist.barrier()
 
 
 @pytest.mark.parametrize("stage", [0, 1])

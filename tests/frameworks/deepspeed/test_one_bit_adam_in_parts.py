@@ -23,6 +23,7 @@ from tests.frameworks.deepspeed.common import (
     loss_of,
     net,
     parameters,
+    to_universal,
     train,
     train_ddp,
 )
@@ -148,6 +149,54 @@ def resumed(folder: str, stage: int, at: int) -> tuple[str, str]:
 def test_resumes_bit_for_bit(ranks_of: RanksOf, stage: int, at: int, tmp_path: Path) -> None:
     for straight, later in ranks_of(2).run(resumed, str(tmp_path), stage, at):
         assert straight == later
+
+
+def everything(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Return copies of what a rank holds by parameter, with the second moments of all ranks."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    residuals = engine.comm_hooks.exchange.memory.state_dict()
+    return {
+        "parameters": parameters(engine),
+        "second moments": {
+            name: safe_get_full_optimizer_state(p, "exp_avg_sq").clone()
+            for name, p in engine.module.named_parameters()
+        },
+        "residuals": {name: r.clone() for name, r in residuals.items()},
+    }
+
+
+def saved_universally(folder: str, stage: int) -> dict[str, dict[str, torch.Tensor]]:
+    engine = engine_of(settings(stage))
+    train(engine, FREEZE + 2)
+    engine.save_checkpoint(folder, "tag")
+    to_universal(folder)
+    return everything(engine)
+
+
+def loaded_universally(folder: str, stage: int) -> Any:
+    engine = engine_of(settings(stage, checkpoint={"load_universal": True}), net())
+    engine.load_checkpoint(folder, "tag_universal")
+    restored = everything(engine)
+    train(engine, 2, first=FREEZE + 2)
+    return restored, digest(engine), everything(engine)["second moments"]
+
+
+def test_goes_on_with_another_number_of_ranks(ranks_of: RanksOf, tmp_path: Path) -> None:
+    saved = ranks_of(3).run(saved_universally, str(tmp_path), 1)
+    loaded = ranks_of(2).run(loaded_universally, str(tmp_path), 1)
+    for restored, end, later in loaded:
+        assert end == loaded[0][1]
+        for name, value in saved[0]["parameters"].items():
+            assert torch.equal(restored["parameters"][name], value)
+            variance = saved[0]["second moments"][name]
+            assert float(variance.max()) > 0
+            assert torch.equal(restored["second moments"][name], variance)
+            assert torch.equal(later[name], variance), "it stays frozen"
+        for name, residual in restored["residuals"].items():
+            mean = sum(report["residuals"][name] for report in saved) / 3
+            assert float(mean.abs().max()) > 0
+            assert torch.allclose(residual, mean, atol=1e-6)
 
 
 def without_the_optimizer(folder: str, stage: int) -> tuple[float, float]:
