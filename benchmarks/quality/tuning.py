@@ -66,17 +66,11 @@ class Entry:
             return found[-1].judged
 
         try:
-            for tries in range(self.tries, self.tries + _MORE + 1):
-                found.clear()
-                search(loss_at, self.start, tries, FACTOR)
-                best = min(found, key=lambda record: record.judged)
-                rates = [record.wanted.lr for record in found]
-                if tries < 3 or min(rates) < best.wanted.lr < max(rates):
-                    break
+            search(loss_at, self.start, self.tries, FACTOR, _MORE)
         except _Missing as missing:
             wanted: Wanted = missing.args[0]
             return wanted
-        return best
+        return min(found, key=lambda record: record.judged)
 
     def _known(self, records: Records) -> Record | None:
         """Return the best of enough rates, one of which is not at the edge, wherever they began."""

@@ -31,7 +31,8 @@ from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
 from comm_hooks.config import unknown  # noqa: E402
-from comm_hooks.launchers.lab.outcomes import Method, Outcome  # noqa: E402
+from comm_hooks.launchers.lab.kept_runs import KeptRuns  # noqa: E402
+from comm_hooks.launchers.lab.outcomes import Method, Outcome, Point  # noqa: E402
 from comm_hooks.launchers.lab.progress import open_display  # noqa: E402
 from comm_hooks.launchers.lab.search import run_method  # noqa: E402
 from comm_hooks.launchers.lab.tasks import TASKS, Task, build_task  # noqa: E402
@@ -54,7 +55,8 @@ class Option:
         full: its value unless it is given.
         quick: the same with ``--quick``; None for ``full``.
         least: the least that a number may be.
-        each: what the values of a list separated by commas are: int, float (1/64, too) or str.
+        each: what the values of a list are: int, float (1/64, too) or str.
+        separator: of the list.
         known: the names that may be given.
         check: raises ``ValueError`` for a value, given with the option's name.
         metavar: what help calls the value.
@@ -67,6 +69,7 @@ class Option:
     quick: Any = None
     least: float | None = None
     each: Callable[[str], Any] | None = None
+    separator: str = ","
     known: Sequence[str] | None = None
     check: Callable[[str, Any], None] = lambda name, value: None
     metavar: str | None = None
@@ -99,7 +102,7 @@ class Option:
         if given is None:
             given = self.quick if quick and self.quick is not None else self.full
         if self.each is str:
-            given = [part.strip() for part in given.split(",") if part.strip()]
+            given = [part.strip() for part in given.split(self.separator) if part.strip()]
         elif self.each:
             given = [_number(option, part.strip(), self.each) for part in given.split(",")]
         for value in given if self.each else [given]:
@@ -117,9 +120,14 @@ def fraction(option: str, value: float) -> None:
         raise ValueError(f"{option} must lie in (0, 1], got {value:g}")
 
 
-def positive(option: str, value: float) -> None:
-    """Raise ``ValueError`` for a number that is not positive."""
-    if not value > 0:
+def _part(option: str, value: float) -> None:
+    if not 0 < value < 1:
+        raise ValueError(f"{option} must lie in (0, 1), got {value:g}")
+
+
+def positive(option: str, value: float | None) -> None:
+    """Raise ``ValueError`` for a number that is given and not positive."""
+    if value is not None and not value > 0:
         raise ValueError(f"{option} must be positive, got {value:g}")
 
 
@@ -133,7 +141,18 @@ def _number(option: str, text: str, kind: Callable[[str], Any]) -> Any:
 
 
 SEEDS = Option("Runs per method: seeds 0, 1, ...", 3, 1, least=1)
-TRIES = Option("Learning rates tried per method, on the first seed.", 3, 1, least=1)
+TRIES = Option(
+    "Learning rates tried per method, on the first seed; with 3 or more, up to as many again while "
+    "the best is the largest or smallest.",
+    *(6, 1),
+    least=1,
+)
+VALIDATION = Option(
+    "Share of each client's training samples that learning rates are chosen by, and no method is "
+    "trained on.",
+    0.1,
+    check=_part,
+)
 POINTS = Option("Points of each curve.", 10, least=1)
 CLIENTS = Option("Clients that share the training data.", 5, least=1)
 BATCH = Option("Samples per step and client.", 16, least=1)
@@ -142,6 +161,7 @@ Device = Annotated[str, Option("Where to train: cpu, or cuda.", "cpu")]
 TASK = Option(f"What to learn: {', '.join(TASKS)}.", "digits")
 
 TaskName = Annotated[str, TASK]
+Validation = Annotated[float, VALIDATION]
 DataDir = Annotated[
     Path | None, Option("Where the task's data lies, if it does not come with Python.", None)
 ]
@@ -240,11 +260,19 @@ TaskOptions = Annotated[
 
 
 def build_tasks(
-    name: str, data_dir: Path | None, *, clients: int, seeds: int, **options: Any
+    name: str,
+    data_dir: Path | None,
+    *,
+    clients: int,
+    seeds: int,
+    validation: float,
+    **options: Any,
 ) -> list[Task]:
     """Return the task for each seed; see :func:`~comm_hooks.launchers.lab.tasks.build_task`."""
     return [
-        build_task(name, clients=clients, seed=seed, data_dir=data_dir, **options)
+        build_task(name, clients=clients, seed=seed, data_dir=data_dir, **options).with_validation(
+            validation, seed
+        )
         for seed in range(seeds)
     ]
 
@@ -281,6 +309,7 @@ class Comparison:
         findings: what the record says of the outcomes as a whole.
         reached: what is printed of a method.
         follow: what becomes of an outcome.
+        point: makes a point of a curve from its fields.
     """
 
     methods: Sequence[Method]
@@ -291,11 +320,13 @@ class Comparison:
     findings: Callable[[list[Outcome]], dict[str, Any]] = lambda outcomes: {}
     reached: Callable[[Outcome], str] = _error
     follow: Callable[[Outcome], Iterable[Outcome]] = lambda outcome: [outcome]
+    point: Callable[..., Point] = Point
 
     def __call__(self, place: Place) -> None:
         """Run everything; write ``<name>.json`` and the plots, and print the tables.
 
-        ``seeds`` are run, and ``tries`` made (one by default), as the settings say.
+        ``seeds`` are run, and ``tries`` made (one by default), as the settings say.  Until all is
+        finished, runs are kept beside them in ``runs.jsonl``, and not made again.
 
         Raises:
             typer.Exit: with code 130, after all that, if the study was interrupted.
@@ -304,6 +335,9 @@ class Comparison:
         settings = {**place.settings, **self.settings}
         finished: list[Outcome] = []
         started = time.monotonic()
+        runs = KeptRuns(place.out / "runs.jsonl", settings, self.point)
+        if runs.count:
+            console.print(f"Going on after {runs.count} runs that are kept in {place.out}.")
         with Interruption() as interruption, open_display(console, len(self.methods)) as display:
             for method in self.methods:
                 outcome = run_method(
@@ -313,6 +347,7 @@ class Comparison:
                     rounds=self.rounds,
                     display=display,
                     reached=self.reached,
+                    run_once=runs.run,
                 )
                 finished += self.follow(outcome)
         if finished:
@@ -326,6 +361,8 @@ class Comparison:
                 "methods": [outcome.to_dict() for outcome in finished],
             }
             write_record(place, record, console, self.write_plots(finished, place.out))
+        if not interruption.happened:
+            runs.forget()
         end(place, interruption, f", {len(finished)} methods finished")
 
 

@@ -31,12 +31,17 @@ RECORDED = {"accountant": "rdp", "schedule": "constant"}
 Placement = Literal["central", "shares", "local", "aggregate"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrivatePoint(Point):
     """A point of a curve, and what privacy had been spent until there."""
 
     epsilon: float  # against who sees the model
     peer_epsilon: float | None  # against who sees what single ranks send; None: unprotected
+
+
+def point_of(**values: Any) -> Point:
+    """Return the point that a record has: with what was spent, where anything was private."""
+    return (PrivatePoint if "epsilon" in values else Point)(**values)
 
 
 @dataclass(frozen=True)

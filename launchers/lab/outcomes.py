@@ -24,6 +24,25 @@ class Point:
     loss: float  # cross-entropy on held-out data, in nats
     error: float  # the share of wrong predictions there
     bytes_sent: int  # by one client so far; the mean if clients differ
+    validation: float | None = None  # the loss on data that settings are tuned on
+    training: float | None = None  # the loss on training samples
+
+
+def mean_point(points: Sequence[Point]) -> Point:
+    """Return the mean of one round's points."""
+
+    def mean(values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return statistics.mean(known) if known else None
+
+    return Point(
+        points[0].round,
+        statistics.mean(p.loss for p in points),
+        statistics.mean(p.error for p in points),
+        round(statistics.mean(p.bytes_sent for p in points)),
+        mean([p.validation for p in points]),
+        mean([p.training for p in points]),
+    )
 
 
 class Diverged(Exception):
@@ -43,6 +62,12 @@ class Run:
     def loss(self) -> float:
         """The loss at the end; infinite if the run diverged."""
         return math.inf if self.diverged else self.curve[-1].loss
+
+    @property
+    def score(self) -> float:
+        """What settings are chosen by: the loss on validation data, or without such the loss."""
+        validation = self.curve[-1].validation if self.curve else None
+        return self.loss if self.diverged or validation is None else validation
 
     @property
     def error(self) -> float:
@@ -143,15 +168,7 @@ class Outcome:
 
     def mean_curve(self) -> list[Point]:
         """Return the mean over seeds of each point that all runs have."""
-        return [
-            Point(
-                points[0].round,
-                statistics.mean(p.loss for p in points),
-                statistics.mean(p.error for p in points),
-                round(statistics.mean(p.bytes_sent for p in points)),
-            )
-            for points in zip(*(run.curve for run in self.runs), strict=False)
-        ]
+        return [mean_point(points) for points in zip(*(r.curve for r in self.runs), strict=False)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, for JSON; infinite losses as None."""
@@ -172,6 +189,7 @@ class Outcome:
                     **run.settings,
                     "loss": None if run.diverged else run.loss,
                     "error": run.error,
+                    "validation": run.score if math.isfinite(run.score) else None,
                 }
                 for run in self.tries
             ],

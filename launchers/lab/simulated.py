@@ -21,6 +21,7 @@ from comm_hooks.launchers.lab.outcomes import (
     Method,
     Point,
     Settings,
+    mean_point,
 )
 from comm_hooks.launchers.lab.schedules import Schedule
 from comm_hooks.launchers.lab.tasks import Task
@@ -192,17 +193,6 @@ def batch_generator(seed: int, client: int) -> torch.Generator:
     return torch.Generator().manual_seed(100_003 * seed + client)
 
 
-def mean_point(points: Sequence[Point]) -> Point:
-    """Return the mean of one round's points."""
-    count = len(points)
-    return Point(
-        points[0].round,
-        sum(p.loss for p in points) / count,
-        sum(p.error for p in points) / count,
-        sum(p.bytes_sent for p in points) // count,
-    )
-
-
 def judge(task: Task, model: nn.Module, round_: int, sent: int, curve: list[Point]) -> None:
     """Add a point to the curve.
 
@@ -212,7 +202,7 @@ def judge(task: Task, model: nn.Module, round_: int, sent: int, curve: list[Poin
     figures = task.evaluate(model)
     if not math.isfinite(figures["loss"]):
         raise Diverged(*curve)
-    curve.append(Point(round_, figures["loss"], figures["error"], sent))
+    curve.append(Point(round_, bytes_sent=sent, **figures))
 
 
 def train_rank(

@@ -11,6 +11,7 @@ from benchmarks.studies.private_moments.measure import (
     Row,
     Setup,
     effective_steps,
+    quartiles,
     simulate,
     steps_by_floor,
 )
@@ -103,3 +104,19 @@ def test_lengths_of_steps() -> None:
     assert lengths[0.004] == pytest.approx(1 / math.sqrt(0.01), rel=0.03)
     assert lengths[0.84] == pytest.approx(1 / math.sqrt(0.84), rel=0.03)
     assert lengths[None] == pytest.approx(1 / 2, rel=0.03)
+
+
+def test_quartiles_are_those_of_normal_noise_and_of_the_papers_table() -> None:
+    _, moments = simulate(SETUP, (150,), nothing)
+    found = {each.quantity: each for each in quartiles(SETUP, moments) if not each.strength}
+    phi, quarter = SETUP.noise_variance, 0.6745
+    spread = math.sqrt(2 / effective_steps(SETUP.beta2, 150))
+    v = found["v, noised"]
+    assert (v.upper - v.lower) / (2 * quarter * phi * spread) == pytest.approx(1, abs=0.05)
+    # Table 2 prints the quartiles of DP-Adam's step as +-0.155.
+    step = found["step, DP-Adam"]
+    assert (-step.lower, step.upper) == pytest.approx((0.155, 0.155), abs=0.01)
+    assert found["v, corrected"].lower == pytest.approx(measure.PAPERS_GAMMA * phi)
+    corrected = found["step, DP-AdamBC"]
+    assert corrected.upper > 3 * step.upper
+    assert found["m, clean"].mean == found["v, clean"].mean == 0

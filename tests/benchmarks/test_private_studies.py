@@ -2,13 +2,14 @@
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.studies.private_compressed.schemes import SCHEMES
-from benchmarks.studies.private_optimizers import methods
-from benchmarks.studies.private_optimizers.methods import METHODS, NOT_PRIVATE
+from benchmarks.studies.private_optimizers import data
+from benchmarks.studies.private_optimizers.methods import METHODS, PLAIN, PRIVATE
 from benchmarks.studies.private_optimizers.models import wide_resnet
 from tests.benchmarks.test_studies import invoke
 from tests.launchers.lab.published import write_cifar10
@@ -23,9 +24,15 @@ def test_optimizers_from_end_to_end(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"private_optimizers.json", *plots}
     record = json.loads((tmp_path / "private_optimizers.json").read_text())
     assert record["complete"]
-    assert record["settings"]["delta"] == 0.5 / 1423
+    assert record["settings"]["delta"] == 0.5 / 1281
     found = [(method["name"], method["labels"]["sigma"]) for method in record["methods"]]
-    assert found == [(NOT_PRIVATE, None), *((name, s) for s in (1.0, 2.0) for name in METHODS)]
+    plain, private = (
+        [name for name in names if not METHODS[name].words] for names in (PLAIN, PRIVATE)
+    )
+    assert found == [
+        *((name, None) for name in plain),
+        *((name, sigma) for sigma in (1.0, 2.0) for name in private),
+    ]
     ends = {}
     for method in record["methods"]:
         assert [len(run["curve"]) for run in method["runs"]] == [2, 2]
@@ -47,15 +54,16 @@ def test_optimizers_from_end_to_end(tmp_path: Path) -> None:
 def test_optimizers_on_cifar_10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar10(tmp_path)
     # WRN-16-4 takes seconds per step here.
-    monkeypatch.setattr(methods, "wide_resnet", lambda: wide_resnet(depth=10, factor=1))
+    small = replace(data.KINDS["cifar10"], make_model=lambda: wide_resnet(depth=10, factor=1))
+    monkeypatch.setitem(data.KINDS, "cifar10", small)
     out = tmp_path / "out"
     arguments = ["--task", "cifar10", "--data-dir", str(tmp_path), "--out", str(out), "--quick"]
-    few = ["--steps", "2", "--batch", "8", "--sigmas", "1", "--methods", "DP-AdamBC,AdaDPS"]
+    few = ["--steps", "2", "--batch", "8", "--sigmas", "1", "--methods", "Adam; DP-AdamBC; AdaDPS"]
     result = invoke("private_optimizers", *arguments, *few, "--micro-batch", "4")
     assert result.exit_code == 0, result.output
     record = json.loads((out / "private_optimizers.json").read_text())
-    assert record["settings"]["private images"] == 99
-    assert [method["name"] for method in record["methods"]] == [NOT_PRIVATE, "DP-AdamBC", "AdaDPS"]
+    assert record["settings"]["private samples"] == 89
+    assert [method["name"] for method in record["methods"]] == ["Adam", "DP-AdamBC", "AdaDPS"]
 
 
 @pytest.mark.slow
@@ -99,7 +107,8 @@ def test_moments_from_end_to_end(tmp_path: Path) -> None:
     arguments = ["--at", "3,20", "--coordinates", "500", "--beta2", "0.9", "--strengths", "0,2"]
     result = invoke("private_moments", *arguments, "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    files = {"private_moments.json", "histograms.png", "spread-vs-steps.png"}
+    plots = {"histograms.png", "first-moments.png", "steps.png", "spread-vs-steps.png"}
+    files = {"private_moments.json", *plots}
     assert {path.name for path in tmp_path.iterdir()} == files
     record = json.loads((tmp_path / "private_moments.json").read_text())
     assert [(row["step"], row["strength"]) for row in record["moments"]] == [

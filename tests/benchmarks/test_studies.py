@@ -72,8 +72,10 @@ def test_a_study_from_end_to_end(study: str, tmp_path: Path) -> None:
         assert method["errors"] == [end["error"] for end in ends]
         assert method["mean_error"] == pytest.approx(statistics.mean(method["errors"]))
         assert method["mean_loss"] == pytest.approx(statistics.mean(e["loss"] for e in ends))
-        best = min(method["tries"], key=lambda attempt: attempt["loss"])
-        assert {k: v for k, v in best.items() if k not in ("loss", "error")} == method["settings"]
+        best = min(method["tries"], key=lambda attempt: attempt["validation"])
+        chosen = {k: v for k, v in best.items() if k not in ("loss", "error", "validation")}
+        assert chosen == method["settings"]
+        assert best["validation"] == ends[0]["validation"]
         assert best["loss"] == ends[0]["loss"]
         assert len(method["runs"][0]["curve"]) == 3
         assert f"{100 * method['mean_error']:.2f}" in result.stdout
@@ -90,6 +92,42 @@ def test_a_study_repeated_gives_the_same_figures(tmp_path: Path) -> None:
         assert invoke("fed_lamb", *arguments, "--seeds", "1").exit_code == 0
         records.append(json.loads((tmp_path / name / "fed_lamb.json").read_text())["methods"])
     assert records[0] == records[1]
+
+
+def test_an_interrupted_study_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[tuple[str, float, int]] = []
+    interrupts = iter([False, False, False, False, True])
+
+    def method(name: str) -> Method:
+        def train(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+            if next(interrupts, False):
+                raise KeyboardInterrupt
+            made.append((name, settings["lr"], seed))
+            return straight(settings["lr"])
+
+        return Method(name, {}, train, start=0.1)
+
+    def conducted() -> None:
+        comparison = Comparison(
+            [method("first"), method("second")],
+            rounds=1,
+            make_tables=lambda done: [make_table("", ["method"], [[o.name] for o in done])],
+            write_plots=lambda done, out: [],
+        )
+        comparison(Place("study", {"seeds": 2, "tries": 2}, tmp_path))
+
+    with pytest.raises(Exception, match="130"):
+        conducted()
+    assert len(made) == 4
+    conducted()
+    assert len(made) == len(set(made)) == 6
+    assert "Going on after 4 runs" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"study.json"}
+    record = json.loads((tmp_path / "study.json").read_text())
+    assert record["complete"]
+    assert [len(m["tries"]) + len(m["runs"]) for m in record["methods"]] == [4, 4]
 
 
 def test_an_interrupted_study_tells_what_is_finished(

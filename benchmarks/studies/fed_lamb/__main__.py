@@ -50,18 +50,19 @@ def fed_lamb(
     target: Annotated[
         float, cli.Option("An error, 0 to 1: the table says which round reached it.", 0.1)
     ],
+    validation: cli.Validation,
     seeds: Annotated[int, cli.SEEDS],
-    tries: Annotated[int, replace(cli.TRIES, full=4, quick=2)],
+    tries: Annotated[int, replace(cli.TRIES, quick=2)],
     points: Annotated[int, replace(cli.POINTS, full=50)],
     device: cli.Device,
 ) -> cli.Comparison:
     """Compare FED-LAMB with Fed-AMS and Fed-SGD: many clients, half of them in each round.
 
     In the partition "classes" each client has samples of two classes (classes_per_client). Learning
-    rates are constant, and tuned on the first seed by the same number of tries for each method and,
-    for FED-LAMB, each weight decay; then all seeds are run (default: 4 tries and 3 seeds, quick: 2
-    and 1). Writes fed_lamb.json and a plot to --out. Exit codes: 0, 2 for bad input, 130 if
-    interrupted (what is finished is reported).
+    rates are constant, and tuned on the first seed and on data apart from those that are reported,
+    for each method and, for FED-LAMB, each weight decay; then all seeds are run. Writes
+    fed_lamb.json and a plot to --out; a study that was interrupted goes on there. Exit codes: 0, 2
+    for bad input, 130 if interrupted (what is finished is reported).
     """
     if not methods or not partitions:
         raise ValueError("there is nothing to compare: --methods or --partitions is empty")
@@ -69,7 +70,13 @@ def fed_lamb(
         Division(
             partition,
             cli.build_tasks(
-                task, data_dir, clients=clients, seeds=seeds, partition=partition, **task_option
+                task,
+                data_dir,
+                clients=clients,
+                seeds=seeds,
+                validation=validation,
+                partition=partition,
+                **task_option,
             ),
         )
         for partition in partitions

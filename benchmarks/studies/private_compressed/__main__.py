@@ -19,7 +19,7 @@ from benchmarks.studies.private_compressed.schemes import (
     make_methods,
     repeat_over_gloo,
 )
-from benchmarks.studies.private_training import RECORDED, PrivatePlan, end_of
+from benchmarks.studies.private_training import RECORDED, PrivatePlan, end_of, point_of
 from comm_hooks.launchers.lab import plots, tables
 from comm_hooks.launchers.lab.outcomes import Outcome
 
@@ -65,6 +65,7 @@ def private_compressed(
         float | None,
         cli.Option("Of the guarantee. [default: half of one over the samples]", None),
     ],
+    validation: cli.Validation,
     seeds: Annotated[int, cli.SEEDS],
     tries: Annotated[int, cli.TRIES],
     points: Annotated[int, replace(cli.POINTS, full=5)],
@@ -72,15 +73,15 @@ def private_compressed(
 ) -> cli.Comparison:
     """Compare compressed private training with exact exchange and with none, at equal epsilon.
 
-    Digits, a perceptron. Learning rates are constant, and tuned on the first seed by the same
-    number of tries for each method (default: 3 tries and 3 seeds, quick: 1 and 1), which is not
-    accounted for. Noise and samples are drawn anew in every run, so a repeated study gives slightly
-    other figures. Writes private_compressed.json and a plot to --out. Exit codes: 0, 2 for bad
-    input, 130 if interrupted (what is finished is reported).
+    Digits, a perceptron. Learning rates are constant, and tuned on the first seed and on data apart
+    from those that are reported, which is not accounted for. Noise and samples are drawn anew in
+    every run, so a repeated study gives slightly other figures. Writes private_compressed.json and
+    a plot to --out. Exit codes: 0, 2 for bad input, 130 if interrupted (what is finished is
+    reported).
     """
     if not schemes or not optimizers:
         raise ValueError("there is nothing to compare: --schemes or --optimizers is empty")
-    tasks = cli.build_tasks("digits", None, clients=1, seeds=seeds)
+    tasks = cli.build_tasks("digits", None, clients=1, seeds=seeds, validation=validation)
     samples = len(tasks[0].clients[0])
     if max(ranks) > samples:
         raise ValueError(f"--ranks: {samples} samples are not enough for {max(ranks)} ranks")
@@ -110,6 +111,7 @@ def private_compressed(
         write_plots,
         {"task": "digits", "samples": samples, "delta": plan.delta, **RECORDED},
         follow=follow,
+        point=point_of,
     )
 
 

@@ -20,6 +20,9 @@ ALPHA = 0.05
 GAMMAS = (0.004, 0.02, 0.1, 0.243, 0.84)
 """Floors over Phi; the first and the last are the smallest and the largest that the paper tunes."""
 
+PAPERS_GAMMA = 3e-10 / 2.44e-8
+"""The floor over Phi of the paper's Table 2."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -99,6 +102,18 @@ class Steps:
 
     gamma: float | None  # over Phi; None for Adam without noise
     lengths: list[float]
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    """How a quantity of Table 2 is spread over the coordinates of one strength, in its own unit."""
+
+    strength: float
+    quantity: str
+    mean: float
+    lower: float
+    median: float
+    upper: float
 
 
 def effective_steps(beta2: float, step: int) -> float:
@@ -190,6 +205,38 @@ def _rows(setup: Setup, moments: Moments) -> list[Row]:
             )
         )
     return rows
+
+
+def step_lengths(moments: Moments) -> dict[str, torch.Tensor]:
+    """Return each coordinate's step in learning rates: without noise, DP-Adam's, DP-AdamBC's."""
+    floored = (moments.v_hat - 1).clamp_min(PAPERS_GAMMA)
+    return {
+        # Coordinates without gradients have 0 / 0, and Adam does not move them.
+        "without noise": (moments.clean_m / moments.clean_v.sqrt()).nan_to_num(0),
+        "DP-Adam": moments.m_hat / moments.v_hat.sqrt(),
+        "DP-AdamBC": moments.m_hat / floored.sqrt(),
+    }
+
+
+def quartiles(setup: Setup, moments: Moments) -> list[Quartiles]:
+    """Return the paper's Table 2, for coordinates of each strength."""
+    phi = setup.noise_variance
+    lengths = step_lengths(moments)
+    quantities = {
+        "m, noised": moments.m_hat * math.sqrt(phi),
+        "m, clean": moments.clean_m * math.sqrt(phi),
+        "v, noised": moments.v_hat * phi,
+        "v, clean": moments.clean_v * phi,
+        "v, corrected": (moments.v_hat - 1).clamp_min(PAPERS_GAMMA) * phi,
+        "step, DP-Adam": lengths["DP-Adam"],
+        "step, DP-AdamBC": lengths["DP-AdamBC"],
+    }
+    places = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    return [
+        Quartiles(strength, name, float(own.mean()), *own.quantile(places).tolist())
+        for index, strength in enumerate(setup.strengths)
+        for name, own in ((name, values[index]) for name, values in quantities.items())
+    ]
 
 
 def steps_by_floor(moments: Moments) -> list[Steps]:

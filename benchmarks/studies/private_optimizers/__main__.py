@@ -11,49 +11,65 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from benchmarks.studies import cli
-from benchmarks.studies.private_optimizers.methods import (
-    METHODS,
-    NOT_PRIVATE,
-    TASKS,
-    build_images,
-    make_methods,
-)
-from benchmarks.studies.private_training import RECORDED, PrivatePlan, end_of
+from benchmarks.studies.private_optimizers.data import KINDS, build
+from benchmarks.studies.private_optimizers.methods import METHODS, PLAIN, PRIVATE, make_methods
+from benchmarks.studies.private_training import RECORDED, PrivatePlan, end_of, point_of
 from comm_hooks.launchers.lab import plots, tables
 from comm_hooks.launchers.lab.outcomes import Outcome
+from comm_hooks.optim.private.accounting import max_steps
 
-_STEPS = {"digits": 150, "cifar10": 875}
-_BATCH = {"digits": 64, "cifar10": 4096}
 _QUICK_STEPS = 22
+_DEFAULTS = {"steps": "150, verses: 1500, cifar10: 875", "batch": "64, cifar10: 4096"}
 
 
 def private_optimizers(
-    task: Annotated[str, cli.Option(f"What to learn: {', '.join(TASKS)}.", "digits", known=TASKS)],
+    task: Annotated[str, cli.Option(f"What to learn: {', '.join(KINDS)}.", "digits", known=KINDS)],
     data_dir: cli.DataDir,
     steps: Annotated[
         int | None,
-        cli.Option("Steps per run. [default: 150, cifar10: 875, quick: 22]", None, least=1),
+        cli.Option(f"Steps per run. [default: {_DEFAULTS['steps']}, quick: 22]", None, least=1),
+    ],
+    spend: Annotated[
+        float | None,
+        cli.Option(
+            "Instead of --steps: an epsilon, for which each sigma has its own number of steps.",
+            None,
+            check=cli.positive,
+        ),
     ],
     batch: Annotated[
         int | None,
-        cli.Option("Expected samples per step. [default: 64, cifar10: 4096]", None, least=1),
+        cli.Option(f"Expected samples per step. [default: {_DEFAULTS['batch']}]", None, least=1),
     ],
     sigmas: Annotated[
         list[float], cli.Option("Noise multipliers.", "0.6,1,2,4", "1,3", each=float)
     ],
     max_grad_norm: Annotated[
-        float, cli.Option("C. Methods that scale gradients first have ten times that.", 1.0)
+        float, cli.Option("C. Methods that scale gradients first may have ten times that.", 1.0)
     ],
     delta: Annotated[
         float | None,
-        cli.Option("Of the guarantee. [default: half of one over the private images]", None),
+        cli.Option("Of the guarantee. [default: half of one over the private samples]", None),
+    ],
+    public_share: Annotated[
+        float,
+        cli.Option("Of the training samples, which are public.", 0.01, check=cli.fraction),
     ],
     methods: Annotated[
-        list[str], cli.Option("What is compared.", ",".join(METHODS), each=str, known=METHODS)
+        list[str],
+        cli.Option(
+            "What is compared, separated by semicolons, or one of: all (what the task is for), "
+            "private, plain. Methods of words need --task verses.",
+            "all",
+            each=str,
+            separator=";",
+            known=["all", "private", "plain", *METHODS],
+        ),
     ],
     micro_batch: Annotated[
         int, cli.Option("Samples whose gradients are in memory at a time.", 128, least=1)
     ],
+    validation: cli.Validation,
     seeds: Annotated[int, cli.SEEDS],
     tries: Annotated[int, cli.TRIES],
     points: Annotated[int, replace(cli.POINTS, full=10)],
@@ -62,19 +78,23 @@ def private_optimizers(
 ) -> cli.Comparison:
     """Compare private optimizers: accuracy against the noise and against epsilon.
 
-    Learning rates are constant, and tuned on the first seed by the same number of tries for each
-    method, noise multiplier and other setting (default: 3 tries and 3 seeds, quick: 1 and 1).
-    Tuning is not accounted for: it would cost budget on data that need protection. Noise and
-    samples are drawn anew in every run, so a repeated study gives slightly other figures. Writes
-    private_optimizers.json and plots to --out. Exit codes: 0, 2 for bad input, 130 if interrupted
-    (what is finished is reported).
+    Learning rates are constant, and tuned on the first seed and on data apart from those that are
+    reported, for each method, noise multiplier and other setting. Tuning is not accounted for: it
+    would cost budget on data that need protection. Noise and samples are drawn anew in every run,
+    so a repeated study gives slightly other figures. Writes private_optimizers.json and plots to
+    --out; a study that was interrupted goes on there. Exit codes: 0, 2 for bad input, 130 if
+    interrupted (what is finished is reported).
     """
-    if not methods:
-        raise ValueError("there is nothing to compare: --methods is empty")
-    steps = steps or (_QUICK_STEPS if quick else _STEPS[task])
-    batch = batch or _BATCH[task]
-    images = [build_images(task, seed, data_dir) for seed in range(seeds)]
-    samples = len(images[0].task.clients[0])
+    names = _names_of(methods, task)
+    if steps and spend:
+        raise ValueError("--steps and --spend: give one of them")
+    steps = steps or (_QUICK_STEPS if quick else KINDS[task].steps)
+    batch = batch or KINDS[task].batch
+    data = [
+        build(task, seed, data_dir, public=public_share, validation=validation)
+        for seed in range(seeds)
+    ]
+    samples = len(data[0].task.clients[0])
     plan = PrivatePlan.for_samples(
         samples,
         delta,
@@ -89,20 +109,56 @@ def private_optimizers(
     plans = [replace(plan, noise_multiplier=sigma) for sigma in sigmas]
     for each in plans:
         each.check(samples)
+    if spend:
+        plans = [_until_spent(each, spend) for each in plans]
     return cli.Comparison(
-        make_methods(methods, images, plans),
-        steps,
+        make_methods(names, data, plans),
+        max(each.steps for each in plans),
         make_tables,
         write_plots,
         {
-            "private images": samples,
-            "public images": len(images[0].public),
-            "steps": steps,
+            "private samples": samples,
+            "public samples": len(data[0].public),
+            "steps": [each.steps for each in plans] if spend else steps,
             "batch": batch,
             "delta": plan.delta,
             **RECORDED,
         },
+        point=point_of,
     )
+
+
+def _names_of(chosen: list[str], task: str) -> list[str]:
+    """Return the methods that are meant; those of words only where inputs are such."""
+    groups = {"all": [*PLAIN, *PRIVATE], "private": [*PRIVATE], "plain": [*PLAIN]}
+    words = KINDS[task].words
+    names = []
+    for name in chosen:
+        if name in groups:
+            names += [each for each in groups[name] if words or not METHODS[each].words]
+        elif METHODS[name].words and not words:
+            raise ValueError(f"--methods: {name!r} needs counts of words: --task verses")
+        else:
+            names.append(name)
+    if not names:
+        raise ValueError("there is nothing to compare: --methods is empty")
+    return list(dict.fromkeys(names))
+
+
+def _until_spent(plan: PrivatePlan, epsilon: float) -> PrivatePlan:
+    """Return the plan with as many steps as the budget lasts for."""
+    steps = max_steps(
+        epsilon,
+        plan.delta,
+        noise_multiplier=plan.noise_multiplier,
+        sample_rate=plan.sample_rate,
+    )
+    if not steps:
+        raise ValueError(
+            f"--spend: sigma {plan.noise_multiplier:g} spends more than epsilon {epsilon:g} in "
+            "one step"
+        )
+    return replace(plan, steps=steps, points=min(plan.points, steps))
 
 
 _ACCURACY = "held-out accuracy (%)"
@@ -137,7 +193,7 @@ def write_plots(outcomes: list[Outcome], out: Path) -> list[Path]:
 
 
 def _names(outcomes: list[Outcome]) -> list[str]:
-    return list(dict.fromkeys(o.name for o in outcomes if o.name != NOT_PRIVATE))
+    return list(dict.fromkeys(o.name for o in outcomes if o.labels["sigma"] is not None))
 
 
 def _accuracies(outcome: Outcome) -> Sequence[float]:
@@ -146,9 +202,10 @@ def _accuracies(outcome: Outcome) -> Sequence[float]:
 
 def _draw_without_privacy(axes: Axes, outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
-        if outcome.name == NOT_PRIVATE:
+        if outcome.labels["sigma"] is None:
             look = {"color": plots.BLACK, "linestyle": "dotted"}
-            plots.draw_level(axes, statistics.mean(_accuracies(outcome)), NOT_PRIVATE, look)
+            name = f"{outcome.name}, not private"
+            plots.draw_level(axes, statistics.mean(_accuracies(outcome)), name, look)
 
 
 def _ends(outcomes: list[Outcome], x: Callable[[Outcome], float | None], label: str) -> Figure:

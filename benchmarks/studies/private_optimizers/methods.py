@@ -1,33 +1,23 @@
 """What is compared, and how a run goes."""
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torch.optim import Adam, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 
-from benchmarks.studies.private_optimizers.models import small_cnn, wide_resnet
+from benchmarks.studies.private_optimizers.data import Given, PartlyPublic
 from benchmarks.studies.private_training import (
     PrivatePlan,
     diverging_ignored,
     train_privately,
 )
-from comm_hooks.collectives import Simulated, Transport
-from comm_hooks.compressors import Identity
-from comm_hooks.exchange import Exchange
+from comm_hooks.collectives import Simulated
 from comm_hooks.launchers.lab.outcomes import Advance, Method, Point, Settings
-from comm_hooks.launchers.lab.schedules import constant
-from comm_hooks.launchers.lab.simulated import (
-    Client,
-    NamedParameters,
-    Plan,
-    batch_generator,
-    new_model,
-    simulated_method,
-)
-from comm_hooks.launchers.lab.tasks import Shard, Task, build_task
+from comm_hooks.launchers.lab.simulated import batch_generator, judge, new_model
+from comm_hooks.optim.base import Tensors
 from comm_hooks.optim.private import (
     DP2,
     DPSGD,
@@ -37,63 +27,42 @@ from comm_hooks.optim.private import (
     DPMicroAdam,
     ScaleThenPrivatize,
 )
-from comm_hooks.optim.private.optimizers.public_knowledge import PublicGradients
-
-NOT_PRIVATE = "Adam, not private"
-TASKS = ("digits", "cifar10")
-PUBLIC_SHARE = 0.01
-"""Of the training images, held back from all methods; AdaDPS takes their gradients."""
-
-
-@dataclass(frozen=True)
-class Images:
-    """A task whose training images are partly public.
-
-    Args:
-        task: with one client, which has the private ones.
-        public: the others.
-    """
-
-    task: Task
-    public: Shard
-
-
-@dataclass(frozen=True)
-class Given:
-    """What an optimizer is made from.
-
-    Args:
-        model: that is trained.
-        images: what it is trained on.
-        plan: how.
-        seed: of the order of public batches.
-    """
-
-    model: nn.Module
-    images: Images
-    plan: PrivatePlan
-    seed: int
-
-    @property
-    def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.model.named_parameters())
-
-    def public_gradients(self) -> PublicGradients:
-        """Return what differentiates one batch of public images after the other."""
-        public = self.images.public
-        batches = public.batches(min(len(public), 32), batch_generator(self.seed, 1))
-        return PublicGradients(self.model, self.images.task.loss, batches)
-
+from comm_hooks.optim.private.optimizers.ada_dps import AdaS
+from comm_hooks.optim.private.optimizers.dp_rmsprop import DPRMSProp
+from comm_hooks.optim.private.optimizers.public_baselines import PDADPMD, DPAdamPub, DPRPub
+from comm_hooks.optim.private.optimizers.public_knowledge import (
+    mean_tf_idf,
+    tf_idf,
+    token_frequency,
+)
 
 Make = Callable[[Given, Settings], Optimizer]
 
+_WARM_EPOCHS, _WARM_LR = 10, 0.003
 
-def _scale_then_privatize(given: Given, settings: Settings) -> Optimizer:
-    return ScaleThenPrivatize(given.parameters, settings["lr"], scale_eps=settings["scale_eps"])
+
+@dataclass(frozen=True)
+class Compared:
+    """A method as the study knows it.
+
+    Args:
+        make: the optimizer.
+        start: the first learning rate tried.
+        variants: other settings; "C" is the clipping norm over the plan's: in a space that is
+            scaled, gradients have other norms.
+        private: whether it is run with noise, and every noise multiplier.
+        words: whether it is for counts of words only.
+    """
+
+    make: Make
+    start: float
+    variants: Sequence[Settings] = ({},)
+    private: bool = True
+    words: bool = False
 
 
 def _dp2(given: Given, settings: Settings) -> Optimizer:
-    phase = max(1, given.plan.steps // 6)
+    phase = round(settings.get("s", max(1, given.plan.steps // 6)))
     return DP2(
         given.parameters,
         settings["lr"],
@@ -105,13 +74,35 @@ def _dp2(given: Given, settings: Settings) -> Optimizer:
     )
 
 
-def _ada_dps(given: Given, settings: Settings) -> Optimizer:
-    return AdaDPS(
-        given.parameters,
-        settings["lr"],
-        public_gradients=given.public_gradients(),
-        eps=settings["A eps"],
-    )
+def _ada_dps(preconditioner: str, ideal: bool = False) -> Make:
+    def make(given: Given, settings: Settings) -> Optimizer:
+        return AdaDPS(
+            given.parameters,
+            settings["lr"],
+            public_gradients=given.private_gradients() if ideal else given.public_gradients(),
+            preconditioner=preconditioner,
+            eps=settings["A eps"],
+        )
+
+    return make
+
+
+def _by_frequency(kind: type[AdaDPS] | type[AdaS]) -> Make:
+    def make(given: Given, settings: Settings) -> Optimizer:
+        scales = token_frequency(given.public_counts().sum(0), floor=settings["floor"])
+        return kind(given.parameters, settings["lr"], side_information={"weight": scales})
+
+    return make
+
+
+def _by_tf_idf(given: Given, settings: Settings) -> Optimizer:
+    scales = tf_idf(mean_tf_idf(given.public_counts()), floor=settings["floor"])
+    return AdaDPS(given.parameters, settings["lr"], side_information={"weight": scales})
+
+
+def _warm_start(given: Given, settings: Settings) -> Optimizer:
+    given.train_on_public(_WARM_EPOCHS, _WARM_LR)
+    return DPSGD(given.parameters, settings["lr"])
 
 
 def _adam_bc(given: Given, settings: Settings) -> Optimizer:
@@ -119,96 +110,190 @@ def _adam_bc(given: Given, settings: Settings) -> Optimizer:
     return DPAdamBC(given.parameters, settings["lr"], gamma=gamma)
 
 
+class _FalsePhi(DPAdamBC):
+    """DP-AdamBC that subtracts ``ratio`` times the variance of the noise."""
+
+    ratio = 1.0
+
+    def _divisors(self, *arguments: Any) -> Tensors:
+        true = self.noise_variance
+        assert true is not None
+        self.noise_variance = self.ratio * true
+        divisors = super()._divisors(*arguments)
+        self.noise_variance = true
+        return divisors
+
+
+def _adam_bc_of_a_false_phi(given: Given, settings: Settings) -> Optimizer:
+    gamma = 0.243 * given.plan.noise_variance
+    optimizer = _FalsePhi(given.parameters, settings["lr"], gamma=gamma)
+    optimizer.ratio = settings["Phi' / Phi"]
+    return optimizer
+
+
+def _as_dp_sgd(given: Given, settings: Settings) -> Optimizer:
+    beta1 = 0.9
+    rate = settings["lr"] * (1 - beta1) / math.sqrt(given.plan.noise_variance)
+    return DPSGD(given.parameters, rate, momentum=beta1)
+
+
 def _micro_adam(given: Given, settings: Settings) -> Optimizer:
     return DPMicroAdam(given.parameters, settings["lr"], density=settings["density"], min_numel=128)
 
 
-# With the first learning rate tried, and what else is.  "C" is the clipping norm over the plan's:
-# in a space that is scaled, gradients have other norms.
-_METHODS: dict[str, tuple[Make, float, Sequence[Settings]]] = {
-    "DP-SGD": (lambda g, s: DPSGD(g.parameters, s["lr"], momentum=0.9), 0.025, ({},)),
-    "DP-Adam": (lambda g, s: DPAdam(g.parameters, s["lr"]), 0.004, ({},)),
+def _scale_then_privatize(given: Given, settings: Settings) -> Optimizer:
+    return ScaleThenPrivatize(given.parameters, settings["lr"], scale_eps=settings["scale_eps"])
+
+
+_FLOORS = tuple({"C": 10.0, "A eps": eps} for eps in (0.1, 0.01))
+_WORDS = tuple({"C": 10.0, "floor": floor} for floor in (0.1, 0.01))
+
+PRIVATE: dict[str, Compared] = {
+    "DP-SGD": Compared(lambda g, s: DPSGD(g.parameters, s["lr"], momentum=0.9), 0.025),
+    "DP-Adam": Compared(lambda g, s: DPAdam(g.parameters, s["lr"]), 0.004),
     # What DPAdamBC suggests is 0.243 Phi; the authors go down to 0.004 Phi.
-    "DP-AdamBC": (_adam_bc, 0.004, ({"gamma / Phi": 0.243}, {"gamma / Phi": 0.02})),
-    "DP-MicroAdam": (_micro_adam, 0.004, ({"density": 0.01}, {"density": 0.1})),
-    "scale-then-privatize": (
+    "DP-AdamBC": Compared(_adam_bc, 0.004, ({"gamma / Phi": 0.243}, {"gamma / Phi": 0.02})),
+    "DP-MicroAdam": Compared(_micro_adam, 0.004, ({"density": 0.01}, {"density": 0.1})),
+    "scale-then-privatize": Compared(
         _scale_then_privatize,
         0.004,
         ({"C": 10.0, "scale_eps": 0.1}, {"C": 10.0, "scale_eps": 0.01}),
     ),
-    "DP2": (
-        _dp2,
-        0.4,
-        ({"clip ratio": 1.0, "lr ratio": 0.1}, {"clip ratio": 10.0, "lr ratio": 0.1}),
+    "DP2": Compared(
+        _dp2, 0.4, ({"clip ratio": 1.0, "lr ratio": 0.1}, {"clip ratio": 10.0, "lr ratio": 0.1})
     ),
-    "AdaDPS": (_ada_dps, 0.04, ({"C": 10.0, "A eps": 0.1}, {"C": 10.0, "A eps": 0.01})),
+    "DP-RMSProp": Compared(lambda g, s: DPRMSProp(g.parameters, s["lr"]), 0.004),
+    "AdaDPS": Compared(_ada_dps("rmsprop"), 0.04, _FLOORS),
+    "AdaDPS, Adam": Compared(_ada_dps("adam"), 0.04, _FLOORS),
+    "DP-R-Pub": Compared(
+        lambda g, s: DPRPub(g.parameters, s["lr"], g.public_gradients(), eps=s["eps"]),
+        0.004,
+        ({"eps": 0.1}, {"eps": 0.01}),
+    ),
+    "DP-Adam-Pub": Compared(
+        lambda g, s: DPAdamPub(g.parameters, s["lr"], g.public_gradients(), eps=s["eps"]),
+        0.004,
+        ({"eps": 0.1}, {"eps": 0.01}),
+    ),
+    "PDA-DPMD": Compared(
+        lambda g, s: PDADPMD(g.parameters, s["lr"], g.public_gradients(), total_steps=g.plan.steps),
+        0.1,
+    ),
+    "warm start, DP-SGD": Compared(_warm_start, 0.1),
+    "AdaDPS, token frequency": Compared(_by_frequency(AdaDPS), 0.1, _WORDS, words=True),
+    "AdaDPS, TF-IDF": Compared(_by_tf_idf, 0.1, _WORDS, words=True),
+    # What the paper calls ideal: no guarantee covers it.
+    "AdaDPS, ideal": Compared(_ada_dps("rmsprop", ideal=True), 0.04, _FLOORS),
 }
-METHODS = tuple(_METHODS)
+"""Compared unless ``--methods`` says otherwise: the papers' methods and their baselines."""
 
+ABLATIONS: dict[str, Compared] = {
+    **{
+        f"DP-Adam, eps {eps:g} sqrt(Phi)": Compared(
+            lambda g, s: DPAdam(
+                g.parameters, s["lr"], eps=s["eps / sqrt(Phi)"] * g.plan.noise_variance**0.5
+            ),
+            0.004,
+            ({"eps / sqrt(Phi)": eps},),
+        )
+        for eps in (0.1, 1.0, 10.0)
+    },
+    **{
+        f"DP-Adam, beta1 {beta1:g}": Compared(
+            lambda g, s: DPAdam(
+                g.parameters, s["lr"], betas=(s["beta1"], 1 - (1 - s["beta1"]) ** 2)
+            ),
+            0.004,
+            ({"beta1": beta1},),
+        )
+        for beta1 in (0.0, 0.5, 0.9, 0.97)
+    },
+    **{
+        f"DP-AdamBC, {ratio:.2g} Phi": Compared(
+            _adam_bc_of_a_false_phi, 0.004, ({"Phi' / Phi": ratio},)
+        )
+        for ratio in (1 / 24, 1.0, 4.0)
+    },
+    "DP-Adam as DP-SGD": Compared(_as_dp_sgd, 0.004),
+    **{
+        f"DP2, s = {phase}": Compared(
+            _dp2, 0.4, ({"clip ratio": 1.0, "lr ratio": 0.1, "s": float(phase)},)
+        )
+        for phase in (5, 25, 75)
+    },
+}
+"""Single claims of the papers, only if ``--methods`` names them."""
 
-def build_images(name: str, seed: int, data_dir: Path | None) -> Images:
-    """Return the task of that name for one seed.
-
-    Args:
-        name: ``"digits"`` or ``"cifar10"``.
-        seed: says which images are public.
-        data_dir: where CIFAR-10 lies.
-
-    Raises:
-        ValueError: for data that is missing or not what it should be, and too little of it.
-    """
-    options: dict[str, Any] = {"augment": False} if name == "cifar10" else {}
-    task = build_task(name, clients=1, seed=seed, data_dir=data_dir, **options)
-    samples = task.clients[0]
-    public = round(PUBLIC_SHARE * len(samples))
-    if not public:
-        raise ValueError(f"{name}: {len(samples)} training images are too few")
-    return Images(
-        replace(
-            task,
-            make_model=small_cnn if name == "digits" else wide_resnet,
-            clients=[replace(samples, indices=samples.indices[public:])],
+PLAIN: dict[str, Compared] = {
+    "SGD": Compared(lambda g, s: SGD([p for _, p in g.parameters], s["lr"]), 0.1, private=False),
+    "Adam": Compared(
+        lambda g, s: Adam([p for _, p in g.parameters], s["lr"]), 0.004, private=False
+    ),
+    "AdaS": Compared(
+        lambda g, s: AdaS(
+            g.parameters, s["lr"], public_gradients=g.public_gradients(), eps=s["A eps"]
         ),
-        replace(samples, indices=samples.indices[:public]),
-    )
+        0.04,
+        ({"A eps": 0.1}, {"A eps": 0.01}),
+        private=False,
+    ),
+    "AdaS, token frequency": Compared(
+        _by_frequency(AdaS), 0.1, ({"floor": 0.1}, {"floor": 0.01}), private=False, words=True
+    ),
+}
+"""Without privacy: what it costs."""
+
+METHODS = {**PRIVATE, **ABLATIONS, **PLAIN}
 
 
 def make_methods(
-    names: Sequence[str], images: Sequence[Images], plans: Sequence[PrivatePlan]
+    names: Sequence[str], data: Sequence[PartlyPublic], plans: Sequence[PrivatePlan]
 ) -> list[Method]:
-    """Return Adam without privacy, and every method at every noise multiplier.
+    """Return those without privacy once, and the others at every noise multiplier.
 
     Args:
         names: of the methods.
-        images: one per seed.
+        data: one per seed.
         plans: one per noise multiplier.
     """
-    private = [_private(name, images, plan) for plan in plans for name in names]
-    return [_not_private(images, plans[0]), *private]
+    plain = [_method(name, data, plans[0]) for name in names if not METHODS[name].private]
+    return plain + [
+        _method(name, data, plan) for plan in plans for name in names if METHODS[name].private
+    ]
 
 
-def _private(name: str, images: Sequence[Images], plan: PrivatePlan) -> Method:
-    make, start, variants = _METHODS[name]
+def _method(name: str, data: Sequence[PartlyPublic], plan: PrivatePlan) -> Method:
+    compared = METHODS[name]
 
     def run(settings: Settings, seed: int, advance: Advance) -> list[Point]:
-        scaled = replace(plan, max_grad_norm=settings.get("C", 1.0) * plan.max_grad_norm)
-        model = new_model(images[seed].task, seed, plan.device)
-        optimizer = make(Given(model, images[seed], scaled, seed), settings)
+        own = replace(plan, max_grad_norm=settings.get("C", 1.0) * plan.max_grad_norm)
+        task = data[seed].task
+        model = new_model(task, seed, plan.device)
+        given = Given(model, data[seed], own, seed)
+        optimizer = compared.make(given, settings)
+        if not compared.private:
+            return _train_plainly(given, optimizer, advance)
         with diverging_ignored():
-            return train_privately(
-                images[seed].task, model, optimizer, scaled, advance, transport=Simulated(1)[0]
-            )
+            return train_privately(task, model, optimizer, own, advance, transport=Simulated(1)[0])
 
-    return Method(name, {"sigma": plan.noise_multiplier}, run, start, variants)
+    sigma = plan.noise_multiplier if compared.private else None
+    return Method(name, {"sigma": sigma}, run, compared.start, compared.variants)
 
 
-def _not_private(images: Sequence[Images], plan: PrivatePlan) -> Method:
-    def make(
-        parameters: NamedParameters, transport: Transport, settings: Settings, seed: int
-    ) -> Client:
-        optimizer = Adam([p for _, p in parameters], settings["lr"])
-        return Client(optimizer, Exchange(Identity(), transport=transport), optimizer)
+def _train_plainly(given: Given, optimizer: Optimizer, advance: Advance) -> list[Point]:
+    """Train without noise and clipping, in epochs; return the curve.
 
-    plain = Plan(plan.steps, 1, round(plan.batch), plan.points, constant, device=plan.device)
-    tasks = [each.task for each in images]
-    return simulated_method(NOT_PRIVATE, {"sigma": None}, tasks, plain, make, 0.004)
+    Raises:
+        Diverged: with the points so far, as soon as a loss on held-out data is not finite.
+    """
+    task, plan, model = given.data.task, given.plan, given.model
+    batches = task.clients[0].batches(round(plan.batch), batch_generator(given.seed, 0))
+    curve: list[Point] = []
+    for step, batch in enumerate(itertools.islice(batches, plan.steps), start=1):
+        model.zero_grad()
+        task.loss(model, batch).backward()
+        optimizer.step()
+        if plan.is_due(step):
+            judge(task, model, step, 0, curve)
+        advance()
+    return curve

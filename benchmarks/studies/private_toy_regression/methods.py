@@ -74,7 +74,7 @@ class Fit(Outcome):
         for key in ("errors", "mean_error", "bytes_per_client_and_round"):
             del record[key]
         for attempt in record["tries"]:
-            del attempt["error"]
+            del attempt["error"], attempt["validation"]
         for run in record["runs"]:
             run["curve"] = [
                 {key: point[key] for key in ("round", "loss")} for point in run["curve"]

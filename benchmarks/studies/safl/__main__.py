@@ -59,6 +59,7 @@ def safl(
     server: Annotated[
         str, cli.Option(f"SAFL's server: {' or '.join(SERVERS)}.", "adam", known=SERVERS)
     ],
+    validation: cli.Validation,
     seeds: Annotated[int, cli.SEEDS],
     tries: Annotated[int, replace(cli.TRIES, quick=2)],
     points: Annotated[int, cli.POINTS],
@@ -69,14 +70,16 @@ def safl(
 
     The model is one vector, and all of it is compressed. Bytes are those that a client sends per
     round by the ring algorithms, counted. Each method's learning rate is tuned on the first seed
-    by the same number of tries, then all seeds are run (default: 3 tries and 3 seeds, quick: 2 and
-    1). Writes safl.json and plots to --out. Exit codes: 0, 2 for bad input, 130 if interrupted
-    (what is finished is reported).
+    and on data apart from those that are reported, then all seeds are run. Writes safl.json and
+    plots to --out; a study that was interrupted goes on there. Exit codes: 0, 2 for bad input, 130
+    if interrupted (what is finished is reported).
     """
     options = {"label_smoothing": _LABEL_SMOOTHING, **task_option}
     if task == "digits":
         options.setdefault("model", "mlp" if quick else "resnet")
-    tasks = cli.build_tasks(task, data_dir, clients=clients, seeds=seeds, **options)
+    tasks = cli.build_tasks(
+        task, data_dir, clients=clients, seeds=seeds, validation=validation, **options
+    )
     plan = Plan(
         rounds, local_steps[0], batch, min(points, rounds), cosine, flat=True, device=device
     )

@@ -13,6 +13,7 @@ from comm_hooks.launchers.lab.tasks.fashion_mnist import fashion_mnist
 from comm_hooks.launchers.lab.tasks.gpt_text import gpt_text
 from comm_hooks.launchers.lab.tasks.task import Batch, Shard, Task
 from comm_hooks.launchers.lab.tasks.text_classification import IMDB, SST2, text_classification
+from comm_hooks.launchers.lab.tasks.verses import verses
 
 __all__ = ["TASKS", "Batch", "Shard", "Task", "build_task"]
 
@@ -23,6 +24,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "sst2": functools.partial(text_classification, SST2),
     "imdb": functools.partial(text_classification, IMDB),
     "gpt_text": gpt_text,
+    "verses": verses,
 }
 
 

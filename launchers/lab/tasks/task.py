@@ -1,7 +1,7 @@
 """What a study trains: a model, every client's own data, and data that no client has."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -100,6 +100,8 @@ class Task:
         make_model: returns a new model whose weights follow from ``torch.manual_seed``.
         clients: the training data.
         held_out: what the model is judged on.
+        validation: what settings are tuned on, see :meth:`with_validation`.
+        training: as many of the training samples, which show how well they are fitted.
         label_smoothing: of the training loss; from 0 up to, not including, 1.
 
     Raises:
@@ -121,6 +123,8 @@ class Task:
     make_model: Callable[[], nn.Module]
     clients: Sequence[Shard]
     held_out: Shard
+    validation: Shard | None = None
+    training: Shard | None = None
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
@@ -134,25 +138,69 @@ class Task:
         logits, targets = _predict(model, batch)
         return F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
 
+    def with_validation(self, share: float, seed: int) -> "Task":
+        """Return the task with a share of each client's samples taken away, to tune settings on.
+
+        Args:
+            share: of the samples, in (0, 1); of each client at least one is left.
+            seed: says which are taken.
+
+        Raises:
+            ValueError: if that is not a single sample.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        kept, taken = [], []
+        for client in self.clients:
+            places = torch.randperm(len(client), generator=generator)
+            count = min(round(share * len(client)), len(client) - 1)
+            taken.append(client.indices[places[:count]])
+            kept.append(replace(client, indices=client.indices[places[count:].sort().values]))
+        validation = torch.cat(taken)
+        if not len(validation):
+            samples = sum(len(client) for client in self.clients)
+            raise ValueError(
+                f"{self.name}: {share:g} of the samples of {len(kept)} clients, {samples} in all, "
+                "is none to tune settings on: take fewer clients"
+            )
+        fitted = torch.cat([client.indices for client in kept])
+        shown = fitted[torch.randperm(len(fitted), generator=generator)[: len(validation)]]
+        first = self.clients[0]
+        return replace(
+            self,
+            clients=kept,
+            validation=replace(first, indices=validation),
+            training=replace(first, indices=shown),
+        )
+
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return means over all held-out predictions; the model keeps its mode.
+        """Return means over all predictions; the model keeps its mode.
 
-        ``loss`` is the cross-entropy in nats, without label smoothing so that it compares between
-        tasks with and without; ``error`` is the share of predictions that are wrong, 0 to 1.
+        ``loss`` is the cross-entropy on held-out data in nats, without label smoothing so that it
+        compares between tasks with and without; ``error`` is the share of predictions that are
+        wrong there, 0 to 1; ``validation`` and ``training`` are the losses there, if there are such
+        samples.
         """
         training = model.training
         model.eval()
-        losses, wrong = [], []
-        count = 0
-        for batch in self.held_out.in_order(_EVAL_BATCH):
-            logits, targets = _predict(model, batch)
-            losses.append(F.cross_entropy(logits, targets, reduction="sum").double())
-            wrong.append(logits.argmax(1).ne(targets).sum())
-            count += len(targets)
+        loss, error = _judge(model, self.held_out)
+        others = {"validation": self.validation, "training": self.training}
+        losses = {name: _judge(model, shard)[0] for name, shard in others.items() if shard}
         model.train(training)
-        total_loss, total_wrong = torch.stack(losses).sum(), torch.stack(wrong).sum()
-        return {"loss": total_loss.item() / count, "error": total_wrong.item() / count}
+        return {"loss": loss, "error": error, **losses}
+
+
+def _judge(model: nn.Module, shard: Shard) -> tuple[float, float]:
+    """Return the mean cross-entropy and the share of wrong predictions."""
+    losses, wrong = [], []
+    count = 0
+    for batch in shard.in_order(_EVAL_BATCH):
+        logits, targets = _predict(model, batch)
+        losses.append(F.cross_entropy(logits, targets, reduction="sum").double())
+        wrong.append(logits.argmax(1).ne(targets).sum())
+        count += len(targets)
+    total_loss, total_wrong = torch.stack(losses).sum(), torch.stack(wrong).sum()
+    return total_loss.item() / count, total_wrong.item() / count
 
 
 def _predict(model: nn.Module, batch: Batch) -> Batch:

@@ -24,4 +24,5 @@ SMALL: dict[str, tuple[Callable[[Path], Any] | None, dict[str, Any], int, float]
     "sst2": (write_sst2, {"layers": 1, "width": 32, "length": 16}, 60, 0.1),
     "imdb": (write_imdb, {"layers": 1, "width": 32, "length": 16}, 60, 0.1),
     "gpt_text": (write_text, {"layers": 1, "width": 32, "heads": 2, "context": 32}, 100, 0.5),
+    "verses": (None, {}, 60, 0.5),
 }

@@ -47,6 +47,29 @@ def test_all_methods_get_as_many_tries_and_the_best_is_approached(
         assert min(tried.values()) <= math.log10(4) / 2 + 1e-9
 
 
+@given(best=st.floats(-6, 6), tries=st.integers(3, 8), more=st.integers(1, 12))
+def test_more_is_tried_only_while_the_best_is_at_the_edge(
+    best: float, tries: int, more: int
+) -> None:
+    def loss(rate: float) -> float:
+        return abs(math.log10(rate) - best)
+
+    tried, fewer = search(loss, 1.0, tries, more=more), search(loss, 1.0, tries)
+    assert list(tried)[:tries] == list(fewer)
+    rates = sorted(fewer)
+    if min(fewer, key=loss) in (rates[0], rates[-1]):
+        assert len(tried) > tries
+        inside = min(tried, key=loss) not in (min(tried), max(tried))
+        assert inside or len(tried) == tries + more
+    else:
+        assert tried == fewer
+
+
+@pytest.mark.parametrize("tries", [1, 2])
+def test_too_few_tries_to_lie_between_others_stay_as_few(tries: int) -> None:
+    assert len(search(lambda rate: rate, 1.0, tries, more=5)) == tries
+
+
 def method_of(loss: Callable[[Settings, int], float], **options: Any) -> Method:
     """A method whose runs have one point of that loss, or none if it is not finite."""
 
@@ -81,6 +104,18 @@ def test_the_best_settings_of_the_first_seed_are_run_on_all(display: Display) ->
     assert outcome.mean_curve() == [Point(1, 2.0, pytest.approx(0.2), 100)]
 
 
+def test_settings_are_chosen_by_validation_data_where_there_are_such(display: Display) -> None:
+    def train(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+        distance = abs(math.log2(settings["lr"]))
+        return [Point(1, loss=-distance, error=0.5, bytes_sent=0, validation=distance)]
+
+    method = Method("method", {}, train, start=0.25)
+    outcome = run_method(method, seeds=[0], tries=4, rounds=1, display=display, reached=str)
+    assert outcome.settings == {"lr": 1.0}
+    assert outcome.losses == [0.0]
+    assert {attempt["validation"] for attempt in outcome.to_dict()["tries"]} == {0.0, 1.0, 2.0}
+
+
 def test_settings_that_name_a_learning_rate_are_tried_as_they_are(display: Display) -> None:
     method = method_of(lambda s, seed: s["lr"], start=1.0, variants=[{"lr": 3.0}, {"lr": 2.0}])
     outcome = run_method(method, seeds=[0], tries=5, rounds=1, display=display, reached=str)
@@ -92,7 +127,7 @@ def test_a_method_that_always_diverges_is_reported_as_such(display: Display) -> 
     method = method_of(lambda s, seed: math.nan, start=1.0)
     outcome = run_method(method, seeds=[0, 1], tries=3, rounds=1, display=display, reached=str)
     assert outcome.diverged
-    assert len(outcome.tries) == 3
+    assert len(outcome.tries) == 6
     assert len(outcome.runs) == 1
     record = outcome.to_dict()
     assert record["mean_loss"] is None

@@ -96,6 +96,34 @@ def test_clients_have_few_classes_if_asked(name: str, small: Callable[..., Task]
         assert len(seen.unique()) == count
 
 
+@given(share=st.floats(0.01, 0.9), clients=st.integers(1, 40), seed=st.integers(0, 3))
+def test_validation_data_are_nobody_elses(share: float, clients: int, seed: int) -> None:
+    task = build_task("digits", clients=clients, seed=seed, model="mlp")
+    divided = task.with_validation(share, seed)
+    assert divided.validation
+    assert divided.training
+    kept = torch.cat([client.indices for client in divided.clients])
+    together = torch.cat([kept, divided.validation.indices])
+    everything = torch.cat([client.indices for client in task.clients])
+    assert torch.equal(together.sort().values, everything.sort().values)
+    for before, after in zip(task.clients, divided.clients, strict=True):
+        assert len(after) == len(before) - round(share * len(before))
+        assert set(after.indices.tolist()) < set(before.indices.tolist())
+    assert set(divided.training.indices.tolist()) <= set(kept.tolist())
+    assert len(divided.training) == min(len(kept), len(divided.validation))
+    assert torch.equal(divided.held_out.indices, task.held_out.indices)
+    again = task.with_validation(share, seed).validation
+    assert again
+    assert torch.equal(again.indices, divided.validation.indices)
+
+
+def test_a_client_keeps_a_sample_and_nobody_has_none() -> None:
+    task = build_task("digits", clients=700, model="mlp")
+    assert all(len(client) == 1 for client in task.with_validation(0.9, 0).clients[:600])
+    with pytest.raises(ValueError, match="of 700 clients, 1437 in all, is none to tune"):
+        task.with_validation(0.1, 0)
+
+
 # Batches and judgement.
 
 
