@@ -11,13 +11,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.studies import cli
-from benchmarks.studies.safl_dimension.problem import (
-    BETAS,
-    SPECTRA,
-    Descent,
-    descend,
-    make_quadratic,
-)
+from benchmarks.studies.safl_dimension.methods import BETAS, METHODS
+from benchmarks.studies.safl_dimension.problem import SPECTRA, Descent, descend, make_quadratic
 from comm_hooks.compressors import SRHT, CountSketch, GaussianSketch
 from comm_hooks.launchers.lab.plots import new_figure, save, style
 from comm_hooks.launchers.lab.search import search
@@ -30,20 +25,20 @@ SKETCHES: dict[str, Any] = {
     "gaussian_sketch": GaussianSketch,
 }
 _FACTOR = 2.0  # between neighbouring learning rates
-_START = {"flat": 0.08, "power law": 0.04}
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one spectrum and number of parameters took.
+    """What a method took on one spectrum and number of parameters.
 
     Args:
-        spectrum, numel: which.
+        method, spectrum, numel: which.
         intrinsic: the intrinsic dimension.
         tries: the trainings that the learning rate was chosen by, all with seed 0.
         runs: with that learning rate, one per seed.
     """
 
+    method: str
     spectrum: str
     numel: int
     intrinsic: float
@@ -83,16 +78,31 @@ def safl_dimension(
     sketch: Annotated[
         str, cli.Option(f"One of {', '.join(SKETCHES)}.", "count_sketch", known=[*SKETCHES])
     ],
+    methods: Annotated[
+        list[str],
+        cli.Option(
+            "What is compared; peers get the bytes of the sketch.",
+            *(",".join(METHODS), "safl,cd_adam"),
+            each=str,
+            known=[*METHODS],
+        ),
+    ],
     target: Annotated[
         float, cli.Option("The share of the loss to reach.", 0.1, check=cli.fraction)
     ],
     limit: Annotated[int, cli.Option("Rounds at most.", 1000, 200, least=1)],
     seeds: Annotated[int, cli.SEEDS],
     tries: Annotated[
-        int, cli.Option("Learning rates tried per row, on the first seed.", 7, 3, least=1)
+        int,
+        cli.Option(
+            "Learning rates tried per row, on the first seed; with 3 or more, up to as many again "
+            "while the best is the largest or smallest.",
+            *(7, 3),
+            least=1,
+        ),
     ],
 ) -> cli.Run:
-    """Count SAFL's rounds to a given loss on quadratics of more and more parameters.
+    """Count rounds to a given loss on quadratics of more and more parameters.
 
     Writes safl_dimension.json and a plot to --out. Exit codes: 0, 2 for bad input, 130 if
     interrupted (what is finished is reported).
@@ -105,11 +115,11 @@ def safl_dimension(
         console = make_console()
         bars = Progress(console=console, disable=not console.is_terminal)
         rows: list[Row] = []
-        pairs = [(spectrum, numel) for spectrum in SPECTRA for numel in numels]
+        cases = [(m, s, numel) for m in methods for s in SPECTRA for numel in numels]
         with Interruption() as interruption, bars as progress:
-            bar = progress.add_task(place.name, total=len(pairs) * limit * (tries + seeds - 1))
-            for spectrum, numel in pairs:
-                rows.append(measure(spectrum, numel, lambda: progress.advance(bar)))
+            bar = progress.add_task(place.name, total=len(cases) * limit * (tries + seeds - 1))
+            for method, spectrum, numel in cases:
+                rows.append(measure(method, spectrum, numel, lambda: progress.advance(bar)))
         if rows:
             console.print(make_rows_table(rows, limit))
             record = {
@@ -123,25 +133,24 @@ def safl_dimension(
             cli.write_record(place, record, console, [write_plot(rows, place.out)])
         cli.end(place, interruption)
 
-    def measure(spectrum: str, numel: int, advance: Any) -> Row:
-        compressor = SKETCHES[sketch](ratio=size / numel)
+    def measure(method: str, spectrum: str, numel: int, advance: Any) -> Row:
+        compared = METHODS[method]
+        build = compared.fit(SKETCHES[sketch](ratio=size / numel), numel, limit)
         done: list[Descent] = []
 
         def descent(lr: float, seed: int) -> Descent:
             quadratic = make_quadratic(spectrum, numel, seed)
-            return descend(
-                quadratic, compressor, lr, seed, limit=limit, target=target, advance=advance
-            )
+            return descend(quadratic, build, lr, seed, limit=limit, target=target, advance=advance)
 
         def cost(lr: float) -> float:
             done.append(descent(lr, 0))
             return done[-1].cost(limit)
 
-        search(cost, _START[spectrum], tries, _FACTOR)
+        search(cost, compared.start, tries, _FACTOR, tries)
         best = min(done, key=lambda attempt: attempt.cost(limit))
         runs = [best, *(descent(best.lr, seed) for seed in range(1, seeds))]
         intrinsic = make_quadratic(spectrum, numel, 0).intrinsic_dimension
-        return Row(spectrum, numel, intrinsic, tuple(done), tuple(runs))
+        return Row(method, spectrum, numel, intrinsic, tuple(done), tuple(runs))
 
     return run
 
@@ -150,6 +159,7 @@ def make_rows_table(rows: Sequence[Row], limit: int) -> Table:
     """Return the table; a star marks a learning rate at an edge of those tried."""
     cells = [
         (
+            row.method,
             row.spectrum,
             f"{row.numel:,}",
             f"{row.intrinsic:,.1f}",
@@ -159,25 +169,36 @@ def make_rows_table(rows: Sequence[Row], limit: int) -> Table:
         )
         for row in rows
     ]
-    columns = ("spectrum", "parameters", "intrinsic dimension", "rounds", "each seed", "lr")
+    columns = (
+        "method",
+        "spectrum",
+        "parameters",
+        "intrinsic dimension",
+        "rounds",
+        "each seed",
+        "lr",
+    )
     return make_table("Rounds to the given share of the loss", columns, cells)
 
 
 def write_plot(rows: Sequence[Row], out: Path) -> Path:
     """Write the rounds against the number of parameters; return the path."""
-    figure, (axes,) = new_figure(width=5)
-    for index, spectrum in enumerate(SPECTRA):
-        own = [row for row in rows if row.spectrum == spectrum and row.mean is not None]
-        axes.plot(
-            [row.numel for row in own],
-            [row.mean or 0 for row in own],
-            label=spectrum,
-            **{**style(index), "marker": "o"},
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("parameters")
-    axes.set_ylabel("rounds")
+    figure, panels = new_figure(len(SPECTRA), width=4)
+    names = list(dict.fromkeys(row.method for row in rows))
+    for axes, spectrum in zip(panels, SPECTRA, strict=True):
+        for index, name in enumerate(names):
+            own = [r for r in rows if (r.spectrum, r.method) == (spectrum, name) and r.mean]
+            axes.plot(
+                [row.numel for row in own],
+                [row.mean or 0 for row in own],
+                label=name,
+                **{**style(index), "marker": "o"},
+            )
+        axes.set_title(spectrum, fontsize="medium")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("parameters")
+    panels[0].set_ylabel("rounds")
     return save(figure, out / "rounds-vs-parameters.png")
 
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from comm_hooks.collectives import Simulated
-from comm_hooks.compressors import Compressor
-from comm_hooks.exchange import Exchange
+from comm_hooks.collectives import Simulated, Transport
 from comm_hooks.kernels.hadamard import hadamard
-from comm_hooks.optim import SAFL
+from comm_hooks.launchers.lab.simulated import NamedParameters, Steps
 
-BETAS = (0.9, 0.99)
+Build = Callable[[NamedParameters, Transport, float, int], Steps]
+"""Makes what takes a method's steps, with a learning rate and a seed."""
+
 _EXPLODED = 1e3
 
 SPECTRA: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -101,7 +101,7 @@ class Descent:
 
 def descend(
     quadratic: Quadratic,
-    compressor: Compressor,
+    build: Build,
     lr: float,
     seed: int,
     *,
@@ -109,28 +109,30 @@ def descend(
     target: float,
     advance: Callable[[], None],
 ) -> Descent:
-    """Train with SAFL, one local step per round, until the loss has fallen far enough.
+    """Train, one step per round, until the loss has fallen far enough.
 
     Args:
         quadratic: what is minimized.
-        compressor: a sketch.
-        lr: of the server.
-        seed: of the sketches.
+        build: makes the method.
+        lr: its learning rate.
+        seed: of what it draws.
         limit: the most rounds.
         target: the share of the initial loss at which to stop.
         advance: called after each round.
     """
-    weight = nn.Parameter(quadratic.start.clone())
-    transport = Simulated(1)[0]
-    exchange = Exchange(compressor, transport=transport, min_numel=1, min_ndim=1, seed=seed)
-    safl = SAFL([("weight", weight)], exchange, lr=lr, local_lr=1.0, local_steps=1, betas=BETAS)
-    initial = quadratic.loss(weight.detach())
+    weight = nn.Parameter(quadratic.start[None].clone())
+    steps = build([("weight", weight)], Simulated(1)[0], lr, seed)
+    initial = quadratic.loss(quadratic.start)
     left = 1.0
+
+    def closure() -> float:
+        weight.grad = quadratic.gradient(weight.detach()[0])[None]
+        return left
+
     for round_ in range(1, limit + 1):
-        weight.grad = quadratic.gradient(weight.detach())
-        safl.step()
+        steps.step(closure)
         advance()
-        left = quadratic.loss(weight.detach()) / initial
+        left = quadratic.loss(weight.detach()[0]) / initial
         if left <= target:
             return Descent(lr, seed, round_, left)
         if not left < _EXPLODED:

@@ -56,8 +56,8 @@ def test_dp_micro_adams_table_8(sigma, orders):
     assert 0 <= ours - TABLE_8[sigma] <= (6 if sigma == 8 else 0)
 
 
-# sigma, q, delta, steps as printed, ours.  Table 9, ImageNet without the 10,000 images that De et al.
-# hold back, who print 71,589; Table 10, fine-tuning on CIFAR-10 and CIFAR-100.
+# sigma, q, delta, steps as printed, ours.  Table 9, ImageNet without the 10,000 images that De et
+# al. hold back, who print 71,589; Table 10, fine-tuning on CIFAR-10 and CIFAR-100.
 TABLES_9_AND_10 = [
     (2.5, 16384 / 1_271_167, 8e-7, 71_528, 71_587),
     (1.56, 4096 / 45000, 1e-5, 539, 536),
