@@ -12,7 +12,13 @@ from rich.table import Table
 
 from benchmarks.studies import cli
 from benchmarks.studies.private_optimizers.data import KINDS, build
-from benchmarks.studies.private_optimizers.methods import METHODS, PLAIN, PRIVATE, make_methods
+from benchmarks.studies.private_optimizers.methods import (
+    ABLATIONS,
+    METHODS,
+    PLAIN,
+    PRIVATE,
+    make_methods,
+)
 from benchmarks.studies.private_training import RECORDED, PrivatePlan, end_of, point_of
 from comm_hooks.launchers.lab import plots, tables
 from comm_hooks.launchers.lab.outcomes import Outcome
@@ -58,12 +64,12 @@ def private_optimizers(
     methods: Annotated[
         list[str],
         cli.Option(
-            "What is compared, separated by semicolons, or one of: all (what the task is for), "
-            "private, plain. Methods of words need --task verses.",
+            "What is compared, separated by semicolons; all: private and plain (those of words "
+            "with --task verses only); ablations: single claims.",
             "all",
             each=str,
             separator=";",
-            known=["all", "private", "plain", *METHODS],
+            known=["all", "private", "plain", "ablations", *METHODS],
         ),
     ],
     micro_batch: Annotated[
@@ -130,7 +136,12 @@ def private_optimizers(
 
 def _names_of(chosen: list[str], task: str) -> list[str]:
     """Return the methods that are meant; those of words only where inputs are such."""
-    groups = {"all": [*PLAIN, *PRIVATE], "private": [*PRIVATE], "plain": [*PLAIN]}
+    groups = {
+        "all": [*PLAIN, *PRIVATE],
+        "private": [*PRIVATE],
+        "plain": [*PLAIN],
+        "ablations": [*ABLATIONS],
+    }
     words = KINDS[task].words
     names = []
     for name in chosen:

@@ -268,6 +268,39 @@ def test_the_papers_example() -> None:
     assert suggested_gamma(phi) / phi == pytest.approx(0.243, abs=5e-4)
 
 
+def test_the_papers_bound_without_knowing_the_gradients() -> None:
+    """Proposition 4, which the library does not need: Table 4's values follow from its formula."""
+    sigma, batch, beta2 = 0.4, 256, 0.999
+    printed = {
+        (0.1, 0.05): (2.688e-5, 8.505e-6, 2.797e-6, 1.902e-6),
+        (1.0, 0.05): (2.688e-3, 8.505e-4, 2.797e-4, 1.902e-4),
+        (1.0, 0.10): (2.423e-3, 7.664e-4, 2.520e-4, 1.714e-4),
+    }
+    for (norm, alpha), bounds in printed.items():
+        for t, bound in zip((10, 100, 1000, 10000), bounds, strict=True):
+            spread = math.sqrt((1 - beta2 ** (2 * t)) / (1 - beta2**2))
+            nu = 2 * spread * ((sigma * norm / batch) ** 2 + sigma * norm**2 / batch)
+            xi = (1 - beta2) / (1 - beta2**t) * math.sqrt(2 * nu**2 * math.log(2 / alpha))
+            assert xi == pytest.approx(bound, rel=5e-4)
+
+
+@pytest.mark.parametrize(("phi", "limit"), [(2.4e-8, 0.645), (1.5e-5, 0.026)])
+def test_the_papers_learning_rates_of_dp_sgd(phi: float, limit: float) -> None:
+    """Figure 2, left: what Adam's learning rate of 0.001 is worth in the end, by equation 3."""
+    parameter = nn.Parameter(torch.zeros(20_000))
+    optimizer = DPAdam([("weight", parameter)], lr=0.001)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.empty_like(parameter)
+    for _ in range(3000):
+        noise.normal_(std=phi**0.5, generator=generator)
+        parameter.grad = noise.clone()
+        before = parameter.detach().clone()
+        optimizer.step()
+    moment = optimizer.state[parameter]["exp_avg"] / (1 - 0.9)  # momentum as DP-SGD has it
+    rates = (before - parameter.detach()) / moment
+    assert float(rates.median()) == pytest.approx(limit, rel=0.01)
+
+
 @given(
     beta2=st.floats(0.0, 0.9999),
     steps=st.integers(1, 10**5),

@@ -1,0 +1,105 @@
+"""The command, see ``--help``: its options, its table and its plot."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from rich.table import Table
+
+from benchmarks.studies import cli
+from benchmarks.studies.private_federated.methods import METHODS, Noise, build, make_methods
+from comm_hooks.launchers.lab import plots, tables
+from comm_hooks.launchers.lab.outcomes import Outcome
+from comm_hooks.launchers.lab.schedules import constant
+from comm_hooks.launchers.lab.simulated import Plan
+from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
+
+
+def private_federated(
+    clients: Annotated[int, replace(cli.CLIENTS, full=400, quick=40)],
+    sample_rate: Annotated[
+        float,
+        cli.Option("With which each client is drawn for a round.", 0.05, check=cli.fraction),
+    ],
+    rounds: Annotated[int, cli.Option("Rounds per run.", 40, 8, least=1)],
+    local_steps: Annotated[int, cli.Option("A client's steps per round.", 4, least=1)],
+    batch: Annotated[int, cli.BATCH],
+    sigma: Annotated[float, cli.Option("The noise multiplier.", 0.3, check=cli.positive)],
+    norms: Annotated[
+        list[float],
+        cli.Option("C, all of which are tried.", "0.3,1,3", "1", each=float, check=cli.positive),
+    ],
+    methods: Annotated[
+        list[str], cli.Option("What is compared.", ",".join(METHODS), each=str, known=[*METHODS])
+    ],
+    validation: cli.Validation,
+    seeds: Annotated[int, cli.SEEDS],
+    tries: Annotated[int, cli.TRIES],
+    points: Annotated[int, replace(cli.POINTS, full=20)],
+    device: cli.Device,
+) -> cli.Comparison:
+    """Compare preconditioning by clients and at the server, clients being private as a whole.
+
+    Learning rates are constant, and tuned on the first seed and on data apart from those that are
+    reported, for each C and other setting; the tuning is not accounted for. Clients and noise are
+    drawn anew in every run. Writes private_federated.json and a plot to --out; a study that was
+    interrupted goes on there. Exit codes: 0, 2 for bad input, 130 if interrupted (what is finished
+    is reported).
+    """
+    if not methods:
+        raise ValueError("there is nothing to compare: --methods is empty")
+    words = [build(clients, seed, validation) for seed in range(seeds)]
+    delta = 1 / clients
+    epsilon = RDPAccountant().epsilon([GaussianEvent(sigma, sample_rate, rounds)], delta)
+    plan = Plan(rounds, local_steps, batch, min(points, rounds), constant, device=device)
+    return cli.Comparison(
+        make_methods(methods, words, plan=plan, sample_rate=sample_rate, noise=Noise(sigma, norms)),
+        rounds,
+        partial(make_tables, epsilon=epsilon, delta=delta),
+        write_plots,
+        {"task": "verses", "partition": "contiguous", "epsilon": epsilon, "delta": delta},
+    )
+
+
+def make_tables(outcomes: list[Outcome], epsilon: float, delta: float) -> list[Table]:
+    """Return the table, a section without privacy and one with it."""
+    columns: tables.Columns = {
+        "method": lambda outcome: outcome.name,
+        "private": tables.label("private"),
+        "lr": tables.learning_rate,
+        "settings": tables.other_settings,
+        **tables.JUDGED,
+    }
+    title = (
+        f"Held-out error; private: epsilon {epsilon:.2f} at delta {delta:g} for clients; *: the "
+        "largest or smallest rate tried"
+    )
+    return [tables.tabulate(title, columns, outcomes, lambda outcome: outcome.labels["private"])]
+
+
+def write_plots(outcomes: list[Outcome], out: Path) -> list[Path]:
+    """Write ``accuracy-vs-rounds.png``: a panel without privacy and one with it."""
+    kinds = list(dict.fromkeys(outcome.labels["private"] for outcome in outcomes))
+    figure, panels = plots.new_figure(len(kinds))
+    for axes, private in zip(panels, kinds, strict=True):
+        own = [outcome for outcome in outcomes if outcome.labels["private"] == private]
+        for place, outcome in enumerate(own):
+            plots.draw_curves(
+                axes,
+                outcome,
+                outcome.name,
+                plots.style(place),
+                y=lambda point: 100 * (1 - point.error),
+            )
+        title = "private" if private == "yes" else "not private"
+        axes.set_title(title, fontsize="medium")
+        plots.count_rounds(axes)
+    panels[0].set_ylabel("held-out accuracy (%)")
+    return [plots.save(figure, out / "accuracy-vs-rounds.png")]
+
+
+app = cli.study(private_federated)
+
+if __name__ == "__main__":
+    app()
