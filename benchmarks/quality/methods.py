@@ -14,6 +14,8 @@ METHODS: Mapping[str, float] = {
     "local_adamw:fragments=8": 4e-3,
     "sign+local_variance_adam": 4e-3,
     "identity:bits=16": 4e-3,
+    "quantize:bits=2": 4e-3,
+    "count_sketch": 4e-3,
     "diloco:local_steps=30": 4e-3,
     "topk:density=1/64+sparse_loco:local_steps=30": 4e-3,
     "mu_lo_co:local_steps=30": 4e-3,

@@ -12,7 +12,6 @@ from benchmarks.studies.safl_dimension.methods import METHODS
 from benchmarks.studies.safl_dimension.problem import SPECTRA, Descent, descend, make_quadratic
 from comm_hooks.compressors import CountSketch
 from tests.benchmarks.studying import nothing
-from tests.docs.pages import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:world size is 1")
 
@@ -120,16 +119,3 @@ def test_bad_options(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert message in result.output
-
-
-def test_the_documentation_has_the_figures_of_the_record() -> None:
-    record = json.loads(
-        (ROOT / "benchmarks/results/safl_dimension/safl_dimension.json").read_text()
-    )
-    assert record["complete"]
-    assert not any(row["at an edge"] for row in record["rows"])
-    section = (ROOT / "docs/measurements.md").read_text().partition("SAFL's rounds to a tenth")[2]
-    lines = [line for line in section.splitlines() if line.startswith("| ")][1:3]
-    for spectrum, line in zip(SPECTRA, lines, strict=True):
-        means = [row["mean"] for row in record["rows"] if row["spectrum"] == spectrum]
-        assert line.strip("| ").split(" | ")[1:] == [f"{mean:.0f}" for mean in means]

@@ -1,0 +1,73 @@
+"""What pages say of studies is what their records hold."""
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.studies.safl_dimension.problem import SPECTRA
+from tests.docs.pages import ROOT
+
+MEASUREMENTS = (ROOT / "docs/measurements.md").read_text()
+
+
+def record_of(study: str, folder: str | None = None) -> Any:
+    record = json.loads((ROOT / f"benchmarks/results/{folder or study}/{study}.json").read_text())
+    assert record.get("complete", True)
+    return record
+
+
+def rows_after(begin: str) -> list[list[str]]:
+    """Return the cells of the first table after a text, without its head."""
+    _, found, section = MEASUREMENTS.partition(begin)
+    assert found, begin
+    lines = section[section.index("\n| ") + 1 :].partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines[2:]]
+
+
+def in_percent(method: Any) -> str:
+    return f"{100 * method['mean_error']:.1f}{'†' * method['lr_is_at_edge']}"
+
+
+DIMENSION = {
+    "SAFL, Count-Sketch": "safl",
+    "the same without a sketch": "fed_opt",
+    "CD-Adam, top-k": "cd_adam",
+    "MARINA, rand-k": "marina",
+    "FetchSGD": "fetch_sgd",
+    "CocktailSGD": "cocktail_sgd",
+}
+
+
+def test_rounds_against_dimensions() -> None:
+    record = record_of("safl_dimension")
+    assert not any(row["at an edge"] for row in record["rows"] if row["method"] != "fetch_sgd")
+    rows = {(r["method"], r["spectrum"], r["numel"]): r for r in record["rows"]}
+    spectra = dict(zip(("all equal", "i^-1.5"), SPECTRA, strict=True))
+    lines = rows_after("Rounds to a tenth of the loss against")
+    assert len(lines) == 12
+    for title, eigenvalues, *cells in lines:
+        for numel, cell in zip(record["settings"]["numels"], cells, strict=True):
+            row = rows[DIMENSION[title], spectra[eigenvalues], numel]
+            arrived = [run["rounds"] is not None for run in row["runs"]]
+            if row["mean"] is not None:
+                assert cell == f"{row['mean']:.0f}"
+            else:
+                assert cell == ("one or two seeds of three" if any(arrived) else "> 1,000")
+
+
+@pytest.mark.parametrize(
+    ("folder", "begin", "task"),
+    [("private_optimizers", "**Which optimizer.**", "digits")],
+)
+def test_errors_of_private_optimizers(folder: str, begin: str, task: str) -> None:
+    record = record_of("private_optimizers", folder)
+    assert record["settings"]["task"] == task
+    by_name: dict[str, dict[float, Any]] = {}
+    for method in record["methods"]:
+        by_name.setdefault(method["name"], {})[method["labels"]["sigma"]] = method
+    lines = rows_after(begin)
+    assert {line[0] for line in lines} == {n for n, found in by_name.items() if None not in found}
+    for name, *cells in lines:
+        sigmas = record["settings"]["sigmas"]
+        assert cells == [in_percent(by_name[name][sigma]) for sigma in sigmas], name
