@@ -173,6 +173,9 @@ _ALWAYS: dict[str, Any] = {
     "out": Annotated[Path, Option("Folder for the results.", None)],
     "quick": Quick,
 }
+_CHOOSING = ("methods", "seeds", "tries")
+"""Options that only say which runs are made, so that those made before still count."""
+
 _UNRECORDED = ("data_dir", "out", "quick", "threads", "points", "task_option")
 
 
@@ -326,7 +329,8 @@ class Comparison:
         """Run everything; write ``<name>.json`` and the plots, and print the tables.
 
         ``seeds`` are run, and ``tries`` made (one by default), as the settings say.  Until all is
-        finished, runs are kept beside them in ``runs.jsonl``, and not made again.
+        finished, runs are kept beside them in ``runs.jsonl``, and not made again, whichever methods
+        they were made for.
 
         Raises:
             typer.Exit: with code 130, after all that, if the study was interrupted.
@@ -335,7 +339,8 @@ class Comparison:
         settings = {**place.settings, **self.settings}
         finished: list[Outcome] = []
         started = time.monotonic()
-        runs = KeptRuns(place.out / "runs.jsonl", settings, self.point)
+        study = {key: value for key, value in settings.items() if key not in _CHOOSING}
+        runs = KeptRuns(place.out / "runs.jsonl", study, self.point)
         if runs.count:
             console.print(f"Going on after {runs.count} runs that are kept in {place.out}.")
         with Interruption() as interruption, open_display(console, len(self.methods)) as display:

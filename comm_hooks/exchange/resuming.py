@@ -100,7 +100,7 @@ class Remembered:
     def load_state_dict(self, state: State) -> None:
         """Restore what :meth:`state_dict` returned, which :func:`check_memory` has looked at."""
         if self.memory and self.server:
-            self.memory.load_state_dict(state["memory"])
+            self.memory.load_state_dict(state["memory"], state["numels"])
             self.server.load_state_dict(state["server_memory"])
             self._know(state["numels"])
 
@@ -117,7 +117,7 @@ class Remembered:
             merged = merge_memories(states, self.memory, self.server)
             if ranks_per_node is not None:
                 merged = cut_memory(merged, self.memory, numels, place, ranks_per_node)
-            self.memory.load_state_dict(merged)
+            self.memory.load_state_dict(merged, numels)
             self.server.load_state_dict({})
             self._know(numels)
 

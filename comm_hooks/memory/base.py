@@ -143,15 +143,22 @@ class Memory(ABC):
             }
         check_rows(state, self._dtype, self, widths)
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Tensor], numels: Mapping[str, int] | None = None
+    ) -> None:
         """Replace all that is remembered.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+            numels: the number of elements of each parameter in it.  Without them, what is loaded
+                counts in :meth:`norm` from its parameter's next round on.
 
         Raises:
             ValueError: as :meth:`check`; nothing is changed.
         """
-        self.check(state)
+        self.check(state, numels)
         for prefix, store in self._stores.items():
-            store.load_state_dict(_under(prefix, state))
+            store.load_state_dict(_under(prefix, state), numels or {})
 
     def merge(
         self,

@@ -72,14 +72,20 @@ class NamedRows:
         """Return a copy of each row, on the CPU."""
         return {name: row.detach().cpu().clone() for name, row in self._rows.items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace all rows; they move into matrices when their parameters come by."""
+    def load_state_dict(self, state: Mapping[str, Tensor], numels: Mapping[str, int]) -> None:
+        """Replace all rows; they move into matrices when their parameters come by.
+
+        Args:
+            state: the rows by name.
+            numels: the numbers of elements of parameters, as far as they are known.
+        """
         # What is of another size is refused when its parameter comes by; it has no length here.
-        self._numels = {
+        known = {
             name: numel
             for name, numel in self._numels.items()
             if name in state and state[name].shape == self._rows[name].shape
         }
+        self._numels = known | {name: numels[name] for name in state if name in numels}
         self._rows = {name: row.clone() for name, row in state.items()}
         self._matrices.clear()
 

@@ -109,19 +109,19 @@ def test_an_interrupted_study_goes_on_where_it_was(
 
         return Method(name, {}, train, start=0.1)
 
-    def conducted() -> None:
+    def conducted(*names: str) -> None:
         comparison = Comparison(
-            [method("first"), method("second")],
+            [method(name) for name in names],
             rounds=1,
             make_tables=lambda done: [make_table("", ["method"], [[o.name] for o in done])],
             write_plots=lambda done, out: [],
         )
-        comparison(Place("study", {"seeds": 2, "tries": 2}, tmp_path))
+        comparison(Place("study", {"seeds": 2, "tries": 2, "methods": names}, tmp_path))
 
     with pytest.raises(Exception, match="130"):
-        conducted()
+        conducted("first", "second", "third")
     assert len(made) == 4
-    conducted()
+    conducted("first", "second")
     assert len(made) == len(set(made)) == 6
     assert "Going on after 4 runs" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"study.json"}

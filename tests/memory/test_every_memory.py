@@ -88,6 +88,17 @@ def test_state_survives_saving(make: Callable[[], Memory], tmp_path: Path) -> No
 
 
 @every_memory
+def test_what_was_loaded_counts_before_its_next_round(make: Callable[[], Memory]) -> None:
+    memory = used(make)
+    numels = dict.fromkeys(memory.parameters_in(memory.state_dict()), NUMEL)
+    restored = memory.fresh()
+    restored.load_state_dict(memory.state_dict(), numels)
+    assert restored.norm() == memory.norm() > 0
+    restored.load_state_dict({}, {})
+    assert restored.norm() == 0
+
+
+@every_memory
 def test_rows_that_are_not_accepted_keep_what_they_had(make: Callable[[], Memory]) -> None:
     memory, place = make(), rows("a", "b")
     play(memory, place)
