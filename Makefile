@@ -65,10 +65,14 @@ quality: $(READY)
 studies: $(READY)
 	$(BIN)/python -m benchmarks.studies.safl
 	$(BIN)/python -m benchmarks.studies.safl_dimension
+	$(BIN)/python -m benchmarks.studies.safl_spectrum
 	$(BIN)/python -m benchmarks.studies.fed_lamb
 	$(BIN)/python -m benchmarks.studies.private_toy_regression
 	$(BIN)/python -m benchmarks.studies.private_moments
 	$(BIN)/python -m benchmarks.studies.private_optimizers
+	$(BIN)/python -m benchmarks.studies.private_optimizers --task verses --sigmas 1 \
+	  --out comm-hooks-report/private_verses
+	$(BIN)/python -m benchmarks.studies.private_federated
 	$(BIN)/python -m benchmarks.studies.private_compressed
 	$(BIN)/python -m benchmarks.studies.scale
 

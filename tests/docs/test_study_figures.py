@@ -22,7 +22,7 @@ def rows_after(begin: str) -> list[list[str]]:
     _, found, section = MEASUREMENTS.partition(begin)
     assert found, begin
     lines = section[section.index("\n| ") + 1 :].partition("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines[2:]]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
 
 def in_percent(method: Any) -> str:
@@ -71,3 +71,41 @@ def test_errors_of_private_optimizers(folder: str, begin: str, task: str) -> Non
     for name, *cells in lines:
         sigmas = record["settings"]["sigmas"]
         assert cells == [in_percent(by_name[name][sigma]) for sigma in sigmas], name
+
+
+FEDERATED = {
+    "AdaDPS: clients precondition by public word frequencies": ["AdaDPS"],
+    "DP-FedAdam": ["DP-FedAdam"],
+    "preconditioned at the server, after the noise": ["A at the server"],
+    "DP-FedAvg": ["DP-FedAvg"],
+    "without privacy: FedAdam, AdaS by the clients, FedAvg": ["FedAdam", "AdaS", "FedAvg"],
+}
+
+
+def test_errors_of_private_clients() -> None:
+    by_name = {method["name"]: method for method in record_of("private_federated")["methods"]}
+    lines = rows_after("**Clients that are private as a whole.**")
+    assert [line[0] for line in lines] == list(FEDERATED)
+    for title, error, each in lines:
+        methods = [by_name[name] for name in FEDERATED[title]]
+        assert not any(method["lr_is_at_edge"] for method in methods)
+        assert error == ", ".join(f"{100 * method['mean_error']:.1f}" for method in methods)
+        errors = ", ".join(f"{100 * e:.1f}" for e in methods[0]["errors"])
+        assert each == (errors if len(methods) == 1 else "")
+
+
+def test_intrinsic_dimensions() -> None:
+    record = record_of("safl_spectrum")
+    lines = rows_after("The Hessian of the ResNet above")
+    assert f"{record['settings']['parameters']:,}" in MEASUREMENTS
+    assert lines == [
+        [
+            str(row["round"]),
+            f"{row['loss']:.3f}",
+            f"{row['largest']:.3g}",
+            f"{row['smallest']:.3g}",
+            f"{row['intrinsic_dimension']:.0f}",
+            f"{100 * row['near_zero']:.1f} %",
+        ]
+        for row in record["rows"]
+    ]

@@ -1,0 +1,124 @@
+"""The study of clients that are private as a whole: who has what, and what each method does."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.studies.private_federated.methods import (
+    METHODS,
+    PRIVATE,
+    Given,
+    Noise,
+    Words,
+    build,
+    make_methods,
+)
+from comm_hooks.launchers.lab.schedules import constant
+from comm_hooks.launchers.lab.simulated import Plan, new_model
+from tests.benchmarks.studying import nothing
+from tests.benchmarks.test_studies import invoke
+
+
+@pytest.fixture(scope="module")
+def words() -> Words:
+    return build(clients=40, seed=0, validation=0.1)
+
+
+def test_clients_have_neighbouring_verses_of_their_own(words: Words) -> None:
+    task = words.task
+    assert task.validation
+    parts = [*task.clients, words.public, task.validation]
+    indices = torch.cat([part.indices for part in parts])
+    assert len(indices.unique()) == len(indices) == 27_993
+    assert all(len(client.targets[client.indices].unique()) <= 2 for client in task.clients)
+    assert 0.009 < len(words.public) / len(indices) < 0.011
+    ends = [(int(client.indices.min()), int(client.indices.max())) for client in task.clients]
+    assert ends == sorted(ends)
+    assert all(last < first for (_, last), (first, _) in itertools.pairwise(ends))
+
+
+def test_frequent_words_are_divided_by_more(words: Words) -> None:
+    scales = words.frequency()["weight"]
+    assert float(scales.max()) == 1
+    assert float(scales.min()) == pytest.approx(0.1)
+    assert 0 < int((scales > 0.1).sum()) < 100
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_learns_where_there_is_hardly_any_noise(name: str, words: Words) -> None:
+    plan = Plan(24, 4, 16, 1, constant)
+    (method,) = make_methods(
+        [name], [words], plan=plan, sample_rate=0.5, noise=Noise(1e-3, [100.0])
+    )
+    start = {"AdaDPS": 0.1, "AdaS": 0.1}.get(name, 0.25)
+    curve = method.train({"lr": start, **method.variants[-1]}, 0, nothing)
+    assert curve[-1].error < 0.65, "0.77 is what the largest part alone gives"
+
+
+def test_every_method_preconditions_where_its_name_says(words: Words) -> None:
+    for name, (make, variants) in METHODS.items():
+        model = new_model(words.task, 0, "cpu")
+        settings = {"lr": 0.5, **variants[0]}
+        inner, server = make(Given(list(model.named_parameters()), words, settings))
+        weight = next(model.parameters())
+        rare = words.frequency()["weight"] == words.frequency()["weight"].min()
+        moved = []
+        for optimizer in (inner, server):
+            before = weight.detach().clone()
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            change = (weight.detach() - before).abs().mean(0)
+            moved.append(float(change[rare].mean() / change[~rare].mean()))
+        here = [ratio > 1.2 for ratio in moved]
+        assert here == [name in ("AdaS", "AdaDPS"), name == "A at the server"], name
+
+
+def test_what_is_private_is_clipped_and_noised(words: Words) -> None:
+    plan = Plan(1, 1, 16, 1, constant)
+    noisy = make_methods(
+        ["DP-FedAvg"], [words], plan=plan, sample_rate=0.5, noise=Noise(1e3, [1.0])
+    )[0]
+    still = make_methods(
+        ["DP-FedAvg"], [words], plan=plan, sample_rate=0.5, noise=Noise(1e-9, [1e-9])
+    )[0]
+    untrained = words.task.evaluate(new_model(words.task, 0, "cpu"))["loss"]
+    settings = {"lr": 0.5, "C": 1.0}
+    assert noisy.train(settings, 0, nothing)[-1].loss > 2 * untrained
+    clipped = still.train({**settings, "C": 1e-9}, 0, nothing)[-1].loss
+    assert clipped == pytest.approx(untrained, rel=1e-5)
+
+
+def test_from_end_to_end(tmp_path: Path) -> None:
+    small = ["--quick", "--clients", "20", "--rounds", "2", "--local-steps", "1", "--tries", "1"]
+    result = invoke("private_federated", *small, "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "private_federated.json",
+        "accuracy-vs-rounds.png",
+    }
+    record = json.loads((tmp_path / "private_federated.json").read_text())
+    assert [method["name"] for method in record["methods"]] == list(METHODS)
+    private = {m["name"] for m in record["methods"] if m["labels"]["private"] == "yes"}
+    assert private == set(PRIVATE)
+    assert record["settings"]["delta"] == 1 / 20
+    assert f"{record['settings']['epsilon']:.2f}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "DP-FedAvgM"], "did you mean 'DP-FedAvg'?"),
+        (["--methods", ""], "--methods is empty"),
+        (["--sigma", "0"], "--sigma must be positive, got 0"),
+        (["--norms", "1,0"], "--norms: must be positive, got 0"),
+        (["--sample-rate", "2"], "--sample-rate must lie in (0, 1], got 2"),
+        (["--clients", "30000"], "cannot be divided over 30000 clients"),
+    ],
+)
+def test_bad_options(arguments: list[str], message: str) -> None:
+    result = invoke("private_federated", *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
