@@ -150,15 +150,21 @@ class Memory(ABC):
 
         Args:
             state: what :meth:`state_dict` returned.
-            numels: the number of elements of each parameter in it.  Without them, what is loaded
-                counts in :meth:`norm` from its parameter's next round on.
+            numels: the number of elements of each parameter in it.  Vectors of another length, or
+                all of them without it, count in :meth:`norm` from their next round on.
 
         Raises:
             ValueError: as :meth:`check`; nothing is changed.
         """
-        self.check(state, numels)
+        self.check(state)
         for prefix, store in self._stores.items():
-            store.load_state_dict(_under(prefix, state), numels or {})
+            rows = _under(prefix, state)
+            fitting = {
+                name: numel
+                for name, numel in (numels or {}).items()
+                if name in rows and len(rows[name]) == self._width(numel)
+            }
+            store.load_state_dict(rows, fitting)
 
     def merge(
         self,

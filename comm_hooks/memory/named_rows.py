@@ -77,7 +77,7 @@ class NamedRows:
 
         Args:
             state: the rows by name.
-            numels: the numbers of elements of parameters, as far as they are known.
+            numels: how many elements a row is about, as far as that is known.
         """
         # What is of another size is refused when its parameter comes by; it has no length here.
         known = {
@@ -85,7 +85,7 @@ class NamedRows:
             for name, numel in self._numels.items()
             if name in state and state[name].shape == self._rows[name].shape
         }
-        self._numels = known | {name: numels[name] for name in state if name in numels}
+        self._numels = {**known, **numels}
         self._rows = {name: row.clone() for name, row in state.items()}
         self._matrices.clear()
 

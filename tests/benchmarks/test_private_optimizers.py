@@ -117,7 +117,7 @@ def test_methods_of_words_learn_from_verses() -> None:
     for method in make_methods(names, [data], [plan]):
         settings = {"lr": 0.4, **method.variants[-1]}
         curve = method.train(settings, 0, nothing)
-        assert curve[-1].error < 0.6, method.name  # 0.77 is what the largest part alone gives
+        assert curve[-1].error < 0.7, method.name  # 0.77 is what the largest part alone gives
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
