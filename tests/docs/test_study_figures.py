@@ -58,7 +58,10 @@ def test_rounds_against_dimensions() -> None:
 
 @pytest.mark.parametrize(
     ("folder", "begin", "task"),
-    [("private_optimizers", "**Which optimizer.**", "digits")],
+    [
+        ("private_optimizers", "**Which optimizer.**", "digits"),
+        ("private_verses", "**Words.**", "verses"),
+    ],
 )
 def test_errors_of_private_optimizers(folder: str, begin: str, task: str) -> None:
     record = record_of("private_optimizers", folder)
