@@ -112,3 +112,23 @@ def test_intrinsic_dimensions() -> None:
         ]
         for row in record["rows"]
     ]
+
+
+REGRESSION = {"the same after the noise": "A after the noise", "DP^2": "DP2"}
+
+
+def test_losses_of_the_regression() -> None:
+    by_name = {method["name"]: method for method in record_of("private_toy_regression")["methods"]}
+    assert not any(method["lr_is_at_edge"] for method in by_name.values())
+    *private, plain = rows_after("**Side information.** The regression")
+    assert plain[1] == ", ".join(f"{by_name[n]['mean_loss']:.3f}" for n in ("AdaS", "Adam", "SGD"))
+    assert {REGRESSION.get(title, title) for title, *_ in private} == {
+        name for name, method in by_name.items() if method["labels"]["private"] == "yes"
+    }
+    for title, mean, each in private:
+        method = by_name[REGRESSION.get(title, title)]
+        assert mean == f"{method['mean_loss']:.3f}"
+        assert each == ", ".join(f"{loss:.3f}" for loss in method["losses"])
+    best = by_name["AdaDPS"]["losses"]
+    others = [by_name[REGRESSION.get(title, title)]["losses"] for title, *_ in private[1:]]
+    assert all(ours < min(theirs) for ours, *theirs in zip(best, *others, strict=True))
