@@ -9,7 +9,6 @@ import torch
 
 from benchmarks.studies.private_federated.methods import (
     METHODS,
-    PRIVATE,
     Given,
     Noise,
     Words,
@@ -47,8 +46,8 @@ def test_frequent_words_are_divided_by_more(words: Words) -> None:
     assert 0 < int((scales > 0.1).sum()) < 100
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_learns_where_there_is_hardly_any_noise(name: str, words: Words) -> None:
+@pytest.mark.parametrize("name", ["AdaS", "DP-FedAvg", "DP-FedAdam", "AdaDPS"])
+def test_methods_learn_where_there_is_hardly_any_noise(name: str, words: Words) -> None:
     plan = Plan(24, 4, 16, 1, constant)
     (method,) = make_methods(
         [name], [words], plan=plan, sample_rate=0.5, noise=Noise(1e-3, [100.0])
@@ -93,6 +92,7 @@ def test_what_is_private_is_clipped_and_noised(words: Words) -> None:
 
 def test_from_end_to_end(tmp_path: Path) -> None:
     small = ["--quick", "--clients", "20", "--rounds", "2", "--local-steps", "1", "--tries", "1"]
+    small += ["--methods", "FedAvg,A at the server,AdaDPS"]
     result = invoke("private_federated", *small, "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -100,9 +100,8 @@ def test_from_end_to_end(tmp_path: Path) -> None:
         "accuracy-vs-rounds.png",
     }
     record = json.loads((tmp_path / "private_federated.json").read_text())
-    assert [method["name"] for method in record["methods"]] == list(METHODS)
-    private = {m["name"] for m in record["methods"] if m["labels"]["private"] == "yes"}
-    assert private == set(PRIVATE)
+    private = [(m["name"], m["labels"]["private"]) for m in record["methods"]]
+    assert private == [("FedAvg", "no"), ("A at the server", "yes"), ("AdaDPS", "yes")]
     assert record["settings"]["delta"] == 1 / 20
     assert f"{record['settings']['epsilon']:.2f}" in result.stdout
 

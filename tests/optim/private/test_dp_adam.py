@@ -287,7 +287,7 @@ def test_the_papers_bound_without_knowing_the_gradients() -> None:
 @pytest.mark.parametrize(("phi", "limit"), [(2.4e-8, 0.645), (1.5e-5, 0.026)])
 def test_the_papers_learning_rates_of_dp_sgd(phi: float, limit: float) -> None:
     """Figure 2, left: what Adam's learning rate of 0.001 is worth in the end, by equation 3."""
-    parameter = nn.Parameter(torch.zeros(20_000))
+    parameter = nn.Parameter(torch.zeros(4_000))
     optimizer = DPAdam([("weight", parameter)], lr=0.001)
     generator = torch.Generator().manual_seed(0)
     noise = torch.empty_like(parameter)
