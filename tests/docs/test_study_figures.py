@@ -132,3 +132,23 @@ def test_losses_of_the_regression() -> None:
     best = by_name["AdaDPS"]["losses"]
     others = [by_name[REGRESSION.get(title, title)]["losses"] for title, *_ in private[1:]]
     assert all(ours < min(theirs) for ours, *theirs in zip(best, *others, strict=True))
+
+
+FED_LAMB = {
+    "Fed-SGD": "fed_sgd",
+    "Fed-AMS": "fed_ams",
+    'Fed-AMS, `bias_correction=True, bound="client"`': "fed_ams_client",
+    "FED-LAMB": "fed_lamb",
+    'FED-LAMB, `bound="client"`': "fed_lamb_client",
+}
+
+
+def test_errors_of_fed_lamb() -> None:
+    methods = record_of("fed_lamb")["methods"]
+    found = {(m["name"], m["labels"]["partition"], m["labels"]["T"]): m for m in methods}
+    lines = rows_after("FED-LAMB with 50 clients")
+    assert [line[0] for line in lines] == list(FED_LAMB)
+    columns = [("iid", 1), ("iid", 10), ("classes", 1), ("classes", 10)]
+    for title, *cells in lines:
+        name = FED_LAMB[title]
+        assert cells == [in_percent(found[name, partition, t]) for partition, t in columns]
