@@ -8,7 +8,6 @@ import platform
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -173,7 +172,7 @@ _ALWAYS: dict[str, Any] = {
     "out": Annotated[Path, Option("Folder for the results.", None)],
     "quick": Quick,
 }
-_CHOOSING = ("methods", "seeds", "tries")
+_CHOOSING = ("methods", "families", "peers", "ratios", "seeds", "tries")
 """Options that only say which runs are made, so that those made before still count."""
 
 _UNRECORDED = ("data_dir", "out", "quick", "threads", "points", "task_option")
@@ -181,11 +180,16 @@ _UNRECORDED = ("data_dir", "out", "quick", "threads", "points", "task_option")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a study is run: its name, what its record says of its options, and its folder."""
+    """Where a study is run: its name, its own options, and its folder."""
 
     name: str
-    settings: dict[str, Any]
+    options: dict[str, Any]
     out: Path
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What its record says of its options."""
+        return {key: value for key, value in self.options.items() if key not in _UNRECORDED}
 
 
 Run = Callable[[Place], None]
@@ -213,8 +217,8 @@ def study(function: Callable[..., Run]) -> typer.Typer:
             own = {key: values[key] for key in arguments}
             run = function(**own)
             prepare(own.get("device", "cpu"), values["threads"], values["out"])
-        settings = {key: value for key, value in own.items() if key not in _UNRECORDED}
-        run(Place(name, settings, values["out"]))
+        written = {k: str(v) if isinstance(v, Path) else v for k, v in own.items()}
+        run(Place(name, written, values["out"]))
 
     parameters = [options[key].parameter(key, hint.__origin__) for key, hint in hints.items()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -338,11 +342,13 @@ class Comparison:
         console = make_console()
         settings = {**place.settings, **self.settings}
         finished: list[Outcome] = []
-        started = time.monotonic()
-        study = {key: value for key, value in settings.items() if key not in _CHOOSING}
+        whole = {**place.options, **self.settings}
+        study = {key: value for key, value in whole.items() if key not in _CHOOSING}
         runs = KeptRuns(place.out / "runs.jsonl", study, self.point)
         if runs.count:
-            console.print(f"Going on after {runs.count} runs that are kept in {place.out}.")
+            console.print(
+                f"Going on after {runs.count} runs, kept in {runs.file}: remove it to begin anew"
+            )
         with Interruption() as interruption, open_display(console, len(self.methods)) as display:
             for method in self.methods:
                 outcome = run_method(
@@ -359,7 +365,7 @@ class Comparison:
             for table in self.make_tables(finished):
                 console.print(table)
             record = {
-                "seconds": round(time.monotonic() - started),
+                "seconds": round(runs.seconds),
                 "complete": not interruption.happened,
                 "settings": settings,
                 "findings": self.findings(finished),

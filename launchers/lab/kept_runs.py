@@ -1,7 +1,9 @@
 """Runs of a study that was interrupted, so that it goes on where it was."""
 
 import json
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,13 @@ class KeptRuns:
     """Makes runs and keeps each in a file, a line of JSON; those that are there are not made again.
 
     Args:
-        file: where they are kept.  A last line that was cut off is left out.
+        file: where they are kept.
         study: what all runs depend on; runs of another study in the file do not count.
         point: makes a point of a curve from its fields.
+
+    Attributes:
+        file: see above.
+        seconds: what the runs took that were asked for, now or before.
 
     Example::
 
@@ -28,18 +34,19 @@ class KeptRuns:
     """
 
     def __init__(self, file: Path, study: Mapping[str, Any], point: Callable[..., Point]) -> None:
-        self._file = file
+        self.file = file
+        self.seconds = 0.0
         self._study = study
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, tuple[Run, float]] = {}
         for line in file.read_text().splitlines() if file.exists() else ():
-            try:
+            # What was cut off, or is nobody's run, is left out.
+            with suppress(ValueError, TypeError, KeyError):
                 kept = json.loads(line)
-            except ValueError:
-                continue
-            if kept["of"][0] == _as_json(study):
-                curve = [point(**each) for each in kept["curve"]]
-                _, _, _, settings, seed = kept["of"]
-                self._runs[_key(kept["of"])] = Run(seed, settings, curve, kept["diverged"])
+                if kept["of"][0] == _as_json(study):
+                    curve = [point(**each) for each in kept["curve"]]
+                    _, _, _, settings, seed = kept["of"]
+                    run = Run(seed, settings, curve, kept["diverged"])
+                    self._runs[_key(kept["of"])] = run, kept["seconds"]
 
     @property
     def count(self) -> int:
@@ -51,17 +58,22 @@ class KeptRuns:
         of = [self._study, method.name, method.labels, settings, seed]
         key = _key(of)
         if key not in self._runs:
+            started = time.monotonic()
             run = method.run(settings, seed, advance)
-            self._runs[key] = run
-            kept = {"of": of, "curve": [asdict(p) for p in run.curve], "diverged": run.diverged}
-            with self._file.open("a") as lines:
+            seconds = time.monotonic() - started
+            self._runs[key] = run, seconds
+            curve = [asdict(point) for point in run.curve]
+            kept = {"of": of, "curve": curve, "diverged": run.diverged, "seconds": seconds}
+            with self.file.open("a") as lines:
                 # On a line of its own, even after one that was cut off.
                 lines.write("\n" + json.dumps(kept))
-        return self._runs[key]
+        run, seconds = self._runs[key]
+        self.seconds += seconds
+        return run
 
     def forget(self) -> None:
         """Remove the file."""
-        self._file.unlink(missing_ok=True)
+        self.file.unlink(missing_ok=True)
 
 
 def _as_json(value: Any) -> Any:

@@ -197,10 +197,10 @@ def judge(task: Task, model: nn.Module, round_: int, sent: int, curve: list[Poin
     """Add a point to the curve.
 
     Raises:
-        Diverged: with the points so far, if the loss is not finite.
+        Diverged: with the points so far, if a loss is not finite.
     """
     figures = task.evaluate(model)
-    if not math.isfinite(figures["loss"]):
+    if not all(map(math.isfinite, figures.values())):
         raise Diverged(*curve)
     curve.append(Point(round_, bytes_sent=sent, **figures))
 

@@ -109,18 +109,24 @@ def test_an_interrupted_study_goes_on_where_it_was(
 
         return Method(name, {}, train, start=0.1)
 
-    def conducted(*names: str) -> None:
+    def conducted(*names: str, points: int = 10) -> None:
         comparison = Comparison(
             [method(name) for name in names],
             rounds=1,
             make_tables=lambda done: [make_table("", ["method"], [[o.name] for o in done])],
             write_plots=lambda done, out: [],
         )
-        comparison(Place("study", {"seeds": 2, "tries": 2, "methods": names}, tmp_path))
+        options = {"seeds": 2, "tries": 2, "methods": names, "points": points}
+        comparison(Place("study", options, tmp_path))
 
     with pytest.raises(Exception, match="130"):
         conducted("first", "second", "third")
     assert len(made) == 4
+    kept = (tmp_path / "runs.jsonl").read_text()
+    conducted("first", points=5)
+    assert len(made) == 7, "curves of another number of points are others"
+    del made[4:]
+    (tmp_path / "runs.jsonl").write_text(kept)
     conducted("first", "second")
     assert len(made) == len(set(made)) == 6
     assert "Going on after 4 runs" in capsys.readouterr().out

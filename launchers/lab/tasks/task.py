@@ -160,7 +160,7 @@ class Task:
             samples = sum(len(client) for client in self.clients)
             raise ValueError(
                 f"{self.name}: {share:g} of the samples of {len(kept)} clients, {samples} in all, "
-                "is none to tune settings on: take fewer clients"
+                "is none to tune settings on: take a larger share, or fewer clients"
             )
         fitted = torch.cat([client.indices for client in kept])
         shown = fitted[torch.randperm(len(fitted), generator=generator)[: len(validation)]]

@@ -72,6 +72,21 @@ def test_whatever_differs_is_made_anew(tmp_path: Path) -> None:
     assert train.made == 6
 
 
+def test_what_is_nobodys_run_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    file.write_text('7\nnull\n{}\n{"of": [{}]}\n{"of": [{}], "curve": [{"x": 1}]}\n[')
+    assert KeptRuns(file, {}, Costly).count == 0
+
+
+def test_what_they_took_is_added_up_whenever_they_were_made(tmp_path: Path) -> None:
+    method = Method("m", {}, Counting(), start=1.0)
+    first, second = (KeptRuns(tmp_path / "runs.jsonl", {}, Costly) for _ in range(2))
+    first.run(method, {"lr": 0.1}, 0, nothing)
+    again = KeptRuns(tmp_path / "runs.jsonl", {}, Costly)
+    again.run(method, {"lr": 0.1}, 0, nothing)
+    assert again.seconds == first.seconds > second.seconds == 0
+
+
 def test_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
     train, file = Counting(), tmp_path / "runs.jsonl"
     method = Method("m", {}, train, start=1.0)
