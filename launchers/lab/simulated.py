@@ -1,4 +1,4 @@
-"""A training run of several clients, one rank each, of one process."""
+"""A training run of several clients in one process: a rank each, or one rank for all in turn."""
 
 import copy
 import math
@@ -24,7 +24,7 @@ from comm_hooks.launchers.lab.outcomes import (
     mean_point,
 )
 from comm_hooks.launchers.lab.schedules import Schedule
-from comm_hooks.launchers.lab.tasks import Task
+from comm_hooks.launchers.lab.tasks import Batch, Task
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -233,7 +233,7 @@ def train_rank(
         for _ in range(plan.local_steps):
             batch = next(batches)
 
-            def closure(batch: tuple[torch.Tensor, torch.Tensor] = batch) -> float:
+            def closure(batch: Batch = batch) -> float:
                 model.zero_grad()
                 loss = task.loss(model, batch)
                 loss.backward()
@@ -248,6 +248,44 @@ def train_rank(
             with rounds.server_parameters() if rounds else nullcontext():
                 judge(task, model, round_, sent, curve)
         if speaks:
+            advance()
+    return curve
+
+
+def train_in_turn(
+    task: Task,
+    model: nn.Module,
+    rounds: LocalRounds,
+    batches: Sequence[Iterator[Batch]],
+    plan: Plan,
+    advance: Advance,
+    *,
+    upload: int = 0,
+) -> list[Point]:
+    """Train the clients of each round one after the other; return the server's curve.
+
+    Args:
+        task: what they learn.
+        model: that ``rounds`` trains.
+        rounds: says whose turn it is.
+        batches: of each client of the task.
+        plan: how it goes; its schedule is not followed.
+        advance: called after each round.
+        upload: the bytes that a client sends in a round.
+
+    Raises:
+        Diverged: with the points so far, as soon as a loss on held-out data is not finite.
+    """
+    curve: list[Point] = []
+    with known_warnings_ignored():
+        for round_ in range(1, plan.rounds + 1):
+            for client in rounds.clients():
+                for _ in range(plan.local_steps):
+                    task.loss(model, next(batches[client])).backward()
+                    rounds.step()
+                    rounds.zero_grad()
+            if plan.is_due(round_):
+                judge(task, model, round_, round_ * upload, curve)
             advance()
     return curve
 

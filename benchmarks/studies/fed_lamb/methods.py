@@ -11,9 +11,8 @@ from comm_hooks.launchers.lab.outcomes import Advance, Method, Point, Settings
 from comm_hooks.launchers.lab.simulated import (
     Plan,
     batch_generator,
-    judge,
-    known_warnings_ignored,
     new_model,
+    train_in_turn,
 )
 from comm_hooks.launchers.lab.tasks import Task
 from comm_hooks.optim.rounds.algorithms import FedAMS, FedAvg, FedLAMB
@@ -95,18 +94,7 @@ def _method(name: str, division: Division, plan: Plan, fraction: float) -> Metho
             client.batches(plan.batch, batch_generator(seed, index))
             for index, client in enumerate(task.clients)
         ]
-        curve: list[Point] = []
-        with known_warnings_ignored():
-            for round_ in range(1, plan.rounds + 1):
-                for client in rounds.clients():
-                    for _ in range(plan.local_steps):
-                        task.loss(model, next(batches[client])).backward()
-                        rounds.step()
-                        rounds.zero_grad()
-                if plan.is_due(round_):
-                    judge(task, model, round_, round_ * upload(rounds), curve)
-                advance()
-        return curve
+        return train_in_turn(task, model, rounds, batches, plan, advance, upload=upload(rounds))
 
     labels = {"partition": division.partition, "T": plan.local_steps}
     return Method(name, labels, run, start, variants)

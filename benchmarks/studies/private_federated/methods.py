@@ -14,9 +14,8 @@ from comm_hooks.launchers.lab.simulated import (
     NamedParameters,
     Plan,
     batch_generator,
-    judge,
-    known_warnings_ignored,
     new_model,
+    train_in_turn,
 )
 from comm_hooks.launchers.lab.tasks import Shard, Task, build_task
 from comm_hooks.optim.private import PrivacyEngine
@@ -180,15 +179,4 @@ def _train(
         client.batches(min(plan.batch, len(client)), batch_generator(seed, index))
         for index, client in enumerate(task.clients)
     ]
-    curve: list[Point] = []
-    with known_warnings_ignored():
-        for round_ in range(1, plan.rounds + 1):
-            for client in rounds.clients():
-                for _ in range(plan.local_steps):
-                    task.loss(model, next(batches[client])).backward()
-                    rounds.step()
-                    rounds.zero_grad()
-            if plan.is_due(round_):
-                judge(task, model, round_, 0, curve)
-            advance()
-    return curve
+    return train_in_turn(task, model, rounds, batches, plan, advance)
