@@ -1,9 +1,15 @@
-"""The ``comm-hooks`` command. A subcommand is imported when it is asked for, with what it needs."""
+"""The ``comm-hooks`` command.
 
+A subcommand's options are imported when it is asked for, and what does the work, torch among it,
+when it runs: ``commands.NAME``, then ``NAME.run``.
+"""
+
+import functools
 import importlib
 import importlib.util
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Any
 
 _missing = [name for name in ("typer", "rich") if not importlib.util.find_spec(name)]
 if _missing:
@@ -44,34 +50,36 @@ class _Commands(typer.core.TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _COMMANDS:
             return None
-        path, (extra, _) = f"comm_hooks.launchers.{cmd_name}.command", _COMMANDS[cmd_name]
+        path = f"comm_hooks.launchers.commands.{cmd_name}"
+        function = getattr(importlib.import_module(path), cmd_name)
         # What follows a script's name belongs to the script, also if it looks like our option;
         # a report is made of files alone.
         settings = {"allow_interspersed_args": cmd_name == "report"}
-        try:
-            function = getattr(importlib.import_module(path), cmd_name)
-        except ModuleNotFoundError as error:
-            if str(error.name).startswith("comm_hooks"):
-                raise
-            function = _explain(cmd_name, error.name, extra)
-            settings["ignore_unknown_options"] = True
         single = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
-        single.command(cmd_name, context_settings=settings)(function)
+        single.command(cmd_name, context_settings=settings)(_explaining(cmd_name, function))
         return typer.main.get_command(single)
 
 
-def _explain(command: str, missing: str | None, extra: str) -> Any:
-    """Return a command that says what is missing, so that ``--help`` still lists the others."""
-    line = f'needs {missing}: pip install "comm-hooks[{extra}]"'
+def _explaining(command: str, function: Callable[..., None]) -> Callable[..., None]:
+    """Return the command, which says what is missing if it cannot be imported."""
 
-    def say(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-        typer.echo(f"comm-hooks {command}: {line}", err=True)
-        raise typer.Exit(2)
+    @functools.wraps(function)
+    def run(**arguments: Any) -> None:
+        try:
+            importlib.import_module(f"comm_hooks.launchers.{command}.run")
+        except ModuleNotFoundError as error:
+            missing = str(error.name).partition(".")[0]
+            if missing == "comm_hooks":
+                raise
+            extra, _ = _COMMANDS[command]
+            line = f'needs {missing}: pip install "comm-hooks[{extra}]"'
+            typer.echo(f"comm-hooks {command}: {line}", err=True)
+            raise typer.Exit(2) from None
+        function(**arguments)
 
-    say.__doc__ = f"({line})"
-    return say
+    return run
 
 
 app = typer.Typer(

@@ -21,10 +21,6 @@ from comm_hooks.launchers.lab.methods import Method
 from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
 from comm_hooks.launchers.lab.runs import CONTROL
 
-METHODS = (
-    "all_reduce,none,bf16,identity:bits=16,powersgd,count_sketch,topk,sign,"
-    "sign+local_variance_adam,local_variance_adam,low_communication:bits=0.12"
-)
 _CLOSE = 1.05
 """A method that is faster by less than this is not worth a change."""
 _NOISY_CODEC = 0.25

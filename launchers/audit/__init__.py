@@ -12,7 +12,7 @@ their false alarms.
 ``attacks`` guess who took part: ``releases``, knowing who was drawn, and ``training``, not knowing
 it.  ``bounds`` and ``one_run`` turn guesses into epsilon.
 
-``audit``, ``report`` and ``command`` put it together.  ``script`` audits a user's own training,
+``audit``, ``report`` and ``run`` put it together.  ``script`` audits a user's own training,
 unchanged, with and without a sample.
 """
 

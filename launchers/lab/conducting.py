@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import typer
 from rich.console import Console
@@ -21,19 +21,6 @@ from comm_hooks.launchers.output import FAILED, INTERRUPTED
 
 Result = TypeVar("Result")
 Watch = Callable[[Event], None]
-
-Steps = Annotated[
-    int | None,
-    typer.Option(help="Training steps per method. [default: 150, quick: 60]"),
-]
-Seed = Annotated[int, typer.Option(help="For weights, batches and compressors.")]
-Data = Annotated[
-    Path | None,
-    typer.Option(
-        help="Text to train on: a file, or a directory of UTF-8 files. "
-        "[default: the source of Python's standard library]",
-    ),
-]
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,6 @@ from comm_hooks.launchers.lab.model import GPT
 from comm_hooks.launchers.lab.optimizers import OPTIMIZERS, Kind, Named, Trainer
 from comm_hooks.launchers.lab.runs import BASELINE, CONTROL, Settings
 
-# Both controls, what is recommended, and what it is not.
-DEFAULT_METHODS = "all_reduce,none,low_communication,sign+local_variance_adam,topk"
-
 
 @dataclass(frozen=True)
 class Method:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from comm_hooks.launchers.endpoint import Endpoint
 
+LAUNCHERS = ("auto", "torchrun", "deepspeed", "mpirun", "mpich", "openmpi")
+
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 

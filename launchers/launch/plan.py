@@ -22,8 +22,6 @@ from comm_hooks.launchers.launch.steps import Command, Step, options, program
 from comm_hooks.launchers.launch.submission import Submission, job_name
 from comm_hooks.launchers.place import Place, find_place, in_allocation
 
-LAUNCHERS = ("auto", "torchrun", "deepspeed", "mpirun", "mpich", "openmpi")
-
 _PREFLIGHT = "comm_hooks.launchers.preflight"
 
 

@@ -2,7 +2,7 @@
 
 import typer
 
-from comm_hooks.launchers.preflight.command import preflight
+from comm_hooks.launchers.commands.preflight import preflight
 
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -15,12 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 import comm_hooks
 from comm_hooks import optim
 from comm_hooks.exchange import Exchange, ExchangeSettings
-from comm_hooks.launchers.advise.advice import METHODS, Advice, Case, advise_on, choose, step_at
+from comm_hooks.launchers.advise.advice import Advice, Case, advise_on, choose, step_at
 from comm_hooks.launchers.advise.cost_model import Exchanged, Link, Network, Plan, Prediction
 from comm_hooks.launchers.advise.rehearsal import Rehearsals
 from comm_hooks.launchers.advise.shares import ALL, Cell, Kept
 from comm_hooks.launchers.advise.snippets import json_line, python_line
 from comm_hooks.launchers.advise.step import Step
+from comm_hooks.launchers.commands.advise import METHODS
 from comm_hooks.launchers.lab import crossings
 from comm_hooks.launchers.lab.methods import parse_method, parse_methods
 from comm_hooks.launchers.lab.optimizers import OPTIMIZERS

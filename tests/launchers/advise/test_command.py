@@ -12,9 +12,9 @@ import typer
 from typer.testing import CliRunner, Result
 
 from comm_hooks.launchers.advise import rehearsal
-from comm_hooks.launchers.advise.command import advise
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.clock import Starvation
+from comm_hooks.launchers.commands.advise import advise
 from comm_hooks.launchers.endpoint import Endpoint, free_port
 from comm_hooks.launchers.place import Place
 from tests.torchrun import Torchrun

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner, Result
 
-from comm_hooks.launchers.audit import audit_one_run, command
+from comm_hooks.launchers.audit import audit_one_run
+from comm_hooks.launchers.audit import run as command
 from comm_hooks.launchers.audit.audit import Attack, Audit
 from comm_hooks.launchers.main import app
 from comm_hooks.optim.private import DPSGD, Ledger, PrivacyEngine

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from comm_hooks.launchers.bench import command
+from comm_hooks.launchers.bench import run as command
 from comm_hooks.launchers.bench.results import Result
 from comm_hooks.launchers.lab.methods import Method
 from comm_hooks.launchers.lab.runs import Figures, Run, Settings

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from comm_hooks.launchers.compare import command
+from comm_hooks.launchers.compare import run as command
 from comm_hooks.launchers.lab.methods import Method
 from comm_hooks.launchers.lab.runs import Figures, Run, Settings
 from comm_hooks.launchers.main import app

@@ -8,8 +8,8 @@ from torch import nn
 
 from comm_hooks.collectives import Simulated
 from comm_hooks.config import COMPRESSORS
+from comm_hooks.launchers.commands.compare import DEFAULT_METHODS
 from comm_hooks.launchers.lab.methods import (
-    DEFAULT_METHODS,
     parse_method,
     parse_methods,
 )

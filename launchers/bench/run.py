@@ -1,11 +1,10 @@
-"""The ``bench`` command: check everything, run every method at every rate, tell what came out."""
+"""What ``comm-hooks bench`` does: check all, run each method at each rate, tell what came out."""
 
 import datetime
 import os
 import platform
 import shlex
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,7 +15,7 @@ from comm_hooks.launchers.bench.plots import write_plots
 from comm_hooks.launchers.bench.rates import bits_per_second, parse_rates
 from comm_hooks.launchers.bench.results import Bench, read_results, write_results
 from comm_hooks.launchers.bench.table import print_table, write_markdown
-from comm_hooks.launchers.lab.conducting import Comparison, Data, Seed, print_facts
+from comm_hooks.launchers.lab.conducting import Comparison, print_facts
 from comm_hooks.launchers.lab.methods import parse_methods
 from comm_hooks.launchers.lab.options import (
     count_parameters,
@@ -37,72 +36,25 @@ from comm_hooks.launchers.output import (
     refusing,
 )
 
-DEFAULT_METHODS = (
-    "none,all_reduce,bf16,powersgd:rank=1,powersgd:rank=2,powersgd:rank=4,identity+local_adamw,"
-    "local_variance_adam,sign+local_variance_adam,"
-    "topk:density=1/256:min_ndim=1:min_numel=1+local_variance_adam,"
-    "local_adamw,local_adamw:fragments=8,topk:density=1/64+local_adamw:fragments=8"
-)
-DEFAULT_RATES = "10mbit,100mbit,1gbit"
 _MAX_RANKS = 200
 _BUSY = 0.5  # of the cores in use before anything is started
 
 
 def bench(
-    rate: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help="Rates of each direction of each link, as tc writes them, separated by commas. "
-            "Links without a cap are measured in any case.",
-        ),
-    ] = DEFAULT_RATES,
-    hooks: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help="Methods, separated by commas, as in comm-hooks compare: "
-            "CROSSING[:option=value...][+OPTIMIZER].",
-        ),
-    ] = DEFAULT_METHODS,
-    nproc: Annotated[int, typer.Option(help="Ranks, each in a network namespace of its own.")] = 2,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Training steps per method, for the loss. [default: 150, quick: 60]"),
-    ] = None,
-    timing_steps: Annotated[
-        int, typer.Option(help="Timed steps per method and rate; fewer where they take long.")
-    ] = 16,
-    seed: Seed = 0,
-    data: Data = None,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("comm-hooks-bench"),
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A smaller model and fewer steps.")
-    ] = False,
-    redraw: Annotated[
-        bool,
-        typer.Option(
-            "--redraw",
-            help="Run nothing: make results.md and the plots again from results.json in --out.",
-        ),
-    ] = False,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            help="Seconds without progress after which a method is given up, beyond what an "
-            "uncompressed step takes at the slowest rate."
-        ),
-    ] = 120,
+    *,
+    rate: str,
+    hooks: str,
+    nproc: int,
+    steps: int | None,
+    timing_steps: int,
+    seed: int,
+    data: Path | None,
+    out: Path,
+    quick: bool,
+    redraw: bool,
+    timeout: float,
 ) -> None:
-    """Train a small GPT over links of given rates with each method, and compare the times.
-
-    Every rank is in a network namespace, joined to the others by a virtual switch with capped
-    links. Needs Linux, root and iproute2. Loss comes from one training per method over links
-    without a cap; then steps are timed at each rate, in turns with steps that exchange nothing.
-    Writes results.json, results.md, the plots and the logs to --out. A method that fails costs its
-    own row only. Exit codes: 0, 1 if a method failed, 2 for bad input (nothing is run), 77 where
-    there can be no namespaces, 130 if interrupted (what is finished is reported).
-    """
+    """Do what ``comm-hooks bench --help`` says."""
     console = make_console()
     with refusing("comm-hooks bench"):
         if redraw:

@@ -1,9 +1,7 @@
-"""The ``report`` command: read everything, then write one page."""
+"""What ``comm-hooks report`` does: read everything, then write one page."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.text import Text
 
 from comm_hooks.launchers.output import make_console, refusing
@@ -13,20 +11,11 @@ from comm_hooks.launchers.report.table import print_table
 
 
 def report(
-    records: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUNS.JSONL...",
-            help="The runs.jsonl of comparisons, and logs that StatsLogger wrote.",
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    *,
+    records: list[Path],
+    out: Path,
 ) -> None:
-    """Make one HTML page from the records of several runs: a table, and curves of the loss.
-
-    Runs of one method with several seeds are shown as their mean and each seed. The page needs no
-    other file and no network. Exit codes: 0, 2 for bad input (nothing is written).
-    """
+    """Do what ``comm-hooks report --help`` says."""
     with refusing("comm-hooks report"):
         runs = read_runs(*records)
         if out.resolve() in (path.resolve() for path in records):

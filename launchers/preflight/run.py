@@ -1,10 +1,9 @@
-"""The ``preflight`` command: find the other processes, check all nodes, print what came out."""
+"""What ``comm-hooks preflight`` does: find the other processes, check all nodes, say how it is."""
 
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -31,42 +30,20 @@ _FAILED = 1
 
 
 def preflight(
-    head: Annotated[
-        str | None,
-        typer.Option(metavar="HOST[:PORT]", help="Where nodes meet, as for comm-hooks launch."),
-    ] = None,
-    nnodes: Annotated[
-        int, typer.Option(help="Nodes, where this is started by hand once on each.")
-    ] = 1,
-    node_rank: Annotated[
-        int | None, typer.Option(help="Which node this is. [default: the head is 0]")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="Processes per node that training will have.")
-    ] = None,
-    interface: Annotated[
-        str | None, typer.Option(help="Network interface. [default: the one that leads to --head]")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A file that must be alike on all nodes, such as ds.json.")
-    ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for nodes.")] = 60.0,
-    links: Annotated[bool, typer.Option(help="Measure the links between nodes.")] = True,
-    min_bandwidth: Annotated[
-        float | None,
-        typer.Option(help="Mbit/s that every link must carry. [default: half of the median link]"),
-    ] = None,
-    max_clock_offset: Annotated[
-        float, typer.Option(help="Seconds by which clocks may differ.")
-    ] = 1.0,
-    local_rank: Annotated[str | None, typer.Option("--local_rank", hidden=True)] = None,
+    *,
+    head: str | None,
+    nnodes: int,
+    node_rank: int | None,
+    nproc: int | None,
+    interface: str | None,
+    config: Path | None,
+    timeout: float,
+    links: bool,
+    min_bandwidth: float | None,
+    max_clock_offset: float,
+    local_rank: str | None,
 ) -> None:
-    """Check every node before training: versions, settings, ports, links, clocks, GPUs, disks.
-
-    Run it as training will be: under torchrun, deepspeed, mpirun or srun, or by hand once on each
-    node with --nnodes and --head; comm-hooks launch --preflight does that. Prints one line per
-    problem, or tables. Exit codes, alike on all nodes: 0, 1 for problems, 2 for bad input.
-    """
+    """Do what ``comm-hooks preflight --help`` says."""
     with refusing("comm-hooks preflight"):
         waits = {"--timeout": timeout, "--max-clock-offset": max_clock_offset}
         require_positive({**waits, "--min-bandwidth": min_bandwidth})

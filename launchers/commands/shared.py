@@ -1,0 +1,19 @@
+"""Options that ``comm-hooks compare`` and ``comm-hooks bench`` share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Steps = Annotated[
+    int | None,
+    typer.Option(help="Training steps per method. [default: 150, quick: 60]"),
+]
+Seed = Annotated[int, typer.Option(help="For weights, batches and compressors.")]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        help="Text to train on: a file, or a directory of UTF-8 files. "
+        "[default: the source of Python's standard library]",
+    ),
+]
