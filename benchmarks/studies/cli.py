@@ -172,8 +172,7 @@ _ALWAYS: dict[str, Any] = {
     "out": Annotated[Path, Option("Folder for the results.", None)],
     "quick": Quick,
 }
-_CHOOSING = ("methods", "families", "peers", "ratios", "seeds", "tries")
-"""Options that only say which runs are made, so that those made before still count."""
+_CHOOSING = ("methods", "seeds", "tries")
 
 _UNRECORDED = ("data_dir", "out", "quick", "threads", "points", "task_option")
 
@@ -317,6 +316,8 @@ class Comparison:
         reached: what is printed of a method.
         follow: what becomes of an outcome.
         point: makes a point of a curve from its fields.
+        choosing: options that only say which runs are made, beside methods, seeds and tries: runs
+            that were made with others still count.
     """
 
     methods: Sequence[Method]
@@ -328,6 +329,7 @@ class Comparison:
     reached: Callable[[Outcome], str] = _error
     follow: Callable[[Outcome], Iterable[Outcome]] = lambda outcome: [outcome]
     point: Callable[..., Point] = Point
+    choosing: Sequence[str] = ()
 
     def __call__(self, place: Place) -> None:
         """Run everything; write ``<name>.json`` and the plots, and print the tables.
@@ -343,7 +345,8 @@ class Comparison:
         settings = {**place.settings, **self.settings}
         finished: list[Outcome] = []
         whole = {**place.options, **self.settings}
-        study = {key: value for key, value in whole.items() if key not in _CHOOSING}
+        chosen = {*_CHOOSING, *self.choosing}
+        study = {key: value for key, value in whole.items() if key not in chosen}
         runs = KeptRuns(place.out / "runs.jsonl", study, self.point)
         if runs.count:
             console.print(

@@ -87,6 +87,19 @@ def digits(seed: int) -> PartlyPublic:
     return build("digits", seed, None, public=0.01, validation=0.1)
 
 
+def test_public_images_from_elsewhere_are_turned() -> None:
+    upright, turned = (
+        build("digits", 0, None, public=0.01, validation=0.1, turned=turned).public
+        for turned in (False, True)
+    )
+    (images, labels), *_ = upright.in_order(len(upright))
+    (other, same), *_ = turned.in_order(len(turned))
+    assert torch.equal(other, images.rot90(dims=(2, 3)))
+    assert torch.equal(same, labels)
+    with pytest.raises(ValueError, match="--public-turned: verses has no images"):
+        build("verses", 0, None, public=0.01, validation=0.1, turned=True)
+
+
 def test_public_samples_and_those_for_validation_are_nobody_elses() -> None:
     first, second = digits(0), digits(1)
     assert first.task.validation
@@ -138,6 +151,14 @@ def test_ablations_are_what_their_names_say(name: str) -> None:
     elif "s =" in name:
         assert name.endswith(f"= {optimizer.sgd_steps}")
         assert optimizer.preconditioned_steps == optimizer.sgd_steps
+    elif "v +" in name:
+        p = next(given.model.parameters())
+        before = p.detach().clone()
+        p.grad = torch.full_like(p, 0.01)
+        optimizer.step()
+        shift = float(name.split()[3]) * phi
+        step = 0.01 * 0.01 / (0.01**2 + shift) ** 0.5
+        torch.testing.assert_close(before - p, torch.full_like(p, step), rtol=1e-3, atol=0)
     elif "as DP-SGD" in name:
         assert group["lr"] == pytest.approx(0.01 * 0.1 / phi**0.5)
     else:

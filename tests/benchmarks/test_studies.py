@@ -44,7 +44,7 @@ TRIES: dict[str, Callable[[dict[str, Any]], int]] = {
     "fed_lamb": lambda method: 6 if method["name"].startswith("fed_lamb") else 2,
 }
 COUNT = {
-    "safl": 2 + 2 * (3 + 1 + sum(p.matches for p in PEERS.values())) + 2,
+    "safl": 2 + 2 * (3 + 1) + sum(2 if p.matches else 1 for p in PEERS.values()),
     "fed_lamb": 2 * 2 * 5,
 }
 

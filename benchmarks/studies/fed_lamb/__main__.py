@@ -90,6 +90,7 @@ def fed_lamb(
         partial(make_tables, target=target),
         write_plots,
         {"task_options": task_option, "schedule": "constant", "betas": BETAS, "lambdas": LAMBDAS},
+        choosing=("partitions", "local_steps"),
     )
 
 

@@ -61,6 +61,12 @@ def private_optimizers(
         float,
         cli.Option("Of the training samples, which are public.", 0.01, check=cli.fraction),
     ],
+    public_turned: Annotated[
+        bool,
+        cli.Option(
+            "Turn the public images by a right angle, as if they came from elsewhere.", False
+        ),
+    ],
     methods: Annotated[
         list[str],
         cli.Option(
@@ -97,7 +103,14 @@ def private_optimizers(
     steps = steps or (_QUICK_STEPS if quick else KINDS[task].steps)
     batch = batch or KINDS[task].batch
     data = [
-        build(task, seed, data_dir, public=public_share, validation=validation)
+        build(
+            task,
+            seed,
+            data_dir,
+            public=public_share,
+            validation=validation,
+            turned=public_turned,
+        )
         for seed in range(seeds)
     ]
     samples = len(data[0].task.clients[0])

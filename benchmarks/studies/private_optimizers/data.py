@@ -12,6 +12,7 @@ from benchmarks.studies.private_optimizers.models import small_cnn, wide_resnet
 from benchmarks.studies.private_training import PrivatePlan
 from comm_hooks.launchers.lab.simulated import batch_generator
 from comm_hooks.launchers.lab.tasks import Shard, Task, build_task
+from comm_hooks.launchers.lab.tasks.task import Prepare
 from comm_hooks.optim.private.optimizers.public_knowledge import PublicGradients
 
 _PUBLIC_BATCH = 32
@@ -57,7 +58,13 @@ class PartlyPublic:
 
 
 def build(
-    name: str, seed: int, data_dir: Path | None, *, public: float, validation: float
+    name: str,
+    seed: int,
+    data_dir: Path | None,
+    *,
+    public: float,
+    validation: float,
+    turned: bool = False,
 ) -> PartlyPublic:
     """Return the data for one seed.
 
@@ -67,11 +74,14 @@ def build(
         data_dir: where CIFAR-10 lies.
         public: the share of the training data that is public.
         validation: the share of the others that settings are tuned on.
+        turned: turn the public images by a right angle, as if they came from elsewhere.
 
     Raises:
         ValueError: for data that is missing or not what it should be, and too little of it.
     """
     kind = KINDS[name]
+    if turned and kind.words:
+        raise ValueError(f"--public-turned: {name} has no images")
     options = kind.options or {}
     task = build_task(name, clients=1, seed=seed, data_dir=data_dir, **options)
     samples = task.clients[0]
@@ -86,10 +96,20 @@ def build(
         make_model=kind.make_model or task.make_model,
         clients=[replace(samples, indices=samples.indices[count:])],
     )
+    prepare = _turning(samples.prepare) if turned else samples.prepare
     return PartlyPublic(
         private.with_validation(validation, seed),
-        replace(samples, indices=samples.indices[:count]),
+        replace(samples, indices=samples.indices[:count], prepare=prepare),
     )
+
+
+def _turning(prepare: Prepare) -> Prepare:
+    """Return what prepares images, (samples, channels, height, width), and turns them."""
+
+    def turn(images: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        return prepare(images, generator).rot90(dims=(-2, -1))
+
+    return turn
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.optim import SGD, Adam, Optimizer
 
 from benchmarks.studies.private_optimizers.data import Given, PartlyPublic
@@ -131,6 +132,22 @@ def _adam_bc_of_a_false_phi(given: Given, settings: Settings) -> Optimizer:
     return optimizer
 
 
+class _ShiftedAdam(DPAdam):
+    """Adam whose second moments are all too large by ``shift``, as noise makes them."""
+
+    shift = 0.0
+
+    def _divisors(self, seconds: Tensors, *arguments: Any) -> Tensors:
+        torch._foreach_add_(seconds, self.shift)
+        return super()._divisors(seconds, *arguments)
+
+
+def _shifted_adam(given: Given, settings: Settings) -> Optimizer:
+    optimizer = _ShiftedAdam(given.parameters, settings["lr"])
+    optimizer.shift = settings["shift / Phi"] * given.plan.noise_variance
+    return optimizer
+
+
 def _as_dp_sgd(given: Given, settings: Settings) -> Optimizer:
     beta1 = 0.9
     rate = settings["lr"] * (1 - beta1) / math.sqrt(given.plan.noise_variance)
@@ -213,6 +230,12 @@ ABLATIONS: dict[str, Compared] = {
             _adam_bc_of_a_false_phi, 0.004, ({"Phi' / Phi": ratio},)
         )
         for ratio in (1 / 24, 1.0, 4.0)
+    },
+    **{
+        f"Adam, v + {shift:g} Phi": Compared(
+            _shifted_adam, 0.004, ({"shift / Phi": shift},), private=False
+        )
+        for shift in (0.0001, 0.01, 1.0, 100.0)
     },
     "DP-Adam as DP-SGD": Compared(_as_dp_sgd, 0.004),
     **{

@@ -24,7 +24,7 @@ def safl(
     data_dir: cli.DataDir,
     task_option: cli.TaskOptions,
     clients: Annotated[int, cli.CLIENTS],
-    rounds: Annotated[int, cli.Option("Rounds per run.", 60, 30, least=1)],
+    rounds: Annotated[int, cli.Option("Rounds per run.", 300, 30, least=1)],
     batch: Annotated[int, cli.BATCH],
     local_steps: Annotated[
         list[int],
@@ -99,6 +99,7 @@ def safl(
             "flat": True,
             "schedule": "cosine to 1/1000",
         },
+        choosing=("families", "peers", "ratios", "local_steps"),
     )
 
 

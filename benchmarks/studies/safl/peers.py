@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.studies.safl.budget import BETAS, all_reduced, nearest, sharded
 from comm_hooks.collectives import Transport
-from comm_hooks.compressors import Cocktail, Compressor, CountSketch, RandomK, Sign, TopK
+from comm_hooks.compressors import Cocktail, Compressor, CountSketch, PermK, RandomK, Sign, TopK
 from comm_hooks.exchange import Collective, Exchange
 from comm_hooks.launchers.lab.outcomes import Settings
 from comm_hooks.launchers.lab.simulated import Client, NamedParameters
@@ -142,6 +142,11 @@ def _marina(given: Given) -> Fitted:
     return Fitted(note, Marina, RandomK(density), options={"p": p, **_decay(given)})
 
 
+def _marina_perm_k(given: Given) -> Fitted:
+    p = 1 / given.ranks
+    return Fitted(f"p {p:.2g}: its own bytes", Marina, PermK(), options={"p": p, **_decay(given)})
+
+
 def _cocktail(given: Given) -> Fitted:
     def fitted(make: Callable[[float], Cocktail]) -> Cocktail:
         return make(nearest(lambda x: sharded(make(x), given.numel, given.ranks), given.budget))
@@ -175,6 +180,7 @@ def _one_bit_adam(given: Given) -> Fitted:
 PEERS = {
     "fetch_sgd": Peer(1.0, _fetch_sgd),
     "marina": Peer(0.2, _marina),
+    "marina_perm_k": Peer(0.2, _marina_perm_k, matches=False),
     "cocktail_sgd": Peer(0.1, _cocktail),
     "cd_adam": Peer(0.016, _cd_adam),
     "cd_adam_signs": Peer(0.002, _cd_adam_of_signs, matches=False),
