@@ -1,12 +1,10 @@
 """Adam for sparse arrivals: ranks divide by their own second moment before they exchange."""
 
-from collections.abc import Callable
-
 import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.base import Group, States, Tensors, block
+from comm_hooks.optim.base import States, Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.moments import along_, average_, count_step, normalized_average_, values
 
@@ -184,42 +182,3 @@ def lengthening(mean_sq: torch.Tensor, ranks: int, beta1: float) -> torch.Tensor
     # All signal is 1, all noise is c / N.
     power = 1 - c + (ranks - 1) * mean_sq.clamp(c / ranks, 1)
     return ((ranks - c) / power).sqrt()
-
-
-def plain_step(
-    parameters: Tensors,
-    states: States,
-    gradients: Tensors,
-    mean: Callable[[Tensors], Tensors],
-    group: Group,
-    ranks: int,
-) -> None:
-    """Take the step of :class:`LocalVarianceAdam`, as the class describes it.
-
-    The reference that its fused step is tested against.
-
-    Args:
-        parameters: float32, updated in place.
-        states: ``step``, ``exp_avg``, ``exp_avg_sq`` and ``norm_sq``, replaced.
-        gradients: this rank's.
-        mean: the exchange's mean over ranks.
-        group: the hyperparameters.
-        ranks: that exchange.
-    """
-    lr, eps, (beta1, beta2) = group["lr"], group["eps"], group["betas"]
-    own = []
-    for state, gradient in zip(states, gradients, strict=True):
-        t = state["step"] = state["step"] + 1
-        v = state["exp_avg_sq"] = beta2 * state["exp_avg_sq"] + (1 - beta2) * gradient**2
-        u = gradient / ((v / (1 - beta2**t)).sqrt() + eps)
-        own.append(beta1 * state["exp_avg"] + (1 - beta1) * u)
-    norm_sq, numel = torch.zeros(()), 0
-    for state, n in zip(states, mean(own), strict=True):
-        state["exp_avg"] = n
-        new = (n / (1 - beta1 ** state["step"])).square().sum()
-        state["norm_sq"] = beta2 * state["norm_sq"] + (1 - beta2) * new
-        norm_sq, numel = norm_sq + state["norm_sq"], numel + n.numel()
-    for parameter, state in zip(parameters, states, strict=True):
-        s = lengthening(norm_sq / numel / (1 - beta2 ** state["step"]), ranks, beta1)
-        n_hat = state["exp_avg"] / (1 - beta1 ** state["step"])
-        parameter.sub_(lr * (s * n_hat + group["weight_decay"] * parameter))

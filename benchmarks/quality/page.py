@@ -15,7 +15,8 @@ _HEAD = """\
 # Quality
 
 What a method keeps of what exchanging is worth: (none - method) / (none - all-reduce), in held-out
-loss at equal tokens, all three with AdamW, or all three with Muon. Every method has its own
+loss at equal tokens, all three with AdamW, or all three with Muon (`low_communication` with
+LaProp, which is AdamW that divides before it averages, or with Muon). Every method has its own
 learning rate, found by the same line search on the first seed (factors of two, until the best lies
 between two others), a warm-up over a tenth of the steps, a cosine schedule unless said otherwise,
 and gradients clipped to norm 1. Each rank has another part of the text, or other classes (a

@@ -1,6 +1,6 @@
 """Train with the scripts of other projects, as they are and with a few edited lines.
 
-    python -m benchmarks.third_party --sources FOLDER      # an hour on 2 cores
+    python -m benchmarks.third_party --sources FOLDER      # two hours on 2 cores
 
 FOLDER has clones of karpathy/nanoGPT, pytorch/examples, huggingface/accelerate,
 Lightning-AI/pytorch-lightning and microsoft/DeepSpeedExamples, under these names.  The scripts need

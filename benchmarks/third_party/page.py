@@ -12,15 +12,15 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "frameworks" / "third_part
 _TOP = """\
 # Other people's scripts
 
-Nine training scripts of five repositories, as they are and with at most three edited lines, which
+Eight training scripts of five repositories, as they are and with at most three edited lines, which
 put `low_communication` in the place of their optimizer. `make third-party SOURCES=FOLDER` runs them
 on clones in that folder and writes this page.
 
-Two processes (four with FSDP2) on one machine, joined by gloo. Steps, batches, schedules and
-learning rates are those of the script, unless a note below says otherwise. Losses are held out: the
-mean over seeds, and their range. In both variants CPUs took the place of GPUs; the source of
-Python's standard library, Fashion-MNIST and small models with random weights took that of data sets
-and weights from hubs.
+Two processes (four with FSDP2) on one machine, joined by gloo. In both variants CPUs took the place
+of GPUs; the source of Python's standard library, Fashion-MNIST and small models with random weights
+took that of data sets and weights from hubs; and sizes, batches and numbers of steps are such that
+two cores train them. `port` and `arguments` in `benchmarks/third_party/scripts.py` are all of these
+changes. Losses are held out: the mean over the seeds that both variants have, and their range.
 
 """
 
@@ -38,12 +38,15 @@ def _table(outcomes: Sequence[Outcome]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for script in SCRIPTS:
-        plain = [o for o in outcomes if o.script == script.name and not o.ours]
-        ours = [o for o in outcomes if o.script == script.name and o.ours]
-        if plain and ours:
-            fewer = f"{statistics.mean(o.fewer for o in ours):.0f}"
-            seeds = f"{min(len(plain), len(ours))}"
-            cells = [f"{ours[0].lines}", fewer, seeds, _losses(plain), _losses(ours)]
+        plain, ours = (
+            {o.seed: o for o in outcomes if o.script == script.name and o.ours == edited}
+            for edited in (False, True)
+        )
+        if seeds := sorted(plain.keys() & ours.keys()):
+            edited = [ours[seed] for seed in seeds]
+            fewer = f"{statistics.mean(o.fewer for o in edited):.0f}"
+            unchanged = _losses(plain[seed] for seed in seeds)
+            cells = [f"{edited[0].lines}", fewer, f"{len(seeds)}", unchanged, _losses(edited)]
             lines.append(f"| {script.name} | {script.framework} | {' | '.join(cells)} |")
     commits = sorted({(_repository(o.script), o.commit) for o in outcomes})
     versions = sorted({o.torch for o in outcomes})

@@ -1,5 +1,6 @@
 """What people read in the terminal."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
@@ -110,17 +111,32 @@ def print_choice(
 ) -> None:
     """Print what to use, in Python and in JSON, and whether noise may have decided that."""
     if chosen is None:
-        console.print(
-            Text(f"No method here is known to keep {min_share:.0%} on every task: see --min-share.")
-        )
+        console.print(Text(f"No method here is known to keep {min_share:.0%} on every task."))
+        _print_faster(rows, math.inf, min_share, console)
         return
     console.print(Text(f"\nRecommended: {chosen.method.spec}"))
     if not case.zero_stage:  # where there is no DDP model
         say(f"  Python: {python_line(chosen.method)}", console)
     line = json_line(chosen.method) or "none: this method is made in Python"
     say(f"  JSON (DeepSpeed): {line}", console)
+    _print_faster(rows, chosen.prediction.step, min_share, console)
     if any(row.is_noisy for row in rows):
         say("  Another method may be the faster one: the figures marked ~ are noise.", console)
+
+
+def _print_faster(
+    rows: Sequence[Advice], seconds: float, min_share: float, console: Console
+) -> None:
+    """Print what would be recommended with a lower ``--min-share``."""
+    for row in rows:
+        kept = row.kept
+        if kept and kept.lowest < min_share and row.prediction.step < seconds:
+            share = math.floor(100 * kept.lowest) / 100
+            say(
+                f"  {row.method.spec} is faster, but keeps {kept} only: --min-share {share:g} "
+                "takes it in",
+                console,
+            )
 
 
 def _format_seconds(seconds: float, is_noisy: bool) -> str:

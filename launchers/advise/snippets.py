@@ -31,11 +31,7 @@ def python_line(method: Method) -> str:
     """
     entry = OPTIMIZERS[method.optimizer]
     if entry.makes_exchange:
-        options = dict(method.optimizer_options)
-        bits = {"bits_per_parameter": options.pop("bits")} if "bits" in options else {}
-        if options.pop("muon", False):
-            options["inner"] = "muon"
-        keywords = ["lr=lr", *_keywords({**options, **bits})]
+        keywords = ["lr=lr", *_keywords(_chosen(method))]
         return f"{method.optimizer}(model.named_parameters(), {', '.join(keywords)})"
     if entry.crossing:
         return _optimizer_line(method)
@@ -53,7 +49,9 @@ def python_line(method: Method) -> str:
 
 def json_line(method: Method) -> str | None:
     """Return what to add to a DeepSpeed configuration; None if the method has no such form."""
-    if method.crossing not in COMPRESSORS or OPTIMIZERS[method.optimizer].makes_exchange:
+    if OPTIMIZERS[method.optimizer].makes_exchange:
+        return json.dumps({"comm_hooks": {"method": method.optimizer, **_chosen(method)}})
+    if method.crossing not in COMPRESSORS:
         return {"all_reduce": "{}", "bf16": '{"communication_data_type": "bf16"}'}.get(
             method.crossing
         )
@@ -65,6 +63,14 @@ def json_line(method: Method) -> str | None:
         params = _arguments(method, optimizer)
         lines["optimizer"] = {"type": type(optimizer).__name__, "params": params}
     return json.dumps(lines)
+
+
+def _chosen(method: Method) -> dict[str, Any]:
+    """Return the arguments of a method that chooses its exchange by itself."""
+    options = dict(method.optimizer_options)
+    bits = {"bits_per_parameter": options.pop("bits")} if "bits" in options else {}
+    inner = {"inner": "muon"} if options.pop("muon", False) else {}
+    return {**options, **inner, **bits}
 
 
 def _block(method: Method, *, with_name: bool = True) -> dict[str, Any]:

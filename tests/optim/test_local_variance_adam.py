@@ -11,7 +11,8 @@ from torch import nn
 from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Compressor
-from comm_hooks.optim.local_variance_adam import LocalVarianceAdam, plain_step
+from comm_hooks.optim.base import Group, States, Tensors
+from comm_hooks.optim.local_variance_adam import LocalVarianceAdam, lengthening
 from tests.optim.decaying import COMPRESSORS, SHAPES, STEPS, gradient, start
 from tests.optim.scenarios import RanksOf
 
@@ -185,6 +186,43 @@ def test_narrow_parameters_take_the_same_steps(weight_decay: float) -> None:
         ends.append(parameter.detach().float())
     torch.testing.assert_close(ends[0], ends[1], rtol=0.02, atol=0)
     assert (ends[0] < 1.8).all()
+
+
+def plain_step(
+    parameters: Tensors,
+    states: States,
+    gradients: Tensors,
+    mean: Callable[[Tensors], Tensors],
+    group: Group,
+    ranks: int,
+) -> None:
+    """Take the step of :class:`LocalVarianceAdam`, as the class describes it.
+
+    Args:
+        parameters: float32, updated in place.
+        states: ``step``, ``exp_avg``, ``exp_avg_sq`` and ``norm_sq``, replaced.
+        gradients: this rank's.
+        mean: the exchange's mean over ranks.
+        group: the hyperparameters.
+        ranks: that exchange.
+    """
+    lr, eps, (beta1, beta2) = group["lr"], group["eps"], group["betas"]
+    own = []
+    for state, g in zip(states, gradients, strict=True):
+        t = state["step"] = state["step"] + 1
+        v = state["exp_avg_sq"] = beta2 * state["exp_avg_sq"] + (1 - beta2) * g**2
+        u = g / ((v / (1 - beta2**t)).sqrt() + eps)
+        own.append(beta1 * state["exp_avg"] + (1 - beta1) * u)
+    norm_sq, numel = torch.zeros(()), 0
+    for state, n in zip(states, mean(own), strict=True):
+        state["exp_avg"] = n
+        new = (n / (1 - beta1 ** state["step"])).square().sum()
+        state["norm_sq"] = beta2 * state["norm_sq"] + (1 - beta2) * new
+        norm_sq, numel = norm_sq + state["norm_sq"], numel + n.numel()
+    for parameter, state in zip(parameters, states, strict=True):
+        s = lengthening(norm_sq / numel / (1 - beta2 ** state["step"]), ranks, beta1)
+        n_hat = state["exp_avg"] / (1 - beta1 ** state["step"])
+        parameter.sub_(lr * (s * n_hat + group["weight_decay"] * parameter))
 
 
 def step_both(compressor: Compressor) -> float:

@@ -3,7 +3,7 @@
 The comparison of "Layerwise and Dimensionwise Locally Adaptive Federated Learning" (Karimi, Li &
 Li, UAI 2023), section 4::
 
-    python -m benchmarks.studies.fed_lamb            # digits, 20 minutes on one core
+    python -m benchmarks.studies.fed_lamb            # digits, 80 minutes on one core
     python -m benchmarks.studies.fed_lamb --quick
 
 ``methods`` says what is compared and how a run goes.

@@ -219,7 +219,10 @@ def test_the_lines_of_rounds_for_a_budget() -> None:
     method = parse_method("low_communication:bits=0.3")
     line = "low_communication(model.named_parameters(), lr=lr, bits_per_parameter=0.3)"
     assert python_line(method) == line
-    assert json_line(method) is None
+    block = json.loads(json_line(method) or "")["comm_hooks"]
+    assert block == {"method": "low_communication", "bits_per_parameter": 0.3}
+    method = parse_method("low_communication:muon=true")
+    assert json.loads(json_line(method) or "")["comm_hooks"]["inner"] == "muon"
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -53,7 +53,8 @@ def test_a_link_that_is_described() -> None:
     assert 1000 < int(row_of(result.output, "all_reduce")[1].replace(",", "")) < 1500
     assert "Recommended: low_communication\n" in result.output
     assert "Python: low_communication(model.named_parameters(), lr=lr)" in result.output
-    assert "JSON (DeepSpeed): none: this method is made in Python" in result.output
+    line = '{"comm_hooks": {"method": "low_communication"}}'
+    assert f"JSON (DeepSpeed): {line}\n" in result.output
     assert "(none - method) / (none - all-reduce) in held-out" in result.output
     assert Path("advise.png").read_bytes().startswith(b"\x89PNG")
 
@@ -120,6 +121,21 @@ def test_no_method_that_keeps_so_much() -> None:
     result = run(*GIVEN, "--methods", "count_sketch", "--min-share", "0.99")
     assert result.exit_code == 0
     assert "No method here is known to keep 99% on every task" in result.output
+
+
+def test_faster_methods_that_keep_less_are_named() -> None:
+    link = ("--ranks", "8", "--bandwidth", "1mbit")
+    methods = ("--methods", "all_reduce,low_communication:bits=0.12")
+    result = run(*MODEL, *link, *methods)
+    assert result.exit_code == 0, result.output
+    assert "Recommended: all_reduce" in result.output
+    method, _, share = result.output.partition(" is faster, but keeps ")
+    assert method.endswith("low_communication:bits=0.12")
+    lower = re.search(r"--min-share ([\d.]+) takes it in", share)
+    assert lower
+    result = run(*MODEL, *link, *methods, "--min-share", lower[1])
+    assert "Recommended: low_communication:bits=0.12" in result.output
+    assert "takes it in" not in result.output
 
 
 def test_beyond_the_ranks_that_were_measured_nothing_takes_the_place_of_all_reduce() -> None:
