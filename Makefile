@@ -6,7 +6,7 @@
 # make links  train over capped links and compare (forty minutes; needs root)
 # make docs   build the documentation site into docs/_build
 # make quality  what methods keep of what exchanging is worth: adds missing runs to the page (hours)
-# make studies  repeat the papers' comparisons on small tasks (five hours; goes on where it was interrupted)
+# make studies  repeat the papers' comparisons on small tasks (seven hours; goes on where it was interrupted)
 # make fuzz   feed a million inputs of any bytes to all that reads what others wrote (5 minutes)
 # make soak   look for what grows in 5,000 steps of five methods (20 minutes)
 # make predictions  check the advice against links of network namespaces (20 minutes; needs root)

@@ -63,7 +63,7 @@ class _Adam(BatchedOptimizer):
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state = self.state[parameter]
         if "step" not in state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
         dtype = state_dtype(parameter.dtype)
         for name in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * self._amsgrad:
             # Each for itself, so that AMSGrad can go on from a checkpoint of Adam.

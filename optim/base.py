@@ -1,6 +1,7 @@
 """The base of all optimizers: how they step, what they load, and parameters' names."""
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -138,10 +139,23 @@ def parameters_of(groups: Sequence[Mapping[str, Any]]) -> Tensors:
 
 
 def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the parameters' names, or else their numbers as text."""
-    names = [name for group in groups for name in group.get("param_names", ())]
+    """Return the parameters' names, those without torch.compile, or else their numbers as text."""
+    given = (name for group in groups for name in group.get("param_names", ()))
+    names = [name.replace("_orig_mod.", "") for name in given]
     count = len(parameters_of(groups))
     return names if len(names) == count else [str(index) for index in range(count)]
+
+
+def require_distinct_names(owner: object, names: Sequence[str]) -> None:
+    """Raise ``ValueError`` if two parameters have one name: state is kept by names."""
+    counts = Counter(names)
+    if repeated := sorted(name for name, count in counts.items() if count > 1):
+        who = owner if isinstance(owner, str) else type(owner).__name__
+        raise ValueError(
+            f"{who}: {counts[repeated[0]]} parameters have the name {repeated[0]!r}: state is kept "
+            "by names, so give those of one module that has all of them, such as "
+            "torch.nn.ModuleDict({'encoder': encoder, 'decoder': decoder}).named_parameters()"
+        )
 
 
 def block(**settings: Any) -> Mapping[str, Any]:

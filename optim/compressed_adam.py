@@ -74,6 +74,8 @@ class CompressedAdam(ExchangingOptimizer):
         ... )
     """
 
+    _grows = False
+
     published = block(compressor="topk", density=1 / 64, value_bits=1, memory="error_feedback")
 
     def __init__(
@@ -110,7 +112,9 @@ class CompressedAdam(ExchangingOptimizer):
         states = self._states("exp_avg", "exp_avg_sq", "shape")
         if "power" not in states[0]:
             for state in states:
-                state["power"] = torch.zeros((), device=state["exp_avg"].device)
+                state["power"] = torch.zeros(
+                    (), device=state["exp_avg"].device, dtype=torch.float32
+                )
         t = int(states[0]["step"]) + 1
         is_warm_up = t <= self.freeze_step
         momenta = gradients if is_warm_up else self._own_momenta(gradients, states)

@@ -10,7 +10,13 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
-from comm_hooks.optim.base import ExactStateOptimizer, Group, Tensors, names_of
+from comm_hooks.optim.base import (
+    ExactStateOptimizer,
+    Group,
+    Tensors,
+    names_of,
+    require_distinct_names,
+)
 from comm_hooks.optim.double_averaging import check_double_averaging
 from comm_hooks.optim.frozen import FrozenParameters, trains, without_frozen
 from comm_hooks.optim.hyperparameters import check_gradient, check_hyperparameters
@@ -32,8 +38,8 @@ class ExchangingOptimizer(ExactStateOptimizer):
 
     If any rank's message is not finite, all ranks skip the step, also under a ``GradScaler``.
 
-    Parameters that are frozen (``requires_grad=False``) when it is made are left out; where they
-    train later on, add them as a group or make it anew.
+    Parameters that are frozen (``requires_grad=False``) or empty when it is made are left out;
+    where they train later on, add them as a group or, if it refuses that, make it anew.
 
     Ranks that start from different models or hyperparameters, or come to have others later on, get
     an error that names them (``comm_hooks.exchange.agreement.Owner``).
@@ -69,6 +75,9 @@ class ExchangingOptimizer(ExactStateOptimizer):
     _overwrites_gradients: ClassVar[bool] = True
     """Whether :meth:`_step` uses what it is given as a workspace, and so needs copies."""
 
+    _grows: ClassVar[bool] = True
+    """Whether parameters may be added after the first step."""
+
     own_state: ClassVar[tuple[str, ...]] = ()
     """Keys of :attr:`state` whose values differ between ranks, so that each saves its own."""
 
@@ -93,6 +102,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         params, left_out = without_frozen(params)
         self._frozen = FrozenParameters(self, left_out)
         super().__init__(local_shards(params), defaults)
+        require_distinct_names(self, names_of(self.param_groups))
         self.exchange = exchange
         exchange.agree_on({"optimizer": type(self).__name__, **settings})
         exchange.owner = self
@@ -113,8 +123,18 @@ class ExchangingOptimizer(ExactStateOptimizer):
         """
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters, between the same steps on all ranks."""
+        """Add parameters, between the same steps on all ranks.
+
+        Raises:
+            ValueError: after the first step, if :attr:`_grows` says so.
+        """
+        if self.state and not self._grows:
+            raise ValueError(
+                f"{type(self).__name__}: parameters cannot be added after the first step: they "
+                "would have missed what it has measured by now. Make it anew"
+            )
         super().add_param_group(param_group)
+        require_distinct_names(self, names_of(self.param_groups))
         self._frozen.added(self.param_groups[-1]["params"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -174,7 +194,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         states = [self.state[p] for p in self._parameters()]
         for parameter, state in zip(self._parameters(), states, strict=True):
             if not state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 for key in keys:
                     state[key] = torch.zeros_like(parameter, dtype=torch.float32)
         return states

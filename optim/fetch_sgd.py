@@ -81,6 +81,8 @@ class FetchSGD(ExchangingOptimizer):
         ... )
     """
 
+    _grows = False
+
     published = block(compressor="count_sketch", ratio=0.01)
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Parameters that do not train: optimizers that exchange leave them alone, and tell of changes."""
+"""Parameters with nothing to train: optimizers that exchange leave them alone; and changes."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,8 +10,8 @@ from comm_hooks.shards import whole
 
 
 def trains(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter, or the one that it is a part of, requires a gradient."""
-    return whole(parameter).requires_grad
+    """Return whether a parameter, or the one that it is a part of, has anything to train."""
+    return whole(parameter).requires_grad and whole(parameter).numel() > 0
 
 
 def without_frozen(params: Any) -> tuple[Any, list[torch.Tensor]]:

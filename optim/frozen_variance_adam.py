@@ -96,7 +96,7 @@ class FrozenVarianceAdam(BatchedOptimizer):
         dtype = state_dtype(parameters[0].dtype)
         states = [self.state[p] for p in parameters]
         for state in states:
-            state.setdefault("step", torch.tensor(0.0))
+            state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
         m = zeros(states, "exp_avg", parameters, dtype)
         v = zeros(states, "exp_avg_sq", parameters, dtype)
         x, u = widened(parameters, dtype), widened([p.grad for p in parameters], dtype)

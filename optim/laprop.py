@@ -82,7 +82,7 @@ class LaProp(BatchedOptimizer):
         state = self.state[parameter]
         if "step" not in state:
             dtype = state_dtype(parameter.dtype)
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
         elif state["exp_avg_sq"].stride() != state["exp_avg"].stride():

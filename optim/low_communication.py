@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.sparse import TopK
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
-from comm_hooks.optim.base import parameters_of
+from comm_hooks.optim.base import parameters_of, require_distinct_names
 from comm_hooks.optim.frozen import trains
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.laprop import LaProp
@@ -170,6 +170,7 @@ def low_communication(
     members = [member for group in groups for member in group["params"]]
     if not members:
         raise ValueError(f"{where}: there are no parameters")
+    require_distinct_names(where, [name for name, _ in members])
     trained = {name: p for name, p in members if trains(p)}
     if not trained:
         raise ValueError(f"{where}: the parameters are frozen (requires_grad=False)")
@@ -200,10 +201,10 @@ def low_communication(
         LaProp(parts, **settings)
         if inner == "adamw"
         else MuonAdamW(
-            [each for group in parts for each in group["params"]],
+            parts[0]["params"],
             momentum=_MUON_MOMENTUM,
             rest=LaProp,
-            **settings,
+            **{key: parts[0].get(key, value) for key, value in settings.items()},
         )
     )
     return LocalRounds(
@@ -219,11 +220,21 @@ def low_communication(
 
 def _groups(given: Any) -> list[dict[str, Any]]:
     """Return parameter groups whose parameters have names, or else their numbers as text."""
+    if isinstance(given, torch.Tensor | Mapping):
+        raise ValueError(
+            "low_communication: give model.named_parameters(), or a list of parameters or of "
+            f"groups, got {type(given).__name__}"
+        )
     entries = list(given)
     groups = entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
     result, count = [], 0
     for group in groups:
         members = group["params"]
+        if isinstance(given, Set) or isinstance(members, Set):
+            raise ValueError(
+                "low_communication: parameters must have an order that is the same on all ranks, "
+                "got a set"
+            )
         members = [members] if isinstance(members, torch.Tensor) else list(members)
         named = [
             member if isinstance(member, tuple) else (str(count + i), member)
@@ -232,6 +243,7 @@ def _groups(given: Any) -> list[dict[str, Any]]:
         count += len(named)
         result.append({**group, "params": named})
         if "betas" in group:
+            check_hyperparameters("low_communication", betas=group["betas"])
             result[-1]["betas"] = (halved_horizon(group["betas"][0]), group["betas"][1])
     return result
 

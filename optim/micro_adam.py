@@ -193,7 +193,7 @@ class MicroAdam(ExchangingOptimizer):
             state = self.state[parameter]
             if self.exchange.settings.exempts(parameter.shape):
                 if "step" not in state:
-                    state["step"] = torch.tensor(0.0)
+                    state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 for key in ("exp_avg", "exp_avg_sq"):
                     zeros([state], key, [parameter], torch.float32)
                 continue
@@ -202,7 +202,7 @@ class MicroAdam(ExchangingOptimizer):
                 nbytes[numel] = self._code(numel).nbytes
             shape = (self.window, nbytes[numel])
             if not state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 state["window"] = torch.zeros(shape, dtype=torch.uint8, device=parameter.device)
             elif state["window"].shape != shape:
                 raise ValueError(

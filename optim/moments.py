@@ -116,7 +116,7 @@ def normalized_average_(m: Tensors, new: Tensors, v: Tensors, group: Group, t: i
     """
     beta1, beta2 = group["betas"]
     new = [_laid_out_like(g.to(n.dtype), n) for g, n in zip(new, m, strict=True)]
-    step = torch.full((), float(t), device=m[0].device)
+    step = torch.full((), float(t), device=m[0].device, dtype=torch.float32)
     torch._fused_adamw_(
         m,
         new,
@@ -135,8 +135,8 @@ def normalized_average_(m: Tensors, new: Tensors, v: Tensors, group: Group, t: i
 
 
 def along_(parameters: Tensors, directions: Tensors, group: Group, correction: float) -> None:
-    """Do what :func:`descend_` does, in one pass over memory where all is float32."""
-    if any(p.dtype != torch.float32 for p in parameters):
+    """Do what :func:`descend_` does, in one pass over memory where all is float32 and dense."""
+    if any(p.dtype != torch.float32 or not _is_dense(p) for p in parameters):
         descend_(parameters, directions, group, correction)
         return
     directions = [_laid_out_like(n, p) for n, p in zip(directions, parameters, strict=True)]
@@ -153,6 +153,14 @@ def along_(parameters: Tensors, directions: Tensors, group: Group, correction: f
         maximize=False,
         is_first_step=False,
     )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether its elements fill one piece of memory, over which fused kernels go."""
+    if tensor.is_contiguous():
+        return True
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in sizes) == tensor.numel()
 
 
 def _laid_out_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,8 @@ class OneBitAdam(ExchangingOptimizer):
         ... )
     """
 
+    _grows = False
+
     published = block(
         compressor="sign",
         block_size=None,

@@ -88,6 +88,8 @@ class OneBitLamb(ExchangingOptimizer):
         ... )
     """
 
+    _grows = False
+
     published = block(
         compressor="sign",
         block_size=None,
@@ -227,7 +229,7 @@ def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _scales(states: States) -> torch.Tensor:
     """Return what gives all momenta one magnitude, (n,)."""
     m = values(states, "exp_avg")
-    sizes = torch.tensor([t.numel() for t in m], device=m[0].device)
+    sizes = torch.tensor([t.numel() for t in m], device=m[0].device, dtype=torch.float32)
     magnitudes = norms(m) / sizes.sqrt()
     return torch.where(magnitudes == 0, 1.0, magnitudes.mean() / magnitudes)
 

@@ -133,7 +133,7 @@ class SparseWindow:
         count, rows, _ = history.shape
         places, values = self.decode(history.reshape(count * rows, -1))
         places, values = places.view(count, rows, -1), values.view(count, rows, -1)
-        first = torch.zeros(count, self.numel, device=history.device)
+        first = torch.zeros(count, self.numel, device=history.device, dtype=torch.float32)
         second = torch.zeros_like(first)
         # Row by row: within one, no place has two elements but for zeros, so that no order of
         # additions is left to chance, and replicas stay identical on accelerators as well.

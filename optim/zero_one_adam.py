@@ -103,6 +103,8 @@ class ZeroOneAdam(ExchangingOptimizer):
         ... )
     """
 
+    _grows = False
+
     published = OneBitAdam.published
 
     def __init__(

@@ -374,3 +374,22 @@ def warnings_of_broadcasts() -> list[int]:
 
 def test_rounds_tell_of_buffers_that_ddp_goes_on_sending(ranks_of: RanksOf) -> None:
     assert ranks_of(2).run(warnings_of_broadcasts) == [[1, 0, 0, 0, 0]] * 2
+
+
+def register_with_others() -> str:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    own = groups[dist.get_rank()]
+    ddp_model = DistributedDataParallel(Net(), process_group=own)
+    named = list(ddp_model.module.named_parameters())
+    with pytest.raises(ValueError, match="give the optimizer the same process_group") as refusal:
+        register(ddp_model, low_communication(named, lr=0.01, bits_per_parameter=8.0))
+    register(
+        ddp_model,
+        low_communication(named, lr=0.01, bits_per_parameter=8.0, process_group=own),
+    )
+    return str(refusal.value)
+
+
+def test_an_optimizer_that_exchanges_with_other_ranks_is_refused(ranks_of: RanksOf) -> None:
+    for rank, message in enumerate(ranks_of(2).run(register_with_others)):
+        assert f"exchanges with ranks [0, 1], DistributedDataParallel with [{rank}]" in message

@@ -187,7 +187,7 @@ class Compressor(ABC):
                 f"{self} decompresses {numel} elements from {expected} bytes, got {payload.nbytes}"
             )
         if out is None:
-            out = torch.empty(numel, device=payload.device)
+            out = torch.empty(numel, device=payload.device, dtype=torch.float32)
         elif out.shape != (numel,) or out.dtype != torch.float32 or not out.is_contiguous():
             raise ValueError(
                 f"decompress() needs a contiguous float32 out of shape ({numel},), got {out.dtype} "

@@ -85,7 +85,7 @@ class Cocktail(Compressor):
         self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
         indices = self._indices(out.shape[1], draw, out.device)
-        drawn = torch.empty(indices.shape, device=out.device)
+        drawn = torch.empty(indices.shape, device=out.device, dtype=torch.float32)
         self._top_k.decode(drawn, payloads, draw, alpha=alpha)
         if not add:
             out.zero_()

@@ -97,7 +97,9 @@ class DCTTopK(Compressor):
     def coefficients(self, payloads: Tensor, numel: int, draw: Draw) -> Tensor:
         """Return the coefficients (n, padded) that payloads (n, nbytes) say; others are zero."""
         _, padded, top_k = self._plan(numel)
-        coefficients = torch.empty(len(payloads), padded, device=payloads.device)
+        coefficients = torch.empty(
+            len(payloads), padded, device=payloads.device, dtype=torch.float32
+        )
         top_k.decode(coefficients, payloads, draw)
         return coefficients
 

@@ -192,7 +192,9 @@ class GaussianSketch(_Sketch):
     def _matrix(self, size: int, key: int, device: torch.device) -> Tensor:
         width = _Sketch.width(self, size)
         generator = torch.Generator(device).manual_seed(key)
-        return torch.randn(size, width, device=device, generator=generator).div_(math.sqrt(width))
+        return torch.randn(
+            size, width, device=device, generator=generator, dtype=torch.float32
+        ).div_(math.sqrt(width))
 
     def encode(self, rows: Tensor, draw: Draw) -> Tensor:
         blocks = Blocks(rows.shape[1], self.block_size)

@@ -298,6 +298,6 @@ class PermK(Compressor):
     ) -> None:
         values = payloads.view(torch.float32)
         own = self._own(values.shape[1], draw, out.device)
-        hands = torch.zeros(*values.shape, draw.world_size, device=out.device)
+        hands = torch.zeros(*values.shape, draw.world_size, device=out.device, dtype=torch.float32)
         hands.scatter_(2, own, values[..., None])
         write(out, hands.flatten(1)[:, : out.shape[1]], alpha, add)

@@ -75,7 +75,7 @@ class Workspace:
         self.granularity = granularity
         middle, start = exact or 0, (exact or 0) + (exempt or 0)
         sizes = [len(names) * numel for names, numel in groups]
-        self.work = torch.zeros(start + sum(sizes), device=device)
+        self.work = torch.zeros(start + sum(sizes), device=device, dtype=torch.float32)
         self.exact = None if exact is None else Rows(("",), self.work[None, :middle])
         self.exempt = None if exempt is None else Rows(("",), self.work[None, middle:start])
         self._plain = [rows for rows in (self.exact, self.exempt) if rows]

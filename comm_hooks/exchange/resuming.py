@@ -245,7 +245,7 @@ def merge_memories(
     joined = {}
     for key in dict.fromkeys(key for shard in shards for key in shard):
         width, numel = (lengths[_parameter(key, memory)] for lengths in (widths, numels))
-        pieces = [shard.get(key, torch.zeros(width)) for shard in shards]
+        pieces = [shard.get(key, torch.zeros(width, dtype=torch.float32)) for shard in shards]
         joined[key] = torch.cat(pieces)[:numel]
     return _from_floats(joined, memory, numels)
 
@@ -282,7 +282,10 @@ def _merge(
     shards = [server_memory.vectors(state["server_memory"], widths) for state in states]
     unsent = {
         name: torch.cat(
-            [shard[name] if name in shard else torch.zeros(widths[name]) for shard in shards]
+            [
+                shard[name] if name in shard else torch.zeros(widths[name], dtype=torch.float32)
+                for shard in shards
+            ]
         )[: numels[name]]
         for name in dict.fromkeys(name for shard in shards for name in shard)
     }
@@ -290,7 +293,7 @@ def _merge(
 
 
 def _parameter(key: str, memory: Memory) -> str:
-    (name,) = memory.parameters_in({key: torch.empty(0)})
+    (name,) = memory.parameters_in({key: torch.empty(0, dtype=torch.float32)})
     return name
 
 

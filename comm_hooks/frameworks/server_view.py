@@ -4,6 +4,7 @@ import functools
 import warnings
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,8 +18,9 @@ def show_server_model(module: nn.Module, rounds: Any) -> None:
     """Let a model in evaluation mode, and its ``state_dict()``, be the server's.
 
     1. ``module.eval()`` puts the server's values in place of this rank's, ``module.train()`` puts
-       those back; a step in evaluation mode is refused by the rounds.  So do those of parts of the
-       module that hold all of the parameters, such as a model inside of one that returns its loss;
+       those back, but for parameters that were written to meanwhile; a step in evaluation mode is
+       refused by the rounds.  So do those of parts of the module that hold all of the parameters,
+       such as a model inside of one that returns its loss;
     2. ``module.state_dict()``, also of any part, returns copies of the server's values in either
        mode;
     3. ``module.load_state_dict()``, also of any part, is where the rounds go on from.
@@ -28,6 +30,8 @@ def show_server_model(module: nn.Module, rounds: Any) -> None:
     says so.
 
     A copy of the model, or what comes out of a pickle, is a plain one with the values it had.
+    Where other rounds were shown so far, that ends; a model in evaluation mode keeps the values
+    that it shows.
 
     Args:
         module: whose parameters, or some of them, the rounds work on; without wrapper, so that
@@ -48,6 +52,11 @@ def show_server_model(module: nn.Module, rounds: Any) -> None:
         >>> torch.equal(model.weight, before), torch.equal(model.eval().weight, before)
         (False, True)
     """
+    earlier = {view for part in module.modules() if (view := _VIEWS.get(part))}
+    for view in earlier:
+        view.end()
+    if earlier and not rounds.steps:
+        rounds.restart()  # where the earlier rounds have left it
     view = _View(rounds)
     rounds.register_step_pre_hook(view.look)
     own = {id(whole(p)) for p in rounds.parameters}
@@ -57,10 +66,13 @@ def show_server_model(module: nn.Module, rounds: Any) -> None:
             # On the instance: what frameworks and users call is module.train() and module.eval().
             part.train = _Switch(part, view)  # type: ignore[method-assign]
         if held:
-            part.register_state_dict_post_hook(_Saved(view, within=part is module))
+            _VIEWS[part] = view
             loaded: list[torch.Tensor] = []
-            part.register_load_state_dict_pre_hook(_ToLoad(loaded))
-            part.register_load_state_dict_post_hook(_Loaded(rounds, loaded))
+            view.hooks += [
+                part.register_state_dict_post_hook(_Saved(view, within=part is module)),
+                part.register_load_state_dict_pre_hook(_ToLoad(loaded)),
+                part.register_load_state_dict_post_hook(_Loaded(rounds, loaded)),
+            ]
 
 
 def show_own_model(module: nn.Module) -> None:
@@ -87,9 +99,14 @@ def show_own_model(module: nn.Module) -> None:
 
 
 class _View:
-    """The rounds' model, shown or not."""
+    """The rounds' model, shown or not.
+
+    Attributes:
+        hooks: of the modules that show it.
+    """
 
     def __init__(self, rounds: Any) -> None:
+        self.hooks: list[Any] = []
         self._rounds = rounds
         self._shown: ExitStack | None = None
         self._has_warned = False
@@ -102,12 +119,12 @@ class _View:
     def switch(self, is_training: bool) -> bool:
         """Show this rank's model or the server's; return whether that changed the parameters."""
         if is_training and self._shown is not None:
-            written, shown, self._shown = self._rounds.is_written_to, self._shown, None
-            loaded = [p.detach().clone() for p in self._rounds.parameters] if written else []
+            written = [(p.detach(), p.detach().clone()) for p in self._rounds.overwritten]
+            shown, self._shown = self._shown, None
             shown.close()
-            if loaded:
-                with torch.no_grad():
-                    torch._foreach_copy_([p.detach() for p in self._rounds.parameters], loaded)
+            with torch.no_grad():
+                for parameter, value in written:
+                    parameter.copy_(value)
             return True
         if not is_training and self._shown is None:
             if self._rounds.is_written_to:
@@ -117,6 +134,21 @@ class _View:
             self._shown.enter_context(self._rounds.server_parameters())
             return True
         return False
+
+    def end(self) -> None:
+        """Leave the modules as they are, and alone from now on."""
+        for hook in self.hooks:
+            hook.remove()
+        for part in [part for part, view in _VIEWS.items() if view is self]:
+            del _VIEWS[part]
+            vars(part).pop("train", None)
+        if self._shown is not None:
+            shared = [(p.detach(), p.detach().clone()) for p in self._rounds.parameters]
+            self._shown.close()
+            self._shown = None
+            with torch.no_grad():
+                for parameter, value in shared:
+                    parameter.copy_(value)
 
     def values(self) -> dict[int, torch.Tensor]:
         """Return copies of the server's values by the parameters' ids.
@@ -140,6 +172,10 @@ class _View:
                 "restart() of the rounds",
                 stacklevel=5,
             )
+
+
+_VIEWS: WeakKeyDictionary[nn.Module, _View] = WeakKeyDictionary()
+"""What each module shows."""
 
 
 class _Switch:

@@ -48,7 +48,9 @@ def sketch(rows: Tensor, width: int, keys: Keys) -> Tensor:
         torch.Size([1, 2])
     """
     places, signs = _hash(rows.shape[1], width, keys, rows.device)
-    return torch.zeros(len(rows), width, device=rows.device).scatter_add_(1, places, rows * signs)
+    return torch.zeros(len(rows), width, device=rows.device, dtype=torch.float32).scatter_add_(
+        1, places, rows * signs
+    )
 
 
 @operator(triton=if_contiguous)
@@ -187,7 +189,7 @@ def _batches(
 
 def _sketch_in_batches(rows: Tensor, width: int, rotations: Draws, offsets: Draws) -> Tensor:
     columns = torch.arange(width, device=rows.device)
-    sums = torch.zeros(len(rows), width, device=rows.device)
+    sums = torch.zeros(len(rows), width, device=rows.device, dtype=torch.float32)
     for row, start, stop, shifts, signs in _batches(
         rows.shape[1], width, rotations, offsets, rows.device
     ):

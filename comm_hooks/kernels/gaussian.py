@@ -68,9 +68,9 @@ def _check(device: torch.device) -> None:
     from comm_hooks.kernels.triton import gaussian as on_gpu
 
     key, counter = 2**128 // 3, 2**128 // 7 << 128
-    expected = torch.zeros(5 * PAIRS)
+    expected = torch.zeros(5 * PAIRS, dtype=torch.float32)
     reference_add_gaussian_(expected, 3.0, key, counter)
-    found = torch.zeros(5 * PAIRS, device=device)
+    found = torch.zeros(5 * PAIRS, device=device, dtype=torch.float32)
     on_gpu.add_gaussian_(found, 3.0, key, counter)
     if not torch.allclose(found.cpu(), expected, rtol=1e-6, atol=1e-12):
         raise RuntimeError(

@@ -62,7 +62,7 @@ def _hadamard_by_products(rows: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=32)
 def _matrix(order: int, device: torch.device) -> Tensor:
     """Return the orthonormal Hadamard matrix of an order that is a power of two."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32)
     while matrix.shape[0] < order:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float32), matrix)
     return (matrix / math.sqrt(order)).to(device)

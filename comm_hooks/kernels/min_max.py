@@ -43,7 +43,7 @@ def encode_min_max(
     levels = (vectors - low[..., None]) / torch.where(unit > 0, unit, 1.0)[..., None]
     levels = levels.flatten(1)[:, :numel]
     for row, generator in zip(levels, _generators(seeds, rows.device), strict=False):
-        row += torch.rand(numel, device=rows.device, generator=generator)
+        row += torch.rand(numel, device=rows.device, generator=generator, dtype=torch.float32)
     if seeds is None:
         levels = levels + 0.5
     codes = levels.clamp(0, 2**bits - 1).to(torch.uint8)
@@ -88,7 +88,7 @@ def _encode_in_pieces(
 ) -> tuple[Tensor, Tensor, Tensor]:
     n, numel = rows.shape
     rows = rows.detach()
-    low, unit = torch.empty(2, n, -(-numel // size))
+    low, unit = torch.empty(2, n, -(-numel // size), dtype=torch.float32)
     octets = torch.empty(n, packed_nbytes(numel, bits), dtype=torch.uint8)
     generators = _generators(seeds, rows.device)
     pieces = Pieces(n, numel, size)
@@ -103,7 +103,7 @@ def _encode_in_pieces(
             step.sub_(lowest).div_(2**bits - 1)
             torch.sub(block, lowest, out=target).div_(torch.where(step > 0, step, 1.0))
         for row, generator in zip(levels, generators[top], strict=False):
-            row += torch.rand(len(row), generator=generator)
+            row += torch.rand(len(row), generator=generator, dtype=torch.float32)
         if not generators:
             levels += 0.5
         codes = levels.clamp_(0, 2**bits - 1).to(torch.uint8)

@@ -71,7 +71,9 @@ class Pieces:
         self._height = min(n, max(1, PIECE // self._width))
         # The most elements of a piece.
         self.numel = self._height * self._width
-        self._buffer = torch.empty(self._height * 8 * packed_nbytes(self._width, 1))
+        self._buffer = torch.empty(
+            self._height * 8 * packed_nbytes(self._width, 1), dtype=torch.float32
+        )
 
     def __iter__(self) -> Iterator[tuple[slice, slice, slice]]:
         """Yield each piece as slices of the rows, the columns and the blocks."""

@@ -101,7 +101,7 @@ def mean_magnitudes(rows: Tensor, size: int, *, power: int) -> Tensor:
     """
     norms = torch.linalg.vector_norm(cut(rows, size), power, dim=2)
     # The last block's padding takes no part in its mean.
-    numels = torch.full((norms.shape[1],), float(size), device=rows.device)
+    numels = torch.full((norms.shape[1],), float(size), device=rows.device, dtype=torch.float32)
     numels[-1] -= -rows.shape[1] % size
     return norms / numels ** (1 / power)
 
@@ -117,7 +117,7 @@ def _encode_in_pieces(
 ) -> tuple[Tensor, Tensor]:
     n, numel = rows.shape
     rows = rows.detach()
-    means = torch.empty(n, -(-numel // size)) if scales is None else scales
+    means = torch.empty(n, -(-numel // size), dtype=torch.float32) if scales is None else scales
     octets = np.empty((n, packed_nbytes(numel, 1)), np.uint8)
     pieces = Pieces(n, numel, size)
     is_positive = np.empty(pieces.numel, np.bool_)
@@ -152,7 +152,7 @@ def _decode_in_pieces(
     if not add:
         out.zero_()
     for some_scales, some_octets in zip(scales.split(at_once), octets.split(at_once), strict=True):
-        vectors = torch.empty(len(some_octets), *out.shape)
+        vectors = torch.empty(len(some_octets), *out.shape, dtype=torch.float32)
         rows, row_scales, row_octets = (
             part.flatten(0, 1) for part in (vectors, some_scales, some_octets)
         )

@@ -103,6 +103,6 @@ class ErrorFeedback(Remainder):
     def _decode(self, stored: Tensor, numel: int) -> Tensor:
         if self._codec is None:
             return super()._decode(stored, numel)
-        matrix = torch.empty(len(stored), numel, device=stored.device)
+        matrix = torch.empty(len(stored), numel, device=stored.device, dtype=torch.float32)
         self._codec.decode(matrix, stored, Draw((0,) * len(stored)))
         return matrix

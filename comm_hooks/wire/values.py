@@ -99,7 +99,7 @@ class ValueCode:
             values = octets[:, : self.nbytes(sets, count)].flatten().view(_DTYPES[self.bits])
             return values.view(shape).float()
         if not count:
-            return torch.empty(shape, device=octets.device)
+            return torch.empty(shape, device=octets.device, dtype=torch.float32)
         split = self._levels_nbytes(sets, count)
         if self.bits == 4:
             levels = _read_even_levels(octets[:, :split], sets)
@@ -144,7 +144,9 @@ def _shared_levels(magnitudes: Tensor, count: int) -> tuple[Tensor, Tensor]:
     sums = (
         torch.nn.functional.pad(magnitudes.sum(2), (0, padding)).unflatten(1, (-1, shared)).sum(2)
     )
-    sizes = torch.full(sums.shape[1:], float(shared * values), device=sums.device)
+    sizes = torch.full(
+        sums.shape[1:], float(shared * values), device=sums.device, dtype=torch.float32
+    )
     sizes[-1] -= padding * values
     means = sums / sizes
     largest = means.amax(1, keepdim=True).bfloat16()
@@ -169,7 +171,7 @@ def _ratios(relative: Tensor, count: int) -> Tensor:
     """Return the bytes (n, count) of the mean of each class of relative magnitudes."""
     flat = relative.flatten(1)
     classes = [torch.ones_like(flat)]
-    means = [torch.ones(len(flat), 1, device=flat.device)]
+    means = [torch.ones(len(flat), 1, device=flat.device, dtype=torch.float32)]
     while len(classes) < count:
         halves = [
             half

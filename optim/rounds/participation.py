@@ -131,7 +131,7 @@ class PlainCollection(Collection):
     def _sum(self, delta: list[torch.Tensor], turn: Turn, memory: Memory | None) -> None:
         """Replace ``delta`` by its sum over ranks, and note who of ``turn`` is in it."""
         own = [float(client in self._own) for client in turn]
-        flags = torch.tensor(own, device=delta[0].device)
+        flags = torch.tensor(own, device=delta[0].device, dtype=torch.float32)
         message = dict(zip(self.total, delta, strict=True))
         # The exchange tells its workspaces apart by the names in them.
         beside = {f"<contributors with {next(iter(self.total))}>": flags}

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.resuming import check_complete, check_whole, seal_own
 from comm_hooks.exchange.sealing import SEAL, require_seal, sealed
-from comm_hooks.optim.base import names_of, parameters_of
+from comm_hooks.optim.base import names_of, parameters_of, require_distinct_names
 from comm_hooks.optim.frozen import FrozenParameters, trains
 from comm_hooks.optim.rounds.checks import cut
 from comm_hooks.optim.rounds.clients import ClientStates
@@ -83,6 +83,7 @@ class SavedRounds(WrappingOptimizer):
         self._frozen = FrozenParameters(self, [p for p in members if not trains(p)])
         self._parameters = [members[place] for place in own]
         self._names = [names_of(inner.param_groups)[place] for place in own]
+        require_distinct_names(self, self._names)
         self._group_of = [groups[place] for place in own]
         self._progress = Progress(
             exchanged_at=[0] * fragments,
@@ -100,6 +101,11 @@ class SavedRounds(WrappingOptimizer):
     def is_written_to(self) -> bool:
         """Whether something but the rounds has written to parameters since they did."""
         return self._model.is_written_to
+
+    @property
+    def overwritten(self) -> list[torch.Tensor]:
+        """The parameters that something else has changed while they are those all ranks share."""
+        return [self._parameters[place] for place in self._model.overwritten]
 
     @property
     def steps(self) -> int:
@@ -259,11 +265,14 @@ class SavedRounds(WrappingOptimizer):
         inner = {key: state[key] for key in self.inner.state_dict() if key in state}
         require_seal({**inner, SEAL: private["inner"]})
         shapes = {n: tuple(s.shape) for n, s in zip(self._names, self._model.values, strict=True)}
-        if {name: tuple(tensor.shape) for name, tensor in released["model"].items()} != shapes:
+        saved = {name: tuple(tensor.shape) for name, tensor in released["model"].items()}
+        if saved != shapes:
+            name = next(n for n in (*saved, *shapes) if saved.get(n) != shapes.get(n))
             raise ValueError(
                 f"{type(self).__name__}: the state has other parameters than this model: it was "
-                f"saved with {len(released['model'])}, here are {len(shapes)}, and all names and "
-                "shapes must be the same"
+                f"saved with {len(saved)}, here are {len(shapes)}, and all names and shapes must "
+                f"be the same; {name!r} was {saved.get(name, 'absent')}, and is "
+                f"{shapes.get(name, 'absent')}"
             )
         here: dict[str, int | None] = {
             "rank": transport.rank,

@@ -42,6 +42,14 @@ class ServerModel:
         return False
 
     @property
+    def overwritten(self) -> list[int]:
+        """The places where somebody else has put other values while the shared ones are shown."""
+        if self._hidden is None or not self.is_written_to:
+            return []
+        pairs = zip(self._parameters, self.values, strict=True)
+        return [place for place, pair in enumerate(pairs) if not torch.equal(*pair)]
+
+    @property
     def is_shown(self) -> bool:
         """Whether the live parameters are the shared values for a while."""
         return self._hidden is not None

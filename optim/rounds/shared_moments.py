@@ -137,7 +137,7 @@ class LocalAMSGrad(BatchedOptimizer):
         states = [self.state[p] for p in parameters]
         for parameter, state in zip(parameters, states, strict=True):
             if not state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
                 eps = group["eps"]
                 state["exp_avg_sq"] = torch.full_like(parameter, eps, dtype=torch.float32)

@@ -29,6 +29,41 @@ def in_percent(method: Any) -> str:
     return f"{100 * method['mean_error']:.1f}{'†' * method['lr_is_at_edge']}"
 
 
+SAFL = {
+    "SAFL, Count-Sketch": ("safl count_sketch", 1),
+    "SAFL, SRHT": ("safl srht", 1),
+    "SAFL, Gaussian sketch": ("safl gaussian_sketch", 1),
+    "SAFL, Count-Sketch, K = 5": ("safl count_sketch", 5),
+    "CD-Adam, top-k": ("cd_adam", 1),
+    "CocktailSGD": ("cocktail_sgd", 1),
+    "FetchSGD": ("fetch_sgd", 1),
+    "MARINA, rand-k": ("marina", 1),
+}
+OF_THEIR_OWN_BYTES = {
+    "Uncompressed": ("fed_opt", 1),
+    "with K = 5": ("fed_opt", 5),
+    "MARINA with PermK": ("marina_perm_k", 1),
+    "1-bit Adam": ("one_bit_adam", 1),
+    "CD-Adam with signs": ("cd_adam_signs", 1),
+}
+
+
+def test_errors_of_safl_and_its_peers() -> None:
+    record = record_of("safl")
+    methods = {(m["name"], m["labels"]["K"], m["labels"]["ratio"]): m for m in record["methods"]}
+    lines = rows_after("SAFL against its peers")
+    assert [line[0] for line in lines] == list(SAFL)
+    for title, *cells in lines:
+        found = [methods[(*SAFL[title], ratio)] for ratio in record["settings"]["ratios"]]
+        assert cells == [in_percent(method) for method in found]
+    section = " ".join(MEASUREMENTS.partition("SAFL against its peers")[2].split())
+    assert f"{record['settings']['rounds']} rounds" in section
+    for title, of in OF_THEIR_OWN_BYTES.items():
+        method = methods[(*of, None)]
+        sent = f" ({method['bytes_per_client_and_round'] / 1e3:.0f} kB)" * ("K" not in title[:8])
+        assert f"{title}{sent} {in_percent(method)}" in section
+
+
 DIMENSION = {
     "SAFL, Count-Sketch": "safl",
     "the same without a sketch": "fed_opt",

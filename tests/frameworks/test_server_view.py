@@ -154,6 +154,50 @@ def test_what_somebody_else_loads_counts(mode: bool) -> None:
     on_two_ranks(check)
 
 
+def test_what_is_written_in_evaluation_mode_costs_no_other_progress() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
+        own = weights(model)
+        model.eval()
+        with torch.no_grad():
+            model[2].bias.fill_(7.0)
+            model[2].weight.add_(0.0)  # written, and the same as before
+        model.train()
+        for value, before, parameter in zip(weights(model), own, model.parameters(), strict=True):
+            expected = torch.full_like(before, 7.0) if parameter is model[2].bias else before
+            assert torch.equal(value, expected)
+        with pytest.warns(UserWarning, match="that counts as progress of this rank"):
+            take_steps(model, rounds, range(3, 4), transport.rank)
+
+    check(Simulated(1)[0], *trained(Simulated(1)[0]))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_rounds_that_are_made_anew_take_the_place_of_the_earlier_ones(mode: bool) -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
+        rounds.synchronize()
+        take_steps(model, rounds, range(3, 6), transport.rank)
+        if mode:
+            rounds.synchronize()
+        with rounds.server_parameters():
+            shared = weights(model)
+        model.train(mode)
+        again = low_communication(
+            model.named_parameters(), lr=0.01, bits_per_parameter=8.0, transport=transport
+        )
+        register(model, again)
+        assert equal(weights(model.train()), shared)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            take_steps(model, again, range(3), transport.rank)
+            own = weights(model)
+            assert not equal(weights(model.eval()), own)
+            model.state_dict()
+            assert equal(weights(model.train()), own)
+            take_steps(model, again, range(3, 6), transport.rank)
+
+    on_two_ranks(check)
+
+
 def test_copies_are_plain_models() -> None:
     def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
         file = io.BytesIO()

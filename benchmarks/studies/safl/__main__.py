@@ -41,7 +41,7 @@ def safl(
         cli.Option(
             "Sizes of the sketch, as fractions of the model; peers get the bytes that SAFL needs "
             "at each.",
-            *("0.1,0.01,0.001,0.0001", "0.1,0.01"),
+            "0.1,0.01",
             each=float,
             check=cli.fraction,
         ),

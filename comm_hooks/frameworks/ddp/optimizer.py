@@ -4,9 +4,11 @@ import logging
 import warnings
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from comm_hooks.collectives import TorchDistributed
 from comm_hooks.frameworks.ddp.model import DataParallelModel, find_data_parallel
 from comm_hooks.frameworks.optimizer_state import OptimizerState
 from comm_hooks.frameworks.own_exchange import owns_exchange, unwrapped, works_in_rounds
@@ -45,6 +47,7 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
         replicas = DataParallelModel(model)
         module = replicas.module
         _require_parameters_of(module, own)
+        _require_ranks_of(replicas, own)
         replicas.register_comm_hook(None, hook)
         if works_in_rounds(own):
             _warn_of_broadcasts(replicas)
@@ -69,6 +72,22 @@ def _warn_of_broadcasts(replicas: DataParallelModel) -> None:
         )
 
 
+def _require_ranks_of(replicas: DataParallelModel, optimizer: Any) -> None:
+    """Raise ``ValueError`` if the optimizer exchanges with other ranks than DDP would."""
+    transport = optimizer.exchange.transport
+    if not isinstance(transport, TorchDistributed):
+        return
+    own, others = (
+        list(transport.ranks),
+        dist.get_process_group_ranks(replicas.process_group or dist.group.WORLD),
+    )
+    if own != others:
+        raise ValueError(
+            f"{type(optimizer).__name__} exchanges with ranks {own}, DistributedDataParallel with "
+            f"{others}: give the optimizer the same process_group"
+        )
+
+
 def _require_parameters_of(module: nn.Module, optimizer: Optimizer) -> None:
     """Raise ``ValueError`` unless the optimizer's parameters are the model's."""
     known = set(module.parameters())
@@ -83,7 +102,10 @@ def _require_parameters_of(module: nn.Module, optimizer: Optimizer) -> None:
     others = [
         name
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and parameter not in own and is_held(parameter)
+        if parameter.requires_grad
+        and parameter.numel()
+        and parameter not in own
+        and is_held(parameter)
     ]
     if others:
         raise ValueError(

@@ -113,7 +113,7 @@ def sketch(rows: Tensor, width: int, keys: Keys) -> Tensor:
     rotations, offsets = draw(keys, rows.shape[1], width)
     count = rotations.shape[1]
     windows = offsets.shape[1] // count
-    sums = torch.empty(len(rows), width, device=rows.device)
+    sums = torch.empty(len(rows), width, device=rows.device, dtype=torch.float32)
     columns = min(_SUMS, triton.next_power_of_2(width))
     tiles = triton.cdiv(width, columns)
     launch(

@@ -125,7 +125,7 @@ def encode_signs(
     blocks = triton.cdiv(numel, size)
     given = scales is not None
     if scales is None:
-        scales = torch.empty(count, blocks, device=rows.device)
+        scales = torch.empty(count, blocks, device=rows.device, dtype=torch.float32)
     bits = torch.empty(count, triton.cdiv(numel, 8), dtype=torch.uint8, device=rows.device)
     tile = max(256, triton.next_power_of_2(min(size, numel)))
     launch(

@@ -95,7 +95,7 @@ def block_top_k(
     blocks = triton.cdiv(numel, size)
     shape = (len(rows), blocks, count)
     places = torch.empty(shape, dtype=torch.int64, device=rows.device)
-    values = torch.empty(shape, device=rows.device)
+    values = torch.empty(shape, device=rows.device, dtype=torch.float32)
     tile = max(32, triton.next_power_of_2(size))
     launch(
         _select,

@@ -305,7 +305,7 @@ class BatchClipper(SampleClipper):
         """
         size = self.samples_in(batch)
         if size == 0:
-            return torch.full((), torch.nan, device=self.parameters[0].device)
+            return torch.full((), torch.nan, device=self.parameters[0].device, dtype=torch.float32)
         leaves, structure = pytree.tree_flatten(batch)
         parts = [leaf.split(self.micro_batch_size or size) for leaf in leaves]
         losses = []

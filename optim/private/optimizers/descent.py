@@ -115,7 +115,7 @@ class BatchedNoisedOptimizer(BatchedOptimizer, NoisedOptimizer):
 
     def _steps(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the number of a parameter's steps, a tensor on the CPU."""
-        return self.state[parameter].setdefault("step", torch.tensor(0.0))
+        return self.state[parameter].setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
     def _count(self, parameters: Tensors) -> list[int]:
         """Count a step, and return how many each parameter has taken."""
@@ -191,7 +191,10 @@ class Descent(BatchedNoisedOptimizer):
             missing = [name for name in names if name not in values]
             if missing and default is None:
                 raise ValueError(f"{owner}: {what} has no tensor for {', '.join(missing)}")
-            found = [values.get(name, torch.tensor(default or 0.0)) for name in names]
+            found = [
+                values.get(name, torch.tensor(default or 0.0, dtype=torch.float32))
+                for name in names
+            ]
         else:
             found = list(values)
             names = [f"tensor {place}" for place in range(len(found))]

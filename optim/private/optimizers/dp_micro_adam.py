@@ -171,7 +171,7 @@ class DPMicroAdam(MomentsOptimizer):
             state = self.state[parameter]
             if not state:
                 octets = torch.zeros(0, dtype=torch.uint8, device=parameter.device)
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 state["window"] = octets.new_zeros(group["window"], _code(numel, group).nbytes)
                 # All zero, it stands for zeros.
                 state["residual"] = octets.new_zeros(_RESIDUAL.payload_nbytes(numel))

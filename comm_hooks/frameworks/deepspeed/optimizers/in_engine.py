@@ -84,7 +84,11 @@ class SharedNorm:
             if p.grad is not None
         ]
         device = parameters[0].device
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        norm = (
+            torch.linalg.vector_norm(torch.stack(norms))
+            if norms
+            else torch.zeros((), dtype=torch.float32)
+        )
         transport = self._exchange.transport
         request = AllReduce(norm.to(device).reshape(1))
         total = float(transport.perform(request))
