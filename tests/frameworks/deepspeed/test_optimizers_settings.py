@@ -232,6 +232,8 @@ def test_groups_of_deepspeeds_one_bit_adam() -> None:
         )
     assert "exp_avg_mask" not in optimizer.param_groups[1]
     assert optimizer.param_groups[1]["lr"] == 0.5
+    names = [group["param_names"] for group in optimizer.param_groups]
+    assert names == [["parameter.0"], ["parameter.1"]]
     with pytest.raises(ValueError, match="parameter group 0: non_freeze is not supported"):
         make([{"params": [weight], "non_freeze": True}])
 

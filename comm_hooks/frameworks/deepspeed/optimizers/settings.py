@@ -1,6 +1,7 @@
 """What the ``optimizer`` block of a DeepSpeed configuration asks for."""
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -169,6 +170,7 @@ def named_groups(members: Iterable[Any], model: torch.nn.Module) -> list[dict[st
     names = {parameter: name for name, parameter in model.named_parameters()}
     members = list(members)
     groups = members if members and isinstance(members[0], Mapping) else [{"params": members}]
+    numbers = itertools.count()
     result = []
     for index, group in enumerate(groups):
         group = dict(group)
@@ -187,7 +189,9 @@ def named_groups(members: Iterable[Any], model: torch.nn.Module) -> list[dict[st
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         # DeepSpeed leaves the others out, too, but later, when they have been given names.
         parameters = [p for p in parameters if p.requires_grad and p.numel()]
-        group["params"] = [(names.get(p, f"parameter.{i}"), p) for i, p in enumerate(parameters)]
+        group["params"] = [
+            (names[p] if p in names else f"parameter.{next(numbers)}", p) for p in parameters
+        ]
         if parameters:
             result.append(group)
     return result
