@@ -62,6 +62,9 @@ def test_errors_of_safl_and_its_peers() -> None:
         method = methods[(*of, None)]
         sent = f" ({method['bytes_per_client_and_round'] / 1e3:.0f} kB)" * ("K" not in title[:8])
         assert f"{title}{sent} {in_percent(method)}" in section
+    for method in record_of("safl", "safl_sizes")["methods"][-2:]:
+        ratio, sent = method["labels"]["ratio"], method["bytes_per_client_and_round"]
+        assert f"{100 * ratio:g} % ({sent:.0f} B) {in_percent(method)}" in section
 
 
 DIMENSION = {
