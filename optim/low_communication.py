@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -230,7 +230,7 @@ def _groups(given: Any) -> list[dict[str, Any]]:
     result, count = [], 0
     for group in groups:
         members = group["params"]
-        if isinstance(given, Set) or isinstance(members, Set):
+        if isinstance(given, set) or isinstance(members, set):
             raise ValueError(
                 "low_communication: parameters must have an order that is the same on all ranks, "
                 "got a set"
