@@ -102,7 +102,6 @@ class ExchangingOptimizer(ExactStateOptimizer):
         params, left_out = without_frozen(params)
         self._frozen = FrozenParameters(self, left_out)
         super().__init__(local_shards(params), defaults)
-        require_distinct_names(self, names_of(self.param_groups))
         self.exchange = exchange
         exchange.agree_on({"optimizer": type(self).__name__, **settings})
         exchange.owner = self
@@ -126,7 +125,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         """Add parameters, between the same steps on all ranks.
 
         Raises:
-            ValueError: after the first step, if :attr:`_grows` says so.
+            ValueError: after the first step, if it cannot take any, and for names that are taken.
         """
         if self.state and not self._grows:
             raise ValueError(
@@ -134,7 +133,11 @@ class ExchangingOptimizer(ExactStateOptimizer):
                 "would have missed what it has measured by now. Make it anew"
             )
         super().add_param_group(param_group)
-        require_distinct_names(self, names_of(self.param_groups))
+        try:
+            require_distinct_names(self, names_of(self.param_groups))
+        except ValueError:
+            del self.param_groups[-1]
+            raise
         self._frozen.added(self.param_groups[-1]["params"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:

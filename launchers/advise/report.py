@@ -130,8 +130,10 @@ def _print_faster(
     """Print what would be recommended with a lower ``--min-share``."""
     for row in rows:
         kept = row.kept
-        if kept and kept.lowest < min_share and row.prediction.step < seconds:
-            share = math.floor(100 * kept.lowest) / 100
+        if not kept or row.prediction.step >= seconds:
+            continue
+        share = math.floor(100 * kept.lowest) / 100
+        if 0 < share < min_share:  # what may be worse than nothing is nobody's choice
             say(
                 f"  {row.method.spec} is faster, but keeps {kept} only: --min-share {share:g} "
                 "takes it in",

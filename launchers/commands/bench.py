@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from comm_hooks.launchers.commands.shared import Data, Seed
+from comm_hooks.launchers.commands.shared import Data, Hooks, Seed
 
 DEFAULT_METHODS = (
     "none,all_reduce,bf16,powersgd:rank=1,powersgd:rank=2,powersgd:rank=4,identity+local_adamw,"
@@ -25,14 +25,7 @@ def bench(
             "Links without a cap are measured in any case.",
         ),
     ] = DEFAULT_RATES,
-    hooks: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help="Methods, separated by commas, as in comm-hooks compare: "
-            "CROSSING[:option=value...][+OPTIMIZER].",
-        ),
-    ] = DEFAULT_METHODS,
+    hooks: Hooks = DEFAULT_METHODS,
     nproc: Annotated[int, typer.Option(help="Ranks, each in a network namespace of its own.")] = 2,
     steps: Annotated[
         int | None,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from comm_hooks.launchers.commands.shared import Data, Seed, Steps
+from comm_hooks.launchers.commands.shared import Data, Hooks, Seed, Steps
 
 # Both controls, what is recommended, and what it is not.
 DEFAULT_METHODS = "all_reduce,none,low_communication,sign+local_variance_adam,topk"
@@ -13,14 +13,7 @@ DEFAULT_METHODS = "all_reduce,none,low_communication,sign+local_variance_adam,to
 
 def compare(
     data: Data = None,
-    hooks: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help="Methods, separated by commas: CROSSING[:option=value...][+OPTIMIZER], for "
-            "example topk:density=1/64+local_variance_adam.",
-        ),
-    ] = DEFAULT_METHODS,
+    hooks: Hooks = DEFAULT_METHODS,
     nproc: Annotated[int, typer.Option(help="Ranks, each a process on this machine.")] = 2,
     steps: Steps = None,
     seed: Seed = 0,

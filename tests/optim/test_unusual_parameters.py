@@ -118,6 +118,7 @@ def test_a_group_of_a_name_that_is_taken_is_refused() -> None:
     optimizer = MAKE["LocalVarianceAdam"](nn.Linear(8, 8).named_parameters())
     with pytest.raises(ValueError, match="2 parameters have the name"):
         optimizer.add_param_group({"params": list(nn.Linear(8, 8).named_parameters())})
+    assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize("name", FROZEN)

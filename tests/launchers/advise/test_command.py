@@ -123,6 +123,14 @@ def test_no_method_that_keeps_so_much() -> None:
     assert "No method here is known to keep 99% on every task" in result.output
 
 
+def test_what_may_be_worse_than_nothing_is_not_offered() -> None:
+    link = ("--ranks", "4", "--bandwidth", "1mbit")
+    result = run(*MODEL, *link, "--methods", "all_reduce,count_sketch")
+    assert row_of(result.output, "count_sketch")[8].startswith("-")  # known to keep less than none
+    assert "Recommended: all_reduce" in result.output
+    assert "takes it in" not in result.output
+
+
 def test_faster_methods_that_keep_less_are_named() -> None:
     link = ("--ranks", "8", "--bandwidth", "1mbit")
     methods = ("--methods", "all_reduce,low_communication:bits=0.12")
