@@ -39,8 +39,8 @@ def _table(outcomes: Sequence[Outcome]) -> str:
     ]
     for script in SCRIPTS:
         plain, ours = (
-            {o.seed: o for o in outcomes if o.script == script.name and o.ours == edited}
-            for edited in (False, True)
+            {o.seed: o for o in outcomes if o.script == script.name and o.ours == is_edited}
+            for is_edited in (False, True)
         )
         if seeds := sorted(plain.keys() & ours.keys()):
             edited = [ours[seed] for seed in seeds]

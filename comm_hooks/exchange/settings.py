@@ -73,7 +73,7 @@ class ExchangeSettings:
             node; by default what torchrun says (``LOCAL_WORLD_SIZE``).
         verify_every: how often ranks compare, beside what they send, a fingerprint of what must be
             the same on all of them (the parameters, for hooks and optimizers): at the first
-            exchange, and whenever so many steps are over.  0: never, for machines that differ in
+            exchange, and whenever so many are over.  0: never, for machines that differ in
             their arithmetic.
         downlink: what compresses the means that owners of shards pass on; None for ``compressor``.
             A mean of N sparse vectors has up to N times as many elements, and what is dropped on
