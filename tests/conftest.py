@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,17 @@ hypothesis.settings.register_profile(
     "default", deadline=None, max_examples=40, derandomize=True, print_blob=True
 )
 hypothesis.settings.load_profile("default")
+
+
+def pytest_collection_finish() -> None:
+    """Spare collections from going through all tests and modules, which stay."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let modules be collected at the end, of which some complain otherwise."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

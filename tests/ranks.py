@@ -26,7 +26,7 @@ _preloaded: list[str] = []
 def preload(*modules: str) -> None:
     """Import modules once for all ranks; has no effect after the first rank was started."""
     _preloaded.extend(modules)
-    CONTEXT.set_forkserver_preload(_preloaded)
+    CONTEXT.set_forkserver_preload([*_preloaded, "tests.freezing"])
 
 
 # DDP and torch's optimizers import torch._dynamo, which takes longer than torch itself.

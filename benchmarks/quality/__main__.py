@@ -1,13 +1,11 @@
 """The command, see ``--help``."""
 
-import itertools
 import multiprocessing
 import sys
-from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,9 +13,8 @@ from benchmarks.quality.cells import make_cells, to_json
 from benchmarks.quality.methods import METHODS
 from benchmarks.quality.page import make_page, write_picture
 from benchmarks.quality.runs import Record, Wanted, perform, read_records
-from benchmarks.quality.settings import COSINE, PRESETS, Setting, build
+from benchmarks.quality.settings import COSINE, PRESETS, Setting, build, parse_settings
 from benchmarks.quality.tuning import Entry, by_wanted
-from comm_hooks.config import unknown
 from comm_hooks.launchers.advise import shares
 from comm_hooks.launchers.lab.methods import parse_method
 from comm_hooks.launchers.lab.runs import BASELINE, CONTROL
@@ -26,19 +23,20 @@ from comm_hooks.launchers.output import complain, refusing
 
 RESULTS = Path(__file__).parents[1] / "results" / "quality"
 
+Tasks = Annotated[str, typer.Option(metavar="LIST", help=f"Of {', '.join(PRESETS)}.")]
+Ranks = Annotated[str, typer.Option(metavar="LIST", help="Numbers of ranks.")]
+Batches = Annotated[str, typer.Option(metavar="LIST", help="Samples per step and rank.")]
+Tokens = Annotated[str, typer.Option(metavar="LIST", help="Tokens per parameter.")]
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.command()
 def quality(
-    tasks: Annotated[str, typer.Option(metavar="LIST", help=f"Of {', '.join(PRESETS)}.")] = (
-        "python,c,prose,images"
-    ),
-    ranks: Annotated[str, typer.Option(metavar="LIST", help="Numbers of ranks.")] = "4",
-    batches: Annotated[str, typer.Option(metavar="LIST", help="Samples per step and rank.")] = (
-        "6,32"
-    ),
-    tokens: Annotated[str, typer.Option(metavar="LIST", help="Tokens per parameter.")] = "2",
+    tasks: Tasks = "python,c,prose,images",
+    ranks: Ranks = "4",
+    batches: Batches = "6,32",
+    tokens: Tokens = "2",
     schedule: Annotated[
         str, typer.Option(help=f"After the warm-up: {' or '.join(SCHEDULES)}.")
     ] = COSINE,
@@ -64,15 +62,7 @@ def quality(
     way and nothing else. Exit codes: 0, 2 for bad input or missing data, 130 if interrupted.
     """
     with refusing("quality"):
-        settings = [
-            Setting(_known("task", task, PRESETS), *sizes, _known("schedule", schedule, SCHEDULES))
-            for task in tasks.split(",")
-            for sizes in itertools.product(
-                _numbers("--ranks", ranks, int),
-                _numbers("--batches", batches, int),
-                _numbers("--tokens", tokens, float),
-            )
-        ]
+        settings = parse_settings(tasks, ranks, batches, tokens, schedule)
         chosen = {
             name: start
             for name, start in METHODS.items()
@@ -93,22 +83,6 @@ def quality(
     if jobs:
         _run(entries, dict(records), results / "records.jsonl", jobs, processes)
     _write(results, tries, seeds)
-
-
-def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
-    try:
-        numbers = [kind(each) for each in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{option}: {text!r} is no list of numbers such as 1,2,4") from None
-    if min(numbers) <= 0:
-        raise ValueError(f"{option}: {min(numbers)} is not positive")
-    return numbers
-
-
-def _known(what: str, name: str, names: Collection[str]) -> str:
-    if name not in names:
-        raise ValueError(unknown(what, name, names))
-    return name
 
 
 def _parse(text: str) -> tuple[str, float]:

@@ -33,6 +33,7 @@ from comm_hooks.launchers.lab.simulated import (
 WARM_UP = 0.1
 """The share of the steps over which the learning rate rises."""
 POINTS = 4
+BETAS = 0.9, 0.95
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def perform(wanted: Wanted, *, processes: bool = False, threads: int = 1) -> Rec
             curve = mean_curve([[Point(*values) for values in rows] for rows in curves])
         else:
             task = build(wanted.setting.task, wanted.setting.ranks)
-            curve = train(task, _build(wanted), _plan(wanted), wanted.seed, _nothing)
+            curve = train(task, _build(wanted), make_plan(wanted.setting), wanted.seed, _nothing)
     except Diverged:
         curve = []
     last = curve[-1] if curve else None
@@ -136,10 +137,11 @@ def perform(wanted: Wanted, *, processes: bool = False, threads: int = 1) -> Rec
     )
 
 
-def _plan(wanted: Wanted) -> Plan:
-    steps = wanted.setting.steps
-    factor = warmed_up(SCHEDULES[wanted.setting.schedule], max(1, round(WARM_UP * steps)), steps)
-    return Plan(steps, 1, wanted.setting.batch, POINTS, lambda over: factor(round(over * steps)))
+def make_plan(setting: Setting) -> Plan:
+    """Return how all runs of a setting go."""
+    steps = setting.steps
+    factor = warmed_up(SCHEDULES[setting.schedule], max(1, round(WARM_UP * steps)), steps)
+    return Plan(steps, 1, setting.batch, POINTS, lambda over: factor(round(over * steps)))
 
 
 def _build(wanted: Wanted) -> Build:
@@ -148,7 +150,7 @@ def _build(wanted: Wanted) -> Build:
         steps=wanted.setting.steps,
         seed=wanted.seed,
         learning_rate=wanted.lr,
-        betas=(0.9, 0.95),
+        betas=BETAS,
         warmup=max(1, round(WARM_UP * wanted.setting.steps)),
     )
     method = parse_method(wanted.method)
@@ -165,7 +167,9 @@ def _train_in_process(wanted: Wanted, threads: int) -> list[tuple[int, float, fl
     task = build(wanted.setting.task, wanted.setting.ranks)
     model = new_model(task, wanted.seed, "cpu")
     transport = TorchDistributed(dist.group.WORLD)
-    curve = train_rank(task, model, _build(wanted), _plan(wanted), wanted.seed, _nothing, transport)
+    curve = train_rank(
+        task, model, _build(wanted), make_plan(wanted.setting), wanted.seed, _nothing, transport
+    )
     return [(p.round, p.loss, p.error, p.bytes_sent) for p in curve]
 
 

@@ -7,15 +7,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import hypothesis
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks.quality import settings
+from benchmarks.quality import noise_scale, settings
 from benchmarks.quality.__main__ import RESULTS, app
 from benchmarks.quality.cells import make_cells, to_json
 from benchmarks.quality.methods import METHODS, controls
+from benchmarks.quality.noise_scale import estimate, scales
 from benchmarks.quality.page import make_page, write_picture
 from benchmarks.quality.runs import Record, Wanted, perform, read_records
 from benchmarks.quality.settings import PRESETS, Preset, Setting
@@ -284,3 +287,39 @@ def test_what_diverged_is_a_number_in_the_file() -> None:
     (cell,) = make_cells(entries, records)
     assert (cell.kept, cell.spread) == ({"python": -10.0}, 10.0)
     assert rebuild(Cell, json.loads(to_json([cell]))["cells"][0]) == cell
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    batch=st.sampled_from([1, 8]),
+    deviation=st.floats(0.5, 4.0),
+    skew=st.floats(0.0, 2.0),
+)
+@hypothesis.settings(max_examples=10)
+def test_noise_and_skew_are_estimated_without_bias(
+    seed: int, batch: int, deviation: float, skew: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ranks, count, numel = 4, 64, 2_000
+    centers = 1 + skew * torch.randn(ranks, numel, generator=generator)
+    noise = torch.randn(ranks, count, numel, generator=generator) * deviation / batch**0.5
+    found = estimate([center + own for center, own in zip(centers, noise, strict=True)], batch)
+    true = numel * deviation**2, float(centers.mean(0).square().sum()), float(centers.var(0).sum())
+    uncertain = numel * deviation**2 / batch / count  # what must have been subtracted
+    assert found[0] == pytest.approx(true[0], rel=0.05)
+    assert found[1] == pytest.approx(true[1], rel=0.1, abs=0.3 * uncertain)
+    assert found[2] == pytest.approx(true[2], rel=0.1, abs=0.3 * uncertain)
+
+
+def test_noise_scales_are_measured_on_the_way(tiny: Setting) -> None:
+    found = list(scales(tiny, lr=4e-3, points=2, samples=256))
+    assert [each.step for each in found] == [tiny.steps // 2, tiny.steps]
+    assert found[1].loss < found[0].loss
+    assert all(each.noise_scale is None or each.noise_scale > 0 for each in found)
+    assert found == list(scales(tiny, lr=4e-3, points=2, samples=256))
+
+
+def test_a_noise_scale_needs_all_reduce_s_learning_rate() -> None:
+    result = CliRunner().invoke(noise_scale.app, ["--tasks", "python", "--tokens", "0.3"])
+    assert result.exit_code == 2
+    assert "all-reduce has no learning rate yet" in result.stderr

@@ -25,7 +25,7 @@ from comm_hooks.launchers.lab.outcomes import Outcome
 from comm_hooks.optim.private.accounting import max_steps
 
 _QUICK_STEPS = 22
-_DEFAULTS = {"steps": "150, verses: 1500, cifar10: 875", "batch": "64, cifar10: 4096"}
+_DEFAULTS = {"steps": "150, verses: 1500, autoencoder: 3000, cifar10: 875", "batch": "64, cifar10: 4096"}
 
 
 def private_optimizers(

@@ -40,6 +40,7 @@ class Kind:
 KINDS = {
     "digits": Kind(150, 64, small_cnn),
     "verses": Kind(1500, 64, words=True),
+    "autoencoder": Kind(3000, 64, options={"widths": "128,32"}),
     "cifar10": Kind(875, 4096, wide_resnet, {"augment": False}),
 }
 
@@ -71,7 +72,7 @@ def build(
     Args:
         name: a key of :data:`KINDS`.
         seed: says which samples are public, and which are for validation.
-        data_dir: where CIFAR-10 lies.
+        data_dir: where images lie.
         public: the share of the training data that is public.
         validation: the share of the others that settings are tuned on.
         turned: turn the public images by a right angle, as if they came from elsewhere.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from comm_hooks.config import unknown
+from comm_hooks.launchers.lab.tasks.autoencoder import autoencoder
 from comm_hooks.launchers.lab.tasks.cifar10 import cifar10
 from comm_hooks.launchers.lab.tasks.digits import digits
 from comm_hooks.launchers.lab.tasks.fashion_mnist import fashion_mnist
@@ -21,6 +22,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "digits": digits,
     "cifar10": cifar10,
     "fashion_mnist": fashion_mnist,
+    "autoencoder": autoencoder,
     "sst2": functools.partial(text_classification, SST2),
     "imdb": functools.partial(text_classification, IMDB),
     "gpt_text": gpt_text,

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comm_hooks.launchers.lab.tasks.criterion import Classification
 from comm_hooks.launchers.lab.tasks.local_data import locate
 from comm_hooks.launchers.lab.tasks.partition import partition_labelled
 from comm_hooks.launchers.lab.tasks.resnet import GROUPS, resnet9
@@ -79,7 +80,7 @@ def cifar10(
         held_out=Shard(
             held_out_images, held_out_labels, torch.arange(len(held_out_images)), standardized
         ),
-        label_smoothing=label_smoothing,
+        criterion=Classification(label_smoothing),
     )
 
 

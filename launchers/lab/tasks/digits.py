@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from comm_hooks.config import unknown
+from comm_hooks.launchers.lab.tasks.criterion import Classification
 from comm_hooks.launchers.lab.tasks.partition import partition_labelled
 from comm_hooks.launchers.lab.tasks.resnet import resnet7
 from comm_hooks.launchers.lab.tasks.task import Shard, Task
@@ -48,7 +49,7 @@ def digits(
         make_model=MODELS[model],
         clients=[Shard(images, labels, indices) for indices in parts],
         held_out=Shard(*held_out, torch.arange(len(held_out[0]))),
-        label_smoothing=label_smoothing,
+        criterion=Classification(label_smoothing),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from comm_hooks.config import unknown
+from comm_hooks.launchers.lab.tasks.criterion import Classification
 from comm_hooks.launchers.lab.tasks.partition import partition_labelled
 from comm_hooks.launchers.lab.tasks.resnet import resnet7
 from comm_hooks.launchers.lab.tasks.task import Shard, Task
@@ -68,9 +69,8 @@ def fashion_mnist(
         raise ValueError(f"fashion_mnist: width must be a multiple of 4, got {width!r}")
     if judged < 1:
         raise ValueError(f"fashion_mnist: judged must be at least 1, got {judged!r}")
-    folder = DEBIAN if data_dir is None else data_dir
-    images, labels = _read(folder, "train")
-    held_out_images, held_out_labels = _read(folder, "t10k")
+    images, labels = read(data_dir, "train")
+    held_out_images, held_out_labels = read(data_dir, "t10k")
     parts = partition_labelled(
         labels,
         partition,
@@ -85,7 +85,7 @@ def fashion_mnist(
         make_model=MODELS[model] if width is None else functools.partial(MODELS[model], width),
         clients=[Shard(images, labels, indices, _standardized) for indices in parts],
         held_out=Shard(held_out_images, held_out_labels, torch.arange(judged), _standardized),
-        label_smoothing=label_smoothing,
+        criterion=Classification(label_smoothing),
     )
 
 
@@ -106,8 +106,17 @@ def _standardized(images: Tensor, generator: torch.Generator | None) -> Tensor:
     return (images.float() / 255 - _MEAN) / _DEVIATION
 
 
-def _read(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    """Return images (count, 1, 28, 28), as bytes, and labels (count,)."""
+def read(data_dir: Path | None, part: str) -> tuple[Tensor, Tensor]:
+    """Return images (count, 1, 28, 28), as bytes, and labels (count,).
+
+    Args:
+        data_dir: see :func:`fashion_mnist`.
+        part: ``"train"`` or ``"t10k"``.
+
+    Raises:
+        ValueError: for files that are missing or are not what was published.
+    """
+    folder = DEBIAN if data_dir is None else data_dir
     pixels, classes = (_read_idx(folder, f"{name}-ubyte") for name in _FILES[part])
     if pixels.shape[1:] != (SIDE, SIDE) or classes.ndim != 1 or len(pixels) != len(classes):
         raise ValueError(

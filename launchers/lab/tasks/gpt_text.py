@@ -14,6 +14,7 @@ from comm_hooks.launchers.lab.corpus import (
     window_starts,
 )
 from comm_hooks.launchers.lab.model import GPT, GPTConfig
+from comm_hooks.launchers.lab.tasks.criterion import Classification
 from comm_hooks.launchers.lab.tasks.partition import contiguous, iid
 from comm_hooks.launchers.lab.tasks.recurrent import RecurrentText
 from comm_hooks.launchers.lab.tasks.task import Shard, Task
@@ -99,7 +100,7 @@ def gpt_text(
         make_model=make_model,
         clients=[Shard(inputs, targets, training[part]) for part in places],
         held_out=Shard(inputs, targets, held_out[judged]),
-        label_smoothing=label_smoothing,
+        criterion=Classification(label_smoothing),
     )
 
 

@@ -1,11 +1,12 @@
 """What a study trains: a model, every client's own data, and data that no client has."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from comm_hooks.launchers.lab.tasks.criterion import Classification, Criterion
 
 Batch = tuple[Tensor, Tensor]
 Prepare = Callable[[Tensor, torch.Generator | None], Tensor]
@@ -92,8 +93,7 @@ class Shard:
 class Task:
     """Something to learn, divided over clients.
 
-    The model maps a batch of inputs to logits, classes last.  Data stays on the CPU; each batch
-    goes to where the model's parameters are.
+    Data stays on the CPU; each batch goes to where the model's parameters are.
 
     Args:
         name: what :func:`~comm_hooks.launchers.lab.tasks.build_task` knows it by.
@@ -102,10 +102,7 @@ class Task:
         held_out: what the model is judged on.
         validation: what settings are tuned on, see :meth:`with_validation`.
         training: as many of the training samples, which show how well they are fitted.
-        label_smoothing: of the training loss; from 0 up to, not including, 1.
-
-    Raises:
-        ValueError: for a ``label_smoothing`` out of range.
+        criterion: how outputs are compared with targets.
 
     Example::
 
@@ -125,18 +122,11 @@ class Task:
     held_out: Shard
     validation: Shard | None = None
     training: Shard | None = None
-    label_smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(
-                f"{self.name}: label_smoothing must lie in [0, 1), got {self.label_smoothing!r}"
-            )
+    criterion: Criterion = field(default_factory=Classification)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of a batch, in nats, with label smoothing."""
-        logits, targets = _predict(model, batch)
-        return F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
+        """Return the criterion's loss of a batch, which is trained."""
+        return self.criterion.loss(*_predict(model, batch))
 
     def with_validation(self, share: float, seed: int) -> "Task":
         """Return the task with a share of each client's samples taken away, to tune settings on.
@@ -176,35 +166,33 @@ class Task:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return means over all predictions; the model keeps its mode.
 
-        ``loss`` is the cross-entropy on held-out data in nats, without label smoothing so that it
-        compares between tasks with and without; ``error`` is the share of predictions that are
-        wrong there, 0 to 1; ``validation`` and ``training`` are the losses there, if there are such
-        samples.
+        ``loss`` and ``error`` are the criterion's on held-out data, such as the cross-entropy
+        without label smoothing and the share of predictions that are wrong; ``validation`` and
+        ``training`` are the losses there, if there are such samples.
         """
         training = model.training
         model.eval()
-        loss, error = _judge(model, self.held_out)
+        loss, error = self._judge(model, self.held_out)
         others = {"validation": self.validation, "training": self.training}
-        losses = {name: _judge(model, shard)[0] for name, shard in others.items() if shard}
+        losses = {name: self._judge(model, shard)[0] for name, shard in others.items() if shard}
         model.train(training)
         return {"loss": loss, "error": error, **losses}
 
+    def _judge(self, model: nn.Module, shard: Shard) -> tuple[float, float]:
+        """Return the mean loss and the mean error."""
+        losses, errors = [], []
+        count = 0
+        for batch in shard.in_order(_EVAL_BATCH):
+            loss, error, predictions = self.criterion.totals(*_predict(model, batch))
+            losses.append(loss)
+            errors.append(error)
+            count += predictions
+        total_loss, total_error = torch.stack(losses).sum(), torch.stack(errors).sum()
+        return total_loss.item() / count, total_error.item() / count
 
-def _judge(model: nn.Module, shard: Shard) -> tuple[float, float]:
-    """Return the mean cross-entropy and the share of wrong predictions."""
-    losses, wrong = [], []
-    count = 0
-    for batch in shard.in_order(_EVAL_BATCH):
-        logits, targets = _predict(model, batch)
-        losses.append(F.cross_entropy(logits, targets, reduction="sum").double())
-        wrong.append(logits.argmax(1).ne(targets).sum())
-        count += len(targets)
-    total_loss, total_wrong = torch.stack(losses).sum(), torch.stack(wrong).sum()
-    return total_loss.item() / count, total_wrong.item() / count
 
-
-def _predict(model: nn.Module, batch: Batch) -> Batch:
-    """Return logits (predictions, classes) and targets (predictions,)."""
+def _predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return outputs and targets, where the model is."""
     device = next(model.parameters()).device
     inputs, targets = (tensor.to(device) for tensor in batch)
-    return model(inputs).flatten(0, -2), targets.flatten()
+    return model(inputs), targets

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from comm_hooks.launchers.lab.tasks.criterion import Classification
 from comm_hooks.launchers.lab.tasks.encoder import PADDING, Encoder, EncoderConfig
 from comm_hooks.launchers.lab.tasks.local_data import locate
 from comm_hooks.launchers.lab.tasks.partition import partition_labelled
@@ -130,7 +131,7 @@ def text_classification(
         make_model=lambda: Encoder(config, CLASSES),
         clients=[Shard(texts, labels, indices, trimmed) for indices in parts],
         held_out=Shard(held_out_texts, held_out_labels, torch.arange(len(held_out_texts)), trimmed),
-        label_smoothing=label_smoothing,
+        criterion=Classification(label_smoothing),
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from comm_hooks.launchers.lab.corpus import CorpusError, read_verses
+from comm_hooks.launchers.lab.tasks.criterion import Classification
 from comm_hooks.launchers.lab.tasks.encoder import PADDING
 from comm_hooks.launchers.lab.tasks.partition import contiguous, partition_labelled
 from comm_hooks.launchers.lab.tasks.task import Shard, Task
@@ -80,7 +81,7 @@ def verses(
         make_model=lambda: nn.Linear(vocabulary, len(PARTS)),
         clients=[Shard(tokens, labels, training[part], prepare) for part in parts],
         held_out=Shard(tokens, labels, held_out, prepare),
-        label_smoothing=label_smoothing,
+        criterion=Classification(label_smoothing),
     )
 
 

@@ -26,7 +26,7 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-CLASSIFYING = [name for name in SMALL if name != "gpt_text"]
+CLASSIFYING = [name for name in SMALL if name not in ("autoencoder", "gpt_text")]
 
 
 def train(task: Task, steps: int, seed: int = 0) -> nn.Module:
@@ -185,6 +185,25 @@ def test_losses_and_errors_are_those_of_numpy(
     assert figures["error"] == pytest.approx((logs.argmax(1) != labels).mean(), abs=1e-12)
 
 
+def test_a_reconstruction_is_judged_by_its_pixels(small: Callable[..., Task]) -> None:
+    task = small("autoencoder")
+    model = train(task, 5)
+    images = task.held_out.inputs[task.held_out.indices].numpy().reshape(-1, 784) / 255.0
+    with torch.no_grad():
+        outputs = model(torch.tensor(images, dtype=torch.float32)).numpy()
+    squared = ((outputs - images) ** 2).mean()
+    figures = task.evaluate(model)
+    assert figures["loss"] == pytest.approx(squared, rel=1e-4)
+    training = task.clients[0].inputs.numpy().reshape(-1, 784) / 255.0
+    assert figures["error"] == pytest.approx(squared / training.var(0).mean(), rel=1e-4)
+    batch = next(task.clients[0].batches(8, seeded()))
+    inputs = batch[0].numpy().reshape(8, 784)
+    outputs = model(batch[0]).detach().numpy()
+    assert task.loss(model, batch).item() == pytest.approx(
+        ((outputs - inputs) ** 2).mean(), rel=1e-4
+    )
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_judging_is_without_dropout_and_leaves_the_mode(
     training: bool, small: Callable[..., Task]
@@ -294,7 +313,10 @@ def test_the_folder_itself_is_as_good_as_the_one_around_it(
         ("digits", {"model": "mpl"}, "unknown model of digits 'mpl': did you mean 'mlp'"),
         ("digits", {"data_dir": "."}, "digits: reads no files of yours"),
         ("digits", {"partition": "idd"}, "unknown partition 'idd': did you mean 'iid'"),
-        ("digits", {"label_smoothing": 1.0}, r"digits: label_smoothing must lie in \[0, 1\)"),
+        ("digits", {"label_smoothing": 1.0}, r"label_smoothing must lie in \[0, 1\)"),
+        ("autoencoder", {"widths": "8,x"}, "autoencoder: widths must be positive numbers"),
+        ("autoencoder", {"widths": "8,0"}, "autoencoder: widths must be positive numbers"),
+        ("autoencoder", {"judged": 0}, "autoencoder: judged must be at least 1"),
         ("digits", {"clients": 1438}, "1437 training samples cannot be divided over 1438 clients"),
         ("sst2", {"data": None}, "unknown option of sst2 'data'"),
         ("sst2", {"heads": 3}, "sst2: width 32 is not a multiple of the 3 heads"),
