@@ -25,7 +25,10 @@ from comm_hooks.launchers.lab.outcomes import Outcome
 from comm_hooks.optim.private.accounting import max_steps
 
 _QUICK_STEPS = 22
-_DEFAULTS = {"steps": "150, verses: 1500, autoencoder: 3000, cifar10: 875", "batch": "64, cifar10: 4096"}
+_DEFAULTS = {
+    "steps": ", ".join(f"{name}: {kind.steps}" for name, kind in KINDS.items()),
+    "batch": ", ".join(f"{name}: {kind.batch}" for name, kind in KINDS.items()),
+}
 
 
 def private_optimizers(

@@ -29,7 +29,8 @@ def autoencoder(
 ) -> Task:
     """Return the task: 60,000 grey images of 28x28 pixels to train on, 10,000 held out.
 
-    The loss is the mean squared error of pixels between 0 and 1.
+    The loss is the mean squared error of pixels between 0 and 1; what is trained is the sum over an
+    image.
 
     Args:
         clients: how many share the training images.

@@ -54,10 +54,11 @@ class Classification:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Mean squared error of pixels that lie in [0, 1]; the error is that over their variance.
+    """Squared distance of images whose pixels lie in [0, 1]; the error is that over the variance.
 
-    Outputs are (batch, pixels); targets the images as bytes.  An error of 1 is that of the mean
-    image, 0 that of a perfect copy.
+    Outputs are (batch, pixels); targets the images as bytes.  What is trained is the squared
+    distance of an image, so that gradients are of the size that cross-entropy has; what is reported
+    is the mean over pixels.  An error of 1 is that of the mean image, 0 that of a perfect copy.
 
     Args:
         variance: of a pixel over the images, in the mean of all pixels.
@@ -66,11 +67,11 @@ class Reconstruction:
     variance: float
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean squared error."""
-        return F.mse_loss(outputs, _pixels(targets))
+        """Return the squared distance of an image, in the mean of the batch."""
+        return F.mse_loss(outputs, _pixels(targets), reduction="sum") / len(outputs)
 
     def totals(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Return the sum of squared errors, and that over the variance."""
+        """Return the sum of the pixels' squared errors, and that over the variance."""
         loss = F.mse_loss(outputs, _pixels(targets), reduction="sum").double()
         return loss, loss / self.variance, targets.numel()
 

@@ -200,7 +200,7 @@ def test_a_reconstruction_is_judged_by_its_pixels(small: Callable[..., Task]) ->
     inputs = batch[0].numpy().reshape(8, 784)
     outputs = model(batch[0]).detach().numpy()
     assert task.loss(model, batch).item() == pytest.approx(
-        ((outputs - inputs) ** 2).mean(), rel=1e-4
+        784 * ((outputs - inputs) ** 2).mean(), rel=1e-4
     )
 
 
