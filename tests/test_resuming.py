@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from comm_hooks import Differences, ErrorFeedback, Exchange, MomentumCorrection, Sign, TopK
@@ -75,6 +75,7 @@ class World:
 )  # fmt: skip
 # As many ranks, but "auto" has no shards on two of them.
 @example(2, 2, 32, "sharded", "auto", "parameter", "parameter")
+@settings(max_examples=20)
 @pytest.mark.filterwarnings("ignore:world size is 1")
 def test_nothing_is_lost_on_another_number_of_ranks(
     before: int,

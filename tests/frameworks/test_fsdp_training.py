@@ -9,6 +9,8 @@ import torch
 from tests.frameworks.hsdp_training import final_loss
 from tests.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 RanksOf = Callable[[int], Ranks]
 STEPS = 28
 
