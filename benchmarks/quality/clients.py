@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from comm_hooks.collectives import Transport
 from comm_hooks.exchange import Exchange
 from comm_hooks.launchers.lab.methods import Method
+from comm_hooks.launchers.lab.optimizers import Trainer
 from comm_hooks.launchers.lab.runs import Settings
 from comm_hooks.launchers.lab.simulated import Client, NamedParameters
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
@@ -55,6 +56,33 @@ class Own:
         nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
         self.optimizer.step()
         return loss
+
+
+@dataclass
+class Hooked:
+    """An optimizer behind a hook of DDP, which has averaged gradients when they are there."""
+
+    trainer: Trainer
+    taken: int = 0
+
+    def step(self, closure: Closure) -> float:
+        """Compute gradients, clip them, and take the step."""
+        loss = closure()
+        nn.utils.clip_grad_norm_(self.trainer.ddp.parameters(), CLIP_NORM)
+        self.trainer.optimizer.step()
+        self.taken += 1
+        return loss
+
+    def stats(self) -> dict[str, int]:
+        """Return what this rank has sent and received."""
+        sent, received = self.trainer.traffic(self.taken)
+        return {"bytes_sent": sent, "bytes_received": received}
+
+
+def make_hooked_client(trainer: Trainer) -> Client:
+    """Return a rank's part of a method whose gradients cross in a hook of DDP."""
+    steps = Hooked(trainer)
+    return Client(steps, steps, trainer.scheduled)
 
 
 def make_client(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.quality.clients import make_client
+from benchmarks.quality.clients import make_client, make_hooked_client
 from benchmarks.quality.settings import PRESETS, Setting, build
 from comm_hooks.collectives import TorchDistributed, Transport
 from comm_hooks.launchers.lab.methods import parse_method
@@ -107,7 +107,8 @@ def perform(wanted: Wanted, *, processes: bool = False, threads: int = 1) -> Rec
 
     Args:
         wanted: the run.
-        processes: each rank is a process of its own, joined by gloo; else ranks take turns in this.
+        processes: each rank is a process of its own, joined by gloo, as it always is where a method
+            needs DDP; else ranks take turns in this.
         threads: of torch.
 
     Raises:
@@ -116,7 +117,7 @@ def perform(wanted: Wanted, *, processes: bool = False, threads: int = 1) -> Rec
     torch.set_num_threads(threads)
     started = time.monotonic()
     try:
-        if processes:
+        if processes or parse_method(wanted.method).needs_ddp:
             curves = spawn_ranks(wanted.setting.ranks, _train_in_process, wanted, threads)
             curve = mean_curve([[Point(*values) for values in rows] for rows in curves])
         else:
@@ -144,8 +145,8 @@ def make_plan(setting: Setting) -> Plan:
     return Plan(steps, 1, setting.batch, POINTS, lambda over: factor(round(over * steps)))
 
 
-def _build(wanted: Wanted) -> Build:
-    settings = Settings(
+def _settings(wanted: Wanted) -> Settings:
+    return Settings(
         nproc=wanted.setting.ranks,
         steps=wanted.setting.steps,
         seed=wanted.seed,
@@ -153,10 +154,13 @@ def _build(wanted: Wanted) -> Build:
         betas=BETAS,
         warmup=max(1, round(WARM_UP * wanted.setting.steps)),
     )
+
+
+def _build(wanted: Wanted) -> Build:
     method = parse_method(wanted.method)
 
     def build(named: NamedParameters, transport: Transport) -> Client:
-        return make_client(method, named, transport, settings)
+        return make_client(method, named, transport, _settings(wanted))
 
     return build
 
@@ -166,10 +170,18 @@ def _train_in_process(wanted: Wanted, threads: int) -> list[tuple[int, float, fl
     torch.set_num_threads(threads)
     task = build(wanted.setting.task, wanted.setting.ranks)
     model = new_model(task, wanted.seed, "cpu")
-    transport = TorchDistributed(dist.group.WORLD)
-    curve = train_rank(
-        task, model, _build(wanted), make_plan(wanted.setting), wanted.seed, _nothing, transport
-    )
+    make = _build(wanted)
+    method = parse_method(wanted.method)
+    if method.needs_ddp:
+        # Rank 0 judges alone: nothing may be broadcast then.
+        trainer = method.connect(model, _settings(wanted), broadcast_buffers=False)
+        model = trainer.ddp
+
+        def make(named: NamedParameters, transport: Transport) -> Client:
+            return make_hooked_client(trainer)
+
+    plan, transport = make_plan(wanted.setting), TorchDistributed(dist.group.WORLD)
+    curve = train_rank(task, model, make, plan, wanted.seed, _nothing, transport)
     return [(p.round, p.loss, p.error, p.bytes_sent) for p in curve]
 
 

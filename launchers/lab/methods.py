@@ -82,6 +82,11 @@ class Method:
         """Whether the optimizer owns the exchange; otherwise gradients are averaged before."""
         return OPTIMIZERS[self.optimizer].exchanges
 
+    @property
+    def needs_ddp(self) -> bool:
+        """Whether gradients cross by a hook that only DDP can run."""
+        return self.crossing not in (*COMPRESSORS, BASELINE, CONTROL)
+
     def attach(
         self, named: Named, settings: Settings, transport: Transport
     ) -> tuple[Any, Exchange]:
@@ -106,10 +111,10 @@ class Method:
             exchange = build_exchange(
                 self.crossing, self.crossing_options, settings.seed, transport=transport
             )
-        elif self.crossing in (BASELINE, CONTROL):
-            exchange = Exchange(Identity(), transport=transport)
-        else:
+        elif self.needs_ddp:
             raise ValueError(f"method {self.spec!r}: {self.crossing} needs DDP")
+        else:
+            exchange = Exchange(Identity(), transport=transport)
         own = exchange if entry.crossing else None
         return entry.build(named, own, settings, self.optimizer_options), exchange
 

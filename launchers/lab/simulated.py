@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from comm_hooks.collectives import Transport, run_ranks
-from comm_hooks.exchange import Exchange
 from comm_hooks.launchers.lab.model import count
 from comm_hooks.launchers.lab.outcomes import (
     Advance,
@@ -37,13 +36,20 @@ class Steps(Protocol):
         """Take one, with the gradients that the closure computes."""
 
 
+class Counted(Protocol):
+    """What counts the bytes that a rank has sent, such as an exchange."""
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return totals, ``bytes_sent`` among them."""
+
+
 @dataclass(frozen=True)
 class Client:
     """One rank's part of a method.
 
     Args:
         steps: takes the steps and exchanges what is to be exchanged.
-        exchange: whose traffic is counted.
+        traffic: what counts it.
         scheduled: whose learning rates follow the schedule.
         agrees: whether all ranks have the same model when it is judged.  Otherwise each rank's is
             judged, and the mean is reported.
@@ -51,7 +57,7 @@ class Client:
     """
 
     steps: Steps
-    exchange: Exchange
+    traffic: Counted
     scheduled: Optimizer
     agrees: bool = True
     rounds: LocalRounds | None = None
@@ -244,7 +250,7 @@ def train_rank(
         if rounds and round_ == plan.rounds:
             rounds.synchronize()
         if plan.is_due(round_) and (speaks or not client.agrees):
-            sent = int(client.exchange.stats()["bytes_sent"])
+            sent = int(client.traffic.stats()["bytes_sent"])
             with rounds.server_parameters() if rounds else nullcontext():
                 judge(task, model, round_, sent, curve)
         if speaks:

@@ -185,6 +185,16 @@ def test_processes_train_what_simulated_ranks_train(method: str) -> None:
     assert (method == "none") == (real.bits == 0)
 
 
+def test_hooks_that_need_ddp_get_it() -> None:
+    wanted = Wanted(Setting("python_small", 2, 2, 4e-3), "all_reduce", 3e-3, 1)
+    full, none = perform(wanted), perform(replace(wanted, method="none"))
+    half, low_rank = (perform(replace(wanted, method=name)) for name in ("bf16", "powersgd:rank=2"))
+    assert half.bits == pytest.approx(full.bits / 2, rel=1e-3)
+    assert half.curve == pytest.approx(full.curve, abs=3e-3)
+    assert 0 < low_rank.bits < full.bits / 4
+    assert low_rank.judged < none.judged
+
+
 def test_methods_follow_the_schedule(tiny: Setting) -> None:
     wanted = Wanted(tiny, "all_reduce", 3e-3, 0)
     steady = replace(wanted, setting=replace(tiny, schedule="constant"))

@@ -40,7 +40,7 @@ class Kind:
 KINDS = {
     "digits": Kind(150, 64, small_cnn),
     "verses": Kind(1500, 64, words=True),
-    "autoencoder": Kind(3000, 64, options={"widths": "128,32"}),
+    "autoencoder": Kind(1000, 64, options={"widths": "128,32"}),
     "cifar10": Kind(875, 4096, wide_resnet, {"augment": False}),
 }
 
