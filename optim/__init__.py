@@ -10,7 +10,7 @@ from comm_hooks.optim.cocktail_sgd import CocktailSGD
 from comm_hooks.optim.compressed_adam import CompressedAdam
 from comm_hooks.optim.demo import DeMo
 from comm_hooks.optim.dgc import DGC
-from comm_hooks.optim.differences import EF21, CDAdam
+from comm_hooks.optim.ef21 import EF21, CDAdam
 from comm_hooks.optim.fetch_sgd import FetchSGD
 from comm_hooks.optim.frozen_variance_adam import FrozenVarianceAdam
 from comm_hooks.optim.laprop import LaProp

@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
+from comm_hooks.optim.already_averaged import check_double_averaging
 from comm_hooks.optim.base import (
     ExactStateOptimizer,
     Group,
@@ -17,7 +18,6 @@ from comm_hooks.optim.base import (
     names_of,
     require_distinct_names,
 )
-from comm_hooks.optim.double_averaging import check_double_averaging
 from comm_hooks.optim.frozen import FrozenParameters, trains, without_frozen
 from comm_hooks.optim.hyperparameters import check_gradient, check_hyperparameters
 from comm_hooks.optim.moments import descend_

@@ -11,12 +11,12 @@ from torch.optim import SGD, Optimizer
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
-from comm_hooks.optim.base import parameters_of
-from comm_hooks.optim.double_averaging import (
+from comm_hooks.optim.already_averaged import (
     averaging,
     check_double_averaging,
     refuse_double_averaging,
 )
+from comm_hooks.optim.base import parameters_of
 from comm_hooks.optim.frozen import trains
 from comm_hooks.optim.observed import observed
 from comm_hooks.optim.rounds.checks import check_rounds, check_shared_decay, cut

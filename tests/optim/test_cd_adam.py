@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from comm_hooks import Differences, Exchange
 from comm_hooks.optim.adam import AMSGrad
-from comm_hooks.optim.differences import CDAdam
+from comm_hooks.optim.ef21 import CDAdam
 from tests.optim.references import OPERATORS, Estimate, Exact, Operator
 from tests.optim.replicas import MIN_NUMEL, SHAPES, advance, fresh, gradient, start
 from tests.optim.scenarios import RanksOf, Values, history, same

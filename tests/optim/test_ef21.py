@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from comm_hooks import Differences, ErrorFeedback, Exchange
-from comm_hooks.optim.differences import EF21
+from comm_hooks.optim.ef21 import EF21
 from tests.optim.references import OPERATORS, Estimate, Exact, Operator
 from tests.optim.replicas import MIN_NUMEL, SHAPES, advance, fresh, gradient, start
 from tests.optim.scenarios import RanksOf, Values, history, same

@@ -16,7 +16,7 @@ from comm_hooks.launchers.lab.outcomes import Settings
 from comm_hooks.launchers.lab.simulated import Client, NamedParameters
 from comm_hooks.memory import Differences, ErrorFeedback
 from comm_hooks.optim.cocktail_sgd import CocktailSGD
-from comm_hooks.optim.differences import CDAdam
+from comm_hooks.optim.ef21 import CDAdam
 from comm_hooks.optim.fetch_sgd import FetchSGD
 from comm_hooks.optim.marina import Marina
 from comm_hooks.optim.one_bit_adam import OneBitAdam

@@ -42,7 +42,7 @@ def double_averaging(
 
     Example::
 
-        >>> from comm_hooks.optim.double_averaging import double_averaging
+        >>> from comm_hooks.optim.already_averaged import double_averaging
         >>> ddp_model(torch.ones(1, 8)).sum().backward()
         >>> parameters = list(ddp_model.parameters())
         >>> double_averaging(parameters, [p.grad for p in parameters])["hook"]

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import CountSketch, ErrorFeedback, Exchange, Sign, TopK, register, skip_hook
 from comm_hooks.optim import LocalRounds, LocalVarianceAdam, Marina, Participation
-from comm_hooks.optim.double_averaging import double_averaging, refuse_double_averaging
+from comm_hooks.optim.already_averaged import double_averaging, refuse_double_averaging
 from tests.optim.scenarios import RanksOf
 from tests.test_hook import Net, batch
 
