@@ -11,22 +11,16 @@ import typer
 
 from benchmarks.quality.cells import make_cells, to_json
 from benchmarks.quality.methods import METHODS
+from benchmarks.quality.options import RESULTS, Batches, Ranks, Tasks, Tokens, parse_settings
 from benchmarks.quality.page import make_page, write_picture
 from benchmarks.quality.runs import Record, Wanted, perform, read_records
-from benchmarks.quality.settings import COSINE, PRESETS, Setting, build, parse_settings
+from benchmarks.quality.settings import COSINE, Setting, build
 from benchmarks.quality.tuning import Entry, by_wanted
 from comm_hooks.launchers.advise import shares
 from comm_hooks.launchers.lab.methods import parse_method
 from comm_hooks.launchers.lab.runs import BASELINE, CONTROL
 from comm_hooks.launchers.lab.schedules import SCHEDULES
 from comm_hooks.launchers.output import complain, refusing
-
-RESULTS = Path(__file__).parents[1] / "results" / "quality"
-
-Tasks = Annotated[str, typer.Option(metavar="LIST", help=f"Of {', '.join(PRESETS)}.")]
-Ranks = Annotated[str, typer.Option(metavar="LIST", help="Numbers of ranks.")]
-Batches = Annotated[str, typer.Option(metavar="LIST", help="Samples per step and rank.")]
-Tokens = Annotated[str, typer.Option(metavar="LIST", help="Tokens per parameter.")]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -18,11 +18,11 @@ import typer
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from benchmarks.quality.__main__ import RESULTS, Batches, Ranks, Tasks, Tokens
 from benchmarks.quality.clients import CLIP_NORM
 from benchmarks.quality.methods import METHODS
+from benchmarks.quality.options import RESULTS, Batches, Ranks, Tasks, Tokens, parse_settings
 from benchmarks.quality.runs import BETAS, make_plan, read_records
-from benchmarks.quality.settings import Setting, build, parse_settings
+from benchmarks.quality.settings import Setting, build
 from benchmarks.quality.tuning import Entry, Records, by_wanted
 from comm_hooks.launchers.lab.runs import BASELINE
 from comm_hooks.launchers.lab.simulated import batch_generator, new_model

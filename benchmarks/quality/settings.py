@@ -1,13 +1,10 @@
 """What is trained: a task, by how many ranks, in how large batches, and for how long."""
 
 import functools
-import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from comm_hooks.config import unknown
-from comm_hooks.launchers.lab.schedules import SCHEDULES
 from comm_hooks.launchers.lab.tasks import Task, build_task
 
 COSINE = "cosine"
@@ -127,37 +124,3 @@ def build(name: str, ranks: int) -> Task:
     """
     preset = PRESETS[name]
     return build_task(preset.task, clients=ranks, seed=0, **preset.options)
-
-
-def parse_settings(
-    tasks: str, ranks: str, batches: str, tokens: str, schedule: str = COSINE
-) -> list[Setting]:
-    """Return all combinations of what a command line lists, divided by commas.
-
-    Raises:
-        ValueError: for a name that is not known, and a number that is none or not positive.
-    """
-    sizes = itertools.product(
-        _numbers("--ranks", ranks, int),
-        _numbers("--batches", batches, int),
-        _numbers("--tokens", tokens, float),
-    )
-    names = [_known("task", task, PRESETS) for task in tasks.split(",")]
-    schedule = _known("schedule", schedule, SCHEDULES)
-    return [Setting(name, *size, schedule) for name, size in itertools.product(names, sizes)]
-
-
-def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
-    try:
-        numbers = [kind(each) for each in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{option}: {text!r} is no list of numbers such as 1,2,4") from None
-    if min(numbers) <= 0:
-        raise ValueError(f"{option}: {min(numbers)} is not positive")
-    return numbers
-
-
-def _known(what: str, name: str, names: Collection[str]) -> str:
-    if name not in names:
-        raise ValueError(unknown(what, name, names))
-    return name

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks.quality import noise_scale, settings
-from benchmarks.quality.__main__ import RESULTS, app
+from benchmarks.quality.__main__ import app
 from benchmarks.quality.cells import make_cells, to_json
 from benchmarks.quality.methods import METHODS, controls
 from benchmarks.quality.noise_scale import estimate, scales
+from benchmarks.quality.options import RESULTS
 from benchmarks.quality.page import make_page, write_picture
 from benchmarks.quality.runs import Record, Wanted, perform, read_records
 from benchmarks.quality.settings import PRESETS, Preset, Setting
