@@ -378,6 +378,10 @@ def test_ranks_that_differ_fail_together(ranks_of: RanksOf, kind: str, what: str
     ("options", "message"),
     [
         ({"local_steps": 0}, "local_steps must be an integer of at least 1, got 0"),
+        (
+            {"inner": torch.optim.LBFGS([torch.nn.Parameter(torch.ones(2))])},
+            "LBFGS computes gradients several times in a step",
+        ),
         ({"local_steps": None}, "local_steps is needed"),
         ({"fragments": 0}, "fragments must be an integer of at least 1"),
         ({"fragments": 5}, "5 fragments cannot each have a step of their own in 4"),
