@@ -1,5 +1,6 @@
 """Figures stand in one place, docs/results.md, and are only repeated elsewhere."""
 
+import json
 import re
 import statistics
 from collections.abc import Iterator
@@ -96,6 +97,19 @@ def row_of(setting: Setting, method: str, records: Records) -> list[str]:
     losses = [f"{statistics.mean(r.judged for r in runs.values()):.3f}" for runs in found.values()]
     bits = statistics.mean(run.bits for run in found[setting, method].values())
     return [f"{bits:.2g}", *losses, str(share_of(setting, method, found))]
+
+
+def test_noise_scales_are_those_of_the_record() -> None:
+    record = json.loads((ROOT / "benchmarks/results/quality/noise_scale.json").read_text())
+    section = RESULTS.path.read_text().partition("\n### How noisy")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([A-Z].*?) \| (.*) \|$", section, flags=re.MULTILINE)
+    assert len(rows) == len(record["settings"]) >= 4
+    for (title, cells), setting in zip(rows, record["settings"], strict=True):
+        assert title == PRESETS[setting["task"]].title
+        points = setting["points"]
+        scales = [f"{p['noise_scale']:,.0f}" if p["noise_scale"] else "-" for p in points]
+        skews = [f"{p['skew']:.2f}" if p["noise_scale"] else "-" for p in points]
+        assert cells.split(" | ") == [*scales, *skews], title
 
 
 def test_the_readme_repeats_the_rows_of_four_ranks() -> None:
