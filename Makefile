@@ -61,6 +61,7 @@ docs: $(READY)
 
 quality: $(READY)
 	$(BIN)/python -m benchmarks.quality
+	$(BIN)/python -m benchmarks.quality.noise_scale
 
 studies: $(READY)
 	$(BIN)/python -m benchmarks.studies.safl
