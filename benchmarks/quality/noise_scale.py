@@ -49,7 +49,7 @@ class Scale:
             squared length is noise (McCandlish et al., 2018, equation 2.9).  None if G is too small
             to be told from noise.
         skew: mean squared distance of a rank's gradient to G, over |G|^2: 0 where data is divided
-            at random, 1 where half of what a rank sees is its own.  None likewise.
+            at random, 1 where what only this rank sees is as long as G.  None likewise.
     """
 
     step: int
@@ -87,7 +87,7 @@ def scales(setting: Setting, lr: float, points: int, samples: int) -> Iterator[S
     Args:
         setting: what is trained.
         lr: the largest learning rate.
-        points: how often; the first at the end of the warm-up's share.
+        points: how often.
         samples: of all ranks, that each estimate is made of.
     """
     task = build(setting.task, setting.ranks)
@@ -119,7 +119,7 @@ def _measure(task: Task, model: nn.Module, step: int, samples: int) -> Scale:
         for own in _batches(task, _BATCH, seed=_OTHER_BATCHES)
     ]
     noise, squared, between = estimate(gradients, _BATCH)
-    told = squared > noise / samples  # of the estimate's own noise no less than half
+    told = squared > noise / samples  # what G's estimate has of noise is shorter than G
     return Scale(
         step,
         task.evaluate(model)["loss"],

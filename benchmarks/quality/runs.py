@@ -175,11 +175,7 @@ def _train_in_process(wanted: Wanted, threads: int) -> list[tuple[int, float, fl
     if method.needs_ddp:
         # Rank 0 judges alone: nothing may be broadcast then.
         trainer = method.connect(model, _settings(wanted), broadcast_buffers=False)
-        model = trainer.ddp
-
-        def make(named: NamedParameters, transport: Transport) -> Client:
-            return make_hooked_client(trainer)
-
+        model, make = trainer.ddp, lambda named, transport: make_hooked_client(trainer)
     plan, transport = make_plan(wanted.setting), TorchDistributed(dist.group.WORLD)
     curve = train_rank(task, model, make, plan, wanted.seed, _nothing, transport)
     return [(p.round, p.loss, p.error, p.bytes_sent) for p in curve]
