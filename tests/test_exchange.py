@@ -131,7 +131,7 @@ def test_everybody_agrees_and_small_parameters_are_exact(
     ],
     ids=str,
 )
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     size=st.integers(2, 4),
     buckets=st.lists(st.permutations("acdf").map("".join), min_size=2, max_size=6),

@@ -34,7 +34,6 @@ VECTORS = {
     "one element": (ramp == 700).float(),
 }
 Decoded = Callable[[Compressor, str], torch.Tensor]
-every_vector = pytest.mark.parametrize("name", VECTORS)
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +51,16 @@ def decoded() -> Decoded:
     return decoded
 
 
-@every_sketch
-@every_vector
+@pytest.mark.parametrize(
+    ("sketch", "theory", "name"),
+    [
+        pytest.param(*each, name, id=f"{name}-{type(each[0]).__name__}")
+        for name in VECTORS
+        for each in SKETCHES
+        # Rotations leave a Gaussian matrix what it is, and it takes ten times as long.
+        if not isinstance(each[0], GaussianSketch) or name in ("gaussian", "one element")
+    ],
+)
 def test_relative_mean_squared_error(
     sketch: Compressor, theory: float, name: str, decoded: Decoded
 ) -> None:

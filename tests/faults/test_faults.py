@@ -45,7 +45,10 @@ def harness() -> Harness:
     return Harness()
 
 
-@pytest.mark.parametrize(("kind", "method"), FEW)
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [*FEW[::2], *(pytest.param(*each, marks=pytest.mark.slow) for each in FEW[1::2])],
+)
 def test_a_fault_is_refused_or_recovered_from(harness: Harness, kind: str, method: str) -> None:
     outcome = harness.run(Case(METHODS[method], KINDS[kind]))
     assert outcome.is_good, outcome

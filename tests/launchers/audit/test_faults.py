@@ -50,8 +50,18 @@ SLOW = {
     "clipping": {"each_layer", "without_scalars"},
     "memory": {"leaks a twentieth", "after a restart", "noise after feedback"},
 }
+LONG = {
+    "clipping: each_layer",
+    "noise: of_16_bits",
+    "noise: replayed",
+    "noise: twice the variance said",
+    "noise: small_beyond_the_first_piece",
+    "noise: permuted",
+    "noise: in_pieces_of_512",
+    "memory: after a restart",
+}
 SHOWN = [
-    name
+    pytest.param(name, marks=[pytest.mark.slow] if name in LONG else [])
     for check, faults in BY_CHECK.items()
     for name in faults
     if check not in SLOW or name.split(": ")[1] in SLOW[check]
