@@ -25,7 +25,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults audit-faults third-party release-check clean
 
 demo: $(READY)
-	$(BIN)/comm-hooks compare --steps 120
+	$(BIN)/comm-hooks compare --steps 110
 
 # Half as many processes again as cores, since many tests wait for ranks to start or to time out; files
 # in their order, so that slow ones are not among the last.
