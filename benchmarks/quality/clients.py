@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from comm_hooks.collectives import Transport
 from comm_hooks.exchange import Exchange
+from comm_hooks.launchers.lab.crossings import Traffic
 from comm_hooks.launchers.lab.methods import Method
 from comm_hooks.launchers.lab.optimizers import Trainer
 from comm_hooks.launchers.lab.runs import Settings
@@ -45,7 +46,7 @@ class Averaged:
 
 @dataclass
 class Own:
-    """An optimizer that exchanges by itself, on gradients that each rank clips for itself."""
+    """An optimizer that takes gradients as they are, but for clipping."""
 
     optimizer: Any
     parameters: list[nn.Parameter]
@@ -59,29 +60,26 @@ class Own:
 
 
 @dataclass
-class Hooked:
-    """An optimizer behind a hook of DDP, which has averaged gradients when they are there."""
+class Hooked(Own):
+    """An optimizer on gradients that a hook of DDP has averaged when they are there."""
 
-    trainer: Trainer
+    traffic: Traffic
     taken: int = 0
 
     def step(self, closure: Closure) -> float:
-        """Compute gradients, clip them, and take the step."""
-        loss = closure()
-        nn.utils.clip_grad_norm_(self.trainer.ddp.parameters(), CLIP_NORM)
-        self.trainer.optimizer.step()
+        """Count the step, and take it."""
         self.taken += 1
-        return loss
+        return super().step(closure)
 
     def stats(self) -> dict[str, int]:
         """Return what this rank has sent and received."""
-        sent, received = self.trainer.traffic(self.taken)
+        sent, received = self.traffic(self.taken)
         return {"bytes_sent": sent, "bytes_received": received}
 
 
 def make_hooked_client(trainer: Trainer) -> Client:
     """Return a rank's part of a method whose gradients cross in a hook of DDP."""
-    steps = Hooked(trainer)
+    steps = Hooked(trainer.optimizer, list(trainer.ddp.parameters()), trainer.traffic)
     return Client(steps, steps, trainer.scheduled)
 
 

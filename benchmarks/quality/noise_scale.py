@@ -24,13 +24,12 @@ from benchmarks.quality.options import RESULTS, Batches, Ranks, Tasks, Tokens, p
 from benchmarks.quality.runs import BETAS, make_plan, read_records
 from benchmarks.quality.settings import Setting, build
 from benchmarks.quality.tuning import Entry, Records, by_wanted
-from comm_hooks.launchers.lab.runs import BASELINE
+from comm_hooks.launchers.lab.runs import BASELINE, Settings
 from comm_hooks.launchers.lab.simulated import batch_generator, new_model
 from comm_hooks.launchers.lab.tables import make_table
 from comm_hooks.launchers.lab.tasks import Batch, Task
 from comm_hooks.launchers.output import make_console, refusing
 
-_DECAY = 0.1
 _BATCH = 8
 """Samples of the gradients that are compared."""
 _OTHER_BATCHES = 1_000
@@ -93,7 +92,8 @@ def scales(setting: Setting, lr: float, points: int, samples: int) -> Iterator[S
     task = build(setting.task, setting.ranks)
     model = new_model(task, 0, "cpu")
     plan = replace(make_plan(setting), points=points)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=_DECAY)
+    decay = Settings.weight_decay
+    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=BETAS, weight_decay=decay)
     batches = _batches(task, setting.batch, seed=0)
     for step in range(1, plan.rounds + 1):
         optimizer.param_groups[0]["lr"] = lr * plan.schedule((step - 1) / plan.rounds)

@@ -27,7 +27,7 @@ from benchmarks.studies.private_training import PrivatePlan
 from comm_hooks.launchers.lab.simulated import new_model
 from comm_hooks.optim.private import PerSampleGradients, check_model
 from tests.benchmarks.studying import nothing
-from tests.launchers.lab.published import write_cifar10
+from tests.launchers.lab.published import write_cifar10, write_fashion_mnist
 
 PLAN = PrivatePlan(20, 64, 0.05, 0.01, 1.0, 1e-4, 1, micro_batch_size=64)
 
@@ -243,3 +243,10 @@ def test_cifar_10_is_learned_from_its_files(
     curve = method.train({"lr": 0.01}, 0, nothing)
     untrained = small.evaluate(new_model(small, 0, "cpu"))
     assert curve[-1].loss < 0.9 * untrained["loss"]
+
+
+def test_an_autoencoder_s_public_images_are_not_turned(tmp_path: Path) -> None:
+    write_fashion_mnist(tmp_path)
+    build("autoencoder", 0, tmp_path, public=0.1, validation=0.1)
+    with pytest.raises(ValueError, match="--public-turned: autoencoder would have to turn"):
+        build("autoencoder", 0, tmp_path, public=0.1, validation=0.1, turned=True)

@@ -97,6 +97,8 @@ def build(
         make_model=kind.make_model or task.make_model,
         clients=[replace(samples, indices=samples.indices[count:])],
     )
+    if turned and samples.targets is samples.inputs:
+        raise ValueError(f"--public-turned: {name} would have to turn its images back")
     prepare = _turning(samples.prepare) if turned else samples.prepare
     return PartlyPublic(
         private.with_validation(validation, seed),

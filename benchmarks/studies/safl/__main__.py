@@ -14,6 +14,7 @@ from comm_hooks.launchers.lab import plots, tables
 from comm_hooks.launchers.lab.outcomes import Outcome
 from comm_hooks.launchers.lab.schedules import cosine
 from comm_hooks.launchers.lab.simulated import Plan
+from comm_hooks.launchers.lab.tasks import options_of
 
 _LABEL_SMOOTHING = 0.1
 _WEIGHT_DECAY = 1e-4
@@ -74,7 +75,9 @@ def safl(
     plots to --out; a study that was interrupted goes on there. Exit codes: 0, 2 for bad input, 130
     if interrupted (what is finished is reported).
     """
-    options = {"label_smoothing": _LABEL_SMOOTHING, **task_option}
+    options = dict(task_option)
+    if "label_smoothing" in options_of(task):
+        options.setdefault("label_smoothing", _LABEL_SMOOTHING)
     if task == "digits":
         options.setdefault("model", "mlp" if quick else "resnet")
     tasks = cli.build_tasks(

@@ -16,7 +16,7 @@ from comm_hooks.launchers.lab.tasks.task import Batch, Shard, Task
 from comm_hooks.launchers.lab.tasks.text_classification import IMDB, SST2, text_classification
 from comm_hooks.launchers.lab.tasks.verses import verses
 
-__all__ = ["TASKS", "Batch", "Shard", "Task", "build_task"]
+__all__ = ["TASKS", "Batch", "Shard", "Task", "build_task", "options_of"]
 
 TASKS: dict[str, Callable[..., Task]] = {
     "digits": digits,
@@ -60,14 +60,7 @@ def build_task(
         >>> sum(len(client) for client in task.clients), len(task.held_out)
         (1437, 360)
     """
-    if name not in TASKS:
-        raise ValueError(unknown("task", name, TASKS))
-    build = TASKS[name]
-    known = [
-        parameter.name
-        for parameter in inspect.signature(build).parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    ]
+    known = options_of(name)
     if partition is not None:
         options["partition"] = partition
     if data_dir is not None:
@@ -77,4 +70,19 @@ def build_task(
     for option in options:
         if option not in known:
             raise ValueError(unknown(f"option of {name}", option, known))
-    return build(clients=clients, seed=seed, **options)
+    return TASKS[name](clients=clients, seed=seed, **options)
+
+
+def options_of(name: str) -> list[str]:
+    """Return the names of a task's own arguments.
+
+    Raises:
+        ValueError: for an unknown task, with the nearest known one.
+    """
+    if name not in TASKS:
+        raise ValueError(unknown("task", name, TASKS))
+    return [
+        parameter.name
+        for parameter in inspect.signature(TASKS[name]).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    ]

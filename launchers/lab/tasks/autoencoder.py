@@ -2,14 +2,14 @@
 
 import functools
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from comm_hooks.launchers.lab.tasks.criterion import Reconstruction
-from comm_hooks.launchers.lab.tasks.fashion_mnist import SIDE, read
-from comm_hooks.launchers.lab.tasks.partition import partition_labelled
+from comm_hooks.launchers.lab.tasks.fashion_mnist import SIDE, fashion_mnist
 from comm_hooks.launchers.lab.tasks.task import Shard, Task
 
 WIDTHS = "1000,500,250,30"
@@ -52,25 +52,28 @@ def autoencoder(
         hidden = []
     if not hidden or min(hidden) < 1:
         raise ValueError(f"autoencoder: widths must be positive numbers, got {widths!r}")
-    if judged < 1:
-        raise ValueError(f"autoencoder: judged must be at least 1, got {judged!r}")
-    images, labels = read(data_dir, "train")
-    held_out, _ = read(data_dir, "t10k")
-    parts = partition_labelled(
-        labels,
-        partition,
+    task = fashion_mnist(
         clients=clients,
-        classes_per_client=classes_per_client,
         seed=seed,
+        data_dir=data_dir,
+        partition=partition,
+        classes_per_client=classes_per_client,
         concentration=concentration,
+        judged=judged,
     )
-    return Task(
+    return replace(
+        task,
         name="autoencoder",
         make_model=functools.partial(make_autoencoder, SIDE * SIDE, hidden),
-        clients=[Shard(images, images, indices, _scaled) for indices in parts],
-        held_out=Shard(held_out, held_out, torch.arange(min(judged, len(held_out))), _scaled),
-        criterion=Reconstruction(_variance(images)),
+        clients=[_reconstructed(client) for client in task.clients],
+        held_out=_reconstructed(task.held_out),
+        criterion=Reconstruction(_variance(task.clients[0].inputs)),
     )
+
+
+def _reconstructed(shard: Shard) -> Shard:
+    """Return the shard with images for labels."""
+    return replace(shard, targets=shard.inputs, prepare=_scaled)
 
 
 def make_autoencoder(pixels: int, hidden: list[int]) -> nn.Sequential:

@@ -69,8 +69,9 @@ def fashion_mnist(
         raise ValueError(f"fashion_mnist: width must be a multiple of 4, got {width!r}")
     if judged < 1:
         raise ValueError(f"fashion_mnist: judged must be at least 1, got {judged!r}")
-    images, labels = read(data_dir, "train")
-    held_out_images, held_out_labels = read(data_dir, "t10k")
+    folder = DEBIAN if data_dir is None else data_dir
+    images, labels = _read(folder, "train")
+    held_out_images, held_out_labels = _read(folder, "t10k")
     parts = partition_labelled(
         labels,
         partition,
@@ -106,17 +107,8 @@ def _standardized(images: Tensor, generator: torch.Generator | None) -> Tensor:
     return (images.float() / 255 - _MEAN) / _DEVIATION
 
 
-def read(data_dir: Path | None, part: str) -> tuple[Tensor, Tensor]:
-    """Return images (count, 1, 28, 28), as bytes, and labels (count,).
-
-    Args:
-        data_dir: see :func:`fashion_mnist`.
-        part: ``"train"`` or ``"t10k"``.
-
-    Raises:
-        ValueError: for files that are missing or are not what was published.
-    """
-    folder = DEBIAN if data_dir is None else data_dir
+def _read(folder: Path, part: str) -> tuple[Tensor, Tensor]:
+    """Return images (count, 1, 28, 28), as bytes, and labels (count,)."""
     pixels, classes = (_read_idx(folder, f"{name}-ubyte") for name in _FILES[part])
     if pixels.shape[1:] != (SIDE, SIDE) or classes.ndim != 1 or len(pixels) != len(classes):
         raise ValueError(

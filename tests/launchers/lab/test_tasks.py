@@ -316,7 +316,7 @@ def test_the_folder_itself_is_as_good_as_the_one_around_it(
         ("digits", {"label_smoothing": 1.0}, r"label_smoothing must lie in \[0, 1\)"),
         ("autoencoder", {"widths": "8,x"}, "autoencoder: widths must be positive numbers"),
         ("autoencoder", {"widths": "8,0"}, "autoencoder: widths must be positive numbers"),
-        ("autoencoder", {"judged": 0}, "autoencoder: judged must be at least 1"),
+        ("autoencoder", {"judged": 0}, "judged must be at least 1"),
         ("digits", {"clients": 1438}, "1437 training samples cannot be divided over 1438 clients"),
         ("sst2", {"data": None}, "unknown option of sst2 'data'"),
         ("sst2", {"heads": 3}, "sst2: width 32 is not a multiple of the 3 heads"),
