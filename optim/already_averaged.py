@@ -32,6 +32,8 @@ def double_averaging(
 
     Reads one number per gradient back from the device.
 
+    Not seen: models that were made before ``gc.freeze()``, which hides them from this search.
+
     Args:
         parameters: of the optimizer.
         gradients: of each, in any dtype; None where there is none.
