@@ -43,6 +43,17 @@ collect_ignore.append("comm_hooks/frameworks/deepspeed/auto.py")
 collect_ignore.append("tests/frameworks/deepspeed/without_compiler")
 
 
+# Audits a whole configuration, which takes half a minute.
+_SLOW = {"comm_hooks.launchers.audit.audit.audit_configuration"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave long examples of docstrings to the slow tests."""
+    for item in items:
+        if isinstance(item, pytest.DoctestItem) and item.name in _SLOW:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _doctest_world(request: pytest.FixtureRequest) -> Iterator[None]:
     if not isinstance(request.node, pytest.DoctestItem):

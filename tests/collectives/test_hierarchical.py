@@ -127,7 +127,7 @@ def test_everybody_agrees_and_the_mean_is_right(
 
 
 @quietly
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(divisions, st.sampled_from([32, 16, 4]), granularities)
 def test_nothing_is_lost(division: tuple[int, int], bits: int, granularity: str) -> None:
     torch.manual_seed(1)
@@ -139,7 +139,7 @@ def test_nothing_is_lost(division: tuple[int, int], bits: int, granularity: str)
 
 
 @quietly
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(divisions, st.one_of(divisions, st.tuples(st.integers(1, 4), st.none())), st.booleans())
 def test_nothing_is_lost_with_other_nodes(
     before: tuple[int, int], after: tuple[int, int | None], backwards: bool

@@ -17,6 +17,7 @@ FROM_NOTHING = ("docs/index.md",)
 
 # That wait for nodes to find each other, or train for half a minute.
 SLOW = (
+    "docs/advise.md",
     "docs/audit.md",
     "docs/frameworks/deepspeed_optimizers.md",
     "docs/frameworks/mpi.md",

@@ -102,7 +102,13 @@ def accelerated(compiled: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "torch.compile"])
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        pytest.param(False, id="plain"),
+        pytest.param(True, id="torch.compile", marks=pytest.mark.slow),
+    ],
+)
 def test_a_prepared_model_does_what_ddp_does(ranks_of: RanksOf, compiled: bool) -> None:
     for report in ranks_of(2).run(accelerated, compiled):
         assert report["error"] < 1e-6

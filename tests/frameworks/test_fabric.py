@@ -75,7 +75,13 @@ def train(compiled: bool, scaled: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "torch.compile"])
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        pytest.param(False, id="plain"),
+        pytest.param(True, id="torch.compile", marks=pytest.mark.slow),
+    ],
+)
 def test_fabric_does_what_ddp_does(ranks_of: RanksOf, compiled: bool) -> None:
     for report in ranks_of(2).run(train, compiled, False):
         assert report["error"] < 1e-6

@@ -178,6 +178,7 @@ def test_modules_that_share_a_group(ranks_of: RanksOf) -> None:
     assert sizes == {f"{module}.weight[1/2]": 32 * 64 for module in (0, 1, 2)}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_like_an_uninterrupted_one(ranks_of: RanksOf) -> None:
     options = {"density": 0.1}
     for setup in (hsdp.hybrid, hsdp.flat):

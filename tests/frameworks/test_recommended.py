@@ -284,8 +284,14 @@ def train(name: str, method: str, folder: str, straight: str) -> tuple[Outcome, 
     return whole, resumed, bare(method)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *((name, "low_communication") for name in WAYS),
+        ("ddp", "signs"),
+        *(pytest.param(name, "signs", marks=pytest.mark.slow) for name in WAYS if name != "ddp"),
+    ],
+)
 def test_frameworks_take_the_same_steps_as_a_bare_loop(
     ranks_of: RanksOf, tmp_path: Path, name: str, method: str
 ) -> None:

@@ -44,7 +44,7 @@ def distance(remedy: str) -> float:
     return float((got - own).norm() / own.norm())
 
 
-@pytest.mark.parametrize("remedy", ["freeze", "no_sync"])
+@pytest.mark.parametrize("remedy", ["freeze", pytest.param("no_sync", marks=pytest.mark.slow)])
 def test_a_generators_step_leaves_nothing_for_the_discriminator(
     ranks_of: RanksOf, remedy: str
 ) -> None:

@@ -83,7 +83,7 @@ def test_matches_the_reference(ranks_of: RanksOf, operator: str, sharded: bool) 
         np.testing.assert_allclose(histories[0][-1][name], expected[name], rtol=2e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_matches_the_published_exchange(ranks_of: RanksOf, ranks: int) -> None:
     """With a scale per tensor from each rank, and a scale per shard back; not with others."""
     steps = 60

@@ -124,7 +124,7 @@ def test_matches_the_reference(ranks_of: RanksOf, weight_decay: float) -> None:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_matches_the_published_exchange(ranks_of: RanksOf, ranks: int) -> None:
     """One vector of all momenta, one scale from each rank, and one for each shard back."""
     # Later the sign of a sum that is nearly zero is another one in float64.

@@ -52,8 +52,10 @@ SLOW = {
 }
 LONG = {
     "clipping: each_layer",
+    "memory: leaks a twentieth",
     "noise: of_16_bits",
     "noise: replayed",
+    "noise: same on all ranks",
     "noise: twice the variance said",
     "noise: small_beyond_the_first_piece",
     "noise: permuted",
@@ -117,14 +119,15 @@ def test_the_same_masks_on_all_ranks_give_samples_away() -> None:
 
 
 VALID = [
-    pytest.param("central", {"compressor": "identity"}, marks=pytest.mark.slow),
-    pytest.param("central", TOPK, marks=pytest.mark.slow),
-    pytest.param("local", {**TOPK, "granularity": "bucket"}, marks=pytest.mark.slow),
-    pytest.param("shares", MASK, marks=pytest.mark.slow),
+    ("central", {"compressor": "identity"}),
+    ("central", TOPK),
+    ("local", {**TOPK, "granularity": "bucket"}),
+    ("shares", MASK),
     ("aggregate", MASK),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("placement", "exchange"), VALID)
 def test_no_alarm_where_nothing_is_wrong(placement: str, exchange: dict[str, Any]) -> None:
     stages = Stages(configuration(placement=placement, exchange=exchange))
