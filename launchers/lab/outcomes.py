@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
 Settings = dict[str, float]
 """What is tuned: the learning rate ``lr``, and whatever else a method wants tried."""
 
@@ -103,11 +105,17 @@ class Method:
         return _title(self.name, self.labels)
 
     def run(self, settings: Settings, seed: int, advance: Advance) -> Run:
-        """Return the record of one run."""
-        try:
-            return Run(seed, settings, self.train(settings, seed, advance))
-        except Diverged as error:
-            return Run(seed, settings, list(error.args), diverged=True)
+        """Return the record of one run.
+
+        What torch's own generator gives, such as dropout, follows from the seed, so that a study
+        that was interrupted ends like one that was not; afterwards it is as it was.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            try:
+                return Run(seed, settings, self.train(settings, seed, advance))
+            except Diverged as error:
+                return Run(seed, settings, list(error.args), diverged=True)
 
 
 @dataclass(frozen=True)

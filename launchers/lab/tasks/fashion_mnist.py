@@ -53,10 +53,12 @@ def fashion_mnist(
         classes_per_client: for ``"classes"``.
         concentration: for ``"dirichlet"``.
         label_smoothing: of the training loss.
-        model: ``"vit"``, a :class:`VisionTransformer` over 49 patches (0.60 M parameters), or
-            ``"resnet"``
-            (:func:`~comm_hooks.launchers.lab.tasks.resnet.resnet7`, 0.45 M).
-        width: of the model's hidden states, a multiple of 4; by default 128, or 64 of a ResNet.
+        model: ``"vit"``, a :class:`VisionTransformer` over 49 patches (0.60 M parameters);
+            ``"resnet"`` (:func:`~comm_hooks.launchers.lab.tasks.resnet.resnet7`, 0.45 M); and two
+            with dropout, ``"mlp"`` with one hidden layer (0.16 M) and ``"cnn"`` with two
+            convolutions and two linear layers (0.02 M).
+        width: of the model's hidden states, a multiple of 4; by default 128 of a transformer, 64 of
+            a ResNet, 200 of an MLP, and 20 channels of a CNN's second convolution.
         judged: the first so many of the held-out images, if there are so many.
 
     Raises:
@@ -100,7 +102,40 @@ def _resnet(width: int = 64) -> nn.Module:
     return resnet7(channels=1, classes=CLASSES, width=width)
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"vit": _vit, "resnet": _resnet}
+def _mlp(width: int = 200) -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(SIDE * SIDE, width),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Linear(width, CLASSES),
+    )
+
+
+def _cnn(width: int = 20) -> nn.Module:
+    """Return max-pooled convolutions, dropout, and linear layers of 16 widths and of 50 cells."""
+    return nn.Sequential(
+        nn.Conv2d(1, width // 2, kernel_size=5),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Conv2d(width // 2, width, kernel_size=5),
+        nn.Dropout2d(),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16 * width, 50),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Linear(50, CLASSES),
+    )
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "vit": _vit,
+    "resnet": _resnet,
+    "mlp": _mlp,
+    "cnn": _cnn,
+}
 
 
 def _standardized(images: Tensor, generator: torch.Generator | None) -> Tensor:
