@@ -7,9 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.studies.quadratics import SPECTRA, make_quadratic
 from benchmarks.studies.safl_dimension.__main__ import Row, app, make_rows_table
+from benchmarks.studies.safl_dimension.descent import Descent, descend
 from benchmarks.studies.safl_dimension.methods import METHODS
-from benchmarks.studies.safl_dimension.problem import SPECTRA, Descent, descend, make_quadratic
 from comm_hooks.compressors import CountSketch
 from tests.benchmarks.studying import nothing
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.studies.safl_dimension.problem import SPECTRA
+from benchmarks.studies.quadratics import SPECTRA
 from tests.docs.pages import ROOT
 
 MEASUREMENTS = (ROOT / "docs/measurements.md").read_text()

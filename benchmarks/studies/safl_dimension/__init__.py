@@ -7,5 +7,5 @@ take to a tenth of the loss::
     python -m benchmarks.studies.safl_dimension            # a quarter of an hour on one core
     python -m benchmarks.studies.safl_dimension --quick
 
-``problem`` says what is minimized, ``methods`` what is compared.
+``benchmarks.studies.quadratics`` says what is minimized, ``methods`` what is compared.
 """

@@ -11,8 +11,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.studies import cli
+from benchmarks.studies.quadratics import SPECTRA, make_quadratic
+from benchmarks.studies.safl_dimension.descent import Descent, descend
 from benchmarks.studies.safl_dimension.methods import BETAS, METHODS
-from benchmarks.studies.safl_dimension.problem import SPECTRA, Descent, descend, make_quadratic
 from comm_hooks.compressors import SRHT, CountSketch, GaussianSketch
 from comm_hooks.launchers.lab.plots import new_figure, save, style
 from comm_hooks.launchers.lab.search import search

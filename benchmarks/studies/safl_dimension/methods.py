@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from benchmarks.studies.safl.methods import UNCOMPRESSED, safl_bytes
 from benchmarks.studies.safl.peers import PEERS, Given
-from benchmarks.studies.safl_dimension.problem import Build
+from benchmarks.studies.safl_dimension.descent import Build
 from comm_hooks.collectives import Transport
 from comm_hooks.compressors import Compressor, CountSketch, Identity
 from comm_hooks.exchange import Exchange

@@ -1,0 +1,215 @@
+"""The command, see ``--help``: its options, its table and its plot."""
+
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.studies import cli
+from benchmarks.studies.convergence.descent import Problem, mean_squared_gradient
+from benchmarks.studies.convergence.methods import Method, make_methods
+from benchmarks.studies.quadratics import SPECTRA
+from comm_hooks.launchers.lab.plots import BLACK, new_figure, save, style
+from comm_hooks.launchers.lab.search import search
+from comm_hooks.launchers.lab.tables import make_table
+from comm_hooks.launchers.output import Interruption, make_console
+
+_FACTOR = 2.0  # between neighbouring constants
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a method came to.
+
+    Args:
+        method: its name.
+        clients: n.
+        scale: c, the constant of its learning rate.
+        tries: the mean squared gradient of the shortest training with each c; None if it diverged.
+        steps: of the trainings, T.
+        squared: the mean squared gradient of each, for each seed; None if it diverged.
+    """
+
+    method: str
+    clients: int
+    scale: float
+    tries: dict[float, float | None]
+    steps: Sequence[int]
+    squared: Sequence[Sequence[float | None]]
+
+    @property
+    def means(self) -> list[float | None]:
+        """The mean over the seeds for each number of steps; None if one of them diverged."""
+        return [
+            None if None in own else statistics.mean(value for value in own if value is not None)
+            for own in self.squared
+        ]
+
+    @property
+    def exponent(self) -> float | None:
+        """The slope of the line through the logarithms of means against steps."""
+        points = [
+            (math.log(t), math.log(mean))
+            for t, mean in zip(self.steps, self.means, strict=True)
+            if mean
+        ]
+        if len(points) < len(self.steps) or len(points) < 2:
+            return None
+        return statistics.linear_regression(*zip(*points, strict=True)).slope
+
+    @property
+    def is_at_an_edge(self) -> bool:
+        """Whether the constant is the largest or the smallest that was tried."""
+        return self.scale in (min(self.tries), max(self.tries))
+
+
+def _power_of_two(option: str, value: float) -> None:
+    if value < 32 or int(value) & (int(value) - 1):
+        raise ValueError(f"{option} must be a power of 2, at least 32, got {value:g}")
+
+
+def convergence(
+    numel: Annotated[int, cli.Option("Parameters.", 1024, 64, check=_power_of_two)],
+    spectrum: Annotated[
+        str, cli.Option(f"Of the Hessian: {', '.join(SPECTRA)}.", "power law", known=[*SPECTRA])
+    ],
+    noise: Annotated[
+        float,
+        cli.Option(
+            "Standard deviation of the noise of each element of a client's gradient.",
+            1.0,
+            check=cli.positive,
+        ),
+    ],
+    steps: Annotated[
+        list[int],
+        cli.Option("Lengths of trainings.", "100,400,1600,6400", "50,200", least=1, each=int),
+    ],
+    clients: Annotated[list[int], cli.Option("Of FED-LAMB.", "1,4,16", "1,4", least=1, each=int)],
+    seeds: Annotated[int, cli.SEEDS],
+    tries: Annotated[
+        int,
+        cli.Option(
+            "Constants c tried per method, on the first seed and the shortest training; with 3 or "
+            "more, up to as many again while the best is the largest or smallest.",
+            *(7, 3),
+            least=1,
+        ),
+    ],
+) -> cli.Run:
+    """Compare mean squared gradients with the rates that papers prove for them.
+
+    Learning rates are c / sqrt(T), with one c for all lengths T. Writes convergence.json and a plot
+    to --out. Exit codes: 0, 2 for bad input, 130 if interrupted (what is finished is reported).
+    """
+    problem = Problem(spectrum, numel, noise)
+    lengths = sorted(set(steps))
+
+    def run(place: cli.Place) -> None:
+        warnings.filterwarnings("ignore", "world size is 1")
+        console = make_console()
+        bars = Progress(console=console, disable=not console.is_terminal)
+        methods = make_methods(clients)
+        rows: list[Row] = []
+        with Interruption() as interruption, bars as progress:
+            work = len(methods) * (tries * lengths[0] + seeds * sum(lengths))
+            bar = progress.add_task(place.name, total=work)
+            for method in methods:
+                rows.append(measure(method, lambda: progress.advance(bar)))
+        if rows:
+            console.print(make_rows_table(rows))
+            record = {
+                "complete": not interruption.happened,
+                "settings": place.settings,
+                "rows": [
+                    {
+                        **asdict(row),
+                        "means": row.means,
+                        "exponent": row.exponent,
+                        "at an edge": row.is_at_an_edge,
+                    }
+                    for row in rows
+                ],
+            }
+            cli.write_record(place, record, console, [write_plot(rows, place.out)])
+        cli.end(place, interruption)
+
+    def measure(method: Method, advance: Callable[[], None]) -> Row:
+        def squared(scale: float, steps: int, seed: int) -> float:
+            return mean_squared_gradient(
+                problem, method.build, scale=scale, steps=steps, seed=seed, advance=advance
+            )
+
+        tried = search(
+            lambda scale: squared(scale, lengths[0], 0), method.start, tries, _FACTOR, tries
+        )
+        best = min(tried, key=lambda scale: tried[scale])
+        return Row(
+            method.name,
+            method.clients,
+            best,
+            {scale: _finite(value) for scale, value in tried.items()},
+            lengths,
+            [[_finite(squared(best, t, seed)) for seed in range(seeds)] for t in lengths],
+        )
+
+    return run
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def make_rows_table(rows: Sequence[Row]) -> Table:
+    """Return the table; a star marks a constant at an edge of those tried."""
+    cells = [
+        (
+            row.method,
+            str(row.clients),
+            f"{row.scale:.3g}{'*' * row.is_at_an_edge}",
+            *("-" if mean is None else f"{mean:.4f}" for mean in row.means),
+            "-" if row.exponent is None else f"{row.exponent:+.2f}",
+        )
+        for row in rows
+    ]
+    columns = ("method", "clients", "c", *(f"T = {t:,}" for t in rows[0].steps), "exponent")
+    return make_table("Mean squared gradient of T steps of length c / sqrt(T)", columns, cells)
+
+
+def write_plot(rows: Sequence[Row], out: Path) -> Path:
+    """Write mean squared gradients against steps; return the path."""
+    figure, (axes,) = new_figure(width=6)
+    for index, row in enumerate(rows):
+        label = row.method if row.clients == 1 else f"{row.method}, {row.clients} clients"
+        points = [(t, mean) for t, mean in zip(row.steps, row.means, strict=True) if mean]
+        axes.plot(
+            [t for t, _ in points],
+            [mean for _, mean in points],
+            label=label,
+            **{**style(index), "marker": "o"},
+        )
+    lengths = rows[0].steps
+    highest = max((mean for row in rows for mean in row.means if mean), default=1.0)
+    axes.plot(
+        lengths,
+        [highest * math.sqrt(lengths[0] / t) for t in lengths],
+        color=BLACK,
+        label="1 / sqrt(T)",
+    )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("steps")
+    axes.set_ylabel("mean squared gradient")
+    return save(figure, out / "gradient-vs-steps.png")
+
+
+app = cli.study(convergence)
+
+if __name__ == "__main__":
+    app()
