@@ -16,6 +16,7 @@ METHODS: Mapping[str, float] = {
     "identity:bits=16": 4e-3,
     "quantize:bits=2": 4e-3,
     "count_sketch": 4e-3,
+    "powersgd": 4e-3,
     "diloco:local_steps=30": 4e-3,
     "topk:density=1/64+sparse_loco:local_steps=30": 4e-3,
     "mu_lo_co:local_steps=30": 4e-3,

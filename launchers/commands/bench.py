@@ -9,9 +9,9 @@ from comm_hooks.launchers.commands.shared import Data, Hooks, Seed
 
 DEFAULT_METHODS = (
     "none,all_reduce,bf16,powersgd:rank=1,powersgd:rank=2,powersgd:rank=4,identity+local_adamw,"
-    "local_variance_adam,sign+local_variance_adam,"
+    "low_communication,sign+local_variance_adam,local_variance_adam,"
     "topk:density=1/256:min_ndim=1:min_numel=1+local_variance_adam,"
-    "local_adamw,local_adamw:fragments=8,topk:density=1/64+local_adamw:fragments=8"
+    "local_adamw:fragments=8,topk:density=1/64+local_adamw:fragments=8"
 )
 DEFAULT_RATES = "10mbit,100mbit,1gbit"
 

@@ -31,7 +31,8 @@ class Row:
         method: its name.
         clients: n.
         scale: c, the constant of its learning rate.
-        tries: the mean squared gradient of the shortest training with each c; None if it diverged.
+        tries: the mean squared gradient of a training of middle length with each c; None if it
+            diverged.
         steps: of the trainings, T.
         squared: the mean squared gradient of each, for each seed; None if it diverged.
     """
@@ -96,8 +97,8 @@ def convergence(
     tries: Annotated[
         int,
         cli.Option(
-            "Constants c tried per method, on the first seed and the shortest training; with 3 or "
-            "more, up to as many again while the best is the largest or smallest.",
+            "Constants c tried per method, on the first seed and a training of middle length; with "
+            "3 or more, up to as many again while the best is the largest or smallest.",
             *(7, 3),
             least=1,
         ),
@@ -110,6 +111,7 @@ def convergence(
     """
     problem = Problem(spectrum, numel, noise)
     lengths = sorted(set(steps))
+    middle = lengths[len(lengths) // 2]
 
     def run(place: cli.Place) -> None:
         warnings.filterwarnings("ignore", "world size is 1")
@@ -118,7 +120,7 @@ def convergence(
         methods = make_methods(clients)
         rows: list[Row] = []
         with Interruption() as interruption, bars as progress:
-            work = len(methods) * (tries * lengths[0] + seeds * sum(lengths))
+            work = len(methods) * (tries * middle + seeds * sum(lengths))
             bar = progress.add_task(place.name, total=work)
             for method in methods:
                 rows.append(measure(method, lambda: progress.advance(bar)))
@@ -146,9 +148,7 @@ def convergence(
                 problem, method.build, scale=scale, steps=steps, seed=seed, advance=advance
             )
 
-        tried = search(
-            lambda scale: squared(scale, lengths[0], 0), method.start, tries, _FACTOR, tries
-        )
+        tried = search(lambda scale: squared(scale, middle, 0), method.start, tries, _FACTOR, tries)
         best = min(tried, key=lambda scale: tried[scale])
         return Row(
             method.name,
