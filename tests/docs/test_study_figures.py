@@ -190,3 +190,26 @@ def test_errors_of_fed_lamb() -> None:
     for title, *cells in lines:
         name = FED_LAMB[title]
         assert cells == [in_percent(found[name, partition, t]) for partition, t in columns]
+
+
+FASHION = [
+    ("fed_lamb_mlp", "iid", 1),
+    ("fed_lamb_mlp", "iid", 5),
+    ("fed_lamb_mlp", "classes", 1),
+    ("fed_lamb_mlp", "classes", 5),
+    ("fed_lamb_cnn", "classes", 1),
+    ("fed_lamb_resnet", "iid", 1),
+]
+
+
+def test_errors_of_fed_lamb_on_fashion_mnist() -> None:
+    found = {
+        (folder, m["name"], m["labels"]["partition"], m["labels"]["T"]): m
+        for folder in {folder for folder, _, _ in FASHION}
+        for m in record_of("fed_lamb", folder)["methods"]
+    }
+    lines = rows_after("On Fashion-MNIST, with 1,200 images")
+    assert [line[0] for line in lines] == ["Fed-SGD", "Fed-AMS", "FED-LAMB"]
+    for title, *cells in lines:
+        expected = [in_percent(found[f, FED_LAMB[title], p, t]) for f, p, t in FASHION]
+        assert cells == expected, title
