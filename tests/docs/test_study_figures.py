@@ -213,3 +213,17 @@ def test_errors_of_fed_lamb_on_fashion_mnist() -> None:
     for title, *cells in lines:
         expected = [in_percent(found[f, FED_LAMB[title], p, t]) for f, p, t in FASHION]
         assert cells == expected, title
+
+
+def test_rates_of_convergence() -> None:
+    record = record_of("convergence")
+    assert not any(row["at an edge"] for row in record["rows"])
+    assert rows_after("Mean squared gradients of T steps") == [
+        [
+            row["method"],
+            str(row["clients"]),
+            *(f"{mean:.4f}" for mean in row["means"]),
+            f"{row['exponent']:+.2f}",
+        ]
+        for row in record["rows"]
+    ]
