@@ -119,6 +119,12 @@ def fraction(option: str, value: float) -> None:
         raise ValueError(f"{option} must lie in (0, 1], got {value:g}")
 
 
+def power_of_two(option: str, value: int) -> None:
+    """Raise ``ValueError`` for a number that is no power of 2, or is 1."""
+    if value < 2 or value & (value - 1):
+        raise ValueError(f"{option} must be a power of 2, got {value}")
+
+
 def _part(option: str, value: float) -> None:
     if not 0 < value < 1:
         raise ValueError(f"{option} must lie in (0, 1), got {value:g}")

@@ -88,7 +88,8 @@ def test_methods_compress_what_they_are_given() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--numel", "1000"], "--numel must be a power of 2, at least 32, got 1000"),
+        (["--numel", "1000"], "--numel must be a power of 2, got 1000"),
+        (["--numel", "16"], "--numel must be at least 32, got 16"),
         (["--spectrum", "falling"], "--spectrum: unknown name 'falling'"),
         (["--noise", "0"], "--noise"),
     ],

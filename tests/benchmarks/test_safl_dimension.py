@@ -111,7 +111,7 @@ def test_the_command_from_end_to_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--numels", "1000"], "--numels: must be powers of 2, got 1000"),
+        (["--numels", "1000"], "--numels: must be a power of 2, got 1000"),
         (["--size", "4096"], "--size must be at most the smallest of --numels, got 4096"),
         (["--sketch", "topk"], "--sketch: unknown name 'topk'"),
     ],

@@ -70,13 +70,8 @@ class Row:
         return self.scale in (min(self.tries), max(self.tries))
 
 
-def _power_of_two(option: str, value: float) -> None:
-    if value < 32 or int(value) & (int(value) - 1):
-        raise ValueError(f"{option} must be a power of 2, at least 32, got {value:g}")
-
-
 def convergence(
-    numel: Annotated[int, cli.Option("Parameters.", 1024, 64, check=_power_of_two)],
+    numel: Annotated[int, cli.Option("Parameters.", 1024, 64, least=32, check=cli.power_of_two)],
     spectrum: Annotated[
         str, cli.Option(f"Of the Hessian: {', '.join(SPECTRA)}.", "power law", known=[*SPECTRA])
     ],
@@ -104,7 +99,7 @@ def convergence(
         ),
     ],
 ) -> cli.Run:
-    """Compare mean squared gradients with the rates that papers prove for them.
+    """Compare mean squared gradients with the rates that papers state for them.
 
     Learning rates are c / sqrt(T), with one c for all lengths T. Writes convergence.json and a plot
     to --out. Exit codes: 0, 2 for bad input, 130 if interrupted (what is finished is reported).

@@ -76,7 +76,7 @@ def mean_squared_gradient(
     method = build([("weight", weight)], scale / math.sqrt(steps), seed)
     total = 0.0
     for _ in range(steps):
-        for turn, _client in enumerate(method.clients()):
+        for turn, _ in enumerate(method.clients()):
             exact = quadratic.gradient(weight.detach().flatten() - minimum)
             if turn == 0:
                 squared = float(exact.square().sum())

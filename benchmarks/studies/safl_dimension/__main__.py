@@ -59,11 +59,6 @@ class Row:
         return self.runs[0].lr in (min(rates), max(rates))
 
 
-def _powers_of_two(option: str, value: float) -> None:
-    if value < 2 or int(value) & (int(value) - 1):
-        raise ValueError(f"{option} must be powers of 2, got {value:g}")
-
-
 def safl_dimension(
     numels: Annotated[
         list[int],
@@ -72,7 +67,7 @@ def safl_dimension(
             "1024,4096,16384,65536",
             "512,1024",
             each=int,
-            check=_powers_of_two,
+            check=cli.power_of_two,
         ),
     ],
     size: Annotated[int, cli.Option("Numbers in a sketch, b.", 256, 128, least=1)],
