@@ -1,8 +1,9 @@
 # make demo   train a small GPT once per method and compare them (6 minutes)
 # make test   lint, type-check and test
 # make test-slow  the tests that `make test` leaves out: whole studies, audits, several nodes (9 minutes)
-# make bench  print the tables of operators, wire format, per-sample gradients, noise, streams and checks
-# make bench-gpu  compare the GPU kernels with a copy (needs a GPU)
+# make bench  print the tables of operators, wire format, per-sample gradients, noise, streams, checks
+#             and of what is queued on a GPU
+# make bench-gpu  compare the GPU kernels with a copy, and train over NCCL (needs a GPU)
 # make links  train over capped links and compare (forty minutes; needs root)
 # make docs   build the documentation site into docs/_build
 # make quality  what methods keep of what exchanging is worth: adds missing runs to the page (hours)
@@ -49,8 +50,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/noise.py
 	$(BIN)/python benchmarks/streams.py
 	$(BIN)/python -m benchmarks.checks
+	$(BIN)/python -m benchmarks.queued
 
 bench-gpu: $(READY)
+	$(BIN)/python -m pytest tests/gpu tests/kernels/triton
 	$(BIN)/python -m benchmarks.gpu_kernels
 
 links: $(READY)

@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes joined by gloo, kept alive between tests.
+"""Real ranks for tests: processes joined by gloo or NCCL, kept alive between tests.
 
 Starting a process costs seconds, most of them for importing torch.  So one set of ranks serves all
 tests of a module that need that many, and all ranks are forked from one process that has imported
@@ -43,9 +43,12 @@ class Outcome:
 
 
 class Ranks:
-    """``world_size`` processes that run functions together."""
+    """``world_size`` processes that run functions together.
 
-    def __init__(self, world_size: int) -> None:
+    With NCCL all of them share the first GPU.
+    """
+
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
         self._store = tempfile.NamedTemporaryFile(prefix="ranks-")  # noqa: SIM115
         self._connections: list[Connection] = []
@@ -53,7 +56,9 @@ class Ranks:
         for rank in range(world_size):
             connection, remote = CONTEXT.Pipe()
             process = CONTEXT.Process(
-                target=_serve, args=(rank, world_size, self._store.name, remote), daemon=True
+                target=_serve,
+                args=(rank, world_size, backend, self._store.name, remote),
+                daemon=True,
             )
             process.start()
             remote.close()
@@ -99,10 +104,17 @@ class Ranks:
         self._store.close()
 
 
-def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, backend: str, store: str, connection: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    if "nccl" in backend:
+        # NCCL refuses two ranks on one GPU of one host. So each says that it is a host of its own,
+        # and they talk over sockets, as nodes do.
+        os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        torch.cuda.set_device(0)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size
+    )
     while True:
         function, args = connection.recv()
         try:

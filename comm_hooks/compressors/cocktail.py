@@ -10,6 +10,7 @@ from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.sparse import TopK, require_selection
 from comm_hooks.randomness import Draw, stratified_indices
 from comm_hooks.requirements import require_fraction
+from comm_hooks.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Cocktail(Compressor):
 
     def _indices(self, numel: int, draw: Draw, device: torch.device) -> Tensor:
         indices, _ = stratified_indices(draw.keys, numel, self._drawn(numel))
-        return torch.from_numpy(indices).to(device)
+        return to_device(torch.from_numpy(indices), device)
 
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
         return self._top_k.payload_nbytes(self._drawn(numel))

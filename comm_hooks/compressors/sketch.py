@@ -20,6 +20,7 @@ from comm_hooks.kernels.pieces import Blocks, cut
 from comm_hooks.kernels.random_signs import multiply_signs_
 from comm_hooks.randomness import Draw, Keys, fork, stratified_indices
 from comm_hooks.requirements import require_fraction, require_positive
+from comm_hooks.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class SRHT(_Sketch):
     def _samples(self, numel: int, keys: Keys, device: torch.device) -> tuple[Tensor, Tensor]:
         indices, sizes = stratified_indices(fork(keys, 0), numel, self.width(numel))
         scales = torch.from_numpy(np.sqrt(sizes).astype(np.float32))
-        return torch.from_numpy(indices).to(device), scales.to(device)
+        return to_device(torch.from_numpy(indices), device), to_device(scales, device)
 
     def encode(self, rows: Tensor, draw: Draw) -> Tensor:
         numel = rows.shape[1]

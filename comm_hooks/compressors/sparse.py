@@ -21,6 +21,7 @@ from comm_hooks.requirements import (
     require_positive,
     require_within,
 )
+from comm_hooks.transfers import to_device
 from comm_hooks.wire.index_codes import INDEX_CODES, IndexCode, places_code
 from comm_hooks.wire.places import PlacesCode
 from comm_hooks.wire.sections import join, word_aligned
@@ -239,8 +240,10 @@ class RandomK(Compressor):
 
     def encode(self, rows: Tensor, draw: Draw) -> Tensor:
         indices, sizes = stratified_indices(draw.keys, rows.shape[1], self._kept(rows.shape[1]))
-        values = rows.gather(1, torch.from_numpy(indices).to(rows.device))
-        return values.mul_(torch.from_numpy(sizes).to(rows.device)) if self.unbiased else values
+        values = rows.gather(1, to_device(torch.from_numpy(indices), rows.device))
+        if self.unbiased:
+            values *= to_device(torch.from_numpy(sizes), rows.device)
+        return values
 
     def decode(
         self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
@@ -249,7 +252,7 @@ class RandomK(Compressor):
         indices, _ = stratified_indices(draw.keys, out.shape[1], values.shape[1])
         if not add:
             out.zero_()
-        out.scatter_add_(1, torch.from_numpy(indices).to(out.device), values * alpha)
+        out.scatter_add_(1, to_device(torch.from_numpy(indices), out.device), values * alpha)
 
 
 @dataclass(frozen=True)
@@ -285,7 +288,7 @@ class PermK(Compressor):
         """Return this rank's element of each of ``count`` runs, (n, count, 1)."""
         shifts = random_below(fork(draw.keys, 0), count, draw.world_size)
         own = (shifts + draw.rank) % draw.world_size
-        return torch.from_numpy(own).to(device)[..., None]
+        return to_device(torch.from_numpy(own), device)[..., None]
 
     def encode(self, rows: Tensor, draw: Draw) -> Tensor:
         hands = torch.nn.functional.pad(rows, (0, -rows.shape[1] % draw.world_size))

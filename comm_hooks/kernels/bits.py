@@ -59,9 +59,12 @@ def pack_codes(codes: Tensor, width: int) -> Tensor:
         return codes.to(torch.uint8)
     if width in (2, 4):
         return _pack_whole(codes, width)
-    codes = codes.to(torch.uint8) if width < 8 else codes
-    planes = [(codes >> place) & 1 for place in range(width)]
-    return pack_bits(torch.stack(planes, dim=-2).flatten(-2))
+    if width < 8:
+        planes = (codes.to(torch.uint8)[..., None, :] >> _places(width, codes.device)) & 1
+    else:
+        # One after the other: all at once would be 64 times the bits.
+        planes = torch.stack([(codes >> place) & 1 for place in range(width)], dim=-2)
+    return pack_bits(planes.flatten(-2))
 
 
 def unpack_codes(octets: Tensor, count: int, width: int) -> Tensor:
@@ -74,18 +77,29 @@ def unpack_codes(octets: Tensor, count: int, width: int) -> Tensor:
         return octets[..., :count]
     if width in (2, 4):
         return _unpack_whole(octets, count, width)
-    planes = unpack_bits(octets, count * width).unflatten(-1, (width, count)).unbind(-2)
-    codes = planes[0] if width < 8 else planes[0].long()
-    for place, plane in enumerate(planes[1:], start=1):
-        codes = codes | (plane.to(codes.dtype) << place)
+    planes = unpack_bits(octets, count * width).unflatten(-1, (width, count))
+    if width < 8:
+        return (planes << _places(width, octets.device)).sum(-2, dtype=torch.uint8)
+    codes = planes.select(-2, 0).long()
+    for place in range(1, width):
+        codes |= planes.select(-2, place).long() << place
     return codes
+
+
+def _places(width: int, device: torch.device) -> Tensor:
+    """Return the places of the bits of a code, (width, 1)."""
+    return torch.arange(width, dtype=torch.uint8, device=device)[:, None]
 
 
 def _pack_whole(codes: Tensor, width: int) -> Tensor:
     per_byte = 8 // width
     padding = -codes.shape[-1] % per_byte
     grouped = torch.nn.functional.pad(codes.to(torch.uint8), (0, padding))
-    first, *others = grouped.unflatten(-1, (-1, per_byte)).unbind(-1)
+    grouped = grouped.unflatten(-1, (-1, per_byte))
+    if codes.device.type != "cpu":
+        places = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)
+        return (grouped << places).sum(-1, dtype=torch.uint8)
+    first, *others = grouped.unbind(-1)
     for place, code in enumerate(others, start=1):
         first = first | (code << (place * width))
     return first

@@ -15,6 +15,7 @@ from torch import Tensor
 from comm_hooks.kernels.operators import always, if_contiguous, operator
 from comm_hooks.kernels.random_signs import SIGN_WINDOW, sign_offsets, sign_table
 from comm_hooks.randomness import Keys, fork, random_below
+from comm_hooks.transfers import to_device
 
 # Below this width many lines are taken at once, about _BATCH elements: one by one they take longer
 # to ask for than to compute.
@@ -76,7 +77,7 @@ def _hash(numel: int, width: int, keys: Keys, device: torch.device) -> tuple[Ten
     windows = -(-width // SIGN_WINDOW)
     places = torch.from_numpy((column + rotations[:, line]) % width)
     in_table = torch.from_numpy(offsets[:, line * windows + window] + place)
-    return places.to(device), sign_table(device)[in_table.to(device)]
+    return to_device(places, device), sign_table(device)[to_device(in_table, device)]
 
 
 @sketch.fast(only_on_cpu=False)
@@ -172,7 +173,7 @@ def _batches(
     window, place = columns // SIGN_WINDOW, columns % SIGN_WINDOW
     table = sign_table(device)
     rotations_there, offsets_there = (
-        torch.from_numpy(draws).to(device) for draws in (rotations, offsets)
+        to_device(torch.from_numpy(draws), device) for draws in (rotations, offsets)
     )
     step = max(1, _BATCH // width)
     for row, row_offsets in enumerate(offsets_there.view(-1, count, windows)):

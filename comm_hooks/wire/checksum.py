@@ -47,7 +47,7 @@ def checksums(words: Tensor) -> Tensor:
     low, high = (table[:count] for table in _weights(words.device))
     if words.device.type == "cpu":
         return torch.mv(words, low) + torch.mv(words >> 32, high)
-    return (words * low + (words >> 32) * high).sum(1)
+    return torch.addcmul(words * low, words >> 32, high).sum(1)
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from comm_hooks.errors import PayloadError
+from comm_hooks.transfers import to_device
 from comm_hooks.wire.checksum import checksums, signed, upper_half
 from comm_hooks.wire.header import Header
 from comm_hooks.wire.stamp import MAGIC, STAMP_WORDS, Stamp, refuse_disagreement
@@ -47,12 +48,8 @@ class GatheredHeader(Header):
 
     def write_(self, payloads: Tensor, stamp: Stamp, health: Tensor) -> None:
         words = payloads.view(torch.int32)
-        for column, word in enumerate(stamp.known_words()):
-            words[:, column] = signed(word)
-        # A tensor's value, not a Python number: an accelerator is not waited for.
-        words[:, 0] += torch.isfinite(health).int() << _FINITE_BIT
-        words[:, _MODEL] = stamp.model
-        words[:, _SENDER] = self._ranks[self._place]
+        own = self._ranks[self._place]
+        words[:, :_CHECKSUM] = _words_of(stamp, [own], torch.isfinite(health).int())
         words[:, _CHECKSUM] = self._checksums(payloads)
 
     def _read(self, payloads: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,15 +78,11 @@ class GatheredHeader(Header):
         refuse_disagreement([stamps[0], stamp.words()], [names[0], "this rank"])
 
     def _fits(self, found: Tensor, stamp: Stamp) -> Tensor:
-        expected = found[:, :-1].clone()
-        for column, word in enumerate(stamp.known_words()):
-            expected[:, column] = signed(word)
-        expected[:, 0] += found[:, 0] & (1 << _FINITE_BIT)
-        expected[:, _MODEL] = stamp.model
-        for row, rank in enumerate(self._ranks):
-            expected[row, _SENDER] = rank
-        expected[:, _CHECKSUM] = found[:, -1]
-        return (found[:, :-1] == expected).all()
+        finite = (found[:, 0] >> _FINITE_BIT) & 1
+        expected = _words_of(stamp, self._ranks, finite)
+        return (found[:, :_CHECKSUM] == expected).all() & (
+            found[:, _CHECKSUM] == found[:, -1]
+        ).all()
 
     def _checksums(self, payloads: Tensor) -> Tensor:
         """Return what each header's last word should be: (n,), int32."""
@@ -99,3 +92,16 @@ class GatheredHeader(Header):
         sender = words[:, _SENDER // 2] & 0xFFFFFFFF
         header = torch.cat([words[:, : _SENDER // 2], sender[:, None], body[:, None]], dim=1)
         return upper_half(checksums(header))
+
+
+def _words_of(stamp: Stamp, senders: Sequence[int], finite: Tensor) -> Tensor:
+    """Return what headers say before their checksums: (n, words), int32, where ``finite`` is.
+
+    Nothing of it is read: an accelerator is not waited for.
+    """
+    known = [*map(signed, stamp.known_words()), 0]
+    rows = torch.tensor([[*known, sender] for sender in senders], dtype=torch.int32)
+    words = to_device(rows, finite.device)
+    words[:, 0] += finite << _FINITE_BIT
+    words[:, _MODEL] = stamp.model
+    return words

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from comm_hooks.kernels.bits import set_places
+from comm_hooks.transfers import to_device
 from comm_hooks.wire.places import PlacesCode
 
 _MARGIN = 1.01
@@ -84,7 +85,8 @@ def _rotated(coded: Tensor, first: npt.NDArray[np.int64]) -> Tensor:
     rows, sets, _ = coded.shape
     order = torch.arange(sets) + torch.from_numpy(first)[:, None]
     order = order % sets + torch.arange(0, rows * sets, sets)[:, None]
-    return coded.flatten(0, 1).index_select(0, order.flatten().to(coded.device)).view_as(coded)
+    order = to_device(order.flatten(), coded.device)
+    return coded.flatten(0, 1).index_select(0, order).view_as(coded)
 
 
 def _if_some_lack(present: Tensor, first: npt.NDArray[np.int64]) -> Tensor | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from comm_hooks.errors import PayloadError
+from comm_hooks.transfers import to_device
 from comm_hooks.wire.checksum import checksums
 from comm_hooks.wire.header import Header
 from comm_hooks.wire.stamp import STAMP_WORDS, Stamp, refuse_disagreement
@@ -100,7 +101,7 @@ class SummedHeader(Header):
         if self._known is None or self._known[0] is not stamp:
             words = torch.tensor([*stamp.known_words(), 0])
             if isinstance(stamp.model, Tensor):
-                words = words.to(stamp.model.device)
+                words = to_device(words, stamp.model.device)
             # Not read: an accelerator is not waited for.
             words[-1] = stamp.model & 0xFFFFFFFF
             shifts = torch.arange(0, _PIECES * _PIECE_BITS, _PIECE_BITS, device=words.device)
@@ -108,7 +109,8 @@ class SummedHeader(Header):
             bits = (checksums(words[None])[0] >> (64 - _MARK_BITS)) & ((1 << _MARK_BITS) - 1)
             # 0 is what a rank has that took no part.
             mark = bits.clamp(min=1)
-            self._known = (stamp, pieces.float().to(device), mark.float().to(device))
+            numbers = [to_device(known.float(), device) for known in (pieces, mark)]
+            self._known = (stamp, numbers[0], numbers[1])
         return self._known[1:]
 
 

@@ -40,12 +40,15 @@ class Net(nn.Module):
 
 
 def two_by_two() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    device = torch.get_default_device().type
+    return init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def build(mesh: DeviceMesh, seed: int = 0, reduce_dtype: torch.dtype | None = None) -> nn.Module:
     torch.manual_seed(seed)
-    model = Net()
+    with torch.device("cpu"):  # the same weights on all devices
+        model = Net()
+    model.to(torch.get_default_device())
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
@@ -58,7 +61,8 @@ def build(mesh: DeviceMesh, seed: int = 0, reduce_dtype: torch.dtype | None = No
 
 def batch(rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(8, 12, generator=generator)
+    inputs = torch.randn(8, 12, generator=generator, device="cpu")
+    return inputs.to(torch.get_default_device())
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -95,7 +99,8 @@ def hybrid(
 def flat(
     compressor: str, reduce_dtype: torch.dtype | None = None, **options: Any
 ) -> tuple[nn.Module, CompressedReduceScatter]:
-    model = build(init_device_mesh("cpu", (dist.get_world_size(),)), reduce_dtype=reduce_dtype)
+    mesh = init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
+    model = build(mesh, reduce_dtype=reduce_dtype)
     options = {"min_numel": MIN_NUMEL, **options}
     return model, compress_reduce_scatter(model, compressor, **options)
 

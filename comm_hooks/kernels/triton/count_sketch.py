@@ -3,11 +3,11 @@
 It hashes bit for bit as a CPU does: rotations and offsets of signs are drawn there, some hundreds
 of numbers, and the signs are those of :mod:`comm_hooks.kernels.triton.random_signs`.
 
-Why both ways should reach 60 % of a copy:
+Why both ways reach 60 % of a copy:
 
 * sketch: reads every element once, in runs of consecutive addresses, and writes only the sums.  A
   program owns a range of sums and goes through all rows, so there are no atomic additions and the
-  result is the same in every run.  4096 independent loads are under way in each program;
+  result is the same in every run.  1024 independent loads are under way in each program;
 * unsketch: writes every element once; what it reads, the sketch, is smaller by the ratio.
 """
 
@@ -22,7 +22,7 @@ from comm_hooks.kernels.triton.launching import launch
 from comm_hooks.kernels.triton.random_signs import multiply_signs, negative_bits, on_gpu
 from comm_hooks.randomness import Keys
 
-_TILE = 4096
+_TILE = 1024
 _SUMS = 256
 _COLUMNS = 1024
 _WARPS = 4

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from comm_hooks.kernels.triton import PAIRS
 from comm_hooks.kernels.triton.launching import launch
+from comm_hooks.transfers import to_device
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
         _add_gaussian,
         triton.cdiv(values.numel(), 2 * PAIRS),
         values,
-        seeds.to(values.device, non_blocking=True),
+        to_device(seeds, values.device),
         values.numel(),
         TILE=PAIRS,
         warps=4,

@@ -1,18 +1,25 @@
-"""The orthonormal Walsh-Hadamard transform of the rows of a matrix.
+"""The orthonormal Walsh-Hadamard transform of the rows of a matrix, by matrix products.
 
-A program holds 4096 elements in registers.  Transforms of up to that length are one pass over the
-data, as many of them in a program as fit: they are next to each other in memory, so a shorter
-transform is the same program with fewer stages.  A longer one takes one more pass for every 7 bits
-of its length: the stages between elements that are far apart, on tiles of 32 consecutive columns,
-which are whole transactions of memory.
+A transform of 2^(a+b) elements is H_a X H_b of the elements as a matrix X of 2^a lines, and H is
+the same matrix for all of them.  GPUs multiply matrices by far faster than they add (HadaCore;
+Agarwal et al., 2024).  A program holds 64 lines of 64 elements, so transforms of up to 4096 are one
+pass over the data, as many of them in a program as fit.  A longer one takes one more pass for every
+7 bits of its length: products from the left, with lines that are far apart, of 32 consecutive
+elements, which are whole transactions of memory.
 
-Why one pass should reach 60 % of a copy: it reads and writes every element once, as a copy does, in
-transactions of 128 bytes, and a stage of a tile costs an element one addition and one shuffle
-between threads at most, some 60 instructions for 4096 elements, where a GPU has over a hundred in
-the time that 8 bytes take.  A second pass halves that share: it counts bytes once.
+The factors of H are 1 and -1, and each float32 is a sum of three numbers that bfloat16 holds.  So
+no product is rounded, and their sums are float32.
+
+Why one pass reaches 60 % of a copy: it reads and writes every element once, as a copy does, in
+transactions of 128 bytes, and takes 768 multiplications of matrix units for each, of which a GPU
+does several thousand in the time that 8 bytes take.  A second pass halves that share: it counts
+bytes once.
+
+What is not finite spreads over all that its program holds: 4096 elements, or one transform.
 """
 
 import math
+import os
 
 import torch
 import triton
@@ -21,23 +28,39 @@ from torch import Tensor
 
 from comm_hooks.kernels.triton.launching import launch
 
-_TILE = 4096
+_BITS = 6  # of the lines of a program, and of the elements of a line
+_FAR_BITS = 7  # at most, and at least 4: products need 16 lines
 _COLUMNS = 32
-_WARPS = 8
+_WARPS = 4
+# The interpreter would multiply the integers that it keeps bfloat16 in.
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
+_FACTOR = tl.float32 if _IS_INTERPRETED else tl.bfloat16
 
 
 @triton.jit
-def _butterflies(values, LENGTH: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
-    """Add and subtract the elements of a tile that differ in bit FIRST, ..., LAST - 1."""
-    for bit in tl.static_range(FIRST, LAST):
-        pairs = tl.reshape(values, [LENGTH >> (bit + 1), 2, 1 << bit])
-        # As integers, the sum of a pair minus one of them is exactly the other.
-        bits = pairs.to(tl.int32, bitcast=True)
-        partner = (tl.sum(bits, 1, keep_dims=True) - bits).to(tl.float32, bitcast=True)
-        is_second = tl.arange(0, 2)[None, :, None] == 1
-        pairs = tl.where(is_second, partner - pairs, partner + pairs)
-        values = tl.reshape(pairs, [LENGTH])
-    return values
+def _matrix(SIZE: tl.constexpr, BITS: tl.constexpr, FACTOR: tl.constexpr):
+    """Return Hadamard matrices of 2^BITS lines on the diagonal of one of SIZE lines."""
+    line, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    parity = line & column & ((1 << BITS) - 1)
+    parity ^= parity >> 4
+    parity ^= parity >> 2
+    parity ^= parity >> 1
+    signs = 1.0 - 2.0 * (parity & 1).to(tl.float32)
+    return tl.where(line >> BITS == column >> BITS, signs, 0.0).to(FACTOR)
+
+
+@triton.jit
+def _high_bits(values):
+    return (values.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _parts(values, FACTOR: tl.constexpr):
+    """Split float32 values into sums of three whose mantissas have 8 bits."""
+    high = _high_bits(values)
+    rest = values - high
+    middle = _high_bits(rest)
+    return high.to(FACTOR), middle.to(FACTOR), (rest - middle).to(FACTOR)
 
 
 @triton.jit
@@ -48,21 +71,32 @@ def _transform(
     scale,
     tiles_per_group,
     STRIDE: tl.constexpr,
+    LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
+    LINE_BITS: tl.constexpr,
+    COLUMN_BITS: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):
-    """Transform a tile of TILE / COLUMNS lines, STRIDE apart, of COLUMNS consecutive elements."""
+    """Transform LINES lines, STRIDE apart, of COLUMNS consecutive elements."""
     program = tl.program_id(0)
     group = (program // tiles_per_group).to(tl.int64)
-    base = group * (TILE // COLUMNS * STRIDE) + (program % tiles_per_group) * COLUMNS
-    place = tl.arange(0, TILE)
-    offsets = place // COLUMNS * STRIDE + place % COLUMNS
+    base = group * (LINES * STRIDE) + (program % tiles_per_group) * COLUMNS
+    offsets = tl.arange(0, LINES)[:, None] * STRIDE + tl.arange(0, COLUMNS)[None, :]
     inside = offsets < numel - base
     values = tl.load(source + base + offsets, mask=inside, other=0.0)
-    values = _butterflies(values, TILE, FIRST, LAST) * scale
-    tl.store(target + base + offsets, values, mask=inside)
+    if COLUMN_BITS:
+        matrix = _matrix(COLUMNS, COLUMN_BITS, FACTOR)
+        high, middle, low = _parts(values, FACTOR)
+        values = tl.dot(low, matrix)
+        values = tl.dot(middle, matrix, values)
+        values = tl.dot(high, matrix, values)
+    if LINE_BITS:
+        matrix = _matrix(LINES, LINE_BITS, FACTOR)
+        high, middle, low = _parts(values, FACTOR)
+        values = tl.dot(matrix, low)
+        values = tl.dot(matrix, middle, values)
+        values = tl.dot(matrix, high, values)
+    tl.store(target + base + offsets, values * scale, mask=inside)
 
 
 def hadamard(rows: Tensor) -> Tensor:
@@ -72,40 +106,47 @@ def hadamard(rows: Tensor) -> Tensor:
     source = rows.contiguous()
     target = torch.empty_like(rows, memory_format=torch.contiguous_format)
     numel = rows.numel()
-    done = min(bits, _TILE.bit_length() - 1)
-    scale = 1 / math.sqrt(length)
+    far = max(0, bits - 2 * _BITS)
+    if far:
+        far = max(far, 4)
+    near = bits - far
+    lines = 1 << _BITS
     launch(
         _transform,
-        triton.cdiv(numel, _TILE),
+        triton.cdiv(numel, lines * lines),
         source,
         target,
         numel,
-        scale,
+        1 / math.sqrt(length),
         1,
-        STRIDE=_TILE,
-        COLUMNS=_TILE,
-        TILE=_TILE,
-        FIRST=0,
-        LAST=done,
+        STRIDE=lines,
+        LINES=lines,
+        COLUMNS=lines,
+        LINE_BITS=max(0, near - _BITS),
+        COLUMN_BITS=min(near, _BITS),
+        FACTOR=_FACTOR,
         warps=_WARPS,
     )
-    while done < bits:
-        step = min(bits - done, (_TILE // _COLUMNS).bit_length() - 1)
-        stride, columns = 1 << done, _TILE >> step
+    passes = triton.cdiv(far, _FAR_BITS)
+    for done in range(passes):
+        # As even as it goes.
+        step = (far + done) // passes
+        stride, columns = 1 << near, _COLUMNS
         launch(
             _transform,
-            numel // _TILE,
+            numel // (columns << step),
             target,
             target,
             numel,
             1.0,
             stride // columns,
             STRIDE=stride,
+            LINES=1 << step,
             COLUMNS=columns,
-            TILE=_TILE,
-            FIRST=columns.bit_length() - 1,
-            LAST=_TILE.bit_length() - 1,
+            LINE_BITS=step,
+            COLUMN_BITS=0,
+            FACTOR=_FACTOR,
             warps=_WARPS,
         )
-        done += step
+        near += step
     return target

@@ -10,7 +10,14 @@ import torch
 _COMPILE_OPTIONS = {"enable_fp_fusion": False, "num_stages": 1}
 
 
-def launch(kernel: Any, programs: int, *args: Any, warps: int, **constants: Any) -> None:
+def launch(
+    kernel: Any,
+    programs: int,
+    *args: Any,
+    warps: int,
+    registers: int | None = None,
+    **constants: Any,
+) -> None:
     """Launch so many programs on the GPU of the first argument, a tensor.
 
     Args:
@@ -18,8 +25,11 @@ def launch(kernel: Any, programs: int, *args: Any, warps: int, **constants: Any)
         programs: their number.
         args: of the kernel, but for its constants.
         warps: of each program.
+        registers: of each thread, at most; by default as many as the compiler takes.
         constants: known when the kernel is compiled.
     """
     on_device = torch.cuda.device(args[0].device) if args[0].is_cuda else nullcontext()
     with on_device:
-        kernel[(programs,)](*args, **constants, num_warps=warps, **_COMPILE_OPTIONS)
+        kernel[(programs,)](
+            *args, **constants, num_warps=warps, maxnreg=registers, **_COMPILE_OPTIONS
+        )

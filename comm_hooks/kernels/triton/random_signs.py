@@ -4,7 +4,7 @@ Here the table is packed into bits, 260 kB, which caches hold, where the float32
 the traffic.  A sign is made by moving its bit to the place of the sign of the element, so a GPU
 draws bit for bit what a CPU does, and what is built on it stays unbiased over its keys.
 
-Why multiplying should reach 60 % of a copy: it reads and writes every element once, as a copy does.
+Why multiplying reaches 60 % of a copy: it reads and writes every element once, as a copy does.
 """
 
 import functools
@@ -19,6 +19,7 @@ from torch import Tensor
 from comm_hooks.kernels.random_signs import SIGN_WINDOW, sign_offsets, sign_table
 from comm_hooks.kernels.triton.launching import launch
 from comm_hooks.randomness import Keys
+from comm_hooks.transfers import to_device
 
 _TILE = 2048
 
@@ -32,7 +33,7 @@ def negative_bits(device: torch.device) -> Tensor:
 
 def on_gpu(draws: npt.NDArray[np.int64], device: torch.device) -> Tensor:
     """Copy some draws to the GPU as int32, without waiting for what runs there."""
-    return torch.from_numpy(draws.astype(np.int32)).to(device, non_blocking=True)
+    return to_device(torch.from_numpy(draws.astype(np.int32)), device)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ One decoder after the other would read and write the whole vector once per rank.
 owns a block: it writes zeros, unless it adds to what is there, and then adds the entries of rank 0,
 1, ...  The additions to an element are in the same order on all ranks, which get the same bits.
 
-Why this should reach 60 % of a copy: every element is written once.  Adding the entries, 64 of
+Why this reaches 60 % of a copy: every element is written once.  Adding the entries, 64 of
 4096, where they belong happens in the cache that has just taken the block.
 """
 

@@ -1,6 +1,6 @@
 """One bit per element and a scale per block, and what they leave of the vector.
 
-Why each should reach 60 % of a copy:
+Why each reaches 60 % of a copy:
 
 * encode: a program holds a block in registers, so every element is read once, for its magnitude,
   its sign and what is left of it.  With ``subtract`` it is written once, too: a copy's traffic.  A

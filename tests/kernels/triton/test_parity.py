@@ -141,11 +141,11 @@ def test_hadamard(interpreted: Check, shape: tuple[int, int]) -> None:
     interpreted("check_hadamard", matrix)
 
 
-@pytest.mark.parametrize("length", [64, 128, 512, 1024])
-def test_hadamard_in_several_passes(interpreted: Check, length: int) -> None:
-    """Programs of 64 elements, the later passes of 8 columns or more: 6 + 3 + 1 bits."""
-    matrix = np.random.default_rng(0).standard_normal((2, length)).astype(np.float32)
-    interpreted("check_hadamard", matrix, 64, 8)
+@pytest.mark.parametrize("bits", [13, 16, 19, 20])
+def test_hadamard_in_several_passes(interpreted: Check, bits: int) -> None:
+    """9 + 4, 12 + 4, 12 + 7 and 12 + 4 + 4 bits."""
+    matrix = np.random.default_rng(0).standard_normal((2, 1 << bits)).astype(np.float32)
+    interpreted("check_hadamard", matrix)
 
 
 @pytest.mark.parametrize("numel", [1, 512, 513, 1024, 1025, 3000])
