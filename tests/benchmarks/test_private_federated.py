@@ -46,6 +46,7 @@ def test_frequent_words_are_divided_by_more(words: Words) -> None:
     assert 0 < int((scales > 0.1).sum()) < 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["AdaS", "DP-FedAvg", "DP-FedAdam", "AdaDPS"])
 def test_methods_learn_where_there_is_hardly_any_noise(name: str, words: Words) -> None:
     plan = Plan(24, 4, 16, 1, constant)

@@ -109,6 +109,7 @@ def test_public_samples_and_those_for_validation_are_nobody_elses() -> None:
     assert set(second.public.indices.tolist()) != set(first.public.indices.tolist())
 
 
+@pytest.mark.slow
 def test_every_method_learns_where_there_is_hardly_any_noise() -> None:
     compared = make_methods([*PRIVATE, *PLAIN], [digits(0)], [PLAN])
     assert [m.name for m in compared] == [*PLAIN, *PRIVATE]
@@ -123,6 +124,7 @@ def test_every_method_learns_where_there_is_hardly_any_noise() -> None:
         assert curve[-1].error < (0.75 if method.name == "PDA-DPMD" else 0.5), method.name
 
 
+@pytest.mark.slow
 def test_methods_of_words_learn_from_verses() -> None:
     data = build("verses", 0, None, public=0.01, validation=0.1)
     names = [name for name, compared in METHODS.items() if compared.words]
@@ -159,6 +161,13 @@ def test_ablations_are_what_their_names_say(name: str) -> None:
         shift = float(name.split()[3]) * phi
         step = 0.01 * 0.01 / (0.01**2 + shift) ** 0.5
         torch.testing.assert_close(before - p, torch.full_like(p, step), rtol=1e-3, atol=0)
+    elif name.startswith("DP-MicroAdam"):
+        assert group["bias_correction"] in ("published" if "published" in name else "window")
+        changed = {"density": 0.1, "window": 10, "residual_bits": 4}
+        if "published" not in name:
+            option, value = name.removeprefix("DP-MicroAdam, ").removesuffix(" bits").split()
+            changed[option.replace("residual", "residual_bits")] = float(value)
+        assert {option: group[option] for option in changed} == changed
     elif "as DP-SGD" in name:
         assert group["lr"] == pytest.approx(0.01 * 0.1 / phi**0.5)
     else:

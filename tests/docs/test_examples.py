@@ -19,9 +19,12 @@ FROM_NOTHING = ("docs/index.md",)
 SLOW = (
     "docs/advise.md",
     "docs/audit.md",
+    "docs/frameworks/accelerate.md",
     "docs/frameworks/deepspeed_optimizers.md",
+    "docs/frameworks/lightning.md",
     "docs/frameworks/mpi.md",
     "docs/launching.md",
+    "docs/report.md",
 )
 
 

@@ -271,7 +271,6 @@ WAYS: dict[str, tuple[str, Callable[[str, str, range], Outcome]]] = {
     "fabric": ("lightning", with_fabric),
     "lightning": ("lightning", with_lightning),
 }
-METHODS = ("low_communication", "signs")
 
 
 def train(name: str, method: str, folder: str, straight: str) -> tuple[Outcome, Outcome, Outcome]:
@@ -443,7 +442,9 @@ def hugging_face(method: str, folder: str) -> list[Outcome]:
     return [whole, resumed, report(model, state, scheduler)]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["low_communication", pytest.param("signs", marks=pytest.mark.slow)]
+)
 def test_the_trainer_of_transformers(ranks_of: RanksOf, tmp_path: Path, method: str) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     outcomes = ranks_of(2).run(hugging_face, method, str(tmp_path))

@@ -155,7 +155,15 @@ def _as_dp_sgd(given: Given, settings: Settings) -> Optimizer:
 
 
 def _micro_adam(given: Given, settings: Settings) -> Optimizer:
-    return DPMicroAdam(given.parameters, settings["lr"], density=settings["density"], min_numel=128)
+    return DPMicroAdam(
+        given.parameters,
+        settings["lr"],
+        density=settings["density"],
+        window=round(settings.get("window", 10)),
+        residual_bits=round(settings.get("residual bits", 4)),
+        bias_correction="published" if settings.get("published") else "window",
+        min_numel=128,
+    )
 
 
 def _scale_then_privatize(given: Given, settings: Settings) -> Optimizer:
@@ -204,6 +212,15 @@ PRIVATE: dict[str, Compared] = {
 }
 """Compared unless ``--methods`` says otherwise: the papers' methods and their baselines."""
 
+_OF_MICRO_ADAM: dict[str, Settings] = {
+    "density 0.1": {},
+    "density 0.01": {"density": 0.01},
+    "density 1": {"density": 1.0},
+    "window 1": {"window": 1},
+    "window 40": {"window": 40},
+    "residual 32 bits": {"residual bits": 32},
+    "published correction": {"published": 1},
+}
 ABLATIONS: dict[str, Compared] = {
     **{
         f"DP-Adam, eps {eps:g} sqrt(Phi)": Compared(
@@ -236,6 +253,10 @@ ABLATIONS: dict[str, Compared] = {
             _shifted_adam, 0.004, ({"shift / Phi": shift},), private=False
         )
         for shift in (0.0001, 0.01, 1.0, 100.0)
+    },
+    **{
+        f"DP-MicroAdam, {what}": Compared(_micro_adam, 0.004, ({"density": 0.1, **changed},))
+        for what, changed in _OF_MICRO_ADAM.items()
     },
     "DP-Adam as DP-SGD": Compared(_as_dp_sgd, 0.004),
     **{

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.identity import Identity
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.compressors.sparse import TopK, require_selection
 from comm_hooks.optim.base import Group, Tensors
@@ -15,7 +17,8 @@ from comm_hooks.optim.sparse_window import SparseWindow
 from comm_hooks.randomness import Draw, derive_keys
 from comm_hooks.requirements import require_choice, require_positive
 
-_RESIDUAL = Quantize(bits=4, stochastic=True)
+_RESIDUALS: dict[int, Compressor] = {4: Quantize(bits=4, stochastic=True), 32: Identity()}
+"""How what was left out is kept, by ``residual_bits``."""
 
 
 class DPMicroAdam(MomentsOptimizer):
@@ -74,6 +77,7 @@ class DPMicroAdam(MomentsOptimizer):
         bias_correction: ``"window"`` or ``"published"``, see step 4.
         value_bits: of each value in the window: 4, 16 (bfloat16) or 32 (float32).  What rounding
             drops goes into the residual.
+        residual_bits: of each element of the residual: 4, or 32 (float32), which rounds nothing.
         block_size: the largest block, 1 to 65536 elements.
         min_numel: parameters with fewer elements have dense moments.
 
@@ -91,6 +95,8 @@ class DPMicroAdam(MomentsOptimizer):
     16              0.31    0.53      0.84    0.85
     32              0.51    0.53      1.04    1.05
     ==============  ======  ========  ======  ========
+
+    With ``residual_bits=32`` the residual takes 4.
 
     Not counted is what a step takes only while it lasts: some float32 copies of at most
     ``BATCH`` elements, or one parameter, at a time.
@@ -120,6 +126,7 @@ class DPMicroAdam(MomentsOptimizer):
         window: int = 10,
         bias_correction: str = "window",
         value_bits: int = 16,
+        residual_bits: int = 4,
         block_size: int = 4096,
         min_numel: int = 1024,
     ) -> None:
@@ -134,6 +141,7 @@ class DPMicroAdam(MomentsOptimizer):
                 "window": window,
                 "bias_correction": bias_correction,
                 "value_bits": value_bits,
+                "residual_bits": residual_bits,
                 "block_size": block_size,
                 "min_numel": min_numel,
             },
@@ -154,6 +162,7 @@ class DPMicroAdam(MomentsOptimizer):
         super()._check_group(settings)
         require_selection(self, settings["density"], settings["block_size"], settings["value_bits"])
         require_choice(self, "value_bits", settings["value_bits"], (4, 16, 32))
+        require_choice(self, "residual_bits", settings["residual_bits"], tuple(_RESIDUALS))
         require_positive(self, "window", settings["window"])
         require_choice(
             self, "bias_correction", settings["bias_correction"], ("window", "published")
@@ -174,7 +183,8 @@ class DPMicroAdam(MomentsOptimizer):
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 state["window"] = octets.new_zeros(group["window"], _code(numel, group).nbytes)
                 # All zero, it stands for zeros.
-                state["residual"] = octets.new_zeros(_RESIDUAL.payload_nbytes(numel))
+                nbytes = _RESIDUALS[group["residual_bits"]].payload_nbytes(numel)
+                state["residual"] = octets.new_zeros(nbytes)
             alike.setdefault((numel, int(state["step"])), []).append(index)
 
         def of(places: list[int]) -> tuple[Tensors, Tensors, Tensors]:
@@ -194,17 +204,18 @@ class DPMicroAdam(MomentsOptimizer):
         """Update parameters of one length that have taken as many steps, by the algorithm above."""
         states = [self.state[p] for p in members]
         windows, residuals = values(states, "window"), values(states, "residual")
-        code = _code(members[0].numel(), group)
+        code, residual = _code(members[0].numel(), group), _RESIDUALS[group["residual_bits"]]
         a = torch.stack([gradient.flatten().float() for gradient in gradients])
-        _RESIDUAL.decode(a, torch.stack(residuals), Draw((0,) * len(a)), add=True)
+        residual.decode(a, torch.stack(residuals), Draw((0,) * len(a)), add=True)
 
         rows = code.encode(a)
         places, kept = code.decode(rows)
         torch._foreach_copy_([window[steps % len(window)] for window in windows], list(rows))
         a.scatter_add_(1, places, -kept)
         keys = derive_keys(0, steps, self._places(members))
-        torch._foreach_copy_(residuals, list(_RESIDUAL.encode(a, Draw(keys))))
-        del a
+        coded = residual.encode(a, Draw(keys)).view(torch.uint8)
+        torch._foreach_copy_(residuals, list(coded))
+        del a, coded
 
         count_step(states)
         betas, eps = group["betas"], group["eps"]

@@ -52,6 +52,7 @@ SLOW = {
 }
 LONG = {
     "clipping: each_layer",
+    "clipping: without_scalars",
     "memory: leaks a twentieth",
     "noise: of_16_bits",
     "noise: replayed",
@@ -92,6 +93,7 @@ def test_ranks_that_turn_one_draw_are_found() -> None:
     assert "sample i of rank 0 and sample i+1 of rank 1 are drawn together more often" in problem
 
 
+@pytest.mark.slow
 def test_noise_on_one_rank_before_a_compressor_of_each() -> None:
     exchange = {**TOPK, "memory": "none", "collective": "all_gather"}
     found = audit_releases(NoiseOnRankZero(configuration(placement="local", exchange=exchange)))
@@ -181,6 +183,7 @@ def test_limits_of_chance_hold() -> None:
     assert 0 < over.mean() < 0.01
 
 
+@pytest.mark.slow
 def test_bounds_are_not_far_below_what_is_true() -> None:
     """An audit that proves nothing would never raise an alarm either."""
     stages = Stages(configuration())

@@ -47,6 +47,7 @@ def moment(sigma, q, order, power):
         return float(mpmath.log(mpmath.quad(integrand, sorted(cuts))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sigma", "q"), SETTINGS)
 def test_divergences_are_those_of_a_brute_force_integral(sigma, q):
     ours = renyi_divergences(sigma, q, ORDERS)

@@ -88,6 +88,7 @@ def test_printed_epsilons(name):
     assert f"{epsilon:.{decimals}f}" == printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma", [3.0, 8.0])
 def test_pld_lasts_for_an_eighth_more_steps(sigma):
     pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")

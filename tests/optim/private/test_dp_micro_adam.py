@@ -16,7 +16,7 @@ from comm_hooks.compressors import Quantize
 from comm_hooks.optim.private.optimizers import dp_micro_adam
 from comm_hooks.optim.private.optimizers.dp_micro_adam import DPMicroAdam
 from comm_hooks.optim.sparse_window import SparseWindow
-from comm_hooks.randomness import Draw, fork
+from comm_hooks.randomness import fork
 from tests.optim.private.saving import resumes_exactly
 from tests.optim.replicas import LR_DECAY, SHAPES, draw, fresh, largest_of_blocks, start
 from tests.optim.scenarios import RanksOf
@@ -119,19 +119,6 @@ def test_matches_algorithm_1(
 # Algorithm 3: dense averages of the sparse gradients, an exact residual, AMSGrad's maximum.
 
 
-class Exact(Quantize):
-    """Keeps residuals in float32."""
-
-    def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
-        return 4 * numel
-
-    def encode(self, rows: torch.Tensor, draw: Draw) -> torch.Tensor:
-        return rows.contiguous().view(torch.uint8)
-
-    def decode(self, out: torch.Tensor, payloads: torch.Tensor, *_: Any, **__: Any) -> None:
-        out.add_(payloads.view(torch.float32))
-
-
 def algorithm_3(
     gradients: list[np.ndarray], density: float, *, maximum: bool, corrected: bool
 ) -> np.ndarray:
@@ -149,13 +136,11 @@ def algorithm_3(
     return theta
 
 
-def run_exactly(
-    monkeypatch: pytest.MonkeyPatch, gradients: list[np.ndarray], *, corrected: bool, **options: Any
-) -> np.ndarray:
+def run_exactly(gradients: list[np.ndarray], *, corrected: bool, **options: Any) -> np.ndarray:
     """Train with an endless window; without correction, take its factor out of the step."""
-    monkeypatch.setattr(dp_micro_adam, "_RESIDUAL", Exact(bits=4, stochastic=True))
     theta = nn.Parameter(torch.zeros(16, len(gradients[0]) // 16))
-    exact = {"window": len(gradients), "value_bits": 32, "eps": 1e-12, "weight_decay": 0.0}
+    exact = {"window": len(gradients), "value_bits": 32, "residual_bits": 32}
+    exact |= {"eps": 1e-12, "weight_decay": 0.0}
     optimizer = make([theta], **{**exact, **options})
     beta1, beta2 = HYPER["betas"]
     for t, g in enumerate(gradients, start=1):
@@ -167,22 +152,20 @@ def run_exactly(
 
 
 @pytest.mark.parametrize("density", [DENSITY, 0.3, 1.0])
-def test_with_an_endless_window_the_averages_are_those_of_algorithm_3(
-    monkeypatch: pytest.MonkeyPatch, density: float
-) -> None:
+def test_with_an_endless_window_the_averages_are_those_of_algorithm_3(density: float) -> None:
     gradients = [np.random.default_rng(t).normal(size=320) for t in range(STEPS)]
     expected = algorithm_3(gradients, density, maximum=False, corrected=True)
-    actual = run_exactly(monkeypatch, gradients, corrected=True, density=density)
+    actual = run_exactly(gradients, corrected=True, density=density)
     np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
-def test_where_the_maximum_rests_it_is_algorithm_3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_maximum_rests_it_is_algorithm_3() -> None:
     """Gradients that grow, and of which the same elements are always the largest."""
     scale = np.where(np.arange(320) % 16 == 0, 1.0, 1e-4)
     draws = [np.random.default_rng(t).uniform(0.9, 1.1, size=320) for t in range(STEPS)]
     growing = [g * scale * 1.2**t for t, g in enumerate(draws)]
     expected = algorithm_3(growing, 0.0625, maximum=True, corrected=False)
-    actual = run_exactly(monkeypatch, growing, corrected=False, density=0.0625)
+    actual = run_exactly(growing, corrected=False, density=0.0625)
     np.testing.assert_allclose(actual, expected, atol=5e-6)
     assert np.abs(expected).max() > 0.2
     # With gradients that shrink the maximum would hold it back.

@@ -70,6 +70,7 @@ def test_labels_cannot_be_read_in_two_ways() -> None:
     assert len(seeds) == len(labels)
 
 
+@pytest.mark.slow
 def test_a_million_streams_have_as_many_keys() -> None:
     """A generator with 32 bits of state, as PyTorch's on a CPU, repeats itself about 116 times.
 
