@@ -87,13 +87,18 @@ def count(compressor: str, collective: str, options: Mapping[str, Any]) -> int:
     return sum(counting.counts.values())
 
 
+def row(compressor: str, collective: str, options: Mapping[str, Any]) -> str:
+    """Return the line of the table."""
+    described = "".join(f", {name}={value}" for name, value in options.items())
+    operations = count(compressor, collective, options)
+    return f"| `{compressor}`{described} | `{collective}` | {operations} |"
+
+
 def main() -> None:
     print("| compressor | collective | operations per bucket |")
     print("|---|---|---|")
-    for compressor, collective, options in CASES:
-        described = "".join(f", {name}={value}" for name, value in options.items())
-        operations = count(compressor, collective, options)
-        print(f"| `{compressor}`{described} | `{collective}` | {operations} |")
+    for case in CASES:
+        print(row(*case))
 
 
 if __name__ == "__main__":
