@@ -195,8 +195,11 @@ def test_errors_of_fed_lamb() -> None:
 FASHION = [
     ("fed_lamb_mlp", "iid", 1),
     ("fed_lamb_mlp", "iid", 5),
+    ("fed_lamb_mlp_10_iid", "iid", 10),
     ("fed_lamb_mlp", "classes", 1),
     ("fed_lamb_mlp", "classes", 5),
+    ("fed_lamb_mlp_10", "classes", 10),
+    ("fed_lamb_cnn_iid", "iid", 1),
     ("fed_lamb_cnn", "classes", 1),
     ("fed_lamb_resnet", "iid", 1),
 ]
