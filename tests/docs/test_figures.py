@@ -131,7 +131,7 @@ def test_choosing_has_the_ranges_of_the_results() -> None:
     assert (len(few), len(many)) == (8, 4)
     expected = f"{min(few)} to {max(few)} % with 2 and 4 ranks; {min(many)} to {max(many)} % with 8"
     assert f"| {expected} |" in choosing
-    row = r"^\| `sign\+local_variance_adam` \| ([\d.]+) \|.*\| (\d+) % \|$"
+    row = r"^\| `sign\+local_variance_adam` \| ([\d.]+) \|.*\| (\d+) ± \d+ % \|$"
     bits, kept = zip(*re.findall(row, results, flags=re.MULTILINE), strict=True)
     numbers, shares = sorted(map(float, bits)), sorted(map(int, kept))
     expected = f"{numbers[0]:g} to {numbers[-1]:g} | {shares[0]} to {shares[-1]} %"
