@@ -43,6 +43,7 @@ def test_clocks_are_put_around_and_taken_away() -> None:
     assert min(clock.seconds.values()) > 0
 
 
+@pytest.mark.slow
 def test_shares_of_a_step(ranks_of: Callable[[int], Ranks]) -> None:
     settings = Settings(nproc=2, batch=2, model=GPTConfig(layers=1, width=16, context=16))
     for found in ranks_of(2).run(measure, "topk", settings, 32):

@@ -299,6 +299,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_process_can_fork_train_in_a_second_world_and_simply_end(tmp_path: Any) -> None:
     script = tmp_path / "lives.py"
     script.write_text(LIVES)

@@ -82,6 +82,7 @@ def test_the_mean_over_draws_approaches_the_vector_as_one_over_draws(
         assert 0.5 * theory / count <= error <= 1.5 * theory / count
 
 
+@pytest.mark.slow
 @every_sketch
 @pytest.mark.parametrize(
     ("left", "right"),

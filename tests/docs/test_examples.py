@@ -20,10 +20,12 @@ SLOW = (
     "docs/advise.md",
     "docs/audit.md",
     "docs/frameworks/accelerate.md",
+    "docs/frameworks/deepspeed.md",
     "docs/frameworks/deepspeed_optimizers.md",
     "docs/frameworks/lightning.md",
     "docs/frameworks/mpi.md",
     "docs/launching.md",
+    "docs/private.md",
     "docs/report.md",
 )
 

@@ -136,12 +136,13 @@ def test_choosing_has_the_ranges_of_the_results() -> None:
     numbers, shares = sorted(map(float, bits)), sorted(map(int, kept))
     expected = f"{numbers[0]:g} to {numbers[-1]:g} | {shares[0]} to {shares[-1]} %"
     assert f"| {expected} |" in choosing
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"which keeps {shares[0]} to {shares[-1]} % with 4 and 8 ranks" in readme
     row = r"^\| `quantize:bits=2` \| ([\d.]+) \|.*\| (\d+) ± \d+ % \|$"
     bits, kept = zip(*re.findall(row, results, flags=re.MULTILINE), strict=True)
     shares = sorted(map(int, kept))
     expected = f"{min(bits)} to {max(bits)} | {shares[0]} to {shares[-1]} % with 4 ranks"
     assert f"| {expected} |" in choosing
-    readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"which keeps {shares[0]} to {shares[-1]} % with 4 ranks" in readme
 
 

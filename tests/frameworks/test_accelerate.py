@@ -288,6 +288,7 @@ def hugging_face(folder: str) -> dict[str, Any]:
     return reports
 
 
+@pytest.mark.slow
 def test_the_trainer_of_transformers(ranks_of: RanksOf, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     for report in ranks_of(2).run(hugging_face, str(tmp_path)):

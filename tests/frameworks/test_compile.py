@@ -104,7 +104,7 @@ def compare(wrap: Wrap, optimize_ddp: bool) -> dict[str, Any]:
         (after, True),
         (after, False),
         (after_registering, True),
-        (before, True),
+        pytest.param(before, True, marks=pytest.mark.slow),
         (in_place, True),
     ],
 )

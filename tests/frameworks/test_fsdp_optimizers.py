@@ -106,7 +106,9 @@ def resumed(method: str, folder: str) -> list[Any]:
     return [before, after, shown, saved, weights(again), state.stats(), stats.stats()]
 
 
-@pytest.mark.parametrize("method", ["low_communication", "signs"])
+@pytest.mark.parametrize(
+    "method", ["low_communication", pytest.param("signs", marks=pytest.mark.slow)]
+)
 def test_a_sharded_model_resumes_bit_for_bit(
     ranks_of: RanksOf, tmp_path: Path, method: str
 ) -> None:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*function-scoped fixture")
 
 Check = Callable[..., None]
 
-few = settings(max_examples=10)
+few = settings(max_examples=4)
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 100]))
 counts_of_rows = st.integers(1, 3)
 scales = st.sampled_from([1.0, -1.0, 0.5, 1 / 3])

@@ -68,6 +68,7 @@ def test_a_step_that_was_measured() -> None:
     assert "3 ranks" in result.output
 
 
+@pytest.mark.slow
 def test_noise_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     link = ("--params", "3e6", "--step-ms", "20", "--ranks", "2", "--bandwidth", "1gbit")
     methods = ("--methods", "all_reduce,sign,local_variance_adam")

@@ -81,6 +81,7 @@ def print_links() -> None:
         print(json.dumps({m.source: 8e-6 * m.link.bandwidth for m in measured if not m.inside}))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
 def test_each_direction_is_measured_by_itself() -> None:
     script = "from tests.launchers.advise.test_links import print_links; print_links()"

@@ -72,7 +72,11 @@ def sent_per_step(spec: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "spec"), [*((2, spec) for spec in METHODS), *((3, spec) for spec in WITH_MORE_RANKS)]
+    ("ranks", "spec"),
+    [
+        *((2, spec) for spec in METHODS),
+        *(pytest.param(3, spec, marks=pytest.mark.slow) for spec in WITH_MORE_RANKS),
+    ],
 )
 def test_the_bytes_are_those_of_training(ranks: int, spec: str, ranks_of: Any) -> None:
     (real, *others) = ranks_of(ranks).run(sent_per_step, spec)

@@ -56,6 +56,7 @@ def test_the_bound_is_where_the_theorem_stops_refuting(data: st.DataObject) -> N
         assert p_value(bound / 2) < 0.1
 
 
+@pytest.mark.slow
 def test_randomized_response_is_not_accused_more_often_than_agreed() -> None:
     """Right with probability e^epsilon / (1 + e^epsilon) is exactly epsilon-private."""
     epsilon, canaries, runs = 1.0, 200, 2000

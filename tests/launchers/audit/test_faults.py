@@ -53,6 +53,9 @@ SLOW = {
 LONG = {
     "clipping: each_layer",
     "clipping: without_scalars",
+    "memory: noise after feedback",
+    "noise: negated",
+    "noise: none on the last rank",
     "memory: leaks a twentieth",
     "noise: of_16_bits",
     "noise: replayed",

@@ -65,6 +65,7 @@ def test_a_violation_on_the_command_line() -> None:
     assert re.search(r"VIOLATION: the noise has 0\.(79|80|81)\d* times the", result.output)
 
 
+@pytest.mark.slow
 def test_two_ranks_with_noise_of_their_own_are_not_accused() -> None:
     messages, audit = messages_of(CORRECT["two ranks, local, top-k"], steps=6)
     assert not messages

@@ -80,6 +80,7 @@ def test_a_rank_that_is_killed_is_named_and_the_others_end(tmp_path: Path) -> No
     assert not any(map(is_running, ranks.pids))
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_and_ignore_all_requests_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_an_interruption_ends_the_ranks_before_it_is_passed_on(tmp_path: Path) -
     assert not any(map(is_running, ranks.pids))
 
 
+@pytest.mark.slow
 def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
     script = f"""
 import sys
@@ -145,6 +147,7 @@ run_endless(Path({str(tmp_path)!r}), Ranks(lambda ranks: print(*ranks.pids, flus
     wait_until(lambda: not any(map(is_running, pids)))
 
 
+@pytest.mark.slow
 def test_the_command_ends_its_processes_and_files_when_asked_to_end(tmp_path: Path) -> None:
     scratch, out = tmp_path / "scratch", tmp_path / "out"
     scratch.mkdir()

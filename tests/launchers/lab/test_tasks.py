@@ -45,6 +45,7 @@ def test_every_task_is_tested() -> None:
     assert list(SMALL) == list(TASKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_it_learns(name: str, small: Callable[..., Task]) -> None:
     task = small(name, clients=1)

@@ -108,6 +108,7 @@ def test_ranks_come_back_on_two_nodes(tmp_path: Path) -> None:
         assert (tmp_path / f"{rank}.txt").read_text().endswith(" of 2 ranks")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun")
 def test_mpirun_after_a_preflight(tmp_path: Path) -> None:
     # mpirun passes no empty arguments on.
