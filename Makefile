@@ -1,6 +1,6 @@
 # make demo   train a small GPT once per method and compare them (6 minutes)
 # make test   lint, type-check and test
-# make test-slow  the tests that `make test` leaves out: whole studies, audits, several nodes (9 minutes)
+# make test-slow  the tests that `make test` leaves out: whole studies, audits, several nodes (half an hour)
 # make bench  print the tables of operators, wire format, per-sample gradients, noise, streams, checks
 #             and of what is queued on a GPU
 # make bench-gpu  compare the GPU kernels with a copy, and train over NCCL (needs a GPU)
