@@ -91,6 +91,7 @@ def over_gloo(scheme: str) -> list[Point]:
         os.urandom = drawn
 
 
+@pytest.mark.slow
 def test_real_ranks_do_what_simulated_ones_do(
     ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:

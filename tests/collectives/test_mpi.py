@@ -121,6 +121,7 @@ def test_an_error_on_one_rank_ends_all() -> None:
     assert "ValueError: the data of rank 1 are broken" in done.stderr
 
 
+@pytest.mark.slow
 @needs_mpiexec
 def test_ranks_configured_differently_all_say_so_and_a_missing_runner_is_warned_of() -> None:
     done = launch(2, "configure_one_rank_otherwise", runner=False)

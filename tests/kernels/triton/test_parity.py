@@ -141,7 +141,9 @@ def test_hadamard(interpreted: Check, shape: tuple[int, int]) -> None:
     interpreted("check_hadamard", matrix)
 
 
-@pytest.mark.parametrize("bits", [13, 16, 19, 20])
+@pytest.mark.parametrize(
+    "bits", [13, 16, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (19, 20))]
+)
 def test_hadamard_in_several_passes(interpreted: Check, bits: int) -> None:
     """9 + 4, 12 + 4, 12 + 7 and 12 + 4 + 4 bits."""
     matrix = np.random.default_rng(0).standard_normal((2, 1 << bits)).astype(np.float32)

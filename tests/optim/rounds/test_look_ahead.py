@@ -174,6 +174,7 @@ def test_another_ranks_state_begins_at_the_servers_model() -> None:
     assert torch.equal(*models)
 
 
+@pytest.mark.slow
 def test_it_sees_what_is_on_its_way_and_does_not_overshoot() -> None:
     """What one-dimensional delays do: at x alone, each rank asks for the same again and again."""
 
