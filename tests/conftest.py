@@ -1,10 +1,12 @@
 import gc
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +34,14 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Let modules be collected at the end, of which some complain otherwise."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Draw the same in each test whatever ran before it: workers share tests out as time allows."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(scope="module")

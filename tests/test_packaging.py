@@ -66,6 +66,7 @@ def test_the_source_archive_has_the_whole_repository(tracked: list[str], unpacke
     assert not missing
 
 
+@pytest.mark.slow
 def test_tests_run_where_the_source_archive_is_unpacked(unpacked: Path) -> None:
     done = subprocess.run(
         [

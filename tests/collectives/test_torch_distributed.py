@@ -103,7 +103,7 @@ needs_unshare = pytest.mark.skipif(not can_unshare(), reason="needs `unshare -n`
 
 
 @needs_unshare
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_stats_equal_what_crosses_the_interface(ranks: int) -> None:
     for report in traffic(ranks):
         # Headers, acknowledgements and gloo's own messages are a percent or two of megabytes.

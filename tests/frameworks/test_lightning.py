@@ -143,7 +143,10 @@ def trainer_and_loop(package: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize(
+    "package",
+    ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.slow)],
+)
 def test_the_trainer_does_what_a_loop_with_register_does(ranks_of: RanksOf, package: str) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed")
     for report in ranks_of(2).run(trainer_and_loop, package):
@@ -201,6 +204,7 @@ def mean_residual(folder: Path, ranks: int) -> float:
     )
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_the_residuals_of_all_ranks(ranks_of: RanksOf, tmp_path: Path) -> None:
     for report in ranks_of(2).run(save_and_resume, str(tmp_path)):
         assert report["identical"], "a resumed run must end bit for bit like an uninterrupted one"

@@ -264,4 +264,6 @@ def test_a_sketch_of_another_shape_is_refused(ranks_of: RanksOf) -> None:
 def test_median_is_the_true_median(count: int) -> None:
     values = torch.randn(count, 200).round(decimals=1)
     expected = np.median(values.numpy(), axis=0)
-    np.testing.assert_allclose(median(list(values.unbind())), expected, atol=1e-7)
+    # The mean of two values of opposite signs is as exact as they are, not as it is.
+    rounding = np.finfo(np.float32).eps * values.abs().max()
+    np.testing.assert_allclose(median(list(values.unbind())), expected, rtol=0, atol=rounding)

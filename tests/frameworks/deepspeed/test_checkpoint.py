@@ -91,7 +91,7 @@ def load(folder: str, stage: int, tag: str = "tag", **more: Any) -> Any:
     return restored, residuals, digest(engine), texts
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_another_number_of_ranks_keeps_what_was_not_sent(
     ranks_of: RanksOf, stage: int, tmp_path: Path
 ) -> None:

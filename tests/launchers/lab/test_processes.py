@@ -117,6 +117,7 @@ def test_a_run_that_diverges_says_so(
     assert not any(map(is_running, ranks.pids))
 
 
+@pytest.mark.slow
 def test_an_interruption_ends_the_ranks_before_it_is_passed_on(tmp_path: Path) -> None:
     def interrupt(ranks: Ranks) -> None:
         raise KeyboardInterrupt

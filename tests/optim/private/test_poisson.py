@@ -128,6 +128,7 @@ print(list(PoissonSampler(100, 0.5, 2)))
 """
 
 
+@pytest.mark.slow
 def test_a_resumed_process_draws_anew() -> None:
     runs = [
         subprocess.run(
