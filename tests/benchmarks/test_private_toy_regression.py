@@ -1,6 +1,7 @@
 """The toy regression of AdaDPS: the problem, the command, and what must come out."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ from typer.testing import CliRunner
 
 from benchmarks.studies.private_toy_regression.__main__ import app
 from benchmarks.studies.private_toy_regression.methods import Study, make_methods
-from benchmarks.studies.private_toy_regression.problem import ClippedRegression, draw
+from benchmarks.studies.private_toy_regression.problem import (
+    ClippedRegression,
+    draw,
+    side_information,
+)
 from comm_hooks.launchers.lab.outcomes import Diverged, Method
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 from tests.benchmarks.studying import nothing
@@ -34,6 +39,18 @@ def test_the_problem_is_the_paper_s() -> None:
     # Half the variance of the noise, 0.01; the mean of 1,000 squares is off by 4.5 %.
     assert problem.loss(weight) == pytest.approx(0.005, rel=0.25)
     assert not torch.equal(draw(4).inputs, problem.inputs)
+
+
+def test_how_rare_features_are_can_be_told() -> None:
+    assert float(draw(3, rare=0.2).inputs[:, 50:].mean()) == pytest.approx(0.2, abs=0.003)
+    assert float(side_information(0.2)[50:].unique()) == pytest.approx(0.2)
+
+
+def test_larger_batches_have_less_noise_and_cost_more() -> None:
+    assert replace(FULL, batch=32).noise_variance == pytest.approx(FULL.noise_variance / 16)
+    result = CliRunner().invoke(app, ["--batch", "1001"])
+    assert result.exit_code == 2
+    assert "--batch: there are only 1000 samples, got 1001" in result.output
 
 
 def test_gradients_are_those_of_the_loss() -> None:
@@ -110,6 +127,8 @@ def test_the_command_writes_what_it_says(tmp_path: Path) -> None:
         assert m["name"] in result.output
     assert record["findings"]["delta"] == 0.001
     assert 0 < record["findings"]["epsilon"] < 1.5
+    assert record["settings"]["batch"] == 8
+    assert record["settings"]["rare"] == 0.01
 
 
 def test_the_paper_s_epsilon() -> None:

@@ -12,7 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.studies import cli
-from benchmarks.studies.convergence.descent import Problem, mean_squared_gradient
+from benchmarks.studies.convergence.descent import Problem, Squared, squared_gradients
 from benchmarks.studies.convergence.methods import Method, make_methods
 from benchmarks.studies.quadratics import SPECTRA
 from comm_hooks.launchers.lab.plots import BLACK, new_figure, save, style
@@ -30,19 +30,24 @@ class Row:
     Args:
         method: its name.
         clients: n.
+        local_steps: K.
         scale: c, the constant of its learning rate.
         tries: the mean squared gradient of a training of middle length with each c; None if it
             diverged.
         steps: of the trainings, T.
         squared: the mean squared gradient of each, for each seed; None if it diverged.
+        largest: the largest squared gradient of each over that of its first step, for each seed;
+            None if it diverged.
     """
 
     method: str
     clients: int
+    local_steps: int
     scale: float
     tries: dict[float, float | None]
     steps: Sequence[int]
     squared: Sequence[Sequence[float | None]]
+    largest: Sequence[Sequence[float | None]]
 
     @property
     def means(self) -> list[float | None]:
@@ -51,6 +56,14 @@ class Row:
             None if None in own else statistics.mean(value for value in own if value is not None)
             for own in self.squared
         ]
+
+    @property
+    def label(self) -> str:
+        """What a plot calls it."""
+        clients = f", {self.clients} clients" if self.clients > 1 else ""
+        return (
+            f"{self.method}{clients}{f', K = {self.local_steps}' if self.local_steps > 1 else ''}"
+        )
 
     @property
     def exponent(self) -> float | None:
@@ -88,6 +101,7 @@ def convergence(
         cli.Option("Lengths of trainings.", "100,400,1600,6400", "50,200", least=1, each=int),
     ],
     clients: Annotated[list[int], cli.Option("Of FED-LAMB.", "1,4,16", "1,4", least=1, each=int)],
+    local_steps: Annotated[list[int], cli.Option("K of SAFL.", "1,4,16", "1,4", least=1, each=int)],
     seeds: Annotated[int, cli.SEEDS],
     tries: Annotated[
         int,
@@ -101,7 +115,8 @@ def convergence(
 ) -> cli.Run:
     """Compare mean squared gradients with the rates that papers state for them.
 
-    Learning rates are c / sqrt(T), with one c for all lengths T. Writes convergence.json and a plot
+    Learning rates are c / sqrt(T), with one c for all lengths T; local ones are that over K.
+    Writes convergence.json and a plot
     to --out. Exit codes: 0, 2 for bad input, 130 if interrupted (what is finished is reported).
     """
     problem = Problem(spectrum, numel, noise)
@@ -112,10 +127,10 @@ def convergence(
         warnings.filterwarnings("ignore", "world size is 1")
         console = make_console()
         bars = Progress(console=console, disable=not console.is_terminal)
-        methods = make_methods(clients)
+        methods = make_methods(clients, local_steps)
         rows: list[Row] = []
         with Interruption() as interruption, bars as progress:
-            work = len(methods) * (tries * middle + seeds * sum(lengths))
+            work = len(methods) * (tries * middle + seeds * sum(lengths))  # in rounds
             bar = progress.add_task(place.name, total=work)
             for method in methods:
                 rows.append(measure(method, lambda: progress.advance(bar)))
@@ -138,20 +153,26 @@ def convergence(
         cli.end(place, interruption)
 
     def measure(method: Method, advance: Callable[[], None]) -> Row:
-        def squared(scale: float, steps: int, seed: int) -> float:
-            return mean_squared_gradient(
+        def descend(scale: float, steps: int, seed: int) -> Squared:
+            return squared_gradients(
                 problem, method.build, scale=scale, steps=steps, seed=seed, advance=advance
             )
 
-        tried = search(lambda scale: squared(scale, middle, 0), method.start, tries, _FACTOR, tries)
+        def judge(scale: float) -> float:
+            return descend(scale, middle, 0).mean
+
+        tried = search(judge, method.start, tries, _FACTOR, tries)
         best = min(tried, key=lambda scale: tried[scale])
+        found = [[descend(best, t, seed) for seed in range(seeds)] for t in lengths]
         return Row(
             method.name,
             method.clients,
+            method.local_steps,
             best,
             {scale: _finite(value) for scale, value in tried.items()},
             lengths,
-            [[_finite(squared(best, t, seed)) for seed in range(seeds)] for t in lengths],
+            [[_finite(one.mean) for one in own] for own in found],
+            [[_finite(one.largest) for one in own] for own in found],
         )
 
     return run
@@ -167,26 +188,37 @@ def make_rows_table(rows: Sequence[Row]) -> Table:
         (
             row.method,
             str(row.clients),
+            str(row.local_steps),
             f"{row.scale:.3g}{'*' * row.is_at_an_edge}",
             *("-" if mean is None else f"{mean:.4f}" for mean in row.means),
             "-" if row.exponent is None else f"{row.exponent:+.2f}",
+            _largest(row),
         )
         for row in rows
     ]
-    columns = ("method", "clients", "c", *(f"T = {t:,}" for t in rows[0].steps), "exponent")
-    return make_table("Mean squared gradient of T steps of length c / sqrt(T)", columns, cells)
+    lengths = (f"T = {t:,}" for t in rows[0].steps)
+    columns = ("method", "clients", "K", "c", *lengths, "exponent", "largest")
+    title = (
+        "Mean squared gradient of T rounds of length c / sqrt(T); largest: of all steps, over the "
+        "first"
+    )
+    return make_table(title, columns, cells)
+
+
+def _largest(row: Row) -> str:
+    values = [value for own in row.largest for value in own]
+    return "-" if None in values else f"{max(v for v in values if v is not None):.2f}"
 
 
 def write_plot(rows: Sequence[Row], out: Path) -> Path:
     """Write mean squared gradients against steps; return the path."""
     figure, (axes,) = new_figure(width=6)
     for index, row in enumerate(rows):
-        label = row.method if row.clients == 1 else f"{row.method}, {row.clients} clients"
         points = [(t, mean) for t, mean in zip(row.steps, row.means, strict=True) if mean]
         axes.plot(
             [t for t, _ in points],
             [mean for _, mean in points],
-            label=label,
+            label=row.label,
             **{**style(index), "marker": "o"},
         )
     lengths = rows[0].steps

@@ -1,10 +1,11 @@
-"""The mean squared gradient on the way down a quadratic, from noisy gradients.
+"""Squared gradients on the way down a quadratic, from noisy gradients.
 
 The minimum is shifted by a vector of +-1, since layerwise methods take steps as long as their
 parameters, which would shrink by themselves on the way to zero.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,7 +48,20 @@ class Problem:
     noise: float
 
 
-def mean_squared_gradient(
+@dataclass(frozen=True)
+class Squared:
+    """The squared lengths of the exact gradients at the beginnings of all steps.
+
+    Args:
+        mean: infinite if the method diverges.
+        largest: the same, over that of the first step.
+    """
+
+    mean: float
+    largest: float
+
+
+def squared_gradients(
     problem: Problem,
     build: Build,
     *,
@@ -55,36 +69,32 @@ def mean_squared_gradient(
     steps: int,
     seed: int,
     advance: Callable[[], None] = lambda: None,
-) -> float:
-    """Return the mean over all steps of the squared length of the exact gradient.
+) -> Squared:
+    """Descend; return how long the exact gradients were.
 
     Args:
         problem: what is minimized.
         build: makes the method.
         scale: c, of a learning rate of c / sqrt(steps).
-        steps: rounds of one step each, T.
+        steps: rounds, T.
         seed: of basis, start, noise and method.
         advance: called after each of them.
-
-    Returns:
-        Infinity if it diverges.
     """
     quadratic = make_quadratic(problem.spectrum, problem.numel, seed)
     generator = torch.Generator().manual_seed(seed)
     minimum = torch.randint(0, 2, (problem.numel,), generator=generator) * 2.0 - 1
     weight = nn.Parameter((minimum + quadratic.start).view(_SIDE, -1).clone())
     method = build([("weight", weight)], scale / math.sqrt(steps), seed)
-    total = 0.0
+    lengths: list[float] = []
     for _ in range(steps):
         for turn, _ in enumerate(method.clients()):
             exact = quadratic.gradient(weight.detach().flatten() - minimum)
             if turn == 0:
-                squared = float(exact.square().sum())
-                if not squared < _EXPLODED:
-                    return math.inf
-                total += squared
+                lengths.append(float(exact.square().sum()))
+                if not lengths[-1] < _EXPLODED:
+                    return Squared(math.inf, math.inf)
             noise = problem.noise * torch.randn(problem.numel, generator=generator)
             weight.grad = (exact + noise).view_as(weight)
             method.step()
         advance()
-    return total / steps
+    return Squared(statistics.mean(lengths), max(lengths) / lengths[0])

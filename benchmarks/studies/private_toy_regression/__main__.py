@@ -9,7 +9,7 @@ from rich.table import Table
 
 from benchmarks.studies import cli
 from benchmarks.studies.private_toy_regression.methods import GRID, Fit, Study, make_methods
-from benchmarks.studies.private_toy_regression.problem import BATCH, LABEL_VARIANCE, SAMPLES
+from benchmarks.studies.private_toy_regression.problem import BATCH, LABEL_VARIANCE, RARE, SAMPLES
 from comm_hooks.launchers.lab import plots, tables
 from comm_hooks.launchers.lab.outcomes import Outcome
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
@@ -21,6 +21,11 @@ def private_toy_regression(
     steps: Annotated[int, cli.Option("Steps per run.", 2250, 600, least=1)],
     noise_multiplier: Annotated[float, cli.Option("sigma.", 0.7, least=1e-3)],
     max_grad_norm: Annotated[float, cli.Option("C.", 0.5, least=1e-3)],
+    batch: Annotated[int, cli.Option("Expected samples per step.", BATCH, least=1)],
+    rare: Annotated[
+        float,
+        cli.Option("Share of the samples that have a rare feature.", RARE, check=cli.fraction),
+    ],
     rates: Annotated[
         list[float],
         cli.Option(
@@ -42,8 +47,10 @@ def private_toy_regression(
     first of 5 seeds (quick: 1). Writes private_toy_regression.json and two plots to --out. Exit
     codes: 0, 2 for bad input, 130 if interrupted (what is finished is reported).
     """
-    study = Study(steps, noise_multiplier, max_grad_norm, rates, min(points, steps))
-    history = [GaussianEvent(noise_multiplier, BATCH / SAMPLES, steps)]
+    if batch > SAMPLES:
+        raise ValueError(f"--batch: there are only {SAMPLES} samples, got {batch}")
+    study = Study(steps, noise_multiplier, max_grad_norm, rates, min(points, steps), batch, rare)
+    history = [GaussianEvent(noise_multiplier, batch / SAMPLES, steps)]
     epsilon = RDPAccountant().epsilon(history, _DELTA)
 
     def findings(finished: list[Outcome]) -> dict[str, Any]:
@@ -55,7 +62,7 @@ def private_toy_regression(
         steps,
         lambda finished: make_tables(finished, epsilon, _DELTA),
         write_plots,
-        {"samples": SAMPLES, "batch": BATCH, "label_variance": LABEL_VARIANCE},
+        {"samples": SAMPLES, "label_variance": LABEL_VARIANCE},
         findings,
         reached,
         lambda outcome: [Fit(**vars(outcome))],

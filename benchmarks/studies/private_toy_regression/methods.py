@@ -12,6 +12,7 @@ from torch.optim import SGD, Adam, Optimizer
 from benchmarks.studies.private_toy_regression.problem import (
     BATCH,
     FEATURES,
+    RARE,
     SAMPLES,
     ClippedRegression,
     Problem,
@@ -51,6 +52,8 @@ class Study:
         max_grad_norm: C.
         rates: learning rates that are tried.
         points: how often the loss is computed, the end included.
+        batch: the expected number of samples per step.
+        rare: the share of the samples that have a rare feature.
     """
 
     steps: int
@@ -58,11 +61,13 @@ class Study:
     max_grad_norm: float
     rates: Sequence[float]
     points: int
+    batch: int = BATCH
+    rare: float = RARE
 
     @property
     def noise_variance(self) -> float:
         """Of the noise in a coordinate of the noised mean gradient."""
-        return (self.noise_multiplier * self.max_grad_norm / BATCH) ** 2
+        return (self.noise_multiplier * self.max_grad_norm / self.batch) ** 2
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ def make_methods(study: Study) -> list[Method]:
     the ratio of DP^2's learning rates (that of its clipping norms has the same effect here).
     """
     phi = study.noise_variance
-    scales = {"weight": side_information()}
+    scales = {"weight": side_information(study.rare)}
     floors = [{"gamma / Phi": floor} for floor in (0.1, 0.01, 0.001)]
     spaces = [{"C": norm} for norm in (0.5, 2.0, 8.0)]
     ratios = [{"lr ratio": ratio} for ratio in (0.3, 1.0, 3.0)]
@@ -143,7 +148,7 @@ def _method(
 def _train_privately(
     study: Study, build: Build, settings: Settings, seed: int, advance: Advance
 ) -> list[Point]:
-    problem, weight = draw(seed), _new_weight()
+    problem, weight = draw(seed, study.rare), _new_weight()
     # Known to all, so that the study can be repeated: these data need no protection.
     secret = Secret(seed.to_bytes(32, "big"))
     norm = settings.get("C", study.max_grad_norm)
@@ -153,7 +158,7 @@ def _train_privately(
             Exchange(Identity(), transport=transport),
             noise_multiplier=study.noise_multiplier,
             max_grad_norm=norm,
-            expected_batch_size=BATCH,
+            expected_batch_size=study.batch,
             secret=secret,
         )
         optimizer = DPOptimizer(
@@ -165,7 +170,7 @@ def _train_privately(
 
         def step(number: int) -> None:
             stream = secret.stream("samples", rank=0, step=number)
-            drawn = stream.draw(SAMPLES, BATCH / SAMPLES)
+            drawn = stream.draw(SAMPLES, study.batch / SAMPLES)
             optimizer.backward(torch.tensor(drawn, dtype=torch.long))
             optimizer.step()
 
@@ -178,12 +183,12 @@ def _train_privately(
 def _train_plainly(
     study: Study, build: Build, settings: Settings, seed: int, advance: Advance
 ) -> list[Point]:
-    problem, weight = draw(seed), _new_weight()
+    problem, weight = draw(seed, study.rare), _new_weight()
     optimizer = build([("weight", weight)], settings)
     batches = torch.Generator().manual_seed(100_003 * (seed + 1))
 
     def step(number: int) -> None:
-        samples = torch.randperm(SAMPLES, generator=batches)[:BATCH]
+        samples = torch.randperm(SAMPLES, generator=batches)[: study.batch]
         weight.grad = problem.gradients(weight, samples).mean(0)
         optimizer.step()
 

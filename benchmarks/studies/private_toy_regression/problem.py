@@ -25,6 +25,9 @@ The paper's epsilon, 4.13 at delta 1e-3, is that of 2,250 steps with sigma = 0.7
 
 The gradient of a sample is (w x - y) x: it is computed in this form, and everything after that is
 the library's: clipping, the mechanism, the optimizers.
+
+How rare the rare features are and how large batches are can be changed, for what the theorems say
+of both.
 """
 
 from dataclasses import dataclass
@@ -37,6 +40,7 @@ from comm_hooks.optim.private.gradients.clipping import SampleClipper
 SAMPLES = 1000
 FEATURES = 500
 FREQUENT = 50
+RARE = 0.01
 BATCH = 8
 LABEL_VARIANCE = 0.01
 
@@ -58,10 +62,10 @@ class Problem:
         return (x @ weight.detach() - self.labels[samples])[:, None] * x
 
 
-def draw(seed: int) -> Problem:
-    """Return the problem that a seed makes."""
+def draw(seed: int, rare: float = RARE) -> Problem:
+    """Return the problem that a seed makes; ``rare`` is the rare features' share of the samples."""
     generator = torch.Generator().manual_seed(seed)
-    probability = torch.full((FEATURES,), 0.01)
+    probability = torch.full((FEATURES,), rare)
     weight = torch.ones(FEATURES)
     probability[:FREQUENT], weight[:FREQUENT] = 0.9, 0.01
     inputs = (torch.rand(SAMPLES, FEATURES, generator=generator) < probability).float()
@@ -69,9 +73,9 @@ def draw(seed: int) -> Problem:
     return Problem(inputs, inputs @ weight + noise)
 
 
-def side_information() -> torch.Tensor:
-    """Return A: what engineers know who know which features are frequent."""
-    scales = torch.full((FEATURES,), 0.01)
+def side_information(rare: float = RARE) -> torch.Tensor:
+    """Return A: what engineers know who know how frequent features are."""
+    scales = torch.full((FEATURES,), rare)
     scales[:FREQUENT] = 1.0
     return scales
 
