@@ -75,6 +75,21 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def like_whole(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return values of a local part as what its parameter is: a DTensor, if that is one."""
+    parameter: Any = whole(part)
+    if parameter is part:
+        return value
+    return type(parameter.data).from_local(  # type: ignore[no-any-return]
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
 def pull_gradients(parameters: Sequence[torch.Tensor]) -> None:
     """Give local parts their part of the gradient, and of where their parameter lies by now.
 

@@ -3,11 +3,11 @@
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 
-from comm_hooks.optim.hyperparameters import check_gradient
+from comm_hooks.optim.hyperparameters import check_gradient, check_own_settings
 
 Tensors = list[torch.Tensor]
 Group = dict[str, Any]
@@ -36,6 +36,8 @@ class SteppingOptimizer(torch.optim.Optimizer):
                 from different models.
             PayloadError: if ranks have drifted apart since.
         """
+        if torch.compiler.is_compiling():  # in a graph there is no place for what is drawn and sent
+            return torch.compiler.disable(self._step_with)(closure)
         return self._step_with(closure)
 
     def _step_with(self, closure: Callable[[], float] | None) -> float | None:
@@ -50,6 +52,13 @@ class SteppingOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def _take_step(self) -> None:
         """Update the parameters by the gradients in ``p.grad``."""
+
+    def _refuse_copies(self) -> NoReturn:
+        # What a step draws and sends is tied to this process: a copy would add the same noise.
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: save state_dict(), and load it "
+            "into another one"
+        )
 
 
 class ExactStateOptimizer(SteppingOptimizer):
@@ -114,8 +123,10 @@ class BatchedOptimizer(ExactStateOptimizer):
         """Add a group of parameters, with hyperparameters of its own or else the defaults.
 
         Raises:
-            ValueError: for hyperparameters out of range; nothing is changed.
+            ValueError: for hyperparameters out of range, or that the optimizer has not; nothing is
+                changed.
         """
+        check_own_settings(self, param_group, self.defaults)
         self._check_group({key: param_group.get(key, self.defaults[key]) for key in self.defaults})
         super().add_param_group(param_group)
 

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -19,7 +19,11 @@ from comm_hooks.optim.base import (
     require_distinct_names,
 )
 from comm_hooks.optim.frozen import FrozenParameters, trains, without_frozen
-from comm_hooks.optim.hyperparameters import check_gradient, check_hyperparameters
+from comm_hooks.optim.hyperparameters import (
+    check_gradient,
+    check_hyperparameters,
+    check_own_settings,
+)
 from comm_hooks.optim.moments import descend_
 from comm_hooks.requirements import require_kind
 from comm_hooks.shards import drop_gradients, local_shards, pull_gradients
@@ -65,7 +69,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         ValueError: for hyperparameters out of range, and for an exchange that cannot be used.
 
     Not supported: sparse gradients, parameters on several devices, ``capturable``; parameters that
-    are frozen later go on moving by what was computed before (a warning).
+    are frozen later go on moving by what was computed before (a warning); copies.
     """
 
     # GradScaler then calls step() on every rank, instead of skipping it on those that overflowed
@@ -106,6 +110,9 @@ class ExchangingOptimizer(ExactStateOptimizer):
         exchange.agree_on({"optimizer": type(self).__name__, **settings})
         exchange.owner = self
 
+    def __getstate__(self) -> NoReturn:
+        self._refuse_copies()
+
     @property
     def is_synchronized(self) -> bool:
         """Whether parameters, and the state but for :attr:`own_state`, are equal on all ranks."""
@@ -125,20 +132,26 @@ class ExchangingOptimizer(ExactStateOptimizer):
         """Add parameters, between the same steps on all ranks.
 
         Raises:
-            ValueError: after the first step, if it cannot take any, and for names that are taken.
+            ValueError: after the first step, if it cannot take any; for names that are taken, for
+                hyperparameters out of range or that it has not, and if all are frozen.
         """
+        check_own_settings(self, param_group, self.defaults)
+        settings = {key: param_group.get(key, value) for key, value in self.defaults.items()}
+        check_hyperparameters(self, **settings)
         if self.state and not self._grows:
             raise ValueError(
                 f"{type(self).__name__}: parameters cannot be added after the first step: they "
                 "would have missed what it has measured by now. Make it anew"
             )
-        super().add_param_group(param_group)
+        (group,), left_out = without_frozen([param_group])
+        super().add_param_group(local_shards([group])[0])
         try:
             require_distinct_names(self, names_of(self.param_groups))
         except ValueError:
             del self.param_groups[-1]
             raise
         self._frozen.added(self.param_groups[-1]["params"])
+        self._frozen.leave_out(left_out)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients."""

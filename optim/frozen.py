@@ -75,6 +75,10 @@ class FrozenParameters:
         self._left_out = list(left_out)
         self._has_warned = False
 
+    def leave_out(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Remember more of them."""
+        self._left_out += parameters
+
     def added(self, parameters: Iterable[torch.Tensor]) -> None:
         """Forget those that the optimizer works on from now on."""
         new = {id(whole(parameter)) for parameter in parameters}

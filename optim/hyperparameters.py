@@ -1,6 +1,7 @@
 """The checks of hyperparameters and gradients, with the same words for all optimizers."""
 
 import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +51,36 @@ def check_hyperparameters(owner: object, *, beta_count: int = 2, **values: Any) 
             raise ValueError(f"{name}: {key} must not be negative, got {value!r}")
         if math.isinf(value):
             raise ValueError(f"{name}: {key} must be finite, got {value!r}")
+
+
+_OF_OTHERS = ("amsgrad", "centered", "dampening", "maximize", "momentum", "nesterov")
+
+
+def check_own_settings(owner: object, group: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise ``ValueError`` if a parameter group asks for something that its optimizer has not.
+
+    So it is with the groups of an optimizer of another kind, which can be given to any.  What else
+    is in a group, such as a user's own name for it, is none of the optimizer's business.
+
+    Args:
+        owner: the optimizer, whose class the message names, or a name.
+        group: with its own settings.
+        known: those that the optimizer has.
+
+    Example::
+
+        >>> check_own_settings("LaProp", {"params": [], "lr": 0.1, "momentum": 0.0}, ["lr"])
+        >>> check_own_settings("LaProp", {"params": [], "maximize": True}, ["lr"])
+        Traceback (most recent call last):
+        ValueError: LaProp: a group has maximize=True, which it knows nothing of: leave it out
+    """
+    name = owner if isinstance(owner, str) else type(owner).__name__
+    for key in _OF_OTHERS:
+        if key not in known and group.get(key):
+            raise ValueError(
+                f"{name}: a group has {key}={in_one_line(group[key])}, which it knows nothing of: "
+                "leave it out"
+            )
 
 
 def _check_betas(owner: str, betas: object, count: int) -> None:

@@ -19,7 +19,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.optim.base import parameters_of, require_distinct_names
 from comm_hooks.optim.frozen import trains
-from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.hyperparameters import check_hyperparameters, check_own_settings
 from comm_hooks.optim.laprop import LaProp
 from comm_hooks.optim.moments import halved_horizon
 from comm_hooks.optim.muon_adamw import MuonAdamW
@@ -48,6 +48,8 @@ _BACK = 2.0
 _SHORTEST, _LONGEST = 2, 128  # local steps
 _SAFE = 16
 """Local steps up to which it matters little that some elements never have their turn."""
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+"""That a group may have of its own."""
 _MUON_MOMENTUM = 0.8  # a quarter of the horizon of the usual 0.95: residuals hold longer
 
 
@@ -124,8 +126,8 @@ def low_communication(
     Args:
         named_parameters: ``model.named_parameters()``, or parameters and groups of them as torch's
             optimizers take them; a group may have an ``lr``, ``betas`` and ``weight_decay`` of its
-            own.
-        lr: the largest learning rate; schedulers work on what is returned.
+            own, which count.  The ``param_groups`` of an AdamW bring all three.
+        lr: the largest learning rate, of groups without one; schedulers work on what is returned.
         betas: of the AdamW that is replaced, in a group too.
         weight_decay: decoupled.
         total_steps: of the training, if known: rounds are then short enough for twenty of them,
@@ -144,8 +146,9 @@ def low_communication(
         ``synchronize()``.
 
     Raises:
-        ValueError: for values out of range; for a budget that no setting meets, with the smallest
-            that one does; if ``torch.distributed`` is not initialized.
+        ValueError: for values out of range; for groups of an optimizer that does what this one does
+            not (``momentum``, ``maximize``, ``amsgrad``); for a budget that no setting meets, with
+            the smallest that one does; if ``torch.distributed`` is not initialized.
 
     Not supported: what :class:`~comm_hooks.optim.LocalRounds` does not support.
 
@@ -163,6 +166,13 @@ def low_communication(
     where = "low_communication"
     groups = _groups(named_parameters)
     check_hyperparameters(where, lr=lr, betas=betas, weight_decay=weight_decay)
+    own_rates = [group.get("initial_lr", group.get("lr")) for group in groups]
+    if lr not in own_rates and None not in own_rates:
+        warnings.warn(
+            f"{where}: lr={lr:g} has no effect: every group has an lr of its own, {own_rates}, as "
+            "those of another optimizer have: set it there, or take theirs out",
+            stacklevel=2,
+        )
     require_within(where, "bits_per_parameter", bits_per_parameter, "(0, inf)")
     require_choice(where, "inner", inner, INNER)
     if total_steps is not None:
@@ -241,7 +251,14 @@ def _groups(given: Any) -> list[dict[str, Any]]:
             for i, member in enumerate(members)
         ]
         count += len(named)
-        result.append({**group, "params": named})
+        check_own_settings("low_communication", group, _SETTINGS)
+        if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
+            raise ValueError(
+                "low_communication: a group has decoupled_weight_decay=False, decay that is part "
+                "of the gradient: here it is AdamW's, which wants another weight_decay"
+            )
+        own = {key: value for key, value in group.items() if key != "decoupled_weight_decay"}
+        result.append({**own, "params": named})
         if "betas" in group:
             check_hyperparameters("low_communication", betas=group["betas"])
             result[-1]["betas"] = (halved_horizon(group["betas"][0]), group["betas"][1])

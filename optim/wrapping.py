@@ -31,11 +31,7 @@ class WrappingOptimizer(SteppingOptimizer):
         self.__setstate__({})
 
     def __getstate__(self) -> NoReturn:
-        # What a step draws and sends is tied to this process: a copy would add the same noise.
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled: save state_dict(), and load it "
-            "into another one"
-        )
+        self._refuse_copies()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

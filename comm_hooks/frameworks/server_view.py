@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from comm_hooks.shards import whole
+from comm_hooks.shards import like_whole, whole
 
 State = dict[str, Any]
 
@@ -67,11 +67,11 @@ def show_server_model(module: nn.Module, rounds: Any) -> None:
             part.train = _Switch(part, view)  # type: ignore[method-assign]
         if held:
             _VIEWS[part] = view
-            loaded: list[torch.Tensor] = []
+            to_load = _ToLoad(rounds)
             view.hooks += [
                 part.register_state_dict_post_hook(_Saved(view, within=part is module)),
-                part.register_load_state_dict_pre_hook(_ToLoad(loaded)),
-                part.register_load_state_dict_post_hook(_Loaded(rounds, loaded)),
+                part.register_load_state_dict_pre_hook(to_load),
+                part.register_load_state_dict_post_hook(_Loaded(rounds, to_load)),
             ]
 
 
@@ -158,8 +158,8 @@ class _View:
         if self._rounds.is_written_to:
             self._warn()
             return {}
-        with self._rounds.server_parameters():
-            return {id(p): p.detach().clone() for p in map(whole, self._rounds.parameters)}
+        pairs = zip(self._rounds.parameters, self._rounds.server_values(), strict=True)
+        return {id(whole(part)): like_whole(value, part) for part, value in pairs}
 
     def _warn(self) -> None:
         if self._rounds.steps and not self._has_warned:
@@ -217,7 +217,8 @@ class _Saved:
             return
         values = self._view.values()
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if id(parameter) in values and prefix + name in state:
+            # The parameter itself is there with keep_vars=True: who asks for it wants no copy.
+            if id(parameter) in values and state.get(prefix + name, parameter) is not parameter:
                 state[prefix + name] = values[id(parameter)]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -225,14 +226,22 @@ class _Saved:
 
 
 class _ToLoad:
-    """Notes for which of a module's own parameters ``load_state_dict()`` has values."""
+    """Notes for which of a module's own parameters ``load_state_dict()`` has values.
 
-    def __init__(self, found: list[torch.Tensor]) -> None:
-        self._found = found
+    Attributes:
+        places: of those that the rounds work on.
+        own: what the rounds want to know of before.
+    """
+
+    def __init__(self, rounds: Any) -> None:
+        self._rounds = rounds
+        self.places: list[int] = []
+        self.own: list[torch.Tensor] | None = None
 
     def __call__(self, module: nn.Module, state: State, prefix: str, *_: object) -> None:
         own = module.named_parameters(recurse=False)
-        self._found[:] = [p for name, p in own if prefix + name in state]
+        self.places = self._rounds.places_of(p for name, p in own if prefix + name in state)
+        self.own = self._rounds.own_to_keep(self.places)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Unchanged, ()
@@ -241,14 +250,15 @@ class _ToLoad:
 class _Loaded:
     """Lets the rounds go on from those values."""
 
-    def __init__(self, rounds: Any, found: list[torch.Tensor]) -> None:
+    def __init__(self, rounds: Any, to_load: _ToLoad) -> None:
         self._rounds = rounds
-        self._found = found
+        self._to_load = to_load
 
     def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
-        if self._found:
-            self._rounds.restart(self._found)
-            self._found.clear()
+        places, self._to_load.places = self._to_load.places, []
+        own, self._to_load.own = self._to_load.own, None
+        if places:
+            self._rounds.adopt(places, own)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Unchanged, ()

@@ -1,7 +1,7 @@
 """Rounds of local work: several steps on each rank, then one exchange of how far each has come."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -96,7 +96,8 @@ class LocalRounds(SavedRounds):
             before an exchange x shrinks by the product of 1 - lr weight_decay over the steps since
             the last one, the same on all ranks, and delta_i is the distance from there.  As a part
             of delta_i, small and in all elements, a sparse compressor sends it late or, where
-            residuals fade, not at all.  For decoupled decay, as in AdamW.
+            residuals fade, not at all.  For decoupled decay, as in AdamW.  All ranks take it for
+            every step: also where a rank has no gradient, and where a GradScaler leaves one out.
 
     State: one copy of the parameters (x) beside the inner and the server's state, with
     ``look_ahead`` two; with ``participation`` a residual, and unless reset an inner state, for
@@ -241,10 +242,11 @@ class LocalRounds(SavedRounds):
         if grad_scale is not None:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             torch._foreach_div_(gradients, grad_scale)
-        if found_inf is None or not found_inf:
+        goes_on = found_inf is None or not found_inf
+        if goes_on:
             self.inner.step()
         if self.shared_decay:
-            progress.decayed([1 - g["lr"] * g["weight_decay"] for g in self.param_groups])
+            self._decay(lambda parameter: goes_on and parameter.grad is not None)
         progress.steps += 1
         ranks = transport.world_size
         progress.bytes_uncompressed += 2 * (ranks - 1) * self._nbytes // ranks
@@ -341,12 +343,6 @@ class LocalRounds(SavedRounds):
         self._conclude(everything, collection.finish())
         self._model.note()
 
-    @torch.no_grad()
-    def _begin(self) -> None:
-        """Before all work, begin where the model is: it may have been loaded meanwhile."""
-        if self._progress.steps == self._progress.round_index == 0:
-            self._model.begin_at_live()
-
     def _require_own_model(self, call: str) -> None:
         if self._model.is_shown:
             raise ValueError(
@@ -370,6 +366,22 @@ class LocalRounds(SavedRounds):
         ranks = range(self.exchange.transport.world_size)
         collection.add(ranks, contribution, self.exchange.memory)
         self._conclude(fragment, collection.finish())
+
+    def _decay(self, has_stepped: Callable[[torch.Tensor], bool]) -> None:
+        """Note the decay of a local step; take it where the inner optimizer has not stepped.
+
+        Ranks take it at x alike, and cannot know which of the others had no gradient.
+        """
+        factors = [1 - group["lr"] * group["weight_decay"] for group in self.param_groups]
+        self._progress.decayed(factors)
+        left = [
+            place
+            for place, parameter in enumerate(self._parameters)
+            if trains(parameter) and not has_stepped(parameter)
+        ]
+        if left:
+            parameters = [self._parameters[place].detach() for place in left]
+            torch._foreach_mul_(parameters, [factors[self._group_of[place]] for place in left])
 
     def _decay_shared(self, due: Sequence[int]) -> None:
         """Take the decay of the local steps since the last exchange of fragments at x."""

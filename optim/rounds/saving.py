@@ -37,6 +37,7 @@ class Progress:
         averaging_ruled_out: whether it has been made sure that nobody else averages them.
         averaging: until then, what this rank's first step of a turn says about that.
         loaded_from: the rank whose state this one goes on from, until it says so.
+        resumed: whether a state was loaded, and no step has been taken since.
     """
 
     exchanged_at: list[int]
@@ -47,6 +48,7 @@ class Progress:
     averaging_ruled_out: bool = False
     averaging: dict[str, Any] | None = None
     loaded_from: int | None = None
+    resumed: bool = False
 
     def decayed(self, factors: Sequence[float]) -> None:
         """Note by which factor a local step shrinks the parameters of each group."""
@@ -138,15 +140,55 @@ class SavedRounds(WrappingOptimizer):
             >>> _ = torch.nn.init.zeros_(model.bias)
             >>> rounds.restart([model.bias])
         """
-        chosen = None if parameters is None else {id(p) for p in parameters}
-        places = [
-            place
-            for place, parameter in enumerate(self._parameters)
-            if chosen is None or id(whole(parameter)) in chosen
-        ]
+        places = range(len(self._parameters))
+        self.adopt(places if parameters is None else self.places_of(parameters))
+
+    def places_of(self, parameters: Iterable[torch.Tensor]) -> list[int]:
+        """Return where among :attr:`parameters` a model's parameters are, or this rank's parts."""
+        chosen = {id(p) for p in parameters}
+        return [i for i, part in enumerate(self._parameters) if id(whole(part)) in chosen]
+
+    def own_to_keep(self, places: Sequence[int]) -> list[torch.Tensor] | None:
+        """Return what :meth:`adopt` needs to know before something else writes there, if anything.
+
+        Those are this rank's values, right after a state was loaded.
+        """
+        if not self._progress.resumed:
+            return None
+        return [self._parameters[i].detach().clone() for i in places]
+
+    @torch.no_grad()
+    def adopt(self, places: Sequence[int], own: Sequence[torch.Tensor] | None = None) -> None:
+        """Go on from what has been written there, as :meth:`restart` does.
+
+        A checkpoint has the model as well, and that is the one that all ranks share.  Where it is
+        loaded after the rounds' own state it brings nothing new, and what this rank had done since
+        the last exchange comes back.
+
+        Args:
+            places: among :attr:`parameters`.
+            own: this rank's values there, of before; None where they are to be given up.
+        """
         if places:
-            self._model.adopt(places)
+            live, shared = (
+                [each[i] for i in places] for each in (self._parameters, self._model.values)
+            )
+            if own is not None and all(map(torch.equal, live, shared)):
+                torch._foreach_copy_([each.detach() for each in live], list(own))
+            else:
+                self._model.adopt(places)
         self._model.note()
+
+    def server_values(self) -> list[torch.Tensor]:
+        """Return copies of the server's values of :attr:`parameters`, which are left alone."""
+        self._begin()
+        return [value.clone() for value in self._model.values]
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Before all work, begin where the model is: it may have been loaded meanwhile."""
+        if self._progress.steps == self._progress.round_index == 0:
+            self._model.begin_at_live()
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore what :meth:`state_dict` returned on *all* ranks, in rank order.
@@ -313,9 +355,19 @@ class SavedRounds(WrappingOptimizer):
             progress.exchanged_at = [progress.steps] * len(progress.exchanged_at)
             progress.decay = [[1.0] * len(self.param_groups) for _ in progress.decay]
         progress.loaded_from = loaded_from
+        progress.resumed = True
 
     def _tell_what_was_loaded(self) -> None:
-        """Warn, once, if what is lost has not been restored by now from this rank's own file."""
+        """Warn, once, of what is lost of what was loaded before this step."""
+        resumed, self._progress.resumed = self._progress.resumed, False
+        if resumed and self.is_written_to:
+            warnings.warn(
+                f"{type(self).__name__}: parameters were written to after load_state_dict() of the "
+                "rounds, which had put there what this rank had done since the last exchange: load "
+                "or broadcast the model first, and the state of the rounds after it",
+                stacklevel=7,
+            )
+        # By now it would have been restored from this rank's own file.
         other, self._progress.loaded_from = self._progress.loaded_from, None
         if other is not None:
             warnings.warn(

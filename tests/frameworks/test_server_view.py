@@ -309,6 +309,72 @@ def test_rounds_go_on_from_what_is_loaded() -> None:
     assert max(float((a - b).abs().max()) for a, b in zip(after, expected, strict=True)) < 0.1
 
 
+@pytest.mark.parametrize("order", ["the model first", "the rounds first"])
+@pytest.mark.parametrize("mode", [True, False])
+def test_the_model_may_be_loaded_after_the_rounds(order: str, mode: bool) -> None:
+    """What a rank had done since the last exchange is in the rounds' state alone."""
+
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
+        saved = copy.deepcopy((model.state_dict(), rounds.state_dict()))
+        again, resumed = trained(transport, steps=0)
+        again.train(mode)
+        if order == "the model first":
+            again.load_state_dict(saved[0])
+        resumed.load_state_dict(copy.deepcopy(saved[1]))  # a loaded state is the optimizer's own
+        if order == "the rounds first":
+            again.load_state_dict(saved[0])
+        again.train()
+        assert equal(weights(again), weights(model))
+        take_steps(model, rounds, range(3, 9), transport.rank)
+        take_steps(again, resumed, range(3, 9), transport.rank)
+        assert equal(weights(again), weights(model))
+        resumed.load_state_dict(saved[1])
+        again.load_state_dict({n: v + 1 for n, v in saved[0].items()})  # other values count
+        assert equal(weights(again), [saved[0][n] + 1 for n, _ in again.named_parameters()])
+
+    on_two_ranks(check)
+
+
+def test_what_is_written_after_the_rounds_were_loaded_is_told_of() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> list[str]:
+        state = copy.deepcopy((model.state_dict(), rounds.state_dict()))
+        plain = copy.deepcopy(model)
+        again = low_communication(
+            plain.named_parameters(), lr=0.01, bits_per_parameter=8.0, transport=transport
+        )
+        again.load_state_dict(state[1])
+        plain.load_state_dict(state[0])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            take_steps(plain, again, range(3, 5), transport.rank)
+        return [str(each.message) for each in caught]
+
+    # Warnings are caught for the whole process, of which both ranks are threads.
+    messages = {message for own in on_two_ranks(check) for message in own}
+    assert all("load or broadcast the model first" in message for message in messages)
+    assert messages
+
+
+def test_saving_between_forward_and_backward_leaves_the_pass_alone() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
+        loss = model(torch.ones(8, 16)).square().mean()
+        shared = model.state_dict()
+        loss.backward()
+        rounds.zero_grad()
+        model.eval()
+        assert equal([shared[n] for n, _ in model.named_parameters()], weights(model))
+
+    on_two_ranks(check)
+
+
+def test_who_wants_the_parameters_themselves_gets_them() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
+        state = model.state_dict(keep_vars=True)
+        assert all(state[name] is parameter for name, parameter in model.named_parameters())
+
+    on_two_ranks(check)
+
+
 @pytest.mark.parametrize("mode", [False, True])
 def test_a_part_may_be_loaded(mode: bool) -> None:
     def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> Weights:

@@ -1,5 +1,7 @@
 """What every optimizer that owns its exchange promises, whatever it sends."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -344,6 +346,30 @@ def test_what_cannot_work_is_refused(kind: type, options: dict[str, Any], messag
 def test_what_each_is_usually_made_with_is_accepted(kind: type) -> None:
     exchange, others = USUAL[kind]
     kind([nn.Parameter(torch.zeros(2))], exchange, **others)
+
+
+@pytest.mark.parametrize("kind", USUAL)
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"lr": -1.0}, "lr must not be negative"),
+        ({"weight_decay": NAN}, "weight_decay must not be negative"),
+        ({"maximize": True}, "a group has maximize=True, which it knows nothing of"),
+    ],
+)
+def test_a_group_s_own_settings_are_checked(kind: type, own: Any, message: str) -> None:
+    exchange, others = USUAL[kind]
+    with pytest.raises(ValueError, match=message):
+        kind([{"params": [nn.Parameter(torch.zeros(2))], **own}], exchange, **others)
+
+
+@pytest.mark.parametrize("kind", USUAL)
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(kind: type, duplicate: Callable[[Any], Any]) -> None:
+    exchange, others = USUAL[kind]
+    optimizer = kind([nn.Parameter(torch.zeros(2))], exchange, **others)
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: save state_dict\(\)"):
+        duplicate(optimizer)
 
 
 def test_a_control_without_compression_is_accepted() -> None:

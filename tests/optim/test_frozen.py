@@ -160,6 +160,28 @@ def test_what_is_unfrozen_and_added_is_trained() -> None:
     assert same(first, second)
 
 
+def test_what_is_added_frozen_is_left_out() -> None:
+    def train(transport: Transport) -> None:
+        model = net()
+        head, rest = (
+            [(n, p) for n, p in model.named_parameters() if (n[:4] == "head") == own]
+            for own in (True, False)
+        )
+        optimizer = signs(head, transport)
+        model.middle.requires_grad_(False)
+        before = copies(model.middle)
+        optimizer.add_param_group({"params": rest, "weight_decay": 0.5})
+        take_steps(model, optimizer, range(3), transport.rank)
+        assert same(copies(model.middle), before)
+        with pytest.raises(ValueError, match="the parameters are frozen"):
+            optimizer.add_param_group({"params": [("z", nn.Parameter(torch.ones(2), False))]})
+        model.middle.requires_grad_(True)
+        with pytest.raises(ValueError, match="parameters that were frozen when it was made"):
+            take_steps(model, optimizer, range(3, 4), transport.rank)
+
+    run_ranks(train, 2)
+
+
 @each
 def test_what_is_frozen_later_is_told_of_once(name: str) -> None:
     def train(transport: Transport) -> list[str]:

@@ -229,6 +229,43 @@ def test_parameter_groups_keep_what_they_say(named: bool) -> None:
     assert len({*many["param_names"], *few["param_names"]}) == 6
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (
+            torch.optim.AdamW,
+            {"maximize": True},
+            "a group has maximize=True, which it knows nothing",
+        ),
+        (torch.optim.AdamW, {"amsgrad": True}, "a group has amsgrad=True"),
+        (torch.optim.SGD, {"momentum": 0.9}, "a group has momentum=0.9"),
+        (torch.optim.Adam, {"weight_decay": 0.1}, "decay that is part of the gradient"),
+    ],
+)
+def test_what_another_optimizer_does_is_not_left_out_in_silence(
+    kind: Any, options: dict[str, Any], message: str
+) -> None:
+    groups = kind(make_model().parameters(), lr=1e-3, **options).param_groups
+    with pytest.raises(ValueError, match=message):
+        low_communication(groups, lr=1e-3, transport=Simulated(2)[0])
+
+
+def test_the_groups_of_an_optimizer_that_is_replaced() -> None:
+    options: Any = {"bits_per_parameter": 0.5, "transport": Simulated(2)[0]}
+    adamw = torch.optim.AdamW(make_model().parameters(), lr=1e-3, weight_decay=0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (group,) = low_communication(adamw.param_groups, lr=1e-3, **options).param_groups
+        low_communication(
+            torch.optim.Adam([torch.ones(99, 99, requires_grad=True)]).param_groups,
+            lr=1e-3,
+            **options,
+        )
+    assert (group["lr"], group["weight_decay"]) == (1e-3, 0.2)
+    with pytest.warns(UserWarning, match=r"lr=0.005 has no effect: every group has an lr of its"):
+        low_communication(adamw.param_groups, lr=5e-3, **options)
+
+
 def test_groups_that_say_nothing_change_nothing() -> None:
     def rank(transport: Transport) -> list[torch.Tensor]:
         weights = []
