@@ -80,7 +80,7 @@ def like_whole(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     parameter: Any = whole(part)
     if parameter is part:
         return value
-    return type(parameter.data).from_local(  # type: ignore[no-any-return]
+    return type(parameter.data).from_local(
         value,
         parameter.device_mesh,
         parameter.placements,
