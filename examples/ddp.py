@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node 2 examples/ddp.py --method low_communicat
 """
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -31,7 +32,10 @@ args = parser.parse_args()
 
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
-device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
 data, held_out = text(rank, ranks)
 held_out = held_out.to(device)
 

@@ -4,6 +4,7 @@ torchrun --standalone --nproc-per-node 2 examples/profiled.py --trace trace.json
 """
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,10 @@ args = parser.parse_args()
 
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
-device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
 data, _ = text(rank, ranks)
 torch.manual_seed(0)
 ddp_model = DistributedDataParallel(GPT().to(device))

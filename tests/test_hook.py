@@ -480,6 +480,31 @@ def uneven_inputs() -> bool:
     return True
 
 
+def one_state_in_two_models(named: bool) -> str:
+    first, second = Net(), Net()
+    rank = dist.get_rank()
+    state = CompressionState(TopK(), named_parameters=first.named_parameters() if named else None)
+    ddp_models = [DistributedDataParallel(net) for net in (first, second)]
+    for ddp_model in ddp_models:
+        ddp_model.register_comm_hook(state, compression_hook)
+    backward(ddp_models[0], 0, rank)
+    # The same model in another wrapper is another matter.
+    again = DistributedDataParallel(first)
+    again.register_comm_hook(state, compression_hook)
+    backward(again, 1, rank)
+    try:
+        backward(ddp_models[1], 2, rank)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_one_state_in_two_models_is_refused(ranks_of: RanksOf, named: bool) -> None:
+    for message in ranks_of(2).run(one_state_in_two_models, named):
+        assert "CompressionState: this state belongs to another model: give each DDP" in message
+
+
 def test_uneven_inputs_under_join_end(ranks_of: RanksOf) -> None:
     assert all(ranks_of(2).run(uneven_inputs))
 

@@ -120,6 +120,7 @@ class CompressionState:
         self._saved_buckets: list[list[str]] = []
         self._accumulation = AccumulationWatch()
         self._underway = Underway()
+        self._has_model, self._is_its_pass = bool(self._names), False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressionState":
         """Return a state for a copy of the model, whose parameters it knows by the same names."""
@@ -186,6 +187,23 @@ class CompressionState:
             return []
         return [[s.name for s in bucket.layout.segments] for bucket in self.exchange.buckets]
 
+    def look(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+        """Raise ``ValueError`` at the end of a backward pass that knows no parameter of before.
+
+        DDP may be made anew for a model of which more trains by now, but two models take turns:
+        their steps would be counted together, and their residuals kept under each other's names.
+        """
+        self._is_its_pass |= any(p in self._names for p in bucket.parameters())
+        if not bucket.is_last():
+            return
+        is_its_pass, self._is_its_pass = self._is_its_pass, False
+        if self._has_model and not is_its_pass:
+            raise ValueError(
+                "CompressionState: this state belongs to another model: give each DDP model one of "
+                "its own"
+            )
+        self._has_model = True
+
     def parts(self, parameters: Sequence[torch.nn.Parameter]) -> list[list[int]]:
         """Return how a bucket is to be exchanged: the places of the parameters in each part.
 
@@ -247,7 +265,8 @@ def compression_hook(
         A future of the averaged bucket.
 
     Raises:
-        ValueError: under DDP's ``python_reducer``, which would ignore the result.
+        ValueError: under DDP's ``python_reducer``, which would ignore the result; for a state of
+            another model.
 
     At the end of the backward pass, on all ranks:
 
@@ -262,6 +281,7 @@ def compression_hook(
         >>> ddp_model.register_comm_hook(state, compression_hook)
     """
     require_bucket(bucket)
+    state.look(bucket)
     exchange, buffer = state.exchange, bucket.buffer()
     if bucket.index() == 0:
         state._underway.begin()
