@@ -221,12 +221,14 @@ def test_errors_of_fed_lamb_on_fashion_mnist() -> None:
 def test_rates_of_convergence() -> None:
     record = record_of("convergence")
     assert not any(row["at an edge"] for row in record["rows"])
-    assert rows_after("Mean squared gradients of T steps") == [
+    assert rows_after("Mean squared gradients of T rounds") == [
         [
             row["method"],
             str(row["clients"]),
+            str(row["local_steps"]),
             *(f"{mean:.4f}" for mean in row["means"]),
             f"{row['exponent']:+.2f}",
+            f"{max(max(seeds) for seeds in row['largest']):.2f}",
         ]
         for row in record["rows"]
     ]
