@@ -76,7 +76,7 @@ def quality(
     results.mkdir(parents=True, exist_ok=True)
     if jobs:
         _run(entries, dict(records), results / "records.jsonl", jobs, processes)
-    _write(results, tries, seeds)
+    _write(results, tries)
 
 
 def _parse(text: str) -> tuple[str, float]:
@@ -132,8 +132,8 @@ def _summary(record: Record) -> str:
     )
 
 
-def _write(results: Path, tries: int, seeds: int) -> None:
-    """Write the page and the picture of all records, whatever was asked for now.
+def _write(results: Path, tries: int) -> None:
+    """Write the page and the picture of all records and seeds, whatever was asked for now.
 
     From the records that are kept here comes what ``comm-hooks advise`` knows, too.
     """
@@ -143,9 +143,10 @@ def _write(results: Path, tries: int, seeds: int) -> None:
         {(w.setting, w.method) for w in records},
         key=lambda pair: (pair[0], order.index(pair[1]) if pair[1] in order else len(order)),
     )
-    entries = [Entry(s, m, METHODS.get(m, 4e-3), tries, range(seeds)) for s, m in pairs]
-    if not entries:
+    if not records:
         return
+    seeds = range(1 + max(wanted.seed for wanted in records))
+    entries = [Entry(s, m, METHODS.get(m, 4e-3), tries, seeds) for s, m in pairs]
     (results.parent / "quality.md").write_text(make_page(entries, records))
     write_picture(entries, records, results / "share-vs-bits.png")
     if results == RESULTS:

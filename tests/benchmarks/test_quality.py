@@ -220,6 +220,23 @@ def test_the_command_runs_what_is_missing(tiny: Setting, tmp_path: Path) -> None
     assert "local_adamw:fragments=8" in (tmp_path / "quality.md").read_text()
 
 
+def test_the_page_is_of_all_seeds_however_few_are_asked_for(tmp_path: Path) -> None:
+    setting, out = Setting("python", 2, 6, 2.0), tmp_path / "quality"
+    method = "local_adamw:fragments=8"
+    losses = {"all_reduce": (1.0, 1.0), "none": (2.0, 2.0), method: (1.1, 1.3)}
+    records = [
+        record(Wanted(setting, name, 4e-3, seed), loss)
+        for name, own in losses.items()
+        for seed, loss in enumerate(own)
+    ]
+    out.mkdir()
+    (out / "records.jsonl").write_text("".join(each.to_json() + "\n" for each in records))
+    few = ["--jobs", "0", "--seeds", "1", "--tries", "1", "--results", str(out)]
+    result = CliRunner().invoke(app, few)
+    assert result.exit_code == 0, result.output
+    assert "**80 ± 10 %**" in (tmp_path / "quality.md").read_text()
+
+
 def test_a_budget_that_a_setting_cannot_meet_costs_its_own_row_only(tmp_path: Path) -> None:
     setting = Setting("python", 2, 2, 1e-3)
     sizes = ["--tasks", "python", "--ranks", "2", "--batches", "2", "--tokens", "1e-3"]
