@@ -1,5 +1,6 @@
 """An ordinary optimizer, fed with noised gradients."""
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -75,6 +76,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self.mechanism = mechanism
         self._enter = enter
         self._claim = Claim(tickets)
+        self._has_discarded = False
         self._raw = _RawGradients(gradients.parameters)
         self._transform_is_due = True
         self.not_finite = 0
@@ -134,8 +136,18 @@ class DPOptimizer(Settled, WrappingOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and discard the batch that was passed to :meth:`backward`, if any.
 
-        It cannot be used again: draw the next one.
+        It cannot be used again: draw the next one.  Whether a batch is discarded must not depend on
+        what is in it, its loss for example: epsilon is of a rate at which batches are drawn, not of
+        the rate at which they are released.  The first time warns.
         """
+        if self._claim.has_begun and not self._has_discarded:
+            self._has_discarded = True
+            warnings.warn(
+                "zero_grad() discards a batch that backward() has seen: epsilon holds only if that "
+                "does not depend on its content. Take the step also where the batch is empty or "
+                "the loss is not finite: such samples are left out of it",
+                stacklevel=2,
+            )
         super().zero_grad(set_to_none)
         self._raw.forget()
         self.gradients.discard()

@@ -45,7 +45,7 @@ from comm_hooks.optim.private.noise.placement import (
     Place,
     require_known_variance,
 )
-from comm_hooks.requirements import require_choice, require_kind, require_within
+from comm_hooks.requirements import in_one_line, require_choice, require_kind, require_within
 
 
 class PrivacyEngine:
@@ -383,8 +383,18 @@ class PrivacyEngine:
         """Count what a checkpoint counts, too: where the ledger has less, the larger wins.
 
         Warns if they differ.  Call it on all ranks, before the first step.
+
+        Raises:
+            ValueError: for anything but what :meth:`state_dict` returned.
         """
-        self._opened().reconcile([GaussianEvent(**event) for event in state["events"]])
+        try:
+            events = [GaussianEvent(**event) for event in state["events"]]
+        except (KeyError, TypeError):
+            raise ValueError(
+                "PrivacyEngine: the state is not what its state_dict() returned, a mapping with "
+                f"'events': got {in_one_line(state)}"
+            ) from None
+        self._opened().reconcile(events)
         self._steps_left.clear()
 
     def _know_units(self, count: int) -> None:

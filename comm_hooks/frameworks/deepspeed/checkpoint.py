@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+
 from comm_hooks.exchange import Exchange
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
 
@@ -56,7 +58,17 @@ class _EngineState:
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._state.state_dict(), "global_steps": self._engine.global_steps}
+        return {
+            **self._state.state_dict(),
+            "global_steps": self._engine.global_steps,
+            "exchanged_by": self._exchanged_by,
+        }
+
+    @property
+    def _exchanged_by(self) -> str:
+        """What the residuals are of: gradients, or what an optimizer exchanges instead."""
+        owner = self.exchange.owner
+        return type(owner).__name__ if isinstance(owner, Optimizer) else "gradients"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._check([state])
@@ -74,6 +86,11 @@ class _EngineState:
                     f"step {self._engine.global_steps}: a save was interrupted, or files were "
                     f"mixed. Delete the checkpoint's folder {_FOLDER} to go on with residuals of "
                     "zero"
+                )
+            if state.get("exchanged_by") != self._exchanged_by:
+                raise ValueError(
+                    f"the residuals saved by {state.get('exchanged_by')} are not those of "
+                    f"{self._exchanged_by}: load the model alone, with load_module_only=True"
                 )
         if self.exchange.memory is None:
             return

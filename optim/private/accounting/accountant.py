@@ -15,7 +15,9 @@ class Accountant(ABC):
     """Bounds what a history of releases has cost.
 
     The guarantee is (epsilon, delta)-differential privacy for neighbours that differ by adding or
-    removing one sample (or client).  A subclass gives :meth:`_epsilon`.
+    removing one sample (or client).  Where it is of what single ranks send or save, the sample is
+    replaced by one without influence instead: samples are dealt to ranks by their places, which
+    those after a removed one would change.  A subclass gives :meth:`_epsilon`.
 
     Example::
 

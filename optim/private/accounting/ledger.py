@@ -23,7 +23,7 @@ from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.requirements import require_kind
 
 _FORMAT = 2
-_HEADER_START = b'{"ledger": '
+_HEADER_START = f'{{"ledger": {_FORMAT}, "run": '.encode()
 # What a line says of the steps after it.
 _KEYS = (
     "noise_multiplier",
@@ -101,6 +101,8 @@ class Ledger:
             if not os.fspath(path):
                 raise ValueError(f"Ledger: path must be the name of a file, got {path!r}")
         self._history: list[GaussianEvent] = []
+        # By this process, of each kind.
+        self._recorded: dict[GaussianEvent, int] = {}
         # What the steps at the end of the file are.
         self._kind: GaussianEvent | None = None
         self._seal = b""
@@ -134,6 +136,10 @@ class Ledger:
             PrivacyError: if the file is not as this ledger left it.  Nor release then.
             ValueError: if the ledger has been closed.
         """
+        self._record(event)
+        self._recorded[event.one] = self._recorded.get(event.one, 0) + event.steps
+
+    def _record(self, event: GaussianEvent) -> None:
         if self.path is not None:
             self._require_untouched()
             lines = b""
@@ -160,8 +166,10 @@ class Ledger:
         that the result costs at least as much as either history, at every delta.  What the ledger
         lacks is written to it.  Warns wherever the two disagree.
 
-        Call this after loading a checkpoint and before the first step: steps that were recorded in
-        a new ledger while the old one was missing are taken for some of the checkpoint's.
+        A checkpoint with more steps of a kind than the ledger was saved elsewhere: those that have
+        been recorded here since the ledger was opened are none of its own, and count besides.  With
+        fewer it is an older one of this run; one of another run is not told from that, so call this
+        before the first step.
 
         Args:
             checkpoint_events: the history that was saved.
@@ -170,14 +178,14 @@ class Ledger:
         ours = steps_of_each(self._history)
         where = f"the ledger {self.path}" if self.path is not None else "the ledger in memory"
         missing = [
-            replace(kind, steps=steps - ours.get(kind, 0))
+            replace(kind, steps=steps - ours.get(kind, 0) + self._recorded.get(kind, 0))
             for kind, steps in saved.items()
             if steps > ours.get(kind, 0)
         ]
         after = sum(max(0, steps - saved.get(kind, 0)) for kind, steps in ours.items())
         # Before the warnings, which may be errors.
         for event in missing:
-            self.record(event)
+            self._record(event)
         if missing:
             added = sum(event.steps for event in missing)
             warnings.warn(
@@ -231,7 +239,7 @@ class Ledger:
         *lines, torn = content.split(b"\n")
         if not lines:
             # A header that a crash tore: no step can have been taken.
-            if torn and not (torn + _HEADER_START[len(torn) :]).startswith(_HEADER_START):
+            if not _is_torn_header(torn):
                 raise ValueError(f"ledger {self.path}: the file exists and is not a ledger")
             os.ftruncate(self._fd, 0)
             self._append(self._sealed(*_object(header)))
@@ -247,7 +255,7 @@ class Ledger:
         if self._kind is None:
             warnings.warn(f"{message}, before the first step: nothing was released", stacklevel=3)
             return
-        self.record(replace(self._kind, steps=_most_steps_in(torn)))
+        self._record(replace(self._kind, steps=_most_steps_in(torn)))
         warnings.warn(f"{message}: it counts as released, which it was not", stacklevel=3)
 
     def _read_header(self, line: bytes) -> None:
@@ -328,6 +336,17 @@ class Ledger:
             # Half a line may have been written: it is made whole when the file is opened again.
             self.close()
             raise
+
+
+def _is_torn_header(content: bytes) -> bool:
+    """Return whether a line without an end is the beginning of a header, or all of it."""
+    if not (content + _HEADER_START[len(content) :]).startswith(_HEADER_START):
+        return False
+    try:
+        end = json.JSONDecoder().raw_decode(content.decode())[1]
+    except ValueError:
+        return True
+    return end == len(content.decode())  # else lines follow, whose ends somebody has removed
 
 
 def _object(content: Mapping[str, Any]) -> tuple[bytes, bytes]:

@@ -124,8 +124,9 @@ class PoissonLoader(DataLoader[Any]):
 
     Raises:
         ValueError: for a dataset without a length, or with fewer samples than ranks; for a rate
-            or number of steps out of range; for an option that would decide what a batch is; and
-            for batches in which something else than the rows of tensors stands for the samples.
+            or number of steps out of range; for an option that would decide what a batch is; for
+            batches in which something else than the rows of tensors stands for the samples; and
+            for a ``collate_fn`` that makes other than one row of each, or mixes them.
 
     Example::
 
@@ -172,10 +173,13 @@ class PoissonLoader(DataLoader[Any]):
             require_kind(self, "secret", secret, Secret)
         shard = _Shard(dataset, rank, world_size)
         collate = collate_fn or torch.utils.data.default_collate
+        first = shard[0]
+        nothing = _without_rows(collate([first]))
+        _require_apart(collate, first, shard[len(shard) // 2])
         super().__init__(
             shard,
             batch_sampler=PoissonSampler(len(shard), sample_rate, steps, secret=secret, rank=rank),
-            collate_fn=_CollateAlsoNothing(collate, _without_rows(collate([shard[0]]))),
+            collate_fn=_CollateAlsoNothing(collate, nothing),
             **options,
         )
         self.tickets = Tickets()
@@ -294,8 +298,37 @@ class _CollateAlsoNothing:
         self._nothing = nothing
 
     def __call__(self, samples: list[Any]) -> Any:
-        # Copied, because a user may write to a batch.
-        return self._collate(samples) if samples else pytree.tree_map(torch.clone, self._nothing)
+        if not samples:  # Copied, because a user may write to a batch.
+            return pytree.tree_map(torch.clone, self._nothing)
+        count, batch = len(samples), self._collate(samples)
+        for leaf in pytree.tree_leaves(batch):
+            if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or len(leaf) != count):
+                raise ValueError(
+                    f"collate_fn made a tensor of shape {tuple(leaf.shape)} of {count} samples: "
+                    "each must be one row, since rows are clipped"
+                )
+        return batch
+
+
+def _require_apart(collate: Collate, first: Any, second: Any) -> None:
+    """Raise ``ValueError`` if a sample's row depends on what else is in the batch.
+
+    Not noticed: what draws anew in every call, and samples that are padded to each other's size.
+    """
+    batches = [[first], [first, second], [first, second]]
+    try:
+        rows = [[leaf[0] for leaf in pytree.tree_leaves(collate(batch))] for batch in batches]
+    except Exception:  # of samples that do not fit: then it is for the batch to say so
+        return
+    alone, together, again = rows
+    for one, with_other, repeated in zip(alone, together, again, strict=True):
+        comparable = one.shape == with_other.shape and torch.equal(with_other, repeated)
+        if comparable and not torch.equal(one, with_other):
+            raise ValueError(
+                "collate_fn mixes samples: a sample's row is another one where the batch has a "
+                "second sample, so that clipping would bound nobody's influence. Do in the dataset "
+                "what is done to single samples"
+            )
 
 
 def _without_rows(batch_of_one: Any) -> Any:

@@ -4,8 +4,6 @@ import hashlib
 import os
 import random
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.errors import ConfigMismatchError
 from comm_hooks.exchange.agreement import differences
+from comm_hooks.optim.private.random_states import random_states_kept
 
 # Public, and enough to tell data sets apart that were shuffled or split differently: where they
 # differ in a part p of their places, that goes unnoticed with probability (1 - p)^64.
@@ -52,7 +51,7 @@ def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
         )
     key = hashlib.blake2b("".join(part for _, part in said).encode()).digest()
     places = random.Random(key).sample(range(length), min(length, SAMPLES))
-    with _random_states_kept():
+    with random_states_kept():
         own = [_digests(dataset, place, key) for place in places]
     of_ranks = transport.perform(AllGatherObject(own))
     compared = 0
@@ -102,15 +101,3 @@ def _digest(leaf: Any, key: bytes) -> str | None:
     else:
         return None
     return hashlib.blake2b(what.encode() + b"\0" + content, key=key, digest_size=8).hexdigest()
-
-
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    """Let what is drawn meanwhile, by data sets that augment, have no effect afterwards."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])

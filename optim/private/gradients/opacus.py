@@ -38,6 +38,9 @@ warnings.filterwarnings("ignore", message="Full backward hook is firing when gra
 # gradient, up to a difference that rounding does not make.
 _COMPARED = 8
 
+_ROUNDINGS = 4
+"""Times the precision of 16 bits, what is kept free below C: the second pass rounds again."""
+
 
 class HookedGradients(BatchClipper):
     """What both ways of Opacus have in common: a loss of each sample, and hooks around it.
@@ -291,12 +294,19 @@ class OpacusGhostGradients(HookedGradients):
                 self._add_batch(rest, len(kept))
             return found.losses
 
+    @property
+    def _bound(self) -> float:
+        """What norms are clipped to, so that they are at most C after the second pass."""
+        eps = max(torch.finfo(p.dtype).eps for p in self.parameters)
+        return self.max_grad_norm * (1 - _ROUNDINGS * eps * (eps > 1e-4))
+
     def _add_losses(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
         finite = norms.isfinite() & losses.detach().isfinite()
         if not bool(finite.all()):
             raise _NotFinite(finite, losses.detach())
-        factors = clip_factors(norms, self.max_grad_norm)
-        gradients = torch.autograd.grad((factors.to(losses) * losses).sum(), self.parameters)
+        factors = clip_factors(norms, self._bound)
+        weights = _rounded_down(factors, losses.dtype)
+        gradients = torch.autograd.grad((weights * losses).sum(), self.parameters)
         if not all(bool(gradient.isfinite().all()) for gradient in gradients):
             raise RuntimeError(
                 "the derivatives of a sample are not finite, though its norm is, and ghost "
@@ -374,3 +384,11 @@ def _attached(model: nn.Module) -> "set[GradSampleHooks]":
     hooks = (hook for layer in model.modules() for hook in layer._forward_hooks.values())
     owners = (getattr(hook, "__self__", None) for hook in hooks)
     return {owner for owner in owners if isinstance(owner, GradSampleHooks)}
+
+
+def _rounded_down(factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers of at least 0 in another dtype, in which none of them is larger."""
+    rounded = factors.to(dtype)
+    info = torch.finfo(dtype)
+    step = (rounded.abs() * info.eps).clamp(min=info.smallest_normal * info.eps)
+    return torch.where(rounded.double() > factors.double(), (rounded - step).clamp(min=0), rounded)

@@ -1,5 +1,6 @@
 """Per-sample gradients by torch.func, with nothing but PyTorch."""
 
+import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from comm_hooks.frameworks.ddp.model import is_replicated
 from comm_hooks.optim.private.gradients.clipping import BatchClipper, LossFunction
+from comm_hooks.optim.private.random_states import random_states_kept
 from comm_hooks.requirements import require_flag, require_kind
 
 
@@ -91,6 +93,7 @@ class PerSampleGradients(BatchClipper):
         self._loss = loss
         self._names = list(named)
         self._checked = False
+        self._carry: _Carry | None = None
         per_sample = vmap(
             grad_and_value(self._sample_loss), (None, None, 0), randomness="different"
         )
@@ -98,9 +101,14 @@ class PerSampleGradients(BatchClipper):
         self._fill = compile
 
     def _add_batch(self, batch: Any, size: int) -> torch.Tensor:
+        first = pytree.tree_map(lambda tensor: tensor[:1], batch)
         if not self._checked:
-            self._check(pytree.tree_map(lambda tensor: tensor[:1], batch))
+            last = pytree.tree_map(lambda tensor: tensor[size - 1 : size], batch)
+            self._carry = _Carry(self._loss, last)
+            self._check(first)
             self._checked = True
+        elif self._carry and self._carry.check(first):
+            self._carry = None
         values = {n: p.detach() for n, p in zip(self._names, self.parameters, strict=True)}
         with self._attention():
             gradients, losses = self._differentiate(
@@ -154,6 +162,50 @@ class PerSampleGradients(BatchClipper):
         if loss.requires_grad:
             used = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         require_used(self._names, used, "model.")
+
+
+class _Carry:
+    """Looks for what a module keeps of a sample in an ordinary attribute, not in a buffer.
+
+    Args:
+        loss: of a sample, whose module has not been called under ``vmap`` yet.
+        sample: one, as a batch.
+    """
+
+    def __init__(self, loss: nn.Module, sample: Any) -> None:
+        self._sample = pytree.tree_map(torch.clone, sample)
+        self._losses: tuple[nn.Module, nn.Module] | None
+        try:
+            self._losses = copy.deepcopy(loss), copy.deepcopy(loss)
+        except Exception:  # of whatever cannot be copied, which then cannot be tried
+            self._losses = None
+
+    def check(self, sample: Any) -> bool:
+        """Raise ``ValueError`` if this sample's loss is another after itself than after the first.
+
+        Returns:
+            Whether that has been settled; not with the same sample again.
+        """
+        if self._losses is None:
+            return True
+        pairs = zip(pytree.tree_leaves(sample), pytree.tree_leaves(self._sample), strict=True)
+        if all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
+            return False
+        found = []
+        for loss, before in zip(self._losses, (self._sample, sample), strict=True):
+            leaf = pytree.tree_leaves(sample)[0]
+            with torch.no_grad(), random_states_kept(leaf.device):
+                torch.manual_seed(0)
+                loss(before)
+                torch.manual_seed(0)
+                found.append(loss(sample).double())
+        if not torch.allclose(found[0], found[1], rtol=1e-5, atol=0, equal_nan=True):
+            raise ValueError(
+                "the forward pass keeps something of a sample that changes the loss of the next, "
+                "and no norm bounds what that may do. Look for tensors in ordinary attributes of "
+                "modules, which are written in one pass and read in another"
+            )
+        return True
 
 
 class _Loss(nn.Module):

@@ -143,6 +143,18 @@ def test_another_optimizer(ranks_of: RanksOf, tmp_path: Path) -> None:
     assert "saved by OneBitAdam" in refused(ranks_of(2), "LocalVarianceAdam", tmp_path)
 
 
+def load_where_gradients_are_exchanged(folder: str) -> None:
+    config = settings("CommHooksAdamW", {"lr": 1e-3})
+    config["comm_hooks"] = {"compressor": "quantize", "bits": 4, "memory": "error_feedback"}
+    new_engine(config).load_checkpoint(folder)
+
+
+def test_residuals_of_momenta_are_none_of_gradients(ranks_of: RanksOf, tmp_path: Path) -> None:
+    ranks_of(2).run(save, "OneBitAdam", str(tmp_path), 6)
+    for outcome in ranks_of(2).outcomes(load_where_gradients_are_exchanged, str(tmp_path)):
+        assert "the residuals saved by OneBitAdam are not those of gradients" in str(outcome.error)
+
+
 def test_files_of_different_checkpoints(ranks_of: RanksOf, tmp_path: Path) -> None:
     """Another run's model, of the same step, beside the files of this run."""
     ranks_of(2).run(save, "OneBitAdam", str(tmp_path / "here"), 6)

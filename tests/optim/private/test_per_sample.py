@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks.optim.private.gradients.clipping import ClippedSum, PublicTransform, sample_norms
-from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
+from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients, _Carry
 from tests.optim.private.clipped_sums import (
     MODELS,
     Batch,
@@ -276,6 +276,47 @@ def test_buffers_learn_nothing_of_the_samples() -> None:
     taken(model, draw(4))
     assert model.mean.item() == 0
     assert model.calls == 2
+
+
+class KeepsTensor(nn.Module):
+    """Keeps something in an ordinary attribute: of all it has seen, or what depends on nothing."""
+
+    def __init__(self, carries: bool) -> None:
+        super().__init__()
+        self.linear, self.carries = nn.Linear(4, 4), carries
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = torch.ones(4)
+        hidden = self.linear(inputs)
+        if self.carries:
+            self.kept = 0.5 * self.kept + 0.5 * hidden.detach().mean(0)
+        return hidden * self.kept
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_a_module_keeps_in_an_attribute_is_noticed_in_the_second_batch(rows: int) -> None:
+    for carries in (True, False):
+        gradients = PerSampleGradients(
+            KeepsTensor(carries), lambda model, batch: model(batch).square().sum(1), 1.0
+        )
+        first, second = torch.randn(2, rows, 4)
+        gradients.backward(first)
+        gradients.backward(first[-1:])  # the same sample again tells nothing
+        if carries:
+            with pytest.raises(ValueError, match="keeps something of a sample that changes the lo"):
+                gradients.backward(second)
+        else:
+            gradients.backward(second)
+
+
+def test_looking_for_what_is_kept_draws_nothing() -> None:
+    loss = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    carry = _Carry(loss, torch.ones(1, 4))
+    before = torch.get_rng_state()
+    assert carry.check(torch.zeros(1, 4))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_dropout_draws_for_each_sample() -> None:

@@ -31,6 +31,39 @@ from tests.ranks import Ranks
 KNOWN = bytes(range(32))
 
 
+def mixed(samples: list[torch.Tensor]) -> torch.Tensor:
+    batch = torch.stack(samples)
+    return 0.5 * batch + 0.5 * batch.roll(1, 0)
+
+
+def centred(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    batch = torch.stack(samples)
+    return {"x": batch - batch.mean(0), "y": batch}
+
+
+def padded(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+@pytest.mark.parametrize("collate", [mixed, centred])
+def test_samples_that_a_batch_mixes_are_refused(collate: Any) -> None:
+    with pytest.raises(ValueError, match="collate_fn mixes samples: a sample's row is another"):
+        PoissonLoader(list(torch.randn(9, 3)), 0.5, 5, collate_fn=collate)  # type: ignore[arg-type]
+
+
+def test_samples_of_other_lengths_may_be_padded() -> None:
+    samples: Any = [torch.randn(1 + length, 3) for length in range(9)]
+    for batch in PoissonLoader(samples, 0.9, 5, collate_fn=padded):
+        assert batch.dim() == 3
+
+
+def test_every_sample_must_be_one_row() -> None:
+    documents: Any = [torch.zeros(rows, 4) for rows in (1, 1, 50, 1)]
+    loader = PoissonLoader(documents, 1.0, 1, collate_fn=torch.cat)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a tensor of shape \(53, 4\) of 4 samples: each must be"):
+        next(iter(loader))
+
+
 def frequencies(num_samples: int, rate: float, steps: int) -> np.ndarray:
     """Return which indices were drawn: (steps, num_samples)."""
     drawn = np.zeros((steps, num_samples), bool)
