@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, overload
+from typing import Any, ClassVar, NoReturn, overload
 
 import torch
 
@@ -16,6 +16,9 @@ States = Sequence[dict[str, Any]]
 
 class SteppingOptimizer(torch.optim.Optimizer):
     """An optimizer that implements :meth:`_take_step` in place of :meth:`step`."""
+
+    _compiles: ClassVar[bool] = True
+    """Whether a step may be part of a graph of ``torch.compile``."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -36,7 +39,9 @@ class SteppingOptimizer(torch.optim.Optimizer):
                 from different models.
             PayloadError: if ranks have drifted apart since.
         """
-        if torch.compiler.is_compiling():  # in a graph there is no place for what is drawn and sent
+        if (
+            not self._compiles and torch.compiler.is_compiling()
+        ):  # in a graph there is no place for what is drawn and sent
             return torch.compiler.disable(self._step_with)(closure)
         return self._step_with(closure)
 

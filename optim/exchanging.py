@@ -76,6 +76,8 @@ class ExchangingOptimizer(ExactStateOptimizer):
     # while the others wait for them, and passes grad_scale.
     _step_supports_amp_scaling = True
 
+    _compiles = False
+
     _overwrites_gradients: ClassVar[bool] = True
     """Whether :meth:`_step` uses what it is given as a workspace, and so needs copies."""
 

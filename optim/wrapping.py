@@ -24,6 +24,8 @@ class WrappingOptimizer(SteppingOptimizer):
     Not supported: parameters added later; copies.
     """
 
+    _compiles = False
+
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
         # Not Optimizer.__init__, which makes groups and a state.  All else an optimizer gets, too,
