@@ -39,9 +39,8 @@ class SteppingOptimizer(torch.optim.Optimizer):
                 from different models.
             PayloadError: if ranks have drifted apart since.
         """
-        if (
-            not self._compiles and torch.compiler.is_compiling()
-        ):  # in a graph there is no place for what is drawn and sent
+        # In a graph there is no place for what is drawn and sent.
+        if not self._compiles and torch.compiler.is_compiling():
             return torch.compiler.disable(self._step_with)(closure)
         return self._step_with(closure)
 

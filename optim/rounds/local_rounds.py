@@ -1,7 +1,7 @@
 """Rounds of local work: several steps on each rank, then one exchange of how far each has come."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -242,11 +242,11 @@ class LocalRounds(SavedRounds):
         if grad_scale is not None:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             torch._foreach_div_(gradients, grad_scale)
-        goes_on = found_inf is None or not found_inf
-        if goes_on:
+        is_skipped = found_inf is not None and bool(found_inf)
+        if not is_skipped:
             self.inner.step()
         if self.shared_decay:
-            self._decay(lambda parameter: goes_on and parameter.grad is not None)
+            self._decay(is_skipped)
         progress.steps += 1
         ranks = transport.world_size
         progress.bytes_uncompressed += 2 * (ranks - 1) * self._nbytes // ranks
@@ -367,7 +367,7 @@ class LocalRounds(SavedRounds):
         collection.add(ranks, contribution, self.exchange.memory)
         self._conclude(fragment, collection.finish())
 
-    def _decay(self, has_stepped: Callable[[torch.Tensor], bool]) -> None:
+    def _decay(self, is_skipped: bool) -> None:
         """Note the decay of a local step; take it where the inner optimizer has not stepped.
 
         Ranks take it at x alike, and cannot know which of the others had no gradient.
@@ -377,7 +377,7 @@ class LocalRounds(SavedRounds):
         left = [
             place
             for place, parameter in enumerate(self._parameters)
-            if trains(parameter) and not has_stepped(parameter)
+            if (is_skipped or parameter.grad is None) and trains(parameter)
         ]
         if left:
             parameters = [self._parameters[place].detach() for place in left]

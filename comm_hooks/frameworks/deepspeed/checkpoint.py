@@ -68,7 +68,7 @@ class _EngineState:
     def _exchanged_by(self) -> str:
         """What the residuals are of: gradients, or what an optimizer exchanges instead."""
         owner = self.exchange.owner
-        return type(owner).__name__ if isinstance(owner, Optimizer) else "gradients"
+        return type(owner).__name__ if isinstance(owner, Optimizer) else "the exchange of gradients"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._check([state])
