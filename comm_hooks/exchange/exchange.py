@@ -23,6 +23,7 @@ from comm_hooks.exchange.bucket import Bucket, Buckets
 from comm_hooks.exchange.layout import Layout, Segment
 from comm_hooks.exchange.message import Terms
 from comm_hooks.exchange.resuming import (
+    Provenance,
     Remembered,
     check_complete,
     check_memory,
@@ -70,6 +71,10 @@ class Exchange:
             ``process_group``.
         process_group: the group to average over; the default group if None.
         options: more of :class:`ExchangeSettings`, by name.
+
+    Attributes:
+        provenance: who says what the state is made of, and judges states that are to be loaded;
+            private training does.
 
     Memory: a float32 workspace of 4 bytes per element, beside what ``memory`` keeps.
 
@@ -122,6 +127,7 @@ class Exchange:
         self.remembered = Remembered(own_memory)
         self.step = 0
         self.agreement = Agreement()
+        self.provenance: Provenance | None = None
         self._transport = transport
         self._process_group = process_group
         self._bytes = self._bytes_between_nodes = self._bytes_uncompressed = 0
@@ -552,6 +558,8 @@ class Exchange:
         }
         if self.settings.collective == "hierarchical":
             state["ranks_per_node"] = self.ranks_per_node
+        if self.provenance:
+            state["provenance"] = dict(self.provenance.saved())
         return seal_own({**state, **self.remembered.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -560,17 +568,20 @@ class Exchange:
         Raises:
             ValueError: if the state is damaged, another rank's, of another number of ranks, of
                 another kind of memory, of parameters that the owner of the exchange does not have,
-                or of shards that this exchange may not have; nothing is changed.
+                of shards that this exchange may not have, or of training that was not private, if
+                this is; nothing is changed.
         """
         check_whole(state)
         check_own(state, self.transport.rank, self.transport.world_size, self.ranks_per_node)
         check_memory(state, self.memory, self._known_names())
+        self._check_provenance(state)
         if not self._passes_on(state):
             raise ValueError(
                 "the state has what owners of shards had not passed on, and was saved with "
                 f"collective={state['collective']!r}: with {self.settings.collective!r} there may "
                 "be no such owners, so load the states of all ranks with load_state_dicts()"
             )
+        self._adopt_provenance(state)
         self.remembered.load_state_dict(state)
         self.step = self.agreement.loaded_at = state["step"]
 
@@ -597,10 +608,21 @@ class Exchange:
             return
         for state in states:
             check_memory(state, self.memory, self._known_names())
+            self._check_provenance(state)
         over_nodes = self.settings.collective == "hierarchical"
         count = self._require_ranks_per_node() if over_nodes else None
+        for state in states:
+            self._adopt_provenance(state)
         self.remembered.load_merged(states, rank % (count or 1), count)
         self.step = self.agreement.loaded_at = states[0]["step"]
+
+    def _check_provenance(self, state: Mapping[str, Any]) -> None:
+        if self.provenance:
+            self.provenance.check(state.get("provenance"))
+
+    def _adopt_provenance(self, state: Mapping[str, Any]) -> None:
+        if self.provenance:
+            self.provenance.adopt(state["provenance"])
 
     def _known_names(self) -> Collection[str] | None:
         return self.owner.names() if self.owner else None

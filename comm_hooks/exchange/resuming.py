@@ -5,7 +5,7 @@ A rank loads its own state, or those of all ranks of a run that had another numb
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +13,19 @@ from comm_hooks.exchange.sealing import SEAL, require_seal, sealed
 from comm_hooks.memory.base import Memory, Remainder
 
 State = Mapping[str, Any]
+
+
+class Provenance(Protocol):
+    """Says what an exchange's state is made of, where not every state may be loaded."""
+
+    def saved(self) -> Mapping[str, Any]:
+        """Return that, as plain values, to be saved with the state."""
+
+    def check(self, found: object) -> None:
+        """Raise ``ValueError`` unless a state that says this, or nothing (None), may be loaded."""
+
+    def adopt(self, found: object) -> None:
+        """Note that a state that says this is being loaded."""
 
 
 def _is_count(value: object) -> bool:
@@ -23,8 +36,8 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _are_rows(value: object) -> bool:
-    return isinstance(value, Mapping)  # of which memories see the rest
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)  # of which memories, or who answers for it, see the rest
 
 
 def _are_numels(value: object) -> bool:
@@ -48,10 +61,11 @@ _SCHEMA: dict[str, tuple[Callable[[object], bool], str]] = {
     "collective": (_is_name, "a name"),
     "ranks_per_node": (lambda value: _is_count(value) and bool(value), "a number of ranks"),
     "memory_type": (_is_name, "a name"),
-    "memory": (_are_rows, "a dictionary of vectors"),
-    "server_memory": (_are_rows, "a dictionary of vectors"),
+    "memory": (_is_mapping, "a dictionary of vectors"),
+    "server_memory": (_is_mapping, "a dictionary of vectors"),
     "numels": (_are_numels, "a dictionary of numbers of elements"),
     "buckets": (_are_buckets, "lists of names"),
+    "provenance": (_is_mapping, "a dictionary"),
 }
 _ALWAYS = ("step", "rank", "world_size", "collective")
 _WITH_MEMORY = ("memory_type", "memory", "server_memory", "numels")

@@ -1,6 +1,7 @@
 """An ordinary optimizer, fed with noised gradients."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from comm_hooks.exchange.agreement import hyperparameters_of
 from comm_hooks.optim.base import names_of, parameters_of
+from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.data.tickets import Claim, Tickets
 from comm_hooks.optim.private.errors import PrivacyError, Settled, resettle
 from comm_hooks.optim.private.gradients.clipping import ClippedGradients, PublicTransform
@@ -17,6 +19,11 @@ from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
 from comm_hooks.optim.private.optimizers.descent import NoisedOptimizer
 from comm_hooks.optim.wrapping import WrappingOptimizer
 from comm_hooks.requirements import require_callable, require_kind
+
+_RELEASES = "releases"
+
+# What was released into the state of each optimizer that is, or was, inside a private one.
+_releases_into: weakref.WeakKeyDictionary[Optimizer, Releases] = weakref.WeakKeyDictionary()
 
 # The optimizer inside the private one that takes a step at this moment.
 _stepping: ContextVar[Optimizer | None] = ContextVar("stepping", default=None)
@@ -46,15 +53,17 @@ class DPOptimizer(Settled, WrappingOptimizer):
     Attributes:
         not_finite: how many samples of this rank were left out so far, because their gradients were
             not finite.  Private, like the loss.
+        releases: those that are in the inner optimizer's state.
 
     Raises:
         PrivacyError: in a step that would exceed the budget, or has no drawn batch, or not all of
-            it, and after ``loss.backward()``, whose gradients are discarded.
+            it, and after ``loss.backward()``, whose gradients are discarded; for an inner optimizer
+            that has taken steps of its own, and for a state that none of these has saved.
 
     Not supported: closures; ``GradScaler`` (use bfloat16 autocast); sparse gradients.
     """
 
-    settled = frozenset({"gradients", "mechanism"})
+    settled = frozenset({"gradients", "mechanism", "releases"})
 
     def __init__(
         self,
@@ -71,9 +80,11 @@ class DPOptimizer(Settled, WrappingOptimizer):
         require_callable(self, "enter", enter)
         if tickets is not None:
             require_kind(self, "tickets", tickets, Tickets)
+        _require_no_own_state(inner)
         super().__init__(inner)
         self.gradients = gradients
         self.mechanism = mechanism
+        self.releases = _releases_into.setdefault(inner, Releases())
         self._enter = enter
         self._claim = Claim(tickets)
         self._has_discarded = False
@@ -168,6 +179,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self._transform_is_due = True
         self.not_finite += clipped.not_finite
         self._enter()
+        self.releases.add(self.mechanism.place, self.mechanism.noise_multiplier)
         released = self.mechanism.release(dict(zip(self._names, clipped.tensors, strict=True)))
         for parameter, name in zip(self.gradients.parameters, self._names, strict=True):
             parameter.grad = released.tensors[name].to(parameter.dtype)
@@ -195,6 +207,15 @@ class DPOptimizer(Settled, WrappingOptimizer):
             )
         self.mechanism.change(**settings)
         resettle(self.gradients, "max_grad_norm", self.mechanism.max_grad_norm)
+
+    def _state_to_save(self) -> dict[str, Any]:
+        return {**super()._state_to_save(), _RELEASES: self.releases.saved()}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        found = state.pop(_RELEASES, None)
+        self.releases.check(found)
+        super()._restore(state)
+        self.releases.adopt(found)
 
     def release_state_dict(self) -> dict[str, Any]:
         """Return what may be published with the model: what the guarantee covers.
@@ -256,6 +277,18 @@ class _RawGradients:
                 "optimizer.backward(batch) instead, which calls the loss function. They are "
                 "discarded"
             )
+
+
+def _require_no_own_state(optimizer: Optimizer) -> None:
+    """Raise ``PrivacyError`` if an optimizer remembers steps that were not private."""
+    # Some optimizers (Adagrad) have a state before their first step.
+    steps = (state.get("step", 1) for state in optimizer.state.values() if state)
+    if optimizer not in _releases_into and any(steps):
+        raise PrivacyError(
+            f"this {type(optimizer).__name__} has taken steps: its moments, perhaps of gradients "
+            "without noise, would be released. Make a new one; moments of public data alone are "
+            "loaded into optimizer.inner after make_private()"
+        )
 
 
 def _refuse_other_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -28,6 +28,7 @@ from comm_hooks.optim.private.accounting import (
 from comm_hooks.optim.private.accounting.accountant import require_delta
 from comm_hooks.optim.private.accounting.events import seen_by
 from comm_hooks.optim.private.accounting.ledger import Ledger
+from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.client_level import PrivateParticipation
 from comm_hooks.optim.private.data.poisson import private_loader
 from comm_hooks.optim.private.data.same_data import compare_datasets
@@ -158,7 +159,7 @@ class PrivacyEngine:
 
         Raises:
             PrivacyError: for what would not be private: a model that mixes samples, a comm hook, a
-                compressor that does not go with the placement.
+                compressor that does not go with the placement, an optimizer that has taken steps.
             ValueError: for settings that cannot work.
             ConfigMismatchError: on all ranks, if their data sets differ, as far as the lengths and
                 some samples tell.
@@ -203,7 +204,7 @@ class PrivacyEngine:
             optimizer,
             gradients,
             mechanism,
-            self._entry(event_of_step),
+            self._entry(event_of_step, lambda: [mechanism.releases, private.releases]),
             tickets=loader.tickets,
         )
         exchange.owner = private
@@ -436,10 +437,21 @@ class PrivacyEngine:
                 self._ledger.record(GaussianEvent(**event))
         self._steps_left.clear()
 
-    def _entry(self, event_of_step: Callable[[], GaussianEvent]) -> Callable[[], None]:
-        """Return what enters one such release, and raises instead if the budget is spent."""
+    def _entry(
+        self,
+        event_of_step: Callable[[], GaussianEvent],
+        continued: Callable[[], Iterable[Releases]] = tuple,
+    ) -> Callable[[], None]:
+        """Return what enters one such release, and raises instead if the budget is spent.
+
+        Args:
+            event_of_step: returns what is entered.
+            continued: returns what the release will be added to: that has to be in the ledger.
+        """
 
         def enter() -> None:
+            for releases in continued():
+                releases.require_counted(self._history)
             event = event_of_step()
             if self._budget is not None:
                 if event not in self._steps_left:

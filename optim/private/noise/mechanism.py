@@ -12,6 +12,7 @@ from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.safeguard import Safeguard
 from comm_hooks.optim.observed import observed
+from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.errors import PrivacyError, Settled, resettle
 from comm_hooks.optim.private.noise.discrete import (
     Grid,
@@ -96,6 +97,7 @@ class GaussianMechanism(Settled, Unrepeatable):
 
     Attributes:
         settings: the numbers and words above, as one record that every release reads.
+        releases: those that are in what the exchange remembers.
 
     Raises:
         PrivacyError: for a combination that would not be private, and for an exchange that
@@ -122,6 +124,7 @@ class GaussianMechanism(Settled, Unrepeatable):
             "exchange",
             "settings",
             "verdict",
+            "releases",
             *(setting.name for setting in fields(MechanismSettings)),
         )
     )
@@ -162,6 +165,7 @@ class GaussianMechanism(Settled, Unrepeatable):
         self._secret = Secret() if secret is None else secret
         self._shared_secret: Secret | None = None
         self._step = 0
+        self.releases = exchange.provenance = Releases(only=place)
         self._parts = _parts_of(exchange)
         agreed = asdict(self.settings)
         exchange.agree_on({"placement": agreed.pop("place"), **agreed})
@@ -213,6 +217,7 @@ class GaussianMechanism(Settled, Unrepeatable):
             verdict = judge(self.scheme(exchange.norm_bound(bucket.layout)))
         # Now, not at the end: a step that fails half way and is tried again has released something.
         self._step += 1
+        self.releases.add(self.place, self.noise_multiplier)
         sensitivity = verdict.std * self.max_grad_norm
         elements = sum(tensor.numel() for tensor in tensors)
         std = self._std(sensitivity, elements)
@@ -273,6 +278,7 @@ def _parts_of(exchange: Exchange) -> dict[str, Any]:
         "memory": exchange.memory,
         "the memory's settings": repr(exchange.memory),
         "transport": exchange.transport,
+        "provenance": exchange.provenance,
     }
 
 

@@ -20,6 +20,9 @@ from comm_hooks.requirements import require_choice, require_positive
 _RESIDUALS: dict[int, Compressor] = {4: Quantize(bits=4, stochastic=True), 32: Identity()}
 """How what was left out is kept, by ``residual_bits``."""
 
+_LAYOUT = ("density", "window", "value_bits", "residual_bits", "block_size", "min_numel")
+"""The settings without which a state cannot be read."""
+
 
 class DPMicroAdam(MomentsOptimizer):
     r"""Adam on the largest elements of the noised gradient, in less than one byte per parameter.
@@ -150,8 +153,7 @@ class DPMicroAdam(MomentsOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict()`` returned; see :class:`NoisedOptimizer`."""
         for group in state_dict["param_groups"]:
-            missing = [key for key in self.defaults if key not in group]
-            if missing:
+            if missing := [key for key in _LAYOUT if key not in group]:
                 raise ValueError(
                     f"DPMicroAdam: the state has no {', '.join(missing)}: it was saved by another "
                     "optimizer"

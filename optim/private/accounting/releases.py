@@ -1,0 +1,120 @@
+"""How many releases are behind what private training saves, and whether the ledger has them all."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from comm_hooks.optim.private.accounting.events import GaussianEvent
+from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.requirements import in_one_line
+
+# Where the noise was added, and its multiplier.
+_Kind = tuple[str, float]
+
+
+class Releases:
+    """The releases that a state is made of: residuals of an exchange, moments of an optimizer.
+
+    They are saved with it.  A state without them was not saved by private training, and may hold
+    gradients without noise; one with more than a ledger has would make epsilon too small.
+
+    Args:
+        only: the one placement of the noise that a state may have been saved with; None: any.
+
+    Attributes:
+        steps: their number by placement and noise multiplier.
+
+    Example::
+
+        >>> from comm_hooks.optim.private.accounting.releases import Releases
+        >>> releases = Releases(only="local")
+        >>> releases.add("local", 1.1)
+        >>> releases.saved()
+        {'steps': [['local', 1.1, 1]]}
+        >>> releases.check(None)
+        Traceback (most recent call last):
+        ...
+        comm_hooks.optim.private.errors.PrivacyError: the state was not saved by private training...
+    """
+
+    def __init__(self, only: str | None = None) -> None:
+        self.steps: dict[_Kind, int] = {}
+        self._only = only
+        self._must_be_counted = False
+
+    def add(self, placement: str, noise_multiplier: float) -> None:
+        """Note one release."""
+        kind = placement, float(noise_multiplier)
+        self.steps[kind] = self.steps.get(kind, 0) + 1
+
+    def saved(self) -> dict[str, Any]:
+        """Return what is saved of them, as plain values."""
+        return {"steps": [[*kind, steps] for kind, steps in self.steps.items()]}
+
+    def check(self, found: object) -> None:
+        """Raise unless a state that says this may be loaded.
+
+        Args:
+            found: what :meth:`saved` returned; None if the state says nothing.
+
+        Raises:
+            PrivacyError: if it is not one of private training, or of noise added elsewhere.
+            ValueError: if :meth:`saved` cannot have returned it.
+        """
+        if found is None:
+            raise PrivacyError(
+                "the state was not saved by private training: it may hold gradients without noise, "
+                "which the next steps would release. Load what was saved after make_private(); "
+                "moments of public data alone go into optimizer.inner"
+            )
+        others = {placement for placement, _ in _steps_in(found)} - {self._only}
+        if others and self._only is not None:
+            raise PrivacyError(
+                f"the state was saved with placement {sorted(others)[0]!r} and this is "
+                f"{self._only!r}: what ranks remember has another amount of noise. Begin with a "
+                "new exchange, or keep the placement"
+            )
+
+    def adopt(self, found: object) -> None:
+        """Note that a state was loaded that :meth:`check` has let pass."""
+        for kind, steps in _steps_in(found).items():
+            self.steps[kind] = max(steps, self.steps.get(kind, 0))
+        self._must_be_counted = True
+
+    def require_counted(self, history: Callable[[], Iterable[GaussianEvent]]) -> None:
+        """Raise ``PrivacyError`` if a state was loaded and a ledger lacks some of its releases.
+
+        Args:
+            history: returns what the ledger has.
+        """
+        if not self._must_be_counted:
+            return
+        counted: dict[_Kind, int] = {}
+        for event in history():
+            kind = event.placement or "", event.noise_multiplier
+            counted[kind] = counted.get(kind, 0) + event.steps
+        for kind, steps in self.steps.items():
+            if steps > counted.get(kind, 0):
+                placement, noise_multiplier = kind
+                raise PrivacyError(
+                    f"a state was loaded that {steps} releases with noise_multiplier "
+                    f"{noise_multiplier:g} and placement {placement!r} have made, of which the "
+                    f"ledger has {counted.get(kind, 0)}: epsilon would be too small. Give "
+                    "PrivacyEngine the ledger of that run, or call load_state_dict() of the engine "
+                    "with what its state_dict() returned then"
+                )
+        self._must_be_counted = False
+
+
+def _steps_in(found: object) -> dict[_Kind, int]:
+    try:
+        steps: dict[_Kind, int] = {}
+        for placement, noise_multiplier, count in found["steps"]:  # type: ignore[index]
+            if not isinstance(placement, str) or type(count) is not int or count < 0:
+                raise TypeError
+            steps[placement, float(noise_multiplier)] = count
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"the releases in the state must be a list of [placement, noise multiplier, steps], "
+            f"got {in_one_line(found)}"
+        ) from None
+    return steps

@@ -1,0 +1,216 @@
+"""What private training may go on from: states of private training whose releases are counted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from comm_hooks import ErrorFeedback, Exchange, TopK
+from comm_hooks.collectives.simulated import Simulated
+from comm_hooks.optim.private import DPAdamBC, DPMicroAdam, PrivacyEngine, PrivacyError
+from comm_hooks.optim.private.accounting import GaussianEvent
+from comm_hooks.optim.private.accounting.releases import Releases
+from tests.optim.private.saving import saved
+from tests.optim.private.test_engine import private, small_model, take_steps
+from tests.optim.scenarios import RanksOf
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:world size is 1"),
+    pytest.mark.filterwarnings("ignore:.*steps that the checkpoint does not"),
+]
+
+NOT_PRIVATE = "the state was not saved by private training"
+UNCOUNTED = "of which the ledger has"
+
+
+def sparse() -> Exchange:
+    transport = Simulated(1)[0]
+    return Exchange(TopK(density=1 / 16), ErrorFeedback(), min_numel=1, transport=transport)
+
+
+def trained(steps: int = 4, **settings: Any) -> Any:
+    engine, exchange = PrivacyEngine(), sparse()
+    model = small_model()
+    settings = {"placement": "local", "exchange": exchange, **settings}
+    _, optimizer, loader = private(engine, model, torch.optim.Adam, **settings)
+    take_steps(optimizer, loader, steps)
+    return engine, exchange, optimizer, loader
+
+
+def test_residuals_of_ordinary_gradients_are_refused() -> None:
+    ordinary = sparse()
+    ordinary.average_({"0.weight": 1e3 * torch.randn(48, 40)})
+    _, exchange, _, _ = trained()
+    before = saved(exchange.state_dict())
+    for load in (exchange.load_state_dict, lambda state: exchange.load_state_dicts([state])):
+        with pytest.raises(PrivacyError, match=NOT_PRIVATE):
+            load(ordinary.state_dict())
+    assert exchange.state_dict()["seal"] == before["seal"], "nothing has changed"
+
+
+def test_nor_can_the_mark_be_taken_from_another_state() -> None:
+    _, exchange, _, _ = trained()
+    ordinary = sparse()
+    ordinary.average_({"0.weight": 1e3 * torch.randn(48, 40)})
+    forged = {**ordinary.state_dict(), "provenance": exchange.state_dict()["provenance"]}
+    with pytest.raises(ValueError, match="does not fit its seal"):
+        exchange.load_state_dict(forged)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
+def test_moments_of_ordinary_gradients_are_refused(make: Any) -> None:
+    model = small_model()
+    plain = make(model.parameters(), lr=0.1)
+    model(torch.randn(8, 40)).square().mean().backward()
+    plain.step()
+    _, optimizer, _ = private(PrivacyEngine(), small_model(), make)
+    with pytest.raises(PrivacyError, match=f"{NOT_PRIVATE}.*optimizer.inner"):
+        optimizer.load_state_dict(plain.state_dict())
+    optimizer.inner.load_state_dict(plain.state_dict())
+
+
+def test_an_optimizer_that_has_stepped_is_refused() -> None:
+    model = small_model()
+    plain = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.randn(8, 40)).square().mean().backward()
+    plain.step()
+    with pytest.raises(PrivacyError, match="this Adam has taken steps"):
+        private(PrivacyEngine(), model, optimizer=plain)
+    # These have a state before they have taken any.
+    private(PrivacyEngine(), small_model(), torch.optim.Adagrad)
+
+
+def test_an_optimizer_may_go_from_one_stage_of_private_training_to_the_next() -> None:
+    engine, model = PrivacyEngine(), small_model()
+    _, first, loader = private(engine, model, torch.optim.Adam)
+    take_steps(first, loader, 3)
+    _, second, loader = private(
+        engine, model, optimizer=first.inner, sample_rate=0.5, noise_multiplier=2.0
+    )
+    take_steps(second, loader, 2)
+    assert second.state_dict()["releases"]["steps"] == [["central", 1.0, 3], ["central", 2.0, 2]]
+
+
+def test_a_state_of_less_noise_is_refused_until_it_is_counted() -> None:
+    weak, exchange, _, _ = trained(noise_multiplier=1e-3)
+    engine, strong, optimizer, loader = trained()
+    strong.load_state_dict(saved(exchange.state_dict()))
+    with pytest.raises(
+        PrivacyError, match=f"4 releases with noise_multiplier 0.001.*{UNCOUNTED} 0"
+    ):
+        take_steps(optimizer, loader, 1)
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="lacks 4 steps"):
+        engine.load_state_dict(weak.state_dict())
+    take_steps(optimizer, loader, 1)
+    assert engine.get_epsilon(1e-3) > weak.get_epsilon(1e-3)
+
+
+@pytest.mark.parametrize("part", ["exchange", "optimizer"])
+def test_a_run_that_goes_on_without_its_ledger_is_refused(part: str) -> None:
+    before, exchange, optimizer, _ = trained()
+    states = {"exchange": exchange.state_dict(), "optimizer": optimizer.state_dict()}
+    engine, exchange, optimizer, loader = trained(steps=0)
+    {"exchange": exchange, "optimizer": optimizer}[part].load_state_dict(saved(states[part]))
+    with pytest.raises(PrivacyError, match=f"placement 'local' have made, {UNCOUNTED} 0"):
+        take_steps(optimizer, loader, 1)
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="lacks 4 steps"):
+        engine.load_state_dict(before.state_dict())
+    take_steps(optimizer, loader, 1)
+    assert sum(event.steps for event in engine._history()) == 5
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, DPAdamBC, DPMicroAdam])
+def test_a_run_with_its_ledger_goes_on_from_any_checkpoint(tmp_path: Path, make: Any) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    engine = PrivacyEngine(ledger=ledger)
+    _, optimizer, loader = private(engine, small_model(), make)
+    take_steps(optimizer, loader, 3)
+    checkpoint = saved(
+        {"optimizer": optimizer.state_dict(), "exchange": optimizer.mechanism.exchange.state_dict()}
+    )
+    take_steps(optimizer, loader, 2)  # which are lost
+    engine.change(optimizer, noise_multiplier=2.0)
+    take_steps(optimizer, loader, 1)
+    engine._opened().close()
+    for _ in range(2):
+        engine = PrivacyEngine(ledger=ledger)
+        _, optimizer, loader = private(engine, small_model(), make)
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        optimizer.mechanism.exchange.load_state_dict(checkpoint["exchange"])
+        take_steps(optimizer, loader, 1)
+        assert optimizer.state_dict()["releases"]["steps"] == [["central", 1.0, 4]]
+        engine._opened().close()
+
+
+def test_residuals_stay_with_their_placement_and_moments_need_not() -> None:
+    before, exchange, optimizer, _ = trained()
+    state = optimizer.state_dict()
+    engine, model = PrivacyEngine(), small_model()
+    central = sparse()
+    _, optimizer, loader = private(engine, model, torch.optim.Adam, exchange=central)
+    with pytest.raises(PrivacyError, match="saved with placement 'local' and this is 'central'"):
+        central.load_state_dict(exchange.state_dict())
+    optimizer.load_state_dict(state)
+    with pytest.warns(UserWarning, match="lacks 4 steps"):
+        engine.load_state_dict(before.state_dict())
+    take_steps(optimizer, loader, 1)
+
+
+def test_what_may_be_published_has_no_history_and_goes_into_the_inner_optimizer() -> None:
+    _, _, optimizer, _ = trained()
+    released = optimizer.release_state_dict()
+    assert released.keys() == {"state", "param_groups"}
+    _, _, other, _ = trained(steps=0)
+    with pytest.raises(PrivacyError, match=NOT_PRIVATE):
+        other.load_state_dict(released)
+    other.inner.load_state_dict(released)
+
+
+@pytest.mark.parametrize(
+    "found", [{}, [], {"steps": 3}, {"steps": [["local", 1.0]]}, {"steps": [["local", "x", 1]]}]
+)
+def test_what_no_run_can_have_saved(found: Any) -> None:
+    with pytest.raises(ValueError, match="must be a list of"):
+        Releases().check(found)
+
+
+def test_the_larger_count_of_a_kind_must_be_in_the_ledger() -> None:
+    releases = Releases()
+    for _ in range(5):
+        releases.add("local", 1.0)
+    releases.adopt({"steps": [["local", 1.0, 3], ["local", 2.0, 1]]})
+    assert releases.steps == {("local", 1.0): 5, ("local", 2.0): 1}
+    event = GaussianEvent(1.0, 0.1, steps=5, placement="local")
+    with pytest.raises(PrivacyError, match=UNCOUNTED):
+        releases.require_counted(lambda: [event])
+    releases.require_counted(lambda: [event, GaussianEvent(2.0, 0.5, placement="local")])
+
+
+def test_ranks_go_on_on_another_number_of_ranks(ranks_of: RanksOf) -> None:
+    states = ranks_of(3).run(saved_on_rank)
+    assert ranks_of(2).run(goes_on_on_rank, states) == [[["central", 1.0, 4]]] * 2
+
+
+def on_rank() -> Any:
+    exchange = Exchange(TopK(density=1 / 16), ErrorFeedback(), min_numel=1, collective="sharded")
+    engine, model = PrivacyEngine(), small_model()
+    _, optimizer, loader = private(engine, model, torch.optim.Adam, exchange=exchange)
+    return engine, exchange, optimizer, loader
+
+
+def saved_on_rank() -> Any:
+    engine, exchange, optimizer, loader = on_rank()
+    take_steps(optimizer, loader, 3)
+    return engine.state_dict(), optimizer.state_dict(), exchange.state_dict()
+
+
+def goes_on_on_rank(states: Any) -> Any:
+    engine, exchange, optimizer, loader = on_rank()
+    engine.load_state_dict(states[0][0])
+    optimizer.load_state_dict(states[0][1])
+    exchange.load_state_dicts([state[2] for state in states])
+    take_steps(optimizer, loader, 1)
+    return exchange.state_dict()["provenance"]["steps"]
