@@ -266,6 +266,8 @@ class OpacusGhostGradients(HookedGradients):
     """
 
     _hooks_class = GradSampleHooksFastGradientClipping
+    # Of the coarsest dtype into which a layer of the last forward pass has cast.
+    _autocast_eps = 0.0
 
     def backward(self, batch: Any) -> torch.Tensor:
         if self.transform is not None:
@@ -297,7 +299,7 @@ class OpacusGhostGradients(HookedGradients):
     @property
     def _bound(self) -> float:
         """What norms are clipped to, so that they are at most C after the second pass."""
-        eps = max(torch.finfo(p.dtype).eps for p in self.parameters)
+        eps = max(self._autocast_eps, *(torch.finfo(p.dtype).eps for p in self.parameters))
         return self.max_grad_norm * (1 - _ROUNDINGS * eps * (eps > 1e-4))
 
     def _add_losses(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
@@ -323,12 +325,24 @@ class OpacusGhostGradients(HookedGradients):
             for layer in self._model.modules()
             if isinstance(layer, nn.Linear | nn.Embedding)
         ]
+        handles += [
+            layer.register_forward_pre_hook(self._note_autocast)
+            for layer in self._model.modules()
+            if next(layer.parameters(recurse=False), None) is not None
+        ]
+        self._autocast_eps = 0.0
         try:
             with super()._hooked():
                 yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _note_autocast(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        kind = next(layer.parameters(recurse=False)).device.type
+        if torch.is_autocast_enabled(kind):
+            eps = torch.finfo(torch.get_autocast_dtype(kind)).eps
+            self._autocast_eps = max(self._autocast_eps, eps)
 
 
 class _NotFinite(Exception):

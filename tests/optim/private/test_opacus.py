@@ -333,14 +333,22 @@ def test_other_dtypes_and_autocast(kind: Kind, dtype: torch.dtype) -> None:
 @both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bound", [1.0, 1e-3])
-def test_rounding_lengthens_nobody_in_16_bits(kind: Kind, dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize("cast", [False, True], ids=["parameters", "autocast"])
+def test_rounding_lengthens_nobody_in_16_bits(
+    kind: Kind, dtype: torch.dtype, bound: float, cast: bool
+) -> None:
+    def losses(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype, enabled=cast):
+            return 50 * model(batch).squeeze(1)
+
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)).to(dtype)
-    gradients = kind(model, lambda model, batch: 50 * model(batch).squeeze(1), bound)
-    gradients.backward(torch.randn(8, 64).to(dtype))
+    kept = torch.float32 if cast else dtype
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)).to(kept)
+    gradients = kind(model, losses, bound)
+    gradients.backward(torch.randn(8, 64).to(kept))
     gradients.take()
     for _ in range(60):
-        gradients.backward((torch.randn(1, 64) * 10 ** (3 * torch.rand(1))).to(dtype))
+        gradients.backward((torch.randn(1, 64) * 10 ** (3 * torch.rand(1))).to(kept))
         assert norm(gradients.take().tensors) <= bound
 
 
