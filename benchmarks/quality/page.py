@@ -18,8 +18,9 @@ What a method keeps of what exchanging is worth: (none - method) / (none - all-r
 loss at equal tokens, all three with AdamW, or all three with Muon (`low_communication` with
 LaProp, which is AdamW that divides before it averages, or with Muon). Every method has its own
 learning rate, found by the same line search on the first seed (factors of two, until the best lies
-between two others), a warm-up over a tenth of the steps, a cosine schedule unless said otherwise,
-and gradients clipped to norm 1. Each rank has another part of the text, or other classes (a
+between two others), then by the mean of all seeds where another rate is better on the first, a
+warm-up over a tenth of the steps, a cosine schedule unless said otherwise, and gradients clipped to
+norm 1. Each rank has another part of the text, or other classes (a
 Dirichlet split). "±" is half the distance between seeds; a share is left out where exchanging is
 worth less than thrice its own uncertainty. A learning rate with a † was the largest or smallest
 tried.

@@ -3,6 +3,7 @@
 All follows from the records, so a campaign can be interrupted, widened and continued.
 """
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,7 +32,9 @@ class Entry:
         method: as ``comm-hooks compare --hooks`` takes it.
         start: the first learning rate.
         tries: learning rates tried, on the first seed; a few more while the best lies at the edge.
-        seeds: that the best of them is run with.
+        seeds: that the best of them is run with.  Where another has done better on the first seed
+            than it does on the mean of all, they have met, by luck, on the verge of divergence:
+            that one is run with all seeds as well, and the best mean counts.
     """
 
     setting: Setting
@@ -45,8 +48,23 @@ class Entry:
         best = self.best(records)
         if isinstance(best, Wanted):
             return [best]
-        others = (replace(best.wanted, seed=seed) for seed in self.seeds)
-        return [wanted for wanted in others if wanted not in records]
+        rates = [best.wanted.lr]
+        leader = self.finished(records)
+        if len(leader) == len(self.seeds):
+            bound = _mean(leader)
+            rates = [r.wanted.lr for r in self._tried(records) if r.judged < bound]
+        wanted = (replace(best.wanted, lr=lr, seed=seed) for lr in rates for seed in self.seeds)
+        missing = [each for each in wanted if each not in records]
+        return missing or self._beyond(leader[self.seeds[0]], best, records)
+
+    def _beyond(self, chosen: Record, best: Record, records: Records) -> list[Wanted]:
+        """Return the next rate if the means, not the first seed, lead to the edge of the tried."""
+        tried = self._tried(records)
+        is_edge = chosen is tried[0], chosen is tried[-1]
+        if chosen is best or not any(is_edge) or len(tried) >= self.tries + 2 * _MORE:
+            return []
+        further = chosen.wanted.lr * (1 / FACTOR if is_edge[0] else FACTOR)
+        return [replace(chosen.wanted, lr=float(f"{further:.3g}"))]
 
     def best(self, records: Records) -> Record | Wanted:
         """Return the record of the best learning rate on the first seed, or what is to run first.
@@ -91,16 +109,27 @@ class Entry:
 
         Others beyond it may be better.
         """
-        best, tried = self.best(records), self._tried(records)
+        tried, finished = self._tried(records), self.finished(records)
+        best = finished.get(self.seeds[0])
         return len(tried) > 1 and best in (tried[0], tried[-1])
 
     def finished(self, records: Records) -> dict[int, Record]:
-        """Return the records of the best learning rate by seed; empty before it is known."""
-        best = self.best(records)
-        if isinstance(best, Wanted):
+        """Return the records of the best learning rate by seed; empty before it is known.
+
+        Of the rates that most seeds were run with, that of the best mean.
+        """
+        if isinstance(self.best(records), Wanted):
             return {}
-        wanted = {seed: replace(best.wanted, seed=seed) for seed in self.seeds}
-        return {seed: records[each] for seed, each in wanted.items() if each in records}
+        return min(self._by_rate(records), key=lambda found: (-len(found), _mean(found)))
+
+    def _by_rate(self, records: Records) -> Iterable[dict[int, Record]]:
+        for tried in self._tried(records):
+            wanted = {seed: replace(tried.wanted, seed=seed) for seed in self.seeds}
+            yield {seed: records[each] for seed, each in wanted.items() if each in records}
+
+
+def _mean(by_seed: Mapping[int, Record]) -> float:
+    return statistics.mean(record.judged for record in by_seed.values())
 
 
 def by_wanted(records: Iterable[Record]) -> Records:
