@@ -25,6 +25,8 @@ READY := $(VENV)/.ready
 
 # Tests start hundreds of processes, each of which would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
+# Python compiles what it imports; pip would compile all that it installs, most of which nobody does.
+PIP_OPTIONS := --quiet --no-compile
 
 .PHONY: demo test test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults audit-faults third-party release-check clean
 
@@ -104,18 +106,18 @@ audit-faults: $(READY)
 THIRD_PARTY := .venv-third-party/bin
 third-party:
 	$(PYTHON) -m venv .venv-third-party
-	$(THIRD_PARTY)/python -m pip install --quiet --editable ".[launch,compare]" \
+	$(THIRD_PARTY)/python -m pip install $(PIP_OPTIONS) --editable ".[launch,compare]" \
 		--requirement benchmarks/third_party/requirements.txt
 	$(THIRD_PARTY)/python -m benchmarks.third_party --sources "$(SOURCES)"
 
 release-check: $(READY)
-	$(BIN)/python -m pip install --quiet build twine
+	$(BIN)/python -m pip install $(PIP_OPTIONS) build twine
 	$(BIN)/python .ci/release_check.py "$(TORCH)"
 
 $(READY): setup.cfg pyproject.toml .ci/install_torch.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python .ci/install_torch.py "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[launch,compare,studies,docs,test,lint]"
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --editable ".[launch,compare,studies,docs,test,lint]"
 	touch $@
 
 clean:

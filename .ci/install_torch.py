@@ -66,7 +66,7 @@ def main() -> int:
             )
             return 2
     return subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", requirement]
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", requirement]
     ).returncode
 
 

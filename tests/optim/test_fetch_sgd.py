@@ -97,10 +97,10 @@ def reference(
         (Identity(), 1, False),
         (Identity(), 1, True),
         (SRHT(0.5), 1, False),
-        (SRHT(0.5), 4, False),
-        (CountSketch(0.51), 5, False),
+        pytest.param(SRHT(0.5), 4, False, marks=pytest.mark.slow),
+        pytest.param(CountSketch(0.51), 5, False, marks=pytest.mark.slow),
         (CountSketch(0.51), 3, True),
-        (CountSketch(0.51), 4, True),
+        pytest.param(CountSketch(0.51), 4, True, marks=pytest.mark.slow),
     ],
     ids=str,
 )
