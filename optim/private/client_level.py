@@ -14,6 +14,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.safeguard import Safeguard
 from comm_hooks.memory.base import Memory
 from comm_hooks.optim.observed import observed
+from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.gradients.clipping import clip_factors, sample_norms
 from comm_hooks.optim.private.gradients.model_checks import unchanged_buffers
 from comm_hooks.optim.private.noise.gaussian import add_noise_
@@ -29,6 +30,9 @@ from comm_hooks.optim.rounds.participation import (
     deal,
 )
 from comm_hooks.requirements import require_callable, require_positive, require_within
+
+_PLACE = "clients"
+"""The placement of the noise, as the ledger has it."""
 
 
 @dataclass
@@ -69,8 +73,13 @@ class PrivateParticipation(Unrepeatable, ClientSampling):
             :class:`~comm_hooks.optim.private.PrivacyEngine` sets it.
         join: called once, before the first round, with the transport.
 
+    Attributes:
+        releases: those that the rounds' state is made of.
+
     Raises:
         ValueError: for settings out of range.
+        PrivacyError: in ``load_state_dict()`` of the rounds, for states of rounds that were not
+            private; in the next round, if the ledger lacks some of those that made the state.
 
     What may be shown to others is what ``release_state_dict()`` of
     :class:`~comm_hooks.optim.LocalRounds` returns.  Buffers that a client's forward passes change
@@ -108,6 +117,7 @@ class PrivateParticipation(Unrepeatable, ClientSampling):
     join: Callable[[Transport], None] = field(default=lambda transport: None, repr=False)
     _secret: Secret | None = field(default=None, init=False, repr=False)
     _rounds: int = field(default=0, init=False, repr=False)
+    releases: Releases = field(default_factory=lambda: Releases(_PLACE), init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_positive(self, "clients", self.clients)
@@ -117,6 +127,9 @@ class PrivateParticipation(Unrepeatable, ClientSampling):
         require_callable(self, "enter", self.enter)
         require_callable(self, "join", self.join)
 
+    def prepare(self, exchange: Exchange) -> None:
+        exchange.provenance = self.releases
+
     @observed("clients")
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
         """Draw a round's clients and return who plays whom; the ledger has its entry then."""
@@ -125,6 +138,7 @@ class PrivateParticipation(Unrepeatable, ClientSampling):
             parts = transport.perform(AllGatherObject(os.urandom(32).hex()))
             self._secret = Secret(bytes.fromhex("".join(parts)))
         self.enter()
+        self.releases.add(_PLACE, self.noise_multiplier)
         # Rounds of this process, not of the run: a round that is played again draws others.
         self._rounds += 1
         stream = self._secret.stream("participation", rank=0, step=self._rounds)

@@ -314,14 +314,15 @@ class PrivacyEngine:
             checkpoint_multiplier=0.0,
             rank_multiplier=0.0,
         )
-        return PrivateParticipation(
+        participation = PrivateParticipation(
             clients=clients,
             sample_rate=sample_rate,
             noise_multiplier=noise_multiplier,
             max_norm=max_norm,
-            enter=self._entry(lambda: event),
+            enter=self._entry(lambda: event, lambda: [participation.releases]),
             join=self._share_history,
         )
+        return participation
 
     def set_budget(self, target_epsilon: float, target_delta: float) -> None:
         """Let every step raise that would take epsilon above the target.

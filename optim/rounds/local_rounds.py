@@ -197,6 +197,8 @@ class LocalRounds(SavedRounds):
             }
         )
         exchange.owner = self
+        if participation is not None:
+            participation.prepare(exchange)
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return what the next exchange goes by, which it compares between ranks.
@@ -316,6 +318,7 @@ class LocalRounds(SavedRounds):
             )
         self._require_own_model("clients()")
         self._begin()
+        self._tell_what_was_loaded()
         own_rank = self.exchange.transport.rank
         everything = range(len(self._parameters))
         turns = self.participation.turns(self.round_index, self.exchange.transport)

@@ -149,6 +149,9 @@ class ClientSampling(ABC):
     averages_statistics: ClassVar[bool] = True
     """Whether a collection takes statistics (second moments) beside the deltas."""
 
+    def prepare(self, exchange: Exchange) -> None:  # noqa: B027
+        """Take note of the exchange that rounds begin with: nothing was sent yet."""
+
     @abstractmethod
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
         """Return who plays whom: for each turn one client per rank, None where a rank sits out."""

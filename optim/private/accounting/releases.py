@@ -63,7 +63,7 @@ class Releases:
         if found is None:
             raise PrivacyError(
                 "the state was not saved by private training: it may hold gradients without noise, "
-                "which the next steps would release. Load what was saved after make_private(); "
+                "which the next steps would release. Load what private training has saved; "
                 "moments of public data alone go into optimizer.inner"
             )
         others = {placement for placement, _ in _steps_in(found)} - {self._only}

@@ -17,7 +17,7 @@ from comm_hooks.optim.private import AdaS, PrivacyEngine, PrivacyError, PrivateP
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 from comm_hooks.optim.private.client_level import _ClientGuard
 from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad
-from tests.optim.private.saving import equal
+from tests.optim.private.saving import equal, saved
 from tests.optim.scenarios import RanksOf
 
 CLIENTS = 12
@@ -446,6 +446,37 @@ def test_what_is_saved_says_what_may_be_released(client_state: str) -> None:
         assert torch.equal(released["model"][name], parameter)
     assert state["rounds"]["private"]["steps"] == rounds.steps == len(played)
     assert (state["rounds"]["private"]["clients"] != {}) == bool(played)
+
+
+def rounds_of(sampling: Any) -> tuple[nn.Module, LocalRounds]:
+    model = small_model()
+    inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    return model, LocalRounds(
+        inner, exchange(TopK(density=1 / 8), memory=True), participation=sampling
+    )
+
+
+def test_rounds_go_on_from_private_rounds_that_the_ledger_has() -> None:
+    settings = {"clients": CLIENTS, "sample_rate": 0.5, "noise_multiplier": 1.0, "max_norm": 0.5}
+    engine = PrivacyEngine()
+    model, rounds = rounds_of(engine.private_participation(**settings))
+    play(rounds, model, number=3)
+    model, plain = rounds_of(Participation(CLIENTS, 0.5))
+    play(plain, model, number=3)
+
+    elsewhere = PrivacyEngine()
+    model, resumed = rounds_of(elsewhere.private_participation(**settings))
+    with pytest.raises(PrivacyError, match="the state was not saved by private training"):
+        resumed.load_state_dict(plain.state_dict())
+    assert resumed.round_index == 0
+    resumed.load_state_dict(saved(rounds.state_dict()))
+    with pytest.raises(PrivacyError, match=r"3 releases .* placement 'clients' have made"):
+        play(resumed, model)
+    with pytest.warns(UserWarning, match="lacks 3 steps"):
+        elsewhere.load_state_dict(engine.state_dict())
+    play(resumed, model)
+    assert resumed.round_index == 4
+    assert resumed.state_dict()["provenance"]["steps"] == [["clients", 1.0, 4]]
 
 
 def test_a_client_that_is_left_in_the_middle_leaves_nothing() -> None:

@@ -222,6 +222,30 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(ranks_of: RanksOf) -
     assert ranks_of(2).run(resume) == [True, True]
 
 
+def told_after_loading(writes: bool) -> list[str]:
+    parameters, rounds = make(TopK(density=0.05))
+    play(parameters, rounds, 2)
+    state = rounds.state_dict()
+    parameters, rounds = make(TopK(density=0.05))
+    rounds.load_state_dict(state)
+    if writes:
+        with torch.no_grad():
+            next(iter(parameters.values())).zero_()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        play(parameters, rounds, 2)
+    return [str(each.message) for each in caught if "written to" in str(each.message)]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_model_that_is_loaded_after_the_rounds_is_told_of(
+    ranks_of: RanksOf, writes: bool
+) -> None:
+    """Each client begins at the rounds' model; to put it there is no write of anybody else."""
+    for told in ranks_of(2).run(told_after_loading, writes):
+        assert len(told) == writes
+
+
 def leave_early() -> bool:
     parameters, rounds = make(TopK(density=0.05))
     play(parameters, rounds, 2)
