@@ -17,6 +17,7 @@ from comm_hooks import (
     ConfigMismatchError,
     CountSketch,
     ErrorFeedback,
+    Exchange,
     Identity,
     Quantize,
     TopK,
@@ -26,6 +27,7 @@ from comm_hooks import (
 )
 from comm_hooks.config import build_compressor, build_memory
 from comm_hooks.exchange.resuming import seal_own
+from comm_hooks.exchange.sparse import average_sparse
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -265,6 +267,49 @@ def test_sparse_gradients_stay_sparse_and_exact(ranks_of: RanksOf) -> None:
         assert error < 1e-5
         assert is_sparse
         assert sent > 0
+
+
+def sparse_mean(dim: int, dtype: torch.dtype) -> tuple[float, torch.dtype]:
+    """Ranks have one to four rows, some of them the same."""
+    rank = dist.get_rank()
+    exchange = Exchange(TopK(density=0.5))
+    tables = []
+    for each in range(dist.get_world_size()):
+        rows = torch.arange(each + 1)
+        values = torch.randn(each + 1, dim, generator=torch.Generator().manual_seed(each))
+        tables.append(torch.sparse_coo_tensor(rows[None], values.to(dtype), (9, dim)))
+    expected = torch.stack([table.to_dense().double() for table in tables]).mean(0)
+    mean = average_sparse(exchange, tables[rank]).wait()
+    return float((mean.to_dense().double() - expected).abs().max()), mean.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dim", [1, 5, 50])
+def test_sparse_gradients_of_any_width_and_dtype(
+    ranks_of: RanksOf, dim: int, dtype: torch.dtype
+) -> None:
+    for error, found in ranks_of(4).run(sparse_mean, dim, dtype):
+        assert found is dtype
+        assert error <= 4 * torch.finfo(dtype).eps  # of sums of a few numbers of size 1
+
+
+def empty_parameters(first: str) -> list[float]:
+    """In a bucket of their own, or together with others."""
+    model = nn.Module()
+    model.register_parameter("a", nn.Parameter(torch.zeros(0, 3, dtype=getattr(torch, first))))
+    model.layer = nn.Linear(16, 16, bias=False)
+    model.forward = lambda x: model.layer(x) + model.a.sum().float()  # type: ignore[method-assign]
+    ddp = DistributedDataParallel(model)
+    state = register(ddp, "topk", density=1.0, value_bits=32, min_numel=8)
+    ddp(torch.full((2, 16), float(1 + dist.get_rank()))).sum().backward()
+    assert state.stats()["steps"] == 1
+    return model.layer.weight.grad.sum(1).tolist()
+
+
+@pytest.mark.parametrize("first", ["float32", "float64"])
+def test_parameters_without_elements_have_nothing_to_say(ranks_of: RanksOf, first: str) -> None:
+    one, other = ranks_of(2).run(empty_parameters, first)
+    assert one == other == [16 * 3.0] * 16
 
 
 def poisoned_step(collective: str) -> dict[str, Any]:

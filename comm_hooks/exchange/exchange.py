@@ -36,6 +36,7 @@ from comm_hooks.exchange.safeguard import Safeguard
 from comm_hooks.exchange.settings import Collective, ExchangeSettings
 from comm_hooks.memory.base import Memory
 from comm_hooks.requirements import require_kind
+from comm_hooks.wire.header import Judgments
 from comm_hooks.wire.stamp import WIRE_VERSION, Stamp, digest
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class Exchange:
         self.step = 0
         self.agreement = Agreement()
         self.provenance: Provenance | None = None
+        self._judgments = Judgments()
         self._transport = transport
         self._process_group = process_group
         self._bytes = self._bytes_between_nodes = self._bytes_uncompressed = 0
@@ -168,6 +170,7 @@ class Exchange:
         duplicate = memo[id(self)] = copy.copy(self)
         duplicate.remembered = copy.copy(self.remembered)
         duplicate.agreement = copy.copy(self.agreement)
+        duplicate._judgments = Judgments()
         duplicate.settings = self.settings
         return duplicate
 
@@ -401,6 +404,7 @@ class Exchange:
             verify=verify,
             limit=largest_in(tensors[0].dtype),
             safeguard=safeguard,
+            judgments=self._judgments,
         )
         round_ = self._round(bucket, tensors, compress, terms)
         yield from self._reported(round_, round_number)
@@ -412,6 +416,9 @@ class Exchange:
         compress: bool | Compressor,
         terms: Terms,
     ) -> Round[None]:
+        self._judgments.settle(before=self.step)
+        if not bucket.layout.work.numel():
+            return  # parameters without elements
         route = self._route(bucket, compress, terms.safeguard)
         bucket.layout.load(tensors)
         self._count(route, tensors)
@@ -442,10 +449,19 @@ class Exchange:
         own, limit = self.transport.rank, largest_in(output[0].dtype) if output else None
         verify = self.verifies()
         terms = [
-            Terms(self._stamp(b), self.memory, scale, verify=verify, limit=limit) for b in shards
+            Terms(
+                self._stamp(bucket),
+                self.memory,
+                scale,
+                verify=verify,
+                limit=limit,
+                judgments=self._judgments,
+            )
+            for bucket in shards
         ]
 
         def round_() -> Round[None]:
+            self._judgments.settle(before=self.step)
             layouts = [bucket.layout for bucket in shards]
             for layout, of_shard in zip(layouts, tensors, strict=True):
                 layout.load(of_shard)
@@ -518,6 +534,16 @@ class Exchange:
         self.count_traffic(route.traffic, 2 * (ranks - 1) * uncompressed // ranks)
         self._bytes_between_nodes += route.traffic_between_nodes
 
+    def settle(self) -> None:
+        """Wait for what an accelerator has still to find in the headers of payloads.
+
+        The next step's rounds do it by themselves, and :meth:`stats` and :meth:`state_dict`.
+
+        Raises:
+            PayloadError: on all ranks alike, if one did not fit: its round's mean was NaN.
+        """
+        self._judgments.settle()
+
     def count_traffic(self, nbytes: int, uncompressed: int) -> None:
         """Add traffic that went past the compressor (sparse gradients)."""
         self._bytes += nbytes
@@ -532,6 +558,7 @@ class Exchange:
         ``residual_norm``, of everything the memory keeps.  With ``collective="hierarchical"`` also
         ``bytes_sent_between_nodes``, which is a part of ``bytes_sent``.
         """
+        self.settle()
         knows_nodes = self.settings.collective == "hierarchical"
         between = {"bytes_sent_between_nodes": self._bytes_between_nodes} if knows_nodes else {}
         return {
@@ -550,6 +577,7 @@ class Exchange:
         Every rank's residual differs: save one file per rank.  All of them together can be loaded
         on another number of ranks (:meth:`load_state_dicts`).
         """
+        self.settle()
         state: dict[str, Any] = {
             "step": self.step,
             "rank": self.transport.rank,

@@ -144,8 +144,9 @@ class Layout(Workspace):
             if not segment.exempt and not segment.exact:
                 by_length.setdefault(segment.numel, []).append(segment.name)
         super().__init__(
-            sum(s.numel for s in exact) if exact else None,
-            sum(s.numel for s in exempt) if exempt else None,
+            # Parameters without elements have no row of their own.
+            sum(s.numel for s in exact) or None,
+            sum(s.numel for s in exempt) or None,
             [(names, numel) for numel, names in by_length.items()],
             device,
             granularity,

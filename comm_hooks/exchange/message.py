@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +13,7 @@ from comm_hooks.kernels.residual import Residual
 from comm_hooks.memory.base import Memory
 from comm_hooks.memory.rows import Rows
 from comm_hooks.randomness import Keys, derive_key, derive_keys
+from comm_hooks.wire.header import Judgments
 from comm_hooks.wire.stamp import Stamp
 
 
@@ -28,6 +29,7 @@ class Terms:
         limit: the largest element that the receiver of the mean can hold; what is above it is
             remembered.
         safeguard: clips and adds noise on the way.
+        judgments: where what an accelerator has found in headers waits to be judged.
     """
 
     stamp: Stamp
@@ -36,6 +38,7 @@ class Terms:
     verify: bool = False
     limit: float | None = None
     safeguard: Safeguard | None = None
+    judgments: Judgments = field(default_factory=Judgments)
 
 
 class Message:

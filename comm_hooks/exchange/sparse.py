@@ -15,7 +15,7 @@ def average_sparse(
 
     1. gather how many entries each rank has, and whether it is of the same step and parameter;
     2. gather indices (int64) and values, padded to the largest number;
-    3. add them up in rank order and divide by the number of ranks.
+    3. add them up in rank order, in float32 at least, and divide by the number of ranks.
     """
     return completed(exchange.transport.run(_round(exchange, gradient.coalesce())))
 
@@ -37,10 +37,13 @@ def _round(exchange: Exchange, gradient: torch.Tensor) -> Round[torch.Tensor]:
     padded_indices = torch.cat([indices, indices.new_zeros(indices.shape[0], missing)], dim=1)
     padded_values = torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
     index_nbytes = padded_indices.nbytes
+    nbytes = index_nbytes + padded_values.nbytes
     payload = torch.cat(
         [
             padded_indices.view(-1).view(torch.uint8),
             padded_values.reshape(-1).view(torch.uint8),
+            # Each rank's indices begin where whole int64 numbers do.
+            torch.zeros(-nbytes % 8, dtype=torch.uint8, device=values.device),
         ]
     )
     payload_request = AllGather(payload, final=False)
@@ -50,11 +53,12 @@ def _round(exchange: Exchange, gradient: torch.Tensor) -> Round[torch.Tensor]:
         2 * (ranks - 1) * gradient.numel() * gradient.element_size() // ranks,
     )
 
-    mean = torch.zeros_like(gradient)
+    wide = torch.promote_types(values.dtype, torch.float32)
+    total = torch.zeros_like(gradient, dtype=wide)
     for other, entries in zip(payloads, counts, strict=True):
         other_indices = other[:index_nbytes].view(torch.int64).view(padded_indices.shape)
-        other_values = other[index_nbytes:].view(values.dtype).view(padded_values.shape)
-        mean += torch.sparse_coo_tensor(
-            other_indices[:, :entries], other_values[:entries], gradient.shape
+        other_values = other[index_nbytes:nbytes].view(values.dtype).view(padded_values.shape)
+        total += torch.sparse_coo_tensor(
+            other_indices[:, :entries], other_values[:entries].to(wide), gradient.shape
         )
-    return mean.coalesce() / ranks
+    return (total.coalesce() / ranks).to(values.dtype)

@@ -1,7 +1,7 @@
 """What stands before a payload, so that nobody decodes what was not meant."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,12 +9,53 @@ from torch import Tensor
 from comm_hooks.wire.stamp import Stamp
 
 
+class Judgments:
+    """What headers said that an accelerator holds, until they are judged.
+
+    They are copied while it goes on computing, and judged in the order of their rounds, whatever
+    has become of the buckets that they were of.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[int, Tensor, torch.Event, Callable[[Tensor], None]]] = []
+
+    def __reduce__(self) -> tuple[type["Judgments"], tuple[()]]:
+        # Events and pinned memory are this process's own.
+        return Judgments, ()
+
+    @staticmethod
+    def must_wait(found: Tensor) -> bool:
+        """Return whether what was found cannot be read at once."""
+        return found.device.type != "cpu"
+
+    def add(self, found: Tensor, step: int, judge: Callable[[Tensor], None]) -> None:
+        """Let ``judge`` see, later and on the CPU, what was found in a step."""
+        copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        copy.copy_(found, non_blocking=True)
+        event = torch.Event(found.device)
+        event.record()
+        self._pending.append((step, copy, event, judge))
+
+    def settle(self, *, before: int | None = None) -> None:
+        """Judge, and wait for, what was found in earlier steps, or in all.
+
+        Raises:
+            PayloadError: for the first that does not fit; the others are forgotten.
+        """
+        pending = self._pending
+        due = [each for each in pending if before is None or each[0] < before]
+        self._pending = [each for each in pending if not (before is None or each[0] < before)]
+        for _, copy, event, judge in due:
+            event.synchronize()
+            judge(copy)
+
+
 class Header(ABC):
     """Written by every rank before its payload, and judged alike by all ranks.
 
-    On the CPU at once.  What an accelerator holds is copied while it goes on computing and judged
-    at the next opportunity; until then what does not fit makes the result NaN, which every
-    optimizer here skips.
+    On the CPU at once.  On an accelerator what does not fit makes the result NaN, and is told in
+    the next step (:class:`Judgments`): optimizers that look at what they get skip this one, as a
+    ``GradScaler`` does; a plain one makes its parameters NaN.
 
     Args:
         ranks: those that take part, as users count them, in their order.
@@ -24,7 +65,6 @@ class Header(ABC):
     def __init__(self, ranks: Sequence[int], place: int) -> None:
         self._ranks = ranks
         self._place = place
-        self._pending: list[tuple[Tensor, torch.Event, Stamp, str]] = []
 
     @property
     @abstractmethod
@@ -42,33 +82,28 @@ class Header(ABC):
                 else NaN.
         """
 
-    def check(self, payloads: Tensor, stamp: Stamp, senders: str = "rank") -> Tensor:
+    def check(
+        self, payloads: Tensor, stamp: Stamp, judgments: Judgments, senders: str = "rank"
+    ) -> Tensor:
         """Check that payloads belong together; return 0 if all vectors were finite, else NaN.
 
         Args:
             payloads: as they have arrived: (N, nbytes), uint8, in rank order, or (1, nbytes) that
                 were summed.
             stamp: of this rank.
+            judgments: where to put what is judged later.
             senders: what an error calls the ranks.
 
         Raises:
             PayloadError: on all ranks alike, if the payloads do not belong together; on its
                 receivers, if one is damaged.
         """
-        self.settle()
         found, health = self._read(payloads)
-        if payloads.device.type == "cpu":
+        if not judgments.must_wait(found):
             self._judge(found, stamp, senders)
             return health
-        self._look_later(found, stamp, senders)
+        judgments.add(found, stamp.step, lambda copy: self._judge(copy, stamp, senders))
         return torch.where(self._fits(found, stamp), health, torch.nan)
-
-    def settle(self) -> None:
-        """Raise ``PayloadError`` for what has been found since.  Waits for what is pending."""
-        pending, self._pending = self._pending, []
-        for found, event, stamp, senders in pending:
-            event.synchronize()
-            self._judge(found, stamp, senders)
 
     @abstractmethod
     def _read(self, payloads: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,10 +116,3 @@ class Header(ABC):
     @abstractmethod
     def _fits(self, found: Tensor, stamp: Stamp) -> Tensor:
         """Return the same as a boolean scalar, without waiting for an accelerator."""
-
-    def _look_later(self, found: Tensor, stamp: Stamp, senders: str) -> None:
-        copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-        copy.copy_(found, non_blocking=True)
-        event = torch.Event(found.device)
-        event.record()
-        self._pending.append((copy, event, stamp, senders))

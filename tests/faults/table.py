@@ -114,6 +114,8 @@ Each fault by itself:
 Ranks compare a fingerprint of their parameters every {verify_every} exchanges here, every 32
 unless `verify_every` says otherwise. Bits are flipped where a checksum covers them: not in what
 follows the header of a sum, nor in vectors inside a node ([the wire format](wire.md)).
+All of this is gloo on CPUs. On a GPU what does not fit is told in the next step, and a rank that is
+late, stopped or dead is for NCCL's watchdog to find, which ends the others in words of its own.
 
 The methods:
 

@@ -1,6 +1,8 @@
 """What arrives damaged, foreign or from another round is never decoded."""
 
+import copy
 import math
+import pickle
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,10 +17,12 @@ from comm_hooks.collectives import Simulated
 from comm_hooks.collectives.requests import AllGather, AllToAll, Request
 from comm_hooks.errors import PayloadError
 from comm_hooks.wire.gathered_header import HEADER_NBYTES, GatheredHeader
-from comm_hooks.wire.header import Header
+from comm_hooks.wire.header import Judgments
 from comm_hooks.wire.stamp import Stamp, digest
 from comm_hooks.wire.summed_header import SummedHeader, summed_header_nbytes
 
+NOW = Judgments()
+"""Of what the CPU holds: nothing waits."""
 STAMP = Stamp(configuration=digest("settings"), step=7)
 
 
@@ -32,7 +36,7 @@ def payload_of(
 
 
 def health_of(*payloads: torch.Tensor, stamp: Stamp = STAMP) -> torch.Tensor:
-    return GatheredHeader(range(len(payloads)), 0).check(torch.stack(payloads), stamp)
+    return GatheredHeader(range(len(payloads)), 0).check(torch.stack(payloads), stamp, NOW)
 
 
 words = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9)
@@ -95,7 +99,7 @@ def test_ranks_go_by_the_names_that_users_give_them() -> None:
     of_rank_6 = torch.zeros(HEADER_NBYTES, dtype=torch.uint8)
     header.write_(of_rank_6[None], Stamp(STAMP.configuration, 9), torch.tensor(0.0))
     with pytest.raises(PayloadError, match="rank 6 belongs to step 9, that of rank 4 to step 7"):
-        header.check(torch.stack([of_rank_4, of_rank_6]), STAMP)
+        header.check(torch.stack([of_rank_4, of_rank_6]), STAMP, NOW)
 
 
 OTHERS = [
@@ -122,7 +126,7 @@ def test_the_fault_and_the_rank_are_named(change: Callable[[torch.Tensor], Any],
     for own in range(3):
         header = GatheredHeader(range(3), own)
         with pytest.raises(PayloadError, match=re.escape(told)):
-            header.check(torch.stack(payloads), STAMP)
+            header.check(torch.stack(payloads), STAMP, NOW)
 
 
 def summed(of_ranks: Sequence[Stamp], healths: Sequence[float] | None = None) -> torch.Tensor:
@@ -143,7 +147,7 @@ def test_a_sum_of_what_belongs_together_tells_whether_all_are_finite(
     healths = [0.0] * ranks
     healths[ranks // 2] = 0.0 if finite else math.nan
     total = summed([stamp] * ranks, healths)
-    health = SummedHeader(range(ranks), ranks - 1).check(total, stamp)
+    health = SummedHeader(range(ranks), ranks - 1).check(total, stamp, NOW)
     assert health.item() == 0 if finite else math.isnan(health)
 
 
@@ -152,7 +156,7 @@ def test_a_sum_of_what_belongs_together_tells_whether_all_are_finite(
 def test_a_sum_tells_who_differs_and_in_what(other: Stamp, told: str, own: int) -> None:
     of_ranks = [STAMP, STAMP, other]
     with pytest.raises(PayloadError, match=re.escape(told)):
-        SummedHeader(range(3), own).check(summed(of_ranks), of_ranks[own])
+        SummedHeader(range(3), own).check(summed(of_ranks), of_ranks[own], NOW)
 
 
 @given(data=st.data(), ranks=st.integers(2, 9))
@@ -162,7 +166,7 @@ def test_no_sum_of_different_stamps_passes_on_any_rank(data: st.DataObject, rank
     for rank, stamp in enumerate(of_ranks):
         if len({str(s) for s in of_ranks}) > 1:
             with pytest.raises(PayloadError, match="rank"):
-                SummedHeader(range(ranks), rank).check(total, stamp)
+                SummedHeader(range(ranks), rank).check(total, stamp, NOW)
 
 
 @given(data=st.data(), ranks=st.integers(2, 5))
@@ -184,7 +188,7 @@ def test_a_flipped_bit_before_a_sum_is_told(data: st.DataObject, ranks: int) -> 
         return  # a bit that rounding drops, or the sign of a zero
     for rank in range(ranks):
         with pytest.raises(PayloadError, match=rf"ranks? ([\d, ]*)\b{victim}\b|not one of"):
-            SummedHeader(range(ranks), rank).check(total.view(torch.uint8), STAMP)
+            SummedHeader(range(ranks), rank).check(total.view(torch.uint8), STAMP, NOW)
 
 
 @pytest.mark.parametrize("foreign", [torch.randn(64), torch.zeros(64), torch.full((64,), math.nan)])
@@ -192,14 +196,14 @@ def test_a_sum_with_something_else_is_refused(foreign: torch.Tensor) -> None:
     total = summed([STAMP] * 3).view(torch.float32)
     total += foreign[: total.shape[1]] if foreign.any() else -total
     with pytest.raises(PayloadError, match="is not one of comm-hooks"):
-        SummedHeader(range(3), 0).check(total.view(torch.uint8), STAMP)
+        SummedHeader(range(3), 0).check(total.view(torch.uint8), STAMP, NOW)
 
 
 def test_a_sum_whose_marks_alone_differ_is_refused() -> None:
     total = summed([STAMP] * 3)
     total[0, -4:].view(torch.float32).add_(1)
     with pytest.raises(PayloadError, match="rank 2 was damaged on the way to the sum"):
-        SummedHeader(range(3), 0).check(total, STAMP)
+        SummedHeader(range(3), 0).check(total, STAMP, NOW)
 
 
 class Tampering(Simulated):
@@ -251,33 +255,78 @@ def test_ranks_in_different_steps_are_told(compressor: Sign) -> None:
         step()
 
 
-class OnAccelerator(torch.Tensor):
-    class _Device:
-        type = "elsewhere"
-
-    device = _Device()  # type: ignore[assignment]
+class Past:
+    def synchronize(self) -> None:
+        pass
 
 
-HEADERS = [GatheredHeader(range(2), 0), SummedHeader(range(2), 0)]
+@pytest.fixture
+def on_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let headers be judged at the next opportunity, as those that an accelerator holds."""
+
+    def add(self: Any, found: torch.Tensor, step: int, judge: Callable[..., None]) -> None:
+        self._pending.append((step, found.clone(), Past(), judge))
+
+    monkeypatch.setattr(Judgments, "must_wait", staticmethod(lambda found: True))
+    monkeypatch.setattr(Judgments, "add", add)
 
 
-@pytest.mark.parametrize("header", HEADERS, ids=["gathered", "summed"])
+@pytest.mark.usefixtures("on_accelerator")
+@pytest.mark.parametrize("kind", [GatheredHeader, SummedHeader])
 @pytest.mark.parametrize("other", [None, *(stamp for stamp, _ in OTHERS)])
-def test_until_it_is_judged_what_does_not_fit_is_nan(
-    monkeypatch: pytest.MonkeyPatch, header: Header, other: Stamp | None
-) -> None:
-    """As on an accelerator: judged at the next opportunity."""
-    later: list[torch.Tensor] = []
-    monkeypatch.setattr(header, "_look_later", lambda found, stamp, senders: later.append(found))
+def test_until_it_is_judged_what_does_not_fit_is_nan(kind: Any, other: Stamp | None) -> None:
     of_ranks = [STAMP, other or STAMP]
     payloads = torch.stack([payload_of([7], s, rank=rank) for rank, s in enumerate(of_ranks)])
-    if isinstance(header, SummedHeader):
+    if kind is SummedHeader:
         payloads = summed(of_ranks)
-    found, health = header._read(payloads)
-    monkeypatch.setattr(header, "_read", lambda payloads: (found, health))
-    health = header.check(payloads.as_subclass(OnAccelerator), STAMP)
+    judgments = Judgments()
+    health = kind(range(2), 0).check(payloads, STAMP, judgments)
     assert math.isnan(health) == (other is not None)
-    assert len(later) == 1
+    judgments.settle(before=STAMP.step)
+    if other is None:
+        judgments.settle()
+    else:
+        with pytest.raises(PayloadError):
+            judgments.settle()
+        judgments.settle()
+
+
+@pytest.mark.usefixtures("on_accelerator")
+@pytest.mark.parametrize(
+    "later",
+    [
+        lambda step, exchange: step("a", "b"),
+        lambda step, exchange: step("b"),  # buckets were rebuilt
+        lambda step, exchange: step("c"),
+        lambda step, exchange: exchange.stats(),
+        lambda step, exchange: exchange.state_dict(),
+        lambda step, exchange: exchange.settle(),
+    ],
+    ids=["the same bucket", "rebuilt", "another bucket", "stats", "state_dict", "settle"],
+)
+def test_what_does_not_fit_is_told_in_the_next_step_whatever_comes(later: Any) -> None:
+    world = Simulated(2)
+    exchanges = [Exchange(TopK(density=0.5), min_numel=1, transport=t) for t in world]
+
+    def step(*names: str) -> bool:
+        tensors = [{name: torch.randn(8, 8) for name in names} for _ in world]
+        world.run([e.round(t) for e, t in zip(exchanges, tensors, strict=True)])
+        return all(bool(t.isfinite().all()) for t in tensors[0].values())
+
+    assert step("a", "b")
+    exchanges[1].step += 1
+    assert not step("a", "b")
+    exchanges[1].step -= 1
+    with pytest.raises(PayloadError, match="belongs to step"):
+        later(step, exchanges[0])
+    assert step("a", "b"), "the others are forgotten"
+
+
+def test_an_exchange_is_copied_without_what_waits() -> None:
+    exchange = Exchange(TopK(density=0.5), transport=Simulated(1)[0])
+    exchange._judgments._pending.append((0, torch.zeros(1), Past(), print))  # type: ignore[arg-type]
+    for other in (copy.deepcopy(exchange), pickle.loads(pickle.dumps(exchange._judgments))):
+        assert not getattr(other, "_judgments", other)._pending
 
 
 @pytest.mark.parametrize("place", [2, 24, 28, 40])

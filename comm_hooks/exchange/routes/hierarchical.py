@@ -90,7 +90,7 @@ class Hierarchical(Route):
         outgoing = self._cut()
         self._header.write_(outgoing, terms.stamp, norm - norm)
         received = yield from self._node.within(_ask(AllToAll(outgoing)))
-        health = self._header.check(received, terms.stamp)
+        health = self._header.check(received, terms.stamp, terms.judgments)
         mean = self._body(received).mean(0)
         spoil_(mean, health)
         shards = mean.split(self._numels)

@@ -35,7 +35,7 @@ class OneShot(CompressedRoute):
         transport, safeguard, work = self._transport, terms.safeguard, self._layout.work
         message = Message.of(self._layout, terms, seed=self._seed, rank=transport.rank)
         reply, payloads = yield from self._send(self._format.encode(message), safeguard)
-        health = transport.alike("health", reply, lambda: self._format.check(payloads, terms.stamp))
+        health = transport.alike("health", reply, lambda: self._format.check(payloads, terms))
         message.settle(torch.isfinite(health))
 
         def average() -> torch.Tensor:

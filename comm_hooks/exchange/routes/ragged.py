@@ -59,9 +59,7 @@ class RaggedShards:
         for payload, format_, message in zip(payloads, self._formats, messages, strict=True):
             format_.encode(message, health=health, out=payload[: format_.nbytes])
         message, work = messages[own], self._layouts[own].work
-        received, health = yield from scatter(
-            payloads, self._formats[own], message.stamp, final=True
-        )
+        received, health = yield from scatter(payloads, self._formats[own], terms[own], final=True)
         for each in messages:
             each.settle(torch.isfinite(health))
         self._formats[own].decode_sum(message.matrices, received, message.keys, alpha=1 / ranks)

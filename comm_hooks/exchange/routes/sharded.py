@@ -16,7 +16,6 @@ from comm_hooks.exchange.routes.route import CompressedRoute, format_of, spoil_
 from comm_hooks.exchange.shards import Shards
 from comm_hooks.memory.base import Memory
 from comm_hooks.randomness import fork_all
-from comm_hooks.wire.stamp import Stamp
 
 
 class Sharded(CompressedRoute):
@@ -77,7 +76,7 @@ class Sharded(CompressedRoute):
             wholes=message.matrices,
         )
         owned = [part.matrix for part in self._owned.parts()]
-        received, health = yield from scatter(payloads, self._uplink, terms.stamp, final=False)
+        received, health = yield from scatter(payloads, self._uplink, terms, final=False)
         # Noise belongs to the sum.
         share = 1.0 if terms.safeguard else 1 / ranks
         self._uplink.decode_sum(owned, received, [part[own] for part in uplink], alpha=share)
@@ -93,7 +92,7 @@ class Sharded(CompressedRoute):
         health = self._transport.alike(
             "health",
             means,
-            lambda: self._downlink.check(means, terms.stamp, senders="the owner of shard"),
+            lambda: self._downlink.check(means, terms, senders="the owner of shard"),
         )
         accept = torch.isfinite(health)
         passed_on.settle(accept)
@@ -115,14 +114,14 @@ class Sharded(CompressedRoute):
 
 
 def scatter(
-    payloads: torch.Tensor, format_: PayloadFormat, stamp: Stamp, *, final: bool
+    payloads: torch.Tensor, format_: PayloadFormat, terms: Terms, *, final: bool
 ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
     """Return a round of the first leg, in which each rank gets what all others have for it.
 
     Args:
         payloads: one for each rank, (N, nbytes), uint8; may be longer than what this rank gets.
         format_: of the payloads that this rank gets.
-        stamp: of the round, for what this rank owns.
+        terms: of the round, for what this rank owns.
         final: whether the round ends with it.
 
     Returns:
@@ -130,4 +129,4 @@ def scatter(
     """
     received = yield AllToAll(payloads, final=final)
     received = received[:, : format_.nbytes]
-    return received, format_.check(received, stamp)
+    return received, format_.check(received, terms)
