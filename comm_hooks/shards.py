@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 _WHOLE = "_comm_hooks_whole"
@@ -67,6 +68,39 @@ def is_sharded(parameter: object) -> bool:
 def is_held(parameter: Any) -> bool:
     """Return whether this rank holds any element of a parameter."""
     return bool((parameter.to_local() if is_sharded(parameter) else parameter).numel())
+
+
+def is_held_by_all(parameter: Any) -> bool:
+    """Return whether every rank that holds parts of a model holds some element of a parameter.
+
+    The same on all ranks.
+    """
+    if not is_sharded(parameter):
+        return bool(parameter.numel())
+    shape = list(parameter.shape)
+    for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+        if placement.is_shard():
+            length = shape[placement.dim]
+            # Chunks of equal length, of which the last is the shortest.
+            shape[placement.dim] = max(0, length - (size - 1) * math.ceil(length / size))
+    return bool(math.prod(shape))
+
+
+def shard_groups(parameters: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks, this one among them, that hold the other parts of a model.
+
+    Args:
+        parameters: or this rank's parts of them, on one mesh.
+    """
+    for parameter in map(whole, parameters):
+        if is_sharded(parameter):
+            owner: Any = parameter
+            return [
+                owner.device_mesh.get_group(dim)
+                for dim, placement in enumerate(owner.placements)
+                if placement.is_shard()
+            ]
+    return []
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:

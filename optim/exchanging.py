@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.compressors.base import Compressor
@@ -16,6 +17,7 @@ from comm_hooks.optim.base import (
     Group,
     Tensors,
     names_of,
+    parameters_of,
     require_distinct_names,
 )
 from comm_hooks.optim.frozen import FrozenParameters, trains, without_frozen
@@ -26,7 +28,7 @@ from comm_hooks.optim.hyperparameters import (
 )
 from comm_hooks.optim.moments import descend_
 from comm_hooks.requirements import require_kind
-from comm_hooks.shards import drop_gradients, local_shards, pull_gradients
+from comm_hooks.shards import drop_gradients, local_shards, pull_gradients, shard_groups
 
 
 class ExchangingOptimizer(ExactStateOptimizer):
@@ -119,6 +121,11 @@ class ExchangingOptimizer(ExactStateOptimizer):
     def is_synchronized(self) -> bool:
         """Whether parameters, and the state but for :attr:`own_state`, are equal on all ranks."""
         return True
+
+    @property
+    def companions(self) -> list[dist.ProcessGroup]:
+        """Groups of ranks that hold other parts of the model: nobody exchanges between these."""
+        return shard_groups(parameters_of(self.param_groups))
 
     @abstractmethod
     def _step(self, gradients: Tensors) -> None:

@@ -26,7 +26,7 @@ from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.rounds.checks import cut
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.requirements import require_choice, require_positive, require_within
-from comm_hooks.shards import is_sharded, local_shards, nominal_shape
+from comm_hooks.shards import is_held_by_all, is_sharded, local_shards, nominal_shape
 
 INNER = ("adamw", "muon")
 
@@ -193,7 +193,14 @@ def low_communication(
     if inner == "muon" and any(is_sharded(p) for _, p in members):
         raise ValueError(f"{where}: inner='muon' needs whole matrices, and the model is sharded")
     shapes = {name: nominal_shape(p) for name, p in trained.items()}
-    plan = plan_rounds(shapes, transport, bits_per_parameter, total_steps)
+    plan = plan_rounds(
+        shapes,
+        transport,
+        bits_per_parameter,
+        total_steps,
+        # The same on all ranks, though some may hold nothing of a small parameter.
+        most_fragments=max(1, sum(map(is_held_by_all, trained.values()))),
+    )
     if total_steps is None and plan.local_steps > _SAFE:
         warnings.warn(
             f"{where}: with {bits_per_parameter:g} bits per parameter and step an element waits "
@@ -289,6 +296,8 @@ def plan_rounds(
     transport: Transport,
     budget: float,
     total_steps: int | None = None,
+    *,
+    most_fragments: int | None = None,
 ) -> RoundsPlan:
     """Return the rounds that use a budget best.
 
@@ -297,17 +306,19 @@ def plan_rounds(
         transport: tells the number of ranks; nothing is sent.
         budget: bits per parameter and step that a rank may send.
         total_steps: of the training, if known.
+        most_fragments: that the model may be cut into; by default one for each parameter.
 
     Raises:
         ValueError: if nothing meets the budget; says the smallest budget that something does.
     """
     ranks = transport.world_size
+    most = len(shapes) if most_fragments is None else most_fragments
     longest = _LONGEST if total_steps is None else _longest(total_steps)
     forms = [
         _Form(shapes, transport, local_steps, fragments, sharded)
         for local_steps in range(_SHORTEST, longest + 1)
         # In several fragments the link is used evenly, and every one has headers of its own.
-        for fragments in sorted({min(local_steps, len(shapes)), 1}, reverse=True)
+        for fragments in sorted({min(local_steps, most), 1}, reverse=True)
         # Up to a few ranks shards send as much as an all-gather, and lose by compressing again.
         for sharded in ((True, False) if ranks > _GATHERED else (False,))
     ]

@@ -10,11 +10,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
-from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.sealing import require_seal, sealed
 from comm_hooks.frameworks.rank_files import RankState
-from comm_hooks.frameworks.saved_state import RANKS, STATE, content_of
+from comm_hooks.frameworks.saved_state import RANKS, STATE, content_of, exchange_of, tell_all
 
 
 class RankStates:
@@ -44,7 +43,7 @@ class RankStates:
 
     def __init__(self, state: RankState | Exchange) -> None:
         self._state = state
-        self._transport = (state if isinstance(state, Exchange) else state.exchange).transport
+        self._transport = exchange_of(state).transport
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this rank's state as bytes, under the name of the rank; for ``dcp.save``."""
@@ -85,7 +84,7 @@ class RankStates:
             self._load(name, reader)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = str(error) or repr(error)
-        for other in self._transport.perform(AllGatherObject(problem)):
+        for other in tell_all(self._state, problem):
             if other is not None:
                 raise ValueError(f"the states under {name!r} cannot be loaded: {other}")
 

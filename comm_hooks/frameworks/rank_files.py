@@ -11,7 +11,7 @@ import torch
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.sealing import require_seal, sealed
-from comm_hooks.frameworks.saved_state import RANKS, STATE, content_of
+from comm_hooks.frameworks.saved_state import RANKS, STATE, content_of, exchange_of, tell_all
 
 Write = Callable[[dict[str, Any], str], object]
 Read = Callable[[str], dict[str, Any]]
@@ -69,13 +69,13 @@ def save_rank_file(
         ...     load_rank_files(state, checkpoint)
         True
     """
-    exchange = _exchange(state)
-    path, problem = _path(folder, exchange.transport.own_name), None
+    transport = exchange_of(state).transport
+    path, problem = _path(folder, transport.own_name), None
     try:
-        (write or _write)(sealed(content_of(state, exchange.transport)), path)
+        (write or _write)(sealed(content_of(state, transport)), path)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = f"{path} cannot be written ({_line(error)})"
-    _raise_together(exchange, problem)
+    _raise_together(state, problem)
 
 
 def load_rank_files(
@@ -106,20 +106,67 @@ def load_rank_files(
         ValueError: on all ranks alike, if files are missing, damaged or of different checkpoints
             (then nothing is changed), or do not fit.
     """
-    exchange = _exchange(state)
-    ranks = list(exchange.transport.ranks)
+    transport = exchange_of(state).transport
+    ranks, read = list(transport.ranks), read or _read
 
     def compare(finding: Any) -> list[Any]:
-        return exchange.transport.perform(AllGatherObject(finding))
+        return transport.perform(AllGatherObject(finding))
 
-    own = _try(read or _read, _path(folder, exchange.transport.own_name))
-    found = compare(_finding(own))
-    if all(finding == _MISSING for finding in found):
+    own = _try(read, _path(folder, transport.own_name))
+    found, problem, saved = compare(_finding(own)), None, None
+    try:
+        saved = _saved(found, ranks, folder, step)
+    except ValueError as error:
+        problem = str(error)
+    _raise_together(state, problem)
+    # Of ranks that hold other parts of the model, too.
+    steps = {each and each[1] for each in tell_all(state, saved)}
+    if len(steps) > 1:
+        raise ValueError(
+            f"{os.fspath(folder)} has files of all ranks of some parts of the sharded model, and "
+            "of others none, or those of another step: all are needed, or none (remove the folder "
+            "to start residuals from zero)"
+        )
+    if saved is None:
         warnings.warn(
             f"{os.fspath(folder)} has no files of comm_hooks: residuals start from zero",
             stacklevel=2,
         )
         return False
+    saved_ranks, _ = saved
+    if saved_ranks == ranks:
+        assert not isinstance(own, str)
+        problem = _problem_of(state.load_state_dict, own[STATE])
+        if not any(compare(problem)):
+            _raise_together(state, None)
+            return True
+    files = [_try(read, _path(folder, other)) for other in saved_ranks]
+    try:
+        for of_one_rank in compare([_finding(file) for file in files]):
+            _require_all(of_one_rank, found[0], folder)
+        complete = [file[STATE] for file in files if not isinstance(file, str)]
+        problem = _problem_of(state.load_state_dicts, complete)
+    except ValueError as error:
+        problem = str(error)
+    _raise_together(state, problem)
+    return True
+
+
+def _saved(
+    found: list[Any], ranks: list[int], folder: Any, step: int | None
+) -> tuple[list[int], int] | None:
+    """Return among whom and when a checkpoint was saved; None if there is none.
+
+    Args:
+        found: of each rank's file.
+        ranks: those that exchange now.
+        folder, step: see :func:`load_rank_files`.
+
+    Raises:
+        ValueError: if the files are not those of one checkpoint, or it is not that of the step.
+    """
+    if all(finding == _MISSING for finding in found):
+        return None
     # What the first rank saved last decides: other files may be left from a run with more ranks.
     if isinstance(found[0], str):
         raise ValueError(f"{_path(folder, ranks[0])} {found[0]}")
@@ -131,15 +178,7 @@ def load_rank_files(
         )
     if saved_ranks == ranks:
         _require_all(found, found[0], folder)
-        assert not isinstance(own, str)
-        if not any(compare(_problem_of(state.load_state_dict, own[STATE]))):
-            return True
-    files = [_try(read or _read, _path(folder, other)) for other in saved_ranks]
-    for of_one_rank in compare([_finding(file) for file in files]):
-        _require_all(of_one_rank, found[0], folder)
-    complete = [file[STATE] for file in files if not isinstance(file, str)]
-    _raise_together(exchange, _problem_of(state.load_state_dicts, complete))
-    return True
+    return saved_ranks, saved_step
 
 
 _MISSING = "is missing"
@@ -177,9 +216,9 @@ def _problem_of(load: Callable[[Any], None], state: Any) -> str | None:
     return None
 
 
-def _raise_together(exchange: Exchange, problem: str | None) -> None:
+def _raise_together(state: RankState | Exchange, problem: str | None) -> None:
     """Raise ``ValueError`` on all ranks if there is a problem on one."""
-    for other in exchange.transport.perform(AllGatherObject(problem)):
+    for other in tell_all(state, problem):
         if other is not None:
             raise ValueError(other)
 
@@ -203,10 +242,6 @@ def _try(read: Read, path: str) -> dict[str, Any] | str:
 
 def _line(error: Exception) -> str:
     return (str(error) or repr(error)).splitlines()[0]
-
-
-def _exchange(state: RankState | Exchange) -> Exchange:
-    return state if isinstance(state, Exchange) else state.exchange
 
 
 def _path(folder: str | os.PathLike[str], rank: int) -> str:

@@ -3,6 +3,9 @@
 from typing import Any
 
 from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import AllGatherObject
+from comm_hooks.collectives.torch_distributed import TorchDistributed
+from comm_hooks.exchange import Exchange
 
 # Under which it is saved; a seal over all of it lies beside it.
 STATE, RANKS = "state", "ranks"
@@ -11,3 +14,27 @@ STATE, RANKS = "state", "ranks"
 def content_of(state: Any, transport: Transport) -> dict[str, Any]:
     """Return what a rank saves of something with a ``state_dict()``."""
     return {STATE: state.state_dict(), RANKS: list(transport.ranks)}
+
+
+def exchange_of(state: Any) -> Exchange:
+    """Return the exchange of a state, or of which it is one."""
+    return state if isinstance(state, Exchange) else state.exchange
+
+
+def tell_all(state: Any, finding: Any) -> list[Any]:
+    """Return what each rank of the run has found, the same on all of them.
+
+    Those that hold other parts of a sharded model (``companions`` of the state, or of what its
+    exchange works for) exchange among themselves, but a checkpoint is restored as a whole or not at all.
+
+    Args:
+        state: as :func:`content_of` takes it.
+        finding: of this rank, as plain values.
+    """
+    exchange = exchange_of(state)
+    found: list[Any] = exchange.transport.perform(AllGatherObject(finding))
+    owner = state if hasattr(state, "companions") else exchange.owner
+    for group in getattr(owner, "companions", ()):
+        of_ranks = TorchDistributed(group).perform(AllGatherObject(found))
+        found = [each for of_rank in of_ranks for each in of_rank]
+    return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from comm_hooks.exchange import Exchange
@@ -18,7 +19,7 @@ from comm_hooks.optim.rounds.checks import cut
 from comm_hooks.optim.rounds.clients import ClientStates
 from comm_hooks.optim.rounds.server_model import ServerModel
 from comm_hooks.optim.wrapping import WrappingOptimizer
-from comm_hooks.shards import whole
+from comm_hooks.shards import shard_groups, whole
 
 
 @dataclass
@@ -98,6 +99,11 @@ class SavedRounds(WrappingOptimizer):
     def parameters(self) -> Sequence[torch.Tensor]:
         """The parameters that are exchanged: those that trained when the rounds were made."""
         return self._parameters
+
+    @property
+    def companions(self) -> list[dist.ProcessGroup]:
+        """Groups of ranks that hold other parts of the model: nobody exchanges between these."""
+        return shard_groups(self._parameters)
 
     @property
     def is_written_to(self) -> bool:

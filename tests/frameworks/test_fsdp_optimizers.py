@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, register
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
@@ -123,6 +125,54 @@ def test_a_sharded_model_resumes_bit_for_bit(
         assert min(stats["bytes_sent"], later["bytes_sent"]) > 0
     differs = any(not torch.equal(outcomes[2][0][n], v) for n, v in outcomes[0][0].items())
     assert differs == (method == "low_communication")
+
+
+def found_in(method: str, folder: str, lost: list[int]) -> list[Any]:
+    """Load where some ranks' files are gone; return what each rank is told, and its step."""
+    mesh = two_by_two()
+    _, state = train(method, mesh, folder, range(STOP), own_batch)
+    save_rank_file(state, folder)
+    dist.barrier()
+    if dist.get_rank() in lost:
+        Path(folder, f"rank{dist.get_rank()}.pt").unlink()
+    dist.barrier()
+    try:
+        return [load_rank_files(state, folder)]
+    except ValueError as error:
+        return [str(error)]
+
+
+@pytest.mark.parametrize("method", ["low_communication", "signs"])
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [([], True), ([1, 3], "of some parts of the sharded model"), ([3], "rank3.pt is missing")],
+)
+def test_a_model_is_restored_in_all_its_parts_or_not_at_all(
+    ranks_of: RanksOf, tmp_path: Path, method: str, lost: list[int], message: Any
+) -> None:
+    """Ranks 0 and 2 hold one half, ranks 1 and 3 the other."""
+    for (outcome,) in ranks_of(4).run(found_in, method, str(tmp_path), lost):
+        assert outcome == message if message is True else message in outcome
+
+
+def fragments_of_a_small_head() -> int:
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(nn.Linear(1024, 512), nn.Tanh(), nn.Linear(512, 2))
+    fully_shard(model, mesh=mesh["shard"])
+    rounds = low_communication(
+        model.named_parameters(),
+        lr=1e-3,
+        bits_per_parameter=0.02,
+        process_group=mesh["replicate"].get_group(),
+    )
+    return len(rounds._fragments)
+
+
+def test_ranks_that_hold_nothing_of_a_small_layer_cut_the_model_alike(ranks_of: RanksOf) -> None:
+    """Two rows are on two of four ranks."""
+    found = ranks_of(4).run(fragments_of_a_small_head)
+    assert len(set(found)) == 1
+    assert found[0] <= 2
 
 
 def sharded_and_whole(method: str) -> Weights:

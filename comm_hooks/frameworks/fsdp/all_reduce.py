@@ -147,6 +147,11 @@ class CompressedAllReduce:
         self._waiting: dict[str, torch.Tensor] = {}
         self._replicas = Replicas(units, exchange.transport, self._shards)
 
+    @property
+    def companions(self) -> list[dist.ProcessGroup]:
+        """Groups of ranks that hold other parts of the model: nobody exchanges between these."""
+        return [self._units[0].shard_group]
+
     def stats(self) -> dict[str, float]:
         """Return what this rank moved between nodes; see :meth:`~comm_hooks.Exchange.stats`.
 

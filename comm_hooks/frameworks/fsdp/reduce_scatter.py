@@ -139,6 +139,12 @@ class CompressedReduceScatter:
             Replicas(units, TorchDistributed(group), exchange.transport) if group else None
         )
 
+    @property
+    def companions(self) -> list[dist.ProcessGroup]:
+        """The group of ranks that hold the same part as this one, if there are others."""
+        group = self._units[0].replica_group
+        return [group] if group else []
+
     def stats(self) -> dict[str, float]:
         """Return what this rank moved to reduce gradients; see :meth:`~comm_hooks.Exchange.stats`.
 
