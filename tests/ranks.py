@@ -11,13 +11,16 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 TIMEOUT_SECONDS = 240
+ROOT = Path(__file__).parents[1]
 
 CONTEXT = multiprocessing.get_context("forkserver")
 _preloaded: list[str] = []
@@ -31,6 +34,16 @@ def preload(*modules: str) -> None:
 
 # DDP and torch's optimizers import torch._dynamo, which takes longer than torch itself.
 preload("torch._dynamo", "comm_hooks.optim", "hypothesis", "pytest")
+
+
+def _start_server() -> None:
+    """Start what ranks are forked from where the tests are, which it imports from there."""
+    here = os.getcwd()
+    os.chdir(ROOT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(here)
 
 
 @dataclass
@@ -53,6 +66,7 @@ class Ranks:
         self._store = tempfile.NamedTemporaryFile(prefix="ranks-")  # noqa: SIM115
         self._connections: list[Connection] = []
         self._processes = []
+        _start_server()
         for rank in range(world_size):
             connection, remote = CONTEXT.Pipe()
             process = CONTEXT.Process(

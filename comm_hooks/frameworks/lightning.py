@@ -4,7 +4,9 @@ It works with both packages, ``lightning`` and ``pytorch_lightning``.  Fabric ne
 own: ``comm_hooks.register(fabric.setup(model), ...)``.
 """
 
+import contextlib
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -109,7 +111,7 @@ class CompressionCallback(Callback):
         if self._saved is not None and trainer.ckpt_path is not None:
             load_rank_files(
                 self.state,
-                _folder(trainer.ckpt_path),
+                _folder(_linked(trainer.ckpt_path)),
                 step=self._saved["steps"],
                 read=functools.partial(_read, trainer.strategy.checkpoint_io),
             )
@@ -201,12 +203,19 @@ def _let_clip(plugin: Any, optimizer: Any) -> None:
 
 def _remove_checkpoint(strategy: Any, remove: Callable[..., None], filepath: Any) -> None:
     remove(filepath)
-    if strategy.is_global_zero:
-        strategy.checkpoint_io.remove_checkpoint(_folder(filepath))
+    if getattr(strategy, "local_rank", 0) == 0:
+        # Each node has the files of its own ranks, or another node has removed those of all.
+        with contextlib.suppress(FileNotFoundError):
+            strategy.checkpoint_io.remove_checkpoint(_folder(filepath))
 
 
 def _folder(filepath: Any) -> str:
     return f"{filepath}.comm_hooks"
+
+
+def _linked(filepath: Any) -> Any:
+    """Return the checkpoint itself: ``save_last="link"`` makes no folder beside the link."""
+    return os.path.realpath(filepath) if os.path.islink(filepath) else filepath
 
 
 def _read(checkpoint_io: Any, path: str) -> dict[str, Any]:

@@ -25,7 +25,8 @@ def tell_all(state: Any, finding: Any) -> list[Any]:
     """Return what each rank of the run has found, the same on all of them.
 
     Those that hold other parts of a sharded model (``companions`` of the state, or of what its
-    exchange works for) exchange among themselves, but a checkpoint is restored as a whole or not at all.
+    exchange works for) exchange among themselves, but a checkpoint is restored as a whole, if at
+    all.
 
     Args:
         state: as :func:`content_of` takes it.

@@ -159,7 +159,9 @@ def _writing(writer: Any) -> Write:
     if writer is None:
         return lambda values, step: None
     if isinstance(writer, (str, PathLike)):
-        return lambda values, step: _append(Path(writer), {"step": step, **values})
+        # Tells records of a run that was resumed from those before: all counters begin anew.
+        began = round(time.time(), 3)
+        return lambda values, step: _append(Path(writer), {"step": step, **values, "began": began})
     if hasattr(writer, "add_scalar"):
         return lambda values, step: [writer.add_scalar(k, v, step) for k, v in values.items()]
     if hasattr(writer, "log_metrics"):

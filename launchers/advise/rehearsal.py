@@ -279,13 +279,17 @@ class Rehearsals:
         """Play whole periods of an optimizer, past its warm-up."""
         # Those that freeze something do so after the first step of two periods.
         entry = OPTIMIZERS[name]
-        steps = Settings.steps if entry.makes_exchange else 2 * _MIN_STEPS
-        settings = Settings(nproc=self.ranks, steps=steps, warmup=1)
+        settings = Settings(nproc=self.ranks, steps=2 * _MIN_STEPS, warmup=1)
+        if entry.makes_exchange:  # nobody has said how long the training will be
+            options = {**options, "total_steps": None}
         named = [(n, nn.Parameter(p.detach().clone())) for n, p in self._stage.parameters]
         transport = exchange.transport if exchange else self._make_transport()
         assert isinstance(transport, Alone)
         given = transport if entry.makes_exchange else exchange
-        optimizer = entry.build(named, given, settings, dict(options))
+        with warnings.catch_warnings():
+            # Who builds it for a training is told there.
+            warnings.filterwarnings("ignore", message="low_communication: with")
+            optimizer = entry.build(named, given, settings, dict(options))
         if entry.makes_exchange:
             exchange = optimizer.exchange
 

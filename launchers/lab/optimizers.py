@@ -203,10 +203,11 @@ def _build_low_communication(
     options = dict(options)
     chosen = {"bits_per_parameter": options.pop("bits")} if "bits" in options else {}
     chosen["inner"] = "muon" if options.pop("muon", False) else "adamw"
+    total_steps = options.pop("total_steps", settings.steps)
     return low_communication(
         named,
         **_adam_like(settings, {**options, **chosen}),
-        total_steps=settings.steps,
+        total_steps=total_steps,
         transport=transport,
     )
 

@@ -56,6 +56,7 @@ class Log:
         self.remarks: list[str] = []
         self._curve: list[Point] = []
         self._uncompressed = 0.0
+        self._began: object = None
         self._last = dict.fromkeys(_COUNTERS, 0.0)
         self._offsets = dict.fromkeys(_COUNTERS, 0.0)
         self._without_loss = 0
@@ -68,6 +69,11 @@ class Log:
             ValueError: for a field that is missing or of the wrong type.
         """
         step = _checked(record)
+        if (began := record.get("began")) != self._began:
+            # Whatever the new counters are by now, the old ones have ended.
+            self._offsets = {name: self._offsets[name] + self._last[name] for name in _COUNTERS}
+            self._last = dict.fromkeys(_COUNTERS, 0.0)
+            self._began = began
         totals = {name: self._total(name, record) for name in _COUNTERS if name in record}
         self._uncompressed = totals.pop("bytes_uncompressed", 0.0)
         seconds = totals.pop("seconds")

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch.optim import SGD, Optimizer
 
@@ -360,12 +361,16 @@ class LocalRounds(SavedRounds):
         fragment = sorted(place for index in due for place in self._fragments[index])
         self._frozen.look([self._names[i] for i in fragment if not trains(self._parameters[i])])
         if self.shared_decay:
-            self._decay_shared(due)
+            self._decay_shared(fragment)
         contribution = self._contribution(self.exchange.transport.rank, fragment)
         if contribution is None:
             # What spoiled this fragment has reached the others or soon will.
             self.inner.state.clear()
             self._model.restore()
+            if self.shared_decay:  # what x has still to take elsewhere is no progress of this rank
+                places = [i for i, parameter in enumerate(self._parameters) if trains(parameter)]
+                parameters = [self._parameters[i].detach() for i in places]
+                torch._foreach_mul_(parameters, self._progress.decay[places].tolist())
         collection = self._collection(fragment)
         ranks = range(self.exchange.transport.world_size)
         collection.add(ranks, contribution, self.exchange.memory)
@@ -376,8 +381,9 @@ class LocalRounds(SavedRounds):
 
         Ranks take it at x alike, and cannot know which of the others had no gradient.
         """
-        factors = [1 - group["lr"] * group["weight_decay"] for group in self.param_groups]
-        self._progress.decayed(factors)
+        of_groups = [1 - group["lr"] * group["weight_decay"] for group in self.param_groups]
+        factors = np.array(of_groups)[self._group_of]
+        self._progress.decay *= factors
         left = [
             place
             for place, parameter in enumerate(self._parameters)
@@ -385,16 +391,15 @@ class LocalRounds(SavedRounds):
         ]
         if left:
             parameters = [self._parameters[place].detach() for place in left]
-            torch._foreach_mul_(parameters, [factors[self._group_of[place]] for place in left])
+            torch._foreach_mul_(parameters, factors[left].tolist())
 
-    def _decay_shared(self, due: Sequence[int]) -> None:
-        """Take the decay of the local steps since the last exchange of fragments at x."""
-        for index in due:
-            factors = self._progress.decay[index]
-            places = [i for i in self._fragments[index] if trains(self._parameters[i])]
-            if places:
-                self._model.shrink(places, [factors[self._group_of[place]] for place in places])
-            factors[:] = [1.0] * len(factors)
+    def _decay_shared(self, fragment: Sequence[int]) -> None:
+        """Take the decay of the local steps since the last exchange of parameters at x."""
+        decay = self._progress.decay
+        places = [i for i in fragment if trains(self._parameters[i])]
+        if places:
+            self._model.shrink(places, decay[places].tolist())
+        decay[list(fragment)] = 1.0
 
     def _contribution(self, client: int, fragment: Sequence[int]) -> Contribution | None:
         """Return what a client has done since the last exchange; None if it is not finite.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -15,7 +16,6 @@ from comm_hooks.exchange.resuming import check_complete, check_whole, seal_own
 from comm_hooks.exchange.sealing import SEAL, require_seal, sealed
 from comm_hooks.optim.base import names_of, parameters_of, require_distinct_names
 from comm_hooks.optim.frozen import FrozenParameters, trains
-from comm_hooks.optim.rounds.checks import cut
 from comm_hooks.optim.rounds.clients import ClientStates
 from comm_hooks.optim.rounds.server_model import ServerModel
 from comm_hooks.optim.wrapping import WrappingOptimizer
@@ -28,7 +28,7 @@ class Progress:
 
     Args:
         exchanged_at: for each fragment the step after which it was exchanged last.
-        decay: for each fragment and parameter group the factor by which weights have decayed since.
+        decay: for each parameter the factor by which it has decayed since, float64, (P,).
 
     Attributes:
         steps: local steps.
@@ -42,7 +42,7 @@ class Progress:
     """
 
     exchanged_at: list[int]
-    decay: list[list[float]]
+    decay: np.ndarray
     steps: int = 0
     round_index: int = 0
     bytes_uncompressed: int = 0
@@ -50,11 +50,6 @@ class Progress:
     averaging: dict[str, Any] | None = None
     loaded_from: int | None = None
     resumed: bool = False
-
-    def decayed(self, factors: Sequence[float]) -> None:
-        """Note by which factor a local step shrinks the parameters of each group."""
-        for decay in self.decay:
-            decay[:] = [product * factor for product, factor in zip(decay, factors, strict=True)]
 
 
 class SavedRounds(WrappingOptimizer):
@@ -87,10 +82,9 @@ class SavedRounds(WrappingOptimizer):
         self._parameters = [members[place] for place in own]
         self._names = [names_of(inner.param_groups)[place] for place in own]
         require_distinct_names(self, self._names)
-        self._group_of = [groups[place] for place in own]
+        self._group_of = np.array([groups[place] for place in own], dtype=int)
         self._progress = Progress(
-            exchanged_at=[0] * fragments,
-            decay=[[1.0] * len(inner.param_groups) for _ in range(fragments)],
+            exchanged_at=[0] * fragments, decay=np.ones(len(self._parameters))
         )
         self._model = ServerModel(self._parameters, server)
         self._clients = ClientStates(inner, exchange.memory, keep_inner=keep_inner)
@@ -183,6 +177,7 @@ class SavedRounds(WrappingOptimizer):
                 torch._foreach_copy_([each.detach() for each in live], list(own))
             else:
                 self._model.adopt(places)
+                self._progress.decay[list(places)] = 1.0
         self._model.note()
 
     def server_values(self) -> list[torch.Tensor]:
@@ -228,17 +223,12 @@ class SavedRounds(WrappingOptimizer):
         self.exchange.load_state_dicts([self._with_progress(state) for state in states])
         progress = self._progress
         progress.exchanged_at = [self.steps] * len(progress.exchanged_at)
-        progress.decay = [[1.0] * len(self.param_groups) for _ in progress.decay]
+        progress.decay[:] = 1.0
         progress.loaded_from = None
 
     def _decayed_since(self, private: Mapping[str, Any]) -> list[float]:
         """Return for each parameter how much it has decayed since its exchange before a save."""
-        factors = [1.0] * len(self._parameters)
-        fragments = cut([p.numel() for p in self._parameters], len(private["decay"]))
-        for places, decay in zip(fragments, private["decay"], strict=True):
-            for place in places:
-                factors[place] = decay[self._group_of[place]]
-        return factors
+        return [private["decay"][name] for name in self._names]
 
     def _with_progress(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what a rank saved, with what it had done in what it had not sent."""
@@ -291,7 +281,7 @@ class SavedRounds(WrappingOptimizer):
                         "inner": sealed(inner)[SEAL],
                         "steps": self.steps,
                         "exchanged_at": list(self._progress.exchanged_at),
-                        "decay": copy.deepcopy(self._progress.decay),
+                        "decay": dict(zip(self._names, self._progress.decay.tolist(), strict=True)),
                         "own": own,
                         "starts": starts,
                         "clients": self._clients.state_dict(),
@@ -356,10 +346,10 @@ class SavedRounds(WrappingOptimizer):
         progress.round_index = released["round_index"]
         if len(private["exchanged_at"]) == len(progress.exchanged_at):
             progress.exchanged_at = list(private["exchanged_at"])
-            progress.decay = copy.deepcopy(private["decay"])
+            progress.decay[:] = self._decayed_since(private)
         else:  # on another number of ranks the model may be in other fragments
             progress.exchanged_at = [progress.steps] * len(progress.exchanged_at)
-            progress.decay = [[1.0] * len(self.param_groups) for _ in progress.decay]
+            progress.decay[:] = 1.0
         progress.loaded_from = loaded_from
         progress.resumed = True
 

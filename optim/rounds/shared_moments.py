@@ -97,6 +97,12 @@ class LocalAMSGrad(BatchedOptimizer):
             for p in group["params"]
         }
 
+    @property
+    def _maxima(self) -> dict[torch.Tensor, torch.Tensor]:
+        """v_hat, where the parameters are by now: frameworks move a model after its optimizer."""
+        self._v_hat = {p: v.to(p.device) for p, v in self._v_hat.items()}
+        return self._v_hat
+
     def _check_group(self, settings: Group) -> None:
         check_clients(self, **settings)
 
@@ -119,7 +125,7 @@ class LocalAMSGrad(BatchedOptimizer):
     def set_statistics(self, mean: Mapping[str, torch.Tensor]) -> None:
         """Raise v_hat to the mean of the clients' v' where that is larger."""
         means = [mean[f"v.{place}"] for place in range(len(self._v_hat))]
-        torch._foreach_maximum_(list(self._v_hat.values()), means)
+        torch._foreach_maximum_(list(self._maxima.values()), means)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the client's state and v_hat."""
@@ -128,7 +134,6 @@ class LocalAMSGrad(BatchedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         state_dict = dict(state_dict)
-        # Where the parameters are by now: frameworks move a model after its optimizer was made.
         v_hat = zip(self._v_hat, state_dict.pop("v_hat"), strict=True)
         self._v_hat = {p: v.to(p.device, torch.float32, copy=True) for p, v in v_hat}
         super().load_state_dict(state_dict)
@@ -148,7 +153,8 @@ class LocalAMSGrad(BatchedOptimizer):
         count_step(states)
         gradients = widened([p.grad for p in parameters], torch.float32)
         m, _ = averages_(states, gradients, group["betas"])
-        bounds = list(torch._foreach_add([self._v_hat[p] for p in parameters], group["eps"]))
+        v_hat = self._maxima
+        bounds = list(torch._foreach_add([v_hat[p] for p in parameters], group["eps"]))
         if self.bound == "client":
             own = self._second_moments(parameters, group)
             torch._foreach_maximum_(bounds, torch._foreach_add(own, group["eps"]))

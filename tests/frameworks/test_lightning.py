@@ -247,7 +247,11 @@ def checkpoints_kept(folder: str) -> list[str]:
             written.append(str(path))
             super().save_checkpoint(checkpoint, path, storage_options)
 
-    for name, options in {"one": {"save_top_k": 1}, "weights": {"save_weights_only": True}}.items():
+    kinds: dict[str, dict[str, Any]] = {
+        "one": {"save_top_k": 1, "save_last": "link"},
+        "weights": {"save_weights_only": True},
+    }
+    for name, options in kinds.items():
         saving = lightning.callbacks.ModelCheckpoint(
             dirpath=f"{folder}/{name}", filename="{epoch}", **options
         )
@@ -259,6 +263,9 @@ def checkpoints_kept(folder: str) -> list[str]:
         )
         trainer.fit(module_of(package))
     trainer.save_checkpoint(f"{folder}/by hand.ckpt")
+    trainer = trainer_of(package, callbacks=[callback_of()], max_epochs=3)
+    messages = quiet(trainer.fit, module_of(package), ckpt_path=f"{folder}/one/last.ckpt")
+    assert not any("residuals start from zero" in message for message in messages)
     return written
 
 
@@ -271,6 +278,7 @@ def test_files_of_ranks_come_and_go_with_their_checkpoint(
     assert sorted(p.name for p in (tmp_path / "one").iterdir()) == [
         "epoch=1.ckpt",
         "epoch=1.ckpt.comm_hooks",
+        "last.ckpt",
     ]
     assert [p.name for p in (tmp_path / "weights").iterdir()] == ["epoch=1.ckpt"]
     assert len(list((tmp_path / "by hand.ckpt.comm_hooks").iterdir())) == 2

@@ -147,6 +147,15 @@ def test_faster_methods_that_keep_less_are_named() -> None:
     assert "takes it in" not in result.output
 
 
+@pytest.mark.filterwarnings("error")
+def test_rounds_are_planned_for_no_length_of_training_in_particular() -> None:
+    """150 steps, a laboratory's own, would allow no rounds as thin as these."""
+    link = ("--params", "2e6", "--step-ms", "300", "--ranks", "4", "--bandwidth", "10mbit")
+    result = run(*link, "--methods", "all_reduce,low_communication:bits=0.008")
+    assert "total_steps" not in result.output
+    assert "low_communication:bits=0.008" in result.output
+
+
 def test_beyond_the_ranks_that_were_measured_nothing_takes_the_place_of_all_reduce() -> None:
     link = ("--ranks", "1000", "--bandwidth", "10mbit")
     result = run(*MODEL, *link, "--methods", "all_reduce,low_communication:bits=10000")

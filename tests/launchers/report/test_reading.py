@@ -228,6 +228,19 @@ def test_what_a_resumed_run_had_sent_before_still_counts() -> None:
     assert "went back to step 15: resumed there" in run.note
 
 
+def test_a_run_that_resumes_twice_at_one_step_has_sent_everything_twice() -> None:
+    """Counters of equal age are as large: only the time at which they began tells them apart."""
+
+    def of(began: float, step: int, sent: int) -> Any:
+        counted = {"bytes_sent": sent, "bytes_received": sent, "seconds": sent / 100}
+        return {"step": step, "loss": 1.0, "began": began, **counted}
+
+    lines = [of(1.0, 1000, 9000), of(2.0, 1050, 500), of(3.0, 1050, 500), of(3.0, 1100, 1000)]
+    (run,) = read_runs(write("x.jsonl", *lines))
+    assert [point.bytes_sent for point in run.curve] == [9000, 10000, 10500]
+    assert run.curve[-1].seconds == 105
+
+
 def test_a_second_record_of_a_step_replaces_the_first_unless_it_has_no_loss() -> None:
     lines = [record(10, 3.0), record(10, None), record(20, 2.0), record(20, 1.0)]
     (run,) = read_runs(write("x.jsonl", *lines))

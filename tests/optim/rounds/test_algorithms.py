@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from comm_hooks import (
     SRHT,
@@ -19,6 +20,7 @@ from comm_hooks import (
     Sign,
     TopK,
 )
+from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Compressor
 from comm_hooks.optim.rounds import (
     SAFL,
@@ -458,3 +460,21 @@ def test_a_layer_of_norm_zero_moves(ranks_of: RanksOf) -> None:
 def test_bad_settings_are_refused(build: Callable[[Any], LocalRounds], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(make_parameters().items())
+
+
+def test_v_hat_follows_a_model_that_is_moved() -> None:
+    """Frameworks move it after its optimizer was made; "meta" stands for an accelerator."""
+    model = nn.Linear(4, 4)
+    exchange = Exchange(Identity(), transport=Simulated(1)[0])
+    rounds = FedAMS(model.named_parameters(), exchange, local_steps=2)
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to("meta")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    model(torch.ones(2, 4, device="meta")).sum().backward()
+    rounds.step()
+    assert {p.device.type for p in rounds.parameters} == {"meta"}
+    statistics = rounds.inner.statistics()  # type: ignore[attr-defined]
+    rounds.inner.set_statistics(statistics)  # type: ignore[attr-defined]

@@ -106,6 +106,54 @@ def test_steps_that_are_left_out_decay_all_the_same(way: str, fragments: int) ->
     assert max(run_ranks(rank, RANKS)) < 1e-6
 
 
+@pytest.mark.parametrize("fragments", [1, 2, 3])
+def test_a_rank_that_begins_again_after_a_nan_has_made_no_progress(fragments: int) -> None:
+    """Fragments that are not due yet have decayed, and x will take that from all ranks."""
+    expected = make_parameters()
+    train(expected, *make_adamw(expected), seed=None)
+
+    def rank(transport: Transport) -> float:
+        parameters = make_parameters()
+        inner, schedule = make_adamw(parameters)
+        rounds = make_rounds(inner, transport, SPARSE, fragments=fragments, shared_decay=True)
+        for step in range(10):
+            is_bad = transport.rank == 1 and step == 2
+            for parameter in parameters.values():
+                parameter.grad = torch.full_like(parameter, torch.nan if is_bad else 0.0)
+            rounds.step()
+            schedule.step()
+        rounds.synchronize()
+        return float(max((parameters[n] - expected[n]).detach().abs().max() for n in SHAPES))
+
+    assert max(run_ranks(rank, RANKS)) < 1e-6
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_weights_that_are_set_have_not_decayed_yet(fragments: int) -> None:
+    expected = make_parameters()
+    train(expected, *make_adamw(expected), seed=None, steps=range(3))
+    with torch.no_grad():
+        expected["a"].fill_(1.0)
+    adamw, schedule = make_adamw(expected)
+    for _ in range(3):
+        schedule.step()
+    train(expected, adamw, schedule, seed=None, steps=range(3, 10))
+
+    def rank(transport: Transport) -> float:
+        parameters = make_parameters()
+        inner, schedule = make_adamw(parameters)
+        rounds = make_rounds(inner, transport, SPARSE, fragments=fragments, shared_decay=True)
+        train(parameters, rounds, schedule, seed=None, steps=range(3))
+        with torch.no_grad():
+            parameters["a"].fill_(1.0)
+        rounds.restart([parameters["a"]])
+        train(parameters, rounds, schedule, seed=None, steps=range(3, 10))
+        rounds.synchronize()
+        return float(max((parameters[n] - expected[n]).detach().abs().max() for n in SHAPES))
+
+    assert max(run_ranks(rank, RANKS)) < 1e-6
+
+
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_uncompressed_and_averaged_it_changes_nothing(fragments: int) -> None:
     def rank(transport: Transport) -> list[torch.Tensor]:
