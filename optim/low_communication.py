@@ -189,6 +189,11 @@ def low_communication(
             f"{where}: inner='muon' makes its own groups, of hidden matrices and of the rest: give "
             "model.named_parameters()"
         )
+    if inner == "muon" and all(name.isdecimal() for name in trained):
+        raise ValueError(
+            f"{where}: inner='muon' tells hidden matrices from embeddings by their names: give "
+            "model.named_parameters()"
+        )
     transport = transport or TorchDistributed(process_group)
     if inner == "muon" and any(is_sharded(p) for _, p in members):
         raise ValueError(f"{where}: inner='muon' needs whole matrices, and the model is sharded")
@@ -253,9 +258,11 @@ def _groups(given: Any) -> list[dict[str, Any]]:
                 "got a set"
             )
         members = [members] if isinstance(members, torch.Tensor) else list(members)
+        # Where another optimizer has put them.
+        names = group.get("param_names") or [str(count + i) for i in range(len(members))]
         named = [
-            member if isinstance(member, tuple) else (str(count + i), member)
-            for i, member in enumerate(members)
+            member if isinstance(member, tuple) else (name, member)
+            for name, member in zip(names, members, strict=True)
         ]
         count += len(named)
         check_own_settings("low_communication", group, _SETTINGS)
@@ -264,8 +271,11 @@ def _groups(given: Any) -> list[dict[str, Any]]:
                 "low_communication: a group has decoupled_weight_decay=False, decay that is part "
                 "of the gradient: here it is AdamW's, which wants another weight_decay"
             )
-        own = {key: value for key, value in group.items() if key != "decoupled_weight_decay"}
+        left_out = ("decoupled_weight_decay", "param_names")
+        own = {key: value for key, value in group.items() if key not in left_out}
         result.append({**own, "params": named})
+        if not named:
+            result[-1]["param_names"] = []  # torch asks all groups for names, or none
         if "betas" in group:
             check_hyperparameters("low_communication", betas=group["betas"])
             result[-1]["betas"] = (halved_horizon(group["betas"][0]), group["betas"][1])

@@ -13,7 +13,8 @@ from typing import Any
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.frameworks.ddp.hook import register
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
-from comm_hooks.frameworks.server_view import show_own_model
+from comm_hooks.frameworks.saved_state import local_steps
+from comm_hooks.frameworks.server_view import show_own_model, show_shared_model
 from comm_hooks.frameworks.watch import StatsLogger
 
 try:
@@ -81,17 +82,19 @@ class CompressionCallback(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse what cannot work, and see to it that checkpoints have files of all ranks."""
-        if stage != "fit":
-            return
-        strategy = trainer.strategy
-        _require_ddp(strategy)
-        if not isinstance(strategy.save_checkpoint, functools.partial):
-            strategy.save_checkpoint = functools.partial(
-                self._save_checkpoint, strategy, strategy.save_checkpoint
-            )
-            strategy.remove_checkpoint = functools.partial(
-                _remove_checkpoint, strategy, strategy.remove_checkpoint
-            )
+        if stage == "fit":
+            strategy = trainer.strategy
+            _require_ddp(strategy)
+            _refuse_tuners(trainer.callbacks)
+            if not isinstance(strategy.save_checkpoint, functools.partial):
+                strategy.save_checkpoint = functools.partial(
+                    self._save_checkpoint, strategy, strategy.save_checkpoint
+                )
+                strategy.remove_checkpoint = functools.partial(
+                    _remove_checkpoint, strategy, strategy.remove_checkpoint
+                )
+        # The strategy will send what rank 0 has to all.
+        show_shared_model(pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Register with the model that the strategy has wrapped by now."""
@@ -115,6 +118,13 @@ class CompressionCallback(Callback):
                 step=self._saved["steps"],
                 read=functools.partial(_read, trainer.strategy.checkpoint_io),
             )
+            # Within a round nothing is exchanged that would tell one step from the next.
+            taken = local_steps(self.state)
+            if (saved := self._saved.get("local_steps", taken)) != taken:
+                raise ValueError(
+                    f"the files of ranks beside {trainer.ckpt_path} are of local step {taken}, but "
+                    f"the checkpoint of {saved}: a save was interrupted, or files were mixed"
+                )
         self._saved = None
         self._watch = StatsLogger(self.state)
 
@@ -126,9 +136,8 @@ class CompressionCallback(Callback):
             show_own_model(pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave this rank's model there, whether or not the last thing was a validation."""
-        if pl_module.training:
-            show_own_model(pl_module)
+        """Leave the model there that all ranks share, for whatever comes next."""
+        show_shared_model(pl_module)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -145,7 +154,9 @@ class CompressionCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the checkpoint itself holds: which files of ranks belong to it."""
-        return {"steps": self.state.exchange.step} if self.state else {}
+        if not self.state:
+            return {}
+        return {"steps": self.state.exchange.step, "local_steps": local_steps(self.state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Remember what a checkpoint holds until there is a state to restore."""
@@ -178,6 +189,18 @@ def _only(optimizers: list[Any]) -> Any:
             f"itself, got {len(optimizers)}"
         )
     return optimizers[0]
+
+
+def _refuse_tuners(callbacks: list[Any]) -> None:
+    """Raise ``ValueError`` for callbacks that would train before the model is registered."""
+    for callback in callbacks:
+        name = type(callback).__name__
+        if name in ("LearningRateFinder", "BatchSizeFinder"):
+            raise ValueError(
+                f"CompressionCallback: {name} trains before anything is registered, so that it "
+                "would try another method: find the value with a Trainer of its own, without "
+                "CompressionCallback"
+            )
 
 
 def _let_clip(plugin: Any, optimizer: Any) -> None:

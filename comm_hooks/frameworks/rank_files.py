@@ -11,7 +11,14 @@ import torch
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.sealing import require_seal, sealed
-from comm_hooks.frameworks.saved_state import RANKS, STATE, content_of, exchange_of, tell_all
+from comm_hooks.frameworks.saved_state import (
+    LOCAL_STEPS,
+    RANKS,
+    STATE,
+    content_of,
+    exchange_of,
+    tell_all,
+)
 
 Write = Callable[[dict[str, Any], str], object]
 Read = Callable[[str], dict[str, Any]]
@@ -170,7 +177,7 @@ def _saved(
     # What the first rank saved last decides: other files may be left from a run with more ranks.
     if isinstance(found[0], str):
         raise ValueError(f"{_path(folder, ranks[0])} {found[0]}")
-    saved_ranks, saved_step = found[0]
+    saved_ranks, saved_step, _ = found[0]
     if step is not None and saved_step != step:
         raise ValueError(
             f"{os.fspath(folder)} was saved after {saved_step} exchanges, but the checkpoint after "
@@ -186,7 +193,9 @@ _MISSING = "is missing"
 
 def _finding(file: dict[str, Any] | str) -> Any:
     """Return what ranks compare of a file: among whom and when it was saved, or its problem."""
-    return file if isinstance(file, str) else [file[RANKS], file[STATE]["step"]]
+    if isinstance(file, str):
+        return file
+    return [file[RANKS], file[STATE]["step"], file.get(LOCAL_STEPS)]
 
 
 def _require_all(findings: list[Any], expected: list[Any], folder: Any) -> None:

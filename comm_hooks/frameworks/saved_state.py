@@ -8,12 +8,21 @@ from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.exchange import Exchange
 
 # Under which it is saved; a seal over all of it lies beside it.
-STATE, RANKS = "state", "ranks"
+STATE, RANKS, LOCAL_STEPS = "state", "ranks", "local_steps"
 
 
 def content_of(state: Any, transport: Transport) -> dict[str, Any]:
     """Return what a rank saves of something with a ``state_dict()``."""
-    return {STATE: state.state_dict(), RANKS: list(transport.ranks)}
+    return {
+        STATE: state.state_dict(),
+        RANKS: list(transport.ranks),
+        LOCAL_STEPS: local_steps(state),
+    }
+
+
+def local_steps(state: Any) -> int | None:
+    """Return how many steps rounds have taken, exchanged or not; None where ranks may differ."""
+    return getattr(state, "steps", None) if getattr(state, "participation", None) is None else None
 
 
 def exchange_of(state: Any) -> Exchange:

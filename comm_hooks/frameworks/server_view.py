@@ -98,6 +98,29 @@ def show_own_model(module: nn.Module) -> None:
         switch.show(True)
 
 
+def show_shared_model(module: nn.Module) -> None:
+    """Show the model that all ranks share, as ``module.eval()`` does, and leave all modes alone.
+
+    For frameworks whose next stage begins by sending rank 0's parameters to all.  ``train()``, or
+    :func:`show_own_model`, puts this rank's values back.  Nothing happens if the model is not one
+    of rounds.
+
+    Example::
+
+        >>> from comm_hooks import register
+        >>> from comm_hooks.frameworks.server_view import show_shared_model
+        >>> from comm_hooks.optim import low_communication
+        >>> rounds = low_communication(model.named_parameters(), lr=0.01, bits_per_parameter=8.0)
+        >>> _ = register(model, rounds)
+        >>> show_shared_model(model)
+        >>> model.training
+        True
+    """
+    switch = vars(module).get("train")
+    if isinstance(switch, _Switch):
+        switch.show(False)
+
+
 class _View:
     """The rounds' model, shown or not.
 

@@ -195,7 +195,8 @@ class SavedRounds(WrappingOptimizer):
         """Restore what :meth:`state_dict` returned on *all* ranks, in rank order.
 
         On as many ranks as then, each loads its own.  On another number all begin at the model
-        that they shared, with the local moments of one of those ranks.  What ranks had done since
+        that they shared, with the local moments of one of those ranks, and the server keeps the
+        hyperparameters that it was made with here.  What ranks had done since
         the last exchange joins what they had not sent, and the mean over ranks still has to
         receive the same as before (but for residuals in 16 or 4 bits, where it is given up).
 
@@ -317,6 +318,11 @@ class SavedRounds(WrappingOptimizer):
             "world_size": transport.world_size,
             "ranks_per_node": self.exchange.ranks_per_node,
         }
+        server = released["server"]
+        if state["world_size"] != transport.world_size:
+            # The server's step belongs to a number of ranks: this run's, not that one's.
+            own_groups = self.server.state_dict()["param_groups"]
+            server = {**server, "param_groups": own_groups}
         loaded_from = None
         if any(state.get(key) != value for key, value in here.items()):
             # What only the rank that saved it may go on with, lest it be counted twice.
@@ -330,7 +336,7 @@ class SavedRounds(WrappingOptimizer):
         self.exchange.load_state_dict(state)
         self._clients.load_state_dict(private["clients"])
         self.inner.load_state_dict(state)
-        self.server.load_state_dict(released["server"])
+        self.server.load_state_dict(server)
         values = [released["model"][name] for name in self._names]
         with self._model.hidden(), torch.no_grad():
             self._model.load(values)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import ErrorFeedback, TopK, register
+from comm_hooks.optim import low_communication
 from tests.ranks import Ranks
 from tests.test_hook import SMALL_BUCKETS_MB, Net, batch
 
@@ -302,6 +303,71 @@ def test_fitting_again_goes_on_with_the_residuals(ranks_of: RanksOf) -> None:
     assert ranks_of(2).run(fit_twice) == [[3, 6, 3]] * 2
 
 
+def stages() -> dict[str, Any]:
+    """Fit rounds, with steps left that nobody has exchanged; then test, save, and fit again."""
+    from comm_hooks.frameworks.lightning import CompressionCallback
+
+    package = "lightning.pytorch"
+    seen: dict[str, dict[str, torch.Tensor]] = {}
+
+    def train(again: bool = False) -> Any:
+        callback = CompressionCallback()
+        trainer = trainer_of(package, callbacks=[callback, Look("again" if again else "fit")])
+        return trainer, callback
+
+    class Look(lightning.Callback):
+        def __init__(self, stage: str) -> None:
+            self.stage = stage
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            seen[f"{self.stage} starts"] = parameters(pl_module)
+
+        def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+            seen[f"{self.stage} tests"] = parameters(pl_module)
+
+    module = module_of(package)
+    rounds: Any = None
+
+    def configure() -> Any:
+        nonlocal rounds
+        named = module.net.named_parameters()
+        rounds = low_communication(named, lr=0.01, bits_per_parameter=16.0, total_steps=100)
+        return rounds
+
+    module.configure_optimizers = configure
+    module.test_step = lambda index, batch_idx: None
+    module.test_dataloader = lambda: torch.utils.data.DataLoader(range(2))
+    trainer, _ = train()
+    trainer.fit(module)
+    outstanding = [at for at in rounds._progress.exchanged_at if at != rounds.steps]
+    shared = {name.removeprefix("net."): v for name, v in module.state_dict().items()}
+    messages = quiet(trainer.test, module, verbose=False)
+    # A Trainer that knows nothing of rounds sends rank 0's parameters to all.
+    messages += quiet(trainer_of(package, callbacks=[Look("other")]).test, module, verbose=False)
+    saved = {name.removeprefix("net."): v for name, v in module.state_dict().items()}
+    module.train()
+    trainer, _ = train(again=True)
+    messages += quiet(trainer.fit, module)
+    return {
+        "outstanding": outstanding,
+        "messages": messages,
+        "equal": {
+            name: all(torch.equal(v, shared[n]) for n, v in found.items())
+            for name, found in {**seen, "saved": saved}.items()
+            if name != "fit starts"
+        },
+    }
+
+
+def test_what_follows_training_begins_at_the_model_that_all_share(ranks_of: RanksOf) -> None:
+    for report in ranks_of(2).run(stages):
+        assert report["outstanding"], "else there is nothing to tell the models apart"
+        assert report["equal"] == dict.fromkeys(
+            ["fit tests", "other tests", "saved", "again starts"], True
+        )
+        assert report["messages"] == []
+
+
 def scaled_training() -> dict[str, Any]:
     """Scale the loss as on a GPU; the inputs of rank 1 overflow in the third step."""
     package = "lightning.pytorch"
@@ -378,12 +444,15 @@ def refusals() -> dict[str, str]:
         "static_graph": {"ddp": {"static_graph": True}, "accumulate_grad_batches": 2},
         "density": {"settings": {"density": 2}},
         "option": {"settings": {"densty": 0.1}},
+        "finder": {"tuner": True},
     }
     messages = {}
     for name, options in cases.items():
-        callback = callback_of(**options.pop("settings", {}))
+        callbacks = [callback_of(**options.pop("settings", {}))]
+        if options.pop("tuner", False):
+            callbacks.append(lightning.callbacks.LearningRateFinder())
         try:
-            trainer_of(package, callbacks=[callback], **options).fit(module_of(package))
+            trainer_of(package, callbacks=callbacks, **options).fit(module_of(package))
         except ValueError as error:
             messages[name] = str(error)
     return messages
@@ -397,6 +466,7 @@ def test_what_cannot_work_is_refused_before_training(ranks_of: RanksOf) -> None:
         "static_graph": "static_graph=True: the first backward pass must not be under no_sync()",
         "density": "TopK: density is the fraction that is kept",
         "option": "unknown setting with topk 'densty': did you mean 'density'?",
+        "finder": "LearningRateFinder trains before anything is registered",
     }
     for messages in ranks_of(2).run(refusals):
         assert messages.keys() == expected.keys()

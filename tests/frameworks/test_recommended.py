@@ -257,6 +257,7 @@ def with_lightning(method: str, folder: str, steps: range) -> Outcome:
     trainer.fit(module, ckpt_path=f"{folder}/last.ckpt" if steps.start else None)
     assert {steps.start + 1, steps.stop} <= set(validated)
     trainer.save_checkpoint(f"{folder}/last.ckpt")
+    module.train()  # which shows the shared model otherwise
     outcome = report(module, callback.state, module.scheduler)
     for part in (outcome.own, outcome.evaluated, outcome.saved):
         for name in list(part):

@@ -291,6 +291,32 @@ def test_muon_makes_its_own_groups() -> None:
         low_communication(groups, lr=1e-2, inner="muon", transport=Simulated(2)[0])
 
 
+def test_muon_needs_names() -> None:
+    options: Any = {"lr": 1e-2, "inner": "muon", "transport": Simulated(2)[0]}
+    with pytest.raises(ValueError, match="tells hidden matrices from embeddings by their names"):
+        low_communication(make_model().parameters(), **options)
+    adamw = torch.optim.AdamW(make_model().named_parameters())
+    for group in adamw.param_groups:  # which its own settings would refuse
+        group["lr"] = 1e-2
+    with_names = [{key: adamw.param_groups[0][key] for key in ("params", "param_names")}]
+    matrices, _ = low_communication(with_names, **options).param_groups
+    assert matrices["param_names"] == ["0.weight", "3.weight"]
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_group_may_have_no_parameters(named: bool, place: int) -> None:
+    model = make_model()
+    members = list(model.named_parameters() if named else model.parameters())
+    groups: list[dict[str, Any]] = [{"params": members}]
+    groups.insert(place, {"params": []})
+    optimizer = low_communication(groups, lr=1e-2, transport=Simulated(1)[0])
+    assert [len(group["params"]) for group in optimizer.param_groups] == (
+        [0, len(members)] if place == 0 else [len(members), 0]
+    )
+    take_steps(model, optimizer, range(2), 0)
+
+
 def test_muon_takes_the_hidden_matrices() -> None:
     optimizer = low_communication(
         make_model().named_parameters(), lr=1e-2, inner="muon", transport=Simulated(2)[0]

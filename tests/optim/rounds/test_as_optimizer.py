@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -294,7 +295,9 @@ def save_recommended(folder: str, ahead: int) -> Arrays:
 
 def go_on_recommended(folder: str) -> tuple[Arrays, Arrays, Any]:
     parameters, rounds = recommended()
+    planned = rounds.server.param_groups[0]["lr"]
     load_rank_files(rounds, folder)
+    assert rounds.server.param_groups[0]["lr"] == planned, "it belongs to this number of ranks"
     begun = values(parameters)
     train(parameters, rounds, range(20, 30))
     rounds.synchronize()
@@ -314,6 +317,30 @@ def test_the_recommended_rounds_on_another_number_of_ranks(
         assert same(begun, results[0][0])
         assert same(end, results[0][1])
         assert all(np.isfinite(value).all() for value in end.values())
+
+
+def loads_files_of_two_steps(folder: str) -> str:
+    """Rank 1's file is of the next local step, in which nothing was exchanged."""
+    parameters, rounds = recommended()
+    local_steps = rounds.local_steps or 0
+    train(parameters, rounds, range(2 * local_steps))
+    save_rank_file(rounds, folder)
+    train(parameters, rounds, range(2 * local_steps, 2 * local_steps + 1))
+    save_rank_file(rounds, f"{folder}/next")
+    if dist.get_rank() == 1:
+        Path(folder, "next", "rank1.pt").rename(Path(folder, "rank1.pt"))
+    dist.barrier()
+    _, rounds = recommended()
+    try:
+        load_rank_files(rounds, folder)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_files_of_two_local_steps_are_not_one_checkpoint(ranks_of: RanksOf, tmp_path: Any) -> None:
+    for message in ranks_of(2).run(loads_files_of_two_steps, str(tmp_path)):
+        assert "rank1.pt is of another checkpoint than rank 0's" in message
 
 
 def load_what_rank_0_saved(folder: str) -> tuple[Arrays, list[str]]:
