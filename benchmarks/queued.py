@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from comm_hooks import ErrorFeedback, Exchange
 from comm_hooks.config import build_compressor
 from comm_hooks.launchers.advise.rehearsal import Alone
-from comm_hooks.wire.header import Header
+from comm_hooks.wire.header import Judgments
 
 # Compressor, collective, options.
 CASES: list[tuple[str, str, Mapping[str, Any]]] = [
@@ -80,7 +80,7 @@ def count(compressor: str, collective: str, options: Mapping[str, Any]) -> int:
     )
     shapes = [(384, 384), (384, 384), (384,), (384,)]
     tensors = {str(i): torch.empty(shape, device=device) for i, shape in enumerate(shapes)}
-    with mock.patch.object(Header, "_look_later"):
+    with mock.patch.object(Judgments, "add"):
         for _ in range(_STEPS):
             with _Counting() as counting:
                 exchange.average_(tensors)
