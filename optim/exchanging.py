@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
+from comm_hooks.optim.alike import require_alike
 from comm_hooks.optim.already_averaged import check_double_averaging
 from comm_hooks.optim.base import (
     ExactStateOptimizer,
@@ -242,6 +243,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
             names = names_of(self.param_groups)
             self._frozen.look([names[place] for place in frozen])
         if not self._averaging_ruled_out:
+            require_alike(self)
             check_double_averaging(self.exchange.transport, self._parameters(), gradients)
             self._averaging_ruled_out = True
         if grad_scale is not None:

@@ -3,8 +3,7 @@
 from typing import Any
 
 from comm_hooks.collectives.base import Transport
-from comm_hooks.collectives.requests import AllGatherObject
-from comm_hooks.collectives.torch_distributed import TorchDistributed
+from comm_hooks.collectives.companions import gather_from_all
 from comm_hooks.exchange import Exchange
 
 # Under which it is saved; a seal over all of it lies beside it.
@@ -42,9 +41,5 @@ def tell_all(state: Any, finding: Any) -> list[Any]:
         finding: of this rank, as plain values.
     """
     exchange = exchange_of(state)
-    found: list[Any] = exchange.transport.perform(AllGatherObject(finding))
     owner = state if hasattr(state, "companions") else exchange.owner
-    for group in getattr(owner, "companions", ()):
-        of_ranks = TorchDistributed(group).perform(AllGatherObject(found))
-        found = [each for of_rank in of_ranks for each in of_rank]
-    return found
+    return gather_from_all(exchange.transport, getattr(owner, "companions", ()), finding)

@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
+from comm_hooks.optim.alike import require_alike
 from comm_hooks.optim.already_averaged import (
     averaging,
     check_double_averaging,
@@ -237,6 +238,7 @@ class LocalRounds(SavedRounds):
         if not progress.averaging_ruled_out:
             own = [p.grad for p in self._parameters]
             if self.participation is None:
+                require_alike(self)
                 check_double_averaging(transport, self._parameters, own)
                 progress.averaging_ruled_out = True
             elif progress.averaging is None:

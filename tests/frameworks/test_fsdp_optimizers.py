@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, register
+from comm_hooks import ConfigMismatchError, ErrorFeedback, Exchange, Identity, Sign, register
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
 from comm_hooks.optim import (
     CompressedAdam,
@@ -153,6 +153,25 @@ def test_a_model_is_restored_in_all_its_parts_or_not_at_all(
     """Ranks 0 and 2 hold one half, ranks 1 and 3 the other."""
     for (outcome,) in ranks_of(4).run(found_in, method, str(tmp_path), lost):
         assert outcome == message if message is True else message in outcome
+
+
+def half_goes_by_another_rate(method: str) -> None:
+    mesh = two_by_two()
+    model = build(mesh["shard"])
+    optimizer = optimizer_of(method, model, mesh["replicate"].get_group())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.02 if mesh["shard"].get_local_rank() == 0 else 0.03
+    register(model, optimizer)
+    model(own_batch(0)).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("method", ["low_communication", "signs"])
+def test_holders_of_other_parts_go_by_the_same_settings(ranks_of: RanksOf, method: str) -> None:
+    """Ranks that exchange agree with each other, and yet the halves would be trained apart."""
+    for outcome in ranks_of(4).outcomes(half_goes_by_another_rate, method):
+        assert isinstance(outcome.error, ConfigMismatchError)
+        assert "lr is 0.02 on ranks 0, 2, 0.03 on ranks 1, 3" in str(outcome.error)
 
 
 def fragments_of_a_small_head() -> int:

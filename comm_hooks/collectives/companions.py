@@ -1,0 +1,29 @@
+"""Ranks that train with this one and exchange nothing with it: they hold other parts of a model."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import AllGatherObject
+from comm_hooks.collectives.torch_distributed import TorchDistributed
+
+
+def gather_from_all(
+    transport: Transport, companions: Iterable[dist.ProcessGroup], finding: Any
+) -> list[Any]:
+    """Return what each rank has found, the same on all of them.
+
+    All must call it: those of the transport, and those that hold other parts.
+
+    Args:
+        transport: between the ranks that exchange.
+        companions: groups across them, one for each way in which the model is divided.
+        finding: of this rank, as plain values.
+    """
+    found: list[Any] = transport.perform(AllGatherObject(finding))
+    for group in companions:
+        of_ranks = TorchDistributed(group).perform(AllGatherObject(found))
+        found = [each for of_rank in of_ranks for each in of_rank]
+    return found

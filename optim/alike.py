@@ -1,0 +1,39 @@
+"""Settings that ranks must have in common which exchange nothing: holders of parts of a model."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from comm_hooks.collectives.companions import gather_from_all
+from comm_hooks.exchange import Exchange
+from comm_hooks.exchange.agreement import check_agreement
+
+
+class Divided(Protocol):
+    """An optimizer that exchanges, perhaps parts of a sharded model."""
+
+    @property
+    def exchange(self) -> Exchange:
+        """Between the ranks that hold the same parts."""
+
+    @property
+    def companions(self) -> Sequence[dist.ProcessGroup]:
+        """Groups of ranks that hold other parts."""
+
+    def hyperparameters(self) -> Mapping[str, Any]:
+        """Return what the next step goes by."""
+
+
+def require_alike(optimizer: Divided) -> None:
+    """Raise ``ConfigMismatchError`` on all ranks if some of a sharded model go by other settings.
+
+    Exchanges compare those of the ranks that exchange; this one is for all that share a model, and
+    does nothing where it is not sharded.  All ranks must call it.
+    """
+    companions = optimizer.companions
+    if companions:
+        exchange = optimizer.exchange
+        own = {**exchange.config(), **optimizer.hyperparameters()}
+        found = gather_from_all(exchange.transport, companions, [dist.get_rank(), own])
+        check_agreement([config for _, config in sorted(found, key=lambda entry: entry[0])])
