@@ -441,7 +441,7 @@ class PrivacyEngine:
     def _entry(
         self,
         event_of_step: Callable[[], GaussianEvent],
-        continued: Callable[[], Iterable[Releases]] = tuple,
+        continued: Callable[[], Iterable[Releases]],
     ) -> Callable[[], None]:
         """Return what enters one such release, and raises instead if the budget is spent.
 
