@@ -22,7 +22,6 @@ from comm_hooks.requirements import require_callable, require_kind
 
 _RELEASES = "releases"
 
-# What was released into the state of each optimizer that is, or was, inside a private one.
 _releases_into: weakref.WeakKeyDictionary[Optimizer, Releases] = weakref.WeakKeyDictionary()
 
 # The optimizer inside the private one that takes a step at this moment.
@@ -80,11 +79,11 @@ class DPOptimizer(Settled, WrappingOptimizer):
         require_callable(self, "enter", enter)
         if tickets is not None:
             require_kind(self, "tickets", tickets, Tickets)
-        _require_no_own_state(inner)
+        releases = releases_into(inner)
         super().__init__(inner)
         self.gradients = gradients
         self.mechanism = mechanism
-        self.releases = _releases_into.setdefault(inner, Releases())
+        self.releases = releases
         self._enter = enter
         self._claim = Claim(tickets)
         self._has_discarded = False
@@ -279,8 +278,12 @@ class _RawGradients:
             )
 
 
-def _require_no_own_state(optimizer: Optimizer) -> None:
-    """Raise ``PrivacyError`` if an optimizer remembers steps that were not private."""
+def releases_into(optimizer: Optimizer) -> Releases:
+    """Return what was released into an optimizer that is, or will be, inside a private one.
+
+    Raises:
+        PrivacyError: if it remembers steps that were not private.
+    """
     # Some optimizers (Adagrad) have a state before their first step.
     steps = (state.get("step", 1) for state in optimizer.state.values() if state)
     if optimizer not in _releases_into and any(steps):
@@ -289,6 +292,7 @@ def _require_no_own_state(optimizer: Optimizer) -> None:
             "without noise, would be released. Make a new one; moments of public data alone are "
             "loaded into optimizer.inner after make_private()"
         )
+    return _releases_into.setdefault(optimizer, Releases())
 
 
 def _refuse_other_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

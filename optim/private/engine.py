@@ -32,7 +32,7 @@ from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.client_level import PrivateParticipation
 from comm_hooks.optim.private.data.poisson import private_loader
 from comm_hooks.optim.private.data.same_data import compare_datasets
-from comm_hooks.optim.private.dp_optimizer import DPOptimizer
+from comm_hooks.optim.private.dp_optimizer import DPOptimizer, releases_into
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.gradients.clipping import ClippedGradients, LossFunction
 from comm_hooks.optim.private.gradients.model_checks import check_model, refuse_later_hooks
@@ -204,7 +204,7 @@ class PrivacyEngine:
             optimizer,
             gradients,
             mechanism,
-            self._entry(event_of_step, lambda: [mechanism.releases, private.releases]),
+            self._entry(event_of_step, [mechanism.releases, releases_into(optimizer)]),
             tickets=loader.tickets,
         )
         exchange.owner = private
@@ -319,9 +319,9 @@ class PrivacyEngine:
             sample_rate=sample_rate,
             noise_multiplier=noise_multiplier,
             max_norm=max_norm,
-            enter=self._entry(lambda: event, lambda: [participation.releases]),
             join=self._share_history,
         )
+        participation.enter = self._entry(lambda: event, [participation.releases])
         return participation
 
     def set_budget(self, target_epsilon: float, target_delta: float) -> None:
@@ -424,14 +424,23 @@ class PrivacyEngine:
 
     def _share_history(self, transport: Transport) -> None:
         """Let all ranks know what the first one finds in its file, so that all count alike."""
-        if transport.rank == 0 and self._path is not None and self._opened().path is None:
-            # The first of a group that is not the first of all.
-            known = self._history()
-            self._ledger = Ledger(self._path)
-            if known:
-                self._ledger.reconcile(known)
-        history = [asdict(event) for event in self._history()]
-        events = transport.perform(AllGatherObject(history))[0]
+        history, problem = [], None
+        try:
+            if transport.rank == 0 and self._path is not None and self._opened().path is None:
+                # The first of a group that is not the first of all.
+                known = self._history()
+                self._ledger = Ledger(self._path)
+                if known:
+                    self._ledger.reconcile(known)
+            history = [asdict(event) for event in self._history()]
+        except (OSError, ValueError) as error:  # the other ranks must hear of it
+            problem = error
+        told = None if problem is None else str(problem)
+        events, of_first = transport.perform(AllGatherObject([history, told]))[0]
+        if problem is not None:
+            raise problem
+        if of_first is not None:
+            raise ValueError(of_first)
         if transport.rank != 0:
             self._ledger = Ledger(None)
             for event in events:
@@ -441,17 +450,19 @@ class PrivacyEngine:
     def _entry(
         self,
         event_of_step: Callable[[], GaussianEvent],
-        continued: Callable[[], Iterable[Releases]],
+        continued: Iterable[Releases],
     ) -> Callable[[], None]:
         """Return what enters one such release, and raises instead if the budget is spent.
 
         Args:
             event_of_step: returns what is entered.
-            continued: returns what the release will be added to: that has to be in the ledger.
+            continued: what the release will be added to, which has to be in the ledger.  (Not who
+                has it: that has this function, and both would outlive their last user, and with
+                them the lock of the ledger.)
         """
 
         def enter() -> None:
-            for releases in continued():
+            for releases in continued:
                 releases.require_counted(self._history)
             event = event_of_step()
             if self._budget is not None:

@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from comm_hooks import Compressor, Identity, PayloadError
+from comm_hooks.exchange.message import Terms
 from comm_hooks.exchange.payload import PayloadFormat
 from comm_hooks.randomness import derive_keys
 from comm_hooks.wire.gathered_header import GatheredHeader
-from comm_hooks.wire.header import Header
+from comm_hooks.wire.header import Header, Judgments
 from comm_hooks.wire.index_codes import INDEX_CODES, places_code
 from comm_hooks.wire.stamp import Stamp
 from comm_hooks.wire.summed_header import SummedHeader
@@ -42,7 +43,7 @@ def payloads(data: bytes) -> None:
     if isinstance(format_._header, GatheredHeader):  # else there is no checksum
         for rank, payload in enumerate(received):
             GatheredHeader(range(ranks), rank).write_(payload[None], _STAMP, torch.tensor(0.0))
-    assert float(format_.check(received, _STAMP)) == 0
+    assert float(format_.check(received, Terms(_STAMP))) == 0
     if looks_at_memory:
         _decode(format_, matrices, honest)  # fills caches
         peak = _peak(format_, matrices, honest)
@@ -122,7 +123,7 @@ def _headers(draw: Draw, kind: type[Header]) -> None:
     _spoil(received, draw)
     header = kind(range(ranks), draw.below(ranks))
     try:
-        health = header.check(received, _STAMP)
+        health = header.check(received, _STAMP, Judgments())
     except PayloadError:
         return
     same = received.view(torch.int32) == sent.view(torch.int32)

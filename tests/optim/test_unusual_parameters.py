@@ -217,7 +217,7 @@ def test_optimizers_do_not_ask_for_the_default_dtype(name: str) -> None:
             for _ in range(3)
         ]
         parameters.append(nn.Parameter(torch.ones(8, dtype=torch.float32)))
-        take_steps(make([(str(i), p) for i, p in enumerate(parameters)]), parameters)
+        take_steps(make([(f"p{i}", p) for i, p in enumerate(parameters)]), parameters)
         return torch.cat([p.detach().flatten() for p in parameters])
 
     expected = trained()

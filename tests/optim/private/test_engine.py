@@ -1,6 +1,7 @@
 """Private training end to end, and what it costs."""
 
 import copy
+import gc
 import itertools
 import warnings
 from collections.abc import Callable
@@ -528,6 +529,40 @@ def test_all_ranks_count_what_the_first_one_finds_in_its_file(
     for run in (1, 2):
         expected = RDPAccountant().epsilon([GaussianEvent(1.0, 0.25, steps=4 * run)], 1e-3)
         assert ranks_of(2).run(continued, path) == [expected, expected]
+
+
+def with_a_ledger_that_is_none(path: str) -> str:
+    try:
+        private(PrivacyEngine(ledger=path), small_model())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_hear_of_a_ledger_that_the_first_one_cannot_read(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_text("my notes\n")
+    for message in ranks_of(2).run(with_a_ledger_that_is_none, str(path)):
+        assert "the file exists and is not a ledger" in message
+
+
+def test_the_lock_of_a_ledger_goes_with_its_last_user(tmp_path: Path) -> None:
+    """Without waiting for the garbage collector."""
+    path = tmp_path / "ledger.jsonl"
+    gc.disable()
+    try:
+        for _ in range(2):
+            engine = PrivacyEngine(ledger=path)
+            optimizer, loader = private(engine, small_model())[1:]
+            take_steps(optimizer, loader, 1)
+            participation = engine.private_participation(
+                clients=10, sample_rate=0.5, noise_multiplier=1.0, max_norm=1.0
+            )
+            del engine, optimizer, loader, participation
+    finally:
+        gc.enable()
 
 
 def in_a_group_without_rank_0(path: str) -> float | None:
