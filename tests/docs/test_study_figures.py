@@ -172,6 +172,19 @@ def test_losses_of_the_regression() -> None:
     assert all(ours < min(theirs) for ours, *theirs in zip(best, *others, strict=True))
 
 
+def test_what_scaling_before_the_noise_is_worth() -> None:
+    ratios = []
+    for folder in ("", "_rare_0.05", "_rare_0.2"):
+        record = record_of("private_toy_regression", f"private_toy_regression{folder}")
+        loss = record["findings"]["final_loss"]
+        ratios.append([loss[name] / loss["AdaDPS"] for name in ("A after the noise", "DP-SGD")])
+    text = (ROOT / "docs/papers.md").read_text()
+    after, plain = zip(*ratios, strict=True)
+    assert f"AdaDPS's, falls: {', '.join(f'{ratio:.2f}' for ratio in after)}." in text
+    one, two, three = (f"{ratio:.1f}" for ratio in plain)
+    assert f"gains {one}, {two} and {three} times" in text
+
+
 FED_LAMB = {
     "Fed-SGD": "fed_sgd",
     "Fed-AMS": "fed_ams",
