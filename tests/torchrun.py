@@ -5,6 +5,7 @@ one process that has imported it; all else is as ever: torchrun's own options, i
 script or module that is run as ``__main__``.  Not for tests of how processes start and end.
 """
 
+import faulthandler
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ import site
 import socket
 import sys
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -92,6 +94,7 @@ def _answer(command: socket.socket) -> None:
         os.dup2(file, number)
         os.close(file)
     arguments, environment, folder = json.loads(message)
+    faulthandler.register(signal.SIGUSR1, file=2)  # of ranks, too, which are forked
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -109,8 +112,11 @@ def _answer(command: socket.socket) -> None:
 
 
 def _end_with(command: socket.socket) -> None:
-    """End this agent and its ranks when the command was ended."""
+    """End this agent and its ranks when the command was ended; they say where they were."""
     command.recv(1)
+    time.sleep(0.5)  # unless all is done
+    os.killpg(0, signal.SIGUSR1)
+    time.sleep(1)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -119,7 +120,9 @@ def run_commands(
             status = None
         finally:
             _end(mark)
-    told = log.read_text(errors="replace")[-4000:]
+        if status is None:
+            time.sleep(3)  # in which forked ranks say where they hang
+    told = log.read_text(errors="replace")[-9000:]
     assert status is not None, f"still running after {timeout:g} s:\n{block.text}\n{told}"
     assert status == 0, f"exit status {status}:\n{block.text}\n{told}"
 
