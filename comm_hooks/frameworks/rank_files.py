@@ -94,7 +94,8 @@ def load_rank_files(
 ) -> bool:
     """Restore what the ranks saved with :func:`save_rank_file`.  Every rank must call it.
 
-    1. every rank reads its own file, and all ranks compare what they found;
+    1. every rank reads its own file, and all ranks compare what they found, those that hold other
+       parts of a sharded model as well;
     2. among the same ranks as then, each restores its own state;
     3. among others, or if a rank's own state does not fit (shards that these settings do not have),
        each reads the files of all that exchanged then; see
@@ -125,10 +126,12 @@ def load_rank_files(
         saved = _saved(found, ranks, folder, step)
     except ValueError as error:
         problem = str(error)
-    _raise_together(state, problem)
-    # Of ranks that hold other parts of the model, too.
-    steps = {each and each[1] for each in tell_all(state, saved)}
-    if len(steps) > 1:
+    # Ranks that hold other parts of the model have found files of their own.
+    outcomes = tell_all(state, [problem, saved and saved[1]])
+    for other, _ in outcomes:
+        if other is not None:
+            raise ValueError(other)
+    if len({saved_step for _, saved_step in outcomes}) > 1:
         raise ValueError(
             f"{os.fspath(folder)} has files of all ranks of some parts of the sharded model, and "
             "of others none, or those of another step: all are needed, or none (remove the folder "

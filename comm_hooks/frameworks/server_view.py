@@ -93,9 +93,7 @@ def show_own_model(module: nn.Module) -> None:
         >>> modes == [module.training for module in model.modules()]
         True
     """
-    switch = vars(module).get("train")
-    if isinstance(switch, _Switch):
-        switch.show(True)
+    _show(module, own=True)
 
 
 def show_shared_model(module: nn.Module) -> None:
@@ -116,9 +114,13 @@ def show_shared_model(module: nn.Module) -> None:
         >>> model.training
         True
     """
+    _show(module, own=False)
+
+
+def _show(module: nn.Module, *, own: bool) -> None:
     switch = vars(module).get("train")
     if isinstance(switch, _Switch):
-        switch.show(False)
+        switch.show(own)
 
 
 class _View:
