@@ -1,14 +1,15 @@
 """Parameters of sharded models: optimizers that exchange work on the part that a rank holds."""
 
+import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-_WHOLE = "_comm_hooks_whole"
+_grad: Any = torch.Tensor.grad
 
 
 def local_shards(params: Any) -> Any:
@@ -16,7 +17,7 @@ def local_shards(params: Any) -> Any:
 
     FSDP2 and tensor parallelism keep a parameter in parts, as a DTensor.  Ranks that hold the same
     part exchange it; to them it is an ordinary tensor.  The part shares the DTensor's memory, and
-    takes its gradient from it at every step (:func:`pull_gradients`).
+    its gradient, of which it has its part during a step (:func:`local_gradients`).
 
     Args:
         params: parameters, named parameters or parameter groups, as optimizers take them.
@@ -49,15 +50,38 @@ def _parts(members: Iterable[Any]) -> Iterator[Any]:
         parameter = member[1] if named else member
         if not is_sharded(parameter):
             yield member
-        elif (part := _part(parameter)).numel():
+        elif (part := _Part.of(parameter)).numel():
             yield (member[0], part) if named else part
 
 
-def _part(whole: Any) -> nn.Parameter:
-    with torch.no_grad():
-        part = nn.Parameter(whole.to_local(), requires_grad=whole.requires_grad)
-    setattr(part, _WHOLE, whole)
-    return part
+class _Part(nn.Parameter):
+    """What this rank holds of a DTensor.
+
+    Attributes:
+        whole: that DTensor.
+        is_local: whether :attr:`grad` is of this part alone, or else that of the DTensor.
+    """
+
+    whole: Any
+    is_local: bool
+
+    @staticmethod
+    def of(whole: Any) -> "_Part":
+        with torch.no_grad():
+            part = _Part(whole.to_local(), requires_grad=whole.requires_grad)
+        part.whole, part.is_local = whole, False
+        return part
+
+    @property
+    def grad(self) -> Any:
+        return _grad.__get__(self) if self.is_local else self.whole.grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        if self.is_local:
+            _grad.__set__(self, value)
+        else:
+            self.whole.grad = value
 
 
 def is_sharded(parameter: object) -> bool:
@@ -105,8 +129,7 @@ def shard_groups(parameters: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
     """Return the parameter of the model that this is the local part of; itself, if of none."""
-    found: torch.Tensor = getattr(parameter, _WHOLE, parameter)
-    return found
+    return parameter.whole if isinstance(parameter, _Part) else parameter
 
 
 def like_whole(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -124,32 +147,31 @@ def like_whole(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     )
 
 
-def pull_gradients(parameters: Sequence[torch.Tensor]) -> None:
-    """Give local parts their part of the gradient, and of where their parameter lies by now.
+@contextlib.contextmanager
+def local_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let local parts lie where their parameter does by now, and have their part of its gradient.
+
+    For a while: else their gradient is the parameter's, a DTensor, by which ``GradScaler`` and
+    ``clip_grad_norm_`` find the same on all ranks that share a model.
 
     Args:
         parameters: some of which may be parts.
     """
-    for part in parameters:
-        parameter: Any = whole(part)
-        if parameter is part:
-            continue
+    entered = [p for p in parameters if isinstance(p, _Part) and not p.is_local]
+    for part in entered:
+        parameter = part.whole
         with torch.no_grad():
             current = parameter.to_local()
             if current.data_ptr() != part.data_ptr():  # FSDP pads uneven shards at the first pass
                 part.data = current
+            part.is_local = True
             part.grad = None if parameter.grad is None else parameter.grad.to_local()
-
-
-def drop_gradients(parameters: Sequence[torch.Tensor], set_to_none: bool) -> None:
-    """Reset the gradients of the parameters that these are parts of."""
-    for part in parameters:
-        parameter = whole(part)
-        if parameter is not part and parameter.grad is not None:
-            if set_to_none:
-                parameter.grad = None
-            else:
-                parameter.grad.zero_()
+    try:
+        yield
+    finally:
+        for part in entered:
+            part.grad = None
+            part.is_local = False
 
 
 def nominal_shape(parameter: Any) -> tuple[int, ...]:

@@ -36,4 +36,5 @@ def require_alike(optimizer: Divided) -> None:
         exchange = optimizer.exchange
         own = {**exchange.config(), **optimizer.hyperparameters()}
         found = gather_from_all(exchange.transport, companions, [dist.get_rank(), own])
-        check_agreement([config for _, config in sorted(found, key=lambda entry: entry[0])])
+        found.sort(key=lambda entry: entry[0])
+        check_agreement([config for _, config in found], [rank for rank, _ in found])

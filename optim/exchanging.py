@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
+from comm_hooks.collectives.companions import found_by_all
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
@@ -29,7 +30,7 @@ from comm_hooks.optim.hyperparameters import (
 )
 from comm_hooks.optim.moments import descend_
 from comm_hooks.requirements import require_kind
-from comm_hooks.shards import drop_gradients, local_shards, pull_gradients, shard_groups
+from comm_hooks.shards import local_gradients, local_shards, shard_groups
 
 
 class ExchangingOptimizer(ExactStateOptimizer):
@@ -162,16 +163,12 @@ class ExchangingOptimizer(ExactStateOptimizer):
             raise
         self._frozen.added(self.param_groups[-1]["params"])
         self._frozen.leave_out(left_out)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients."""
-        super().zero_grad(set_to_none)
-        drop_gradients(self._parameters(), set_to_none)
+        self._is_sharded = bool(self.companions)
 
     def _take_step(self) -> None:
         self._frozen.check()
-        pull_gradients(self._parameters())
-        self._step(self._gradients())
+        with local_gradients(self._parameters()):
+            self._step(self._gradients())
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return what the next step goes by, which every exchange compares between ranks."""
@@ -191,11 +188,12 @@ class ExchangingOptimizer(ExactStateOptimizer):
         """Replace the message, in place, by its mean over ranks; return whether it is finite.
 
         Reads one number back from the device.  Where some rank's message is not finite, all
-        elements are NaN on all ranks.
+        elements are NaN on all ranks, and ranks that hold other parts of the model hear of it.
         """
         self.exchange.average_(message, compress=compress)
         first = next(iter(message.values()))
-        return bool(torch.isfinite(first[(0,) * first.dim()]))
+        found = torch.isfinite(first[(0,) * first.dim()])
+        return bool(found_by_all(self.companions, found) if self._is_sharded else found)
 
     def _groups(self) -> Iterator[tuple[slice, Group]]:
         """Yield each group that has parameters with their range among all."""

@@ -6,8 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
-from comm_hooks.optim.base import SteppingOptimizer, parameters_of
-from comm_hooks.shards import drop_gradients
+from comm_hooks.optim.base import SteppingOptimizer
 
 
 class WrappingOptimizer(SteppingOptimizer):
@@ -53,7 +52,6 @@ class WrappingOptimizer(SteppingOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients."""
         self.inner.zero_grad(set_to_none)
-        drop_gradients(parameters_of(self.param_groups), set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Raise ``ValueError``: parameters are those that were there at first."""

@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from comm_hooks.collectives.base import Transport
-from comm_hooks.collectives.requests import AllGatherObject
+from comm_hooks.collectives.requests import AllGatherObject, AllReduce
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 
 
@@ -27,3 +28,16 @@ def gather_from_all(
         of_ranks = TorchDistributed(group).perform(AllGatherObject(found))
         found = [each for of_rank in of_ranks for each in of_rank]
     return found
+
+
+def found_by_all(companions: Iterable[dist.ProcessGroup], finding: torch.Tensor) -> torch.Tensor:
+    """Return whether all ranks that hold other parts have found what this one has.
+
+    Args:
+        companions: groups across them, one for each way in which the model is divided.
+        finding: a boolean, ().
+    """
+    missing = (~finding).float().view(1)
+    for group in companions:
+        missing = TorchDistributed(group).perform(AllReduce(missing))
+    return missing.squeeze() == 0

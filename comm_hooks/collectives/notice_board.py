@@ -72,7 +72,8 @@ class NoticeBoard:
             is_alike = self._store.get(place).decode() == mark
             found.append(text if is_alike else self._store.get(f"{name} value {rank}"))
         said = [decoded_text(each) for each in found]
-        requests = dict(enumerate(next(iter(each)) for each in said))
+        named = dist.get_process_group_ranks(self._group)
+        requests = dict(zip(named, (next(iter(each)) for each in said), strict=True))
         if reason := different_requests(requests):
             raise PeerError(f"an exchange failed because {reason}")
         return [each[str(request)] for each in said]

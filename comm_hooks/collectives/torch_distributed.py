@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_nccl_timeout
 
 from comm_hooks.collectives.base import Transport, completed
 from comm_hooks.collectives.gloo import GlooRanks
@@ -300,10 +301,21 @@ def _ranks_per_node(group: dist.ProcessGroup) -> int | None:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Return after how long a collective of a group fails; None where torch does not tell."""
+    """Return after how long an exchange of a group fails; None where torch does not tell.
+
+    Groups of which nothing was said, as those of a device mesh, have torch's default of half an
+    hour even where ``init_process_group`` was given another one, which is meant for them, too.
+    """
+    timeout = _own_timeout(group)
+    if timeout in (dist.default_pg_timeout, default_pg_nccl_timeout):
+        return _own_timeout(dist.group.WORLD) or timeout
+    return timeout
+
+
+def _own_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
     for device in ("cpu", "cuda"):
         try:
-            return group._get_backend(torch.device(device)).options._timeout
+            return group._get_backend(torch.device(device)).options._timeout  # type: ignore
         except (AttributeError, RuntimeError):
             continue
     return None

@@ -68,9 +68,14 @@ class Agreement:
         """Let ranks agree on these values, too."""
         self.settings |= settings
 
-    def reach(self, config: Mapping[str, Any]) -> Round[None]:
-        """Return a round in which all ranks find out whether they are configured alike."""
-        yield from compare_settings(config, self.owner)
+    def reach(self, config: Mapping[str, Any], ranks: Sequence[int]) -> Round[None]:
+        """Return a round in which all ranks find out whether they are configured alike.
+
+        Args:
+            config: of this one.
+            ranks: all of them, as users know them.
+        """
+        yield from compare_settings(config, self.owner, ranks)
         self.reached = True
 
     def is_due(self, step: int, verify_every: int, *, is_new: bool) -> bool:
@@ -123,7 +128,9 @@ def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def compare_settings(settings: Mapping[str, Any], owner: Owner | None) -> Round[None]:
+def compare_settings(
+    settings: Mapping[str, Any], owner: Owner | None, ranks: Sequence[int]
+) -> Round[None]:
     """Return a round in which all ranks find out whether they are configured alike.
 
     Raises:
@@ -135,10 +142,10 @@ def compare_settings(settings: Mapping[str, Any], owner: Owner | None) -> Round[
         own |= owner.hyperparameters()
         if replica := owner.replica():
             own["checksum of the initial model"] = int(fingerprint(replica))
-    check_agreement((yield AllGatherObject(own, about="settings", may_be_alone=True)))
+    check_agreement((yield AllGatherObject(own, about="settings", may_be_alone=True)), ranks)
 
 
-def compare_tensors(segments: Sequence[Segment]) -> Round[None]:
+def compare_tensors(segments: Sequence[Segment], ranks: Sequence[int]) -> Round[None]:
     """Return a round in which all ranks find out whether they are about to average the same.
 
     Raises:
@@ -156,18 +163,24 @@ def compare_tensors(segments: Sequence[Segment]) -> Round[None]:
         if len(set(at_place)) > 1:
             raise ConfigMismatchError(
                 f"ranks average different tensors: the one at place {place} "
-                f"{differences(at_place)}. Give every rank the same tensors in the same order"
+                f"{differences(at_place, ranks)}. Give every rank the same tensors in the same "
+                "order"
             )
-    check_agreement(counts)
+    check_agreement(counts, ranks)
 
 
-def check_agreement(configs: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ConfigMismatchError`` naming the settings in which ranks differ."""
+def check_agreement(configs: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
+    """Raise ``ConfigMismatchError`` naming the settings in which ranks differ.
+
+    Args:
+        configs: settings by name, of each rank.
+        ranks: as users know them, in the same order.
+    """
     found = []
     for setting in dict.fromkeys(key for config in configs for key in config):
         values = [repr(config[setting]) if setting in config else "absent" for config in configs]
         if len(set(values)) > 1:
-            found.append(f"{setting} {differences(values)}")
+            found.append(f"{setting} {differences(values, ranks)}")
     if found:
         raise ConfigMismatchError(
             "ranks are configured differently: "
@@ -176,18 +189,18 @@ def check_agreement(configs: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def differences(values: Sequence[str]) -> str:
+def differences(values: Sequence[str], ranks: Sequence[int]) -> str:
     """Return which ranks have which value, in words.
 
     Example::
 
-        >>> differences(["4", "8", "4"])
-        'is 4 on ranks 0, 2, 8 on rank 1'
+        >>> differences(["4", "8", "4"], ranks=[0, 2, 4])
+        'is 4 on ranks 0, 4, 8 on rank 2'
     """
     ranks_by_value: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(ranks, values, strict=True):
         ranks_by_value.setdefault(value, []).append(rank)
     return "is " + ", ".join(
-        f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        for value, ranks in ranks_by_value.items()
+        f"{value} on rank{'s' if len(having) > 1 else ''} {', '.join(map(str, having))}"
+        for value, having in ranks_by_value.items()
     )

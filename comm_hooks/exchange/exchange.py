@@ -240,7 +240,7 @@ class Exchange:
         """Make sure, once, that all ranks are configured alike."""
         if self.agreement.reached:
             return
-        yield from self.agreement.reach(self.config())
+        yield from self.agreement.reach(self.config(), self.transport.ranks)
         ranks = self.transport.world_size
         if self.settings.collective == "hierarchical":
             if self._require_ranks_per_node() == ranks:
@@ -390,7 +390,7 @@ class Exchange:
         yield from self.agree()
         is_new = not bucket.compared
         if is_new:
-            yield from compare_tensors(bucket.layout.segments)
+            yield from compare_tensors(bucket.layout.segments, self.transport.ranks)
             bucket.compared = True
         verify = self.verifies(is_new=is_new)
         stamp = self._stamp(bucket)

@@ -288,7 +288,7 @@ class PrivacyEngine:
         for name, value in changed.items():
             require_within(self, name, value, "(0, inf)")
         transport = optimizer.mechanism.exchange.transport
-        check_agreement(transport.perform(AllGatherObject(changed)))
+        check_agreement(transport.perform(AllGatherObject(changed)), transport.ranks)
         optimizer.change(**changed)
 
     @observed("participation")

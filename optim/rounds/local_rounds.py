@@ -32,7 +32,7 @@ from comm_hooks.optim.rounds.participation import (
 from comm_hooks.optim.rounds.saving import SavedRounds
 from comm_hooks.optim.rounds.shared_moments import SharesStatistics
 from comm_hooks.requirements import require_choice, require_flag, require_within
-from comm_hooks.shards import pull_gradients
+from comm_hooks.shards import local_gradients
 
 # Squares of what is above 2^64 overflow in float32: this leaves room for sums of 2^13 clients.
 _LARGEST = 2.0**50
@@ -230,8 +230,12 @@ class LocalRounds(SavedRounds):
         self._require_own_model("step()")
         self._begin()
         self._frozen.check()
-        pull_gradients(self._parameters)
-        self._tell_what_was_loaded()
+        with local_gradients(self._parameters):
+            self._tell_what_was_loaded()
+            self._step()
+        self._model.note()
+
+    def _step(self) -> None:
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         progress, transport = self._progress, self.exchange.transport
@@ -262,7 +266,6 @@ class LocalRounds(SavedRounds):
                 if progress.steps % self.local_steps == index * self.local_steps // count:
                     self._exchange_own([index])
                     progress.exchanged_at[index] = progress.steps
-        self._model.note()
 
     @torch.no_grad()
     def synchronize(self) -> None:

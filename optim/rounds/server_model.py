@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.optim import Optimizer
 
+from comm_hooks.shards import local_gradients
+
 
 class ServerModel:
     """A copy of the parameters at the last exchange, and the optimizer that moves it.
@@ -141,14 +143,15 @@ class ServerModel:
     def step(self, places: Sequence[int], mean: Sequence[torch.Tensor]) -> None:
         """Take the server's step at these places; the live parameters are then the new values."""
         self.restore(places)
-        gradients = [p.grad for p in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        for place, gradient in zip(places, mean, strict=True):
-            self._parameters[place].grad = gradient
-        self._optimizer.step()
-        for parameter, own in zip(self._parameters, gradients, strict=True):
-            parameter.grad = own
+        with local_gradients(self._parameters):
+            gradients = [p.grad for p in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+            for place, gradient in zip(places, mean, strict=True):
+                self._parameters[place].grad = gradient
+            self._optimizer.step()
+            for parameter, own in zip(self._parameters, gradients, strict=True):
+                parameter.grad = own
         shared = self.values
         torch._foreach_copy_([shared[i] for i in places], self._live(places))
         self._begin_at_shared(places)

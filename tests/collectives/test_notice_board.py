@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm_hooks import ErrorFeedback, Exchange, Identity, PeerError
+from comm_hooks import ConfigMismatchError, ErrorFeedback, Exchange, Identity, PeerError
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from tests.ranks import Ranks
@@ -98,3 +98,46 @@ def go_on_after_failures() -> list[float]:
 
 def test_a_failure_that_all_have_left_behind_is_not_taken_for_the_next(ranks_of: RanksOf) -> None:
     assert ranks_of(2).run(go_on_after_failures) == [[0.5] * 3] * 2
+
+
+def compare_without_rank_2() -> Any:
+    """Make a group of which nothing is said, in a world that was given a timeout."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    group = dist.new_group()
+    begin = time.monotonic()
+    if dist.get_rank() == 2:
+        return None
+    exchange = Exchange(Identity(), process_group=group)
+    message = told(lambda: exchange.average_({"weight": torch.ones(40, 40)}))
+    return message, time.monotonic() - begin
+
+
+def test_a_rank_that_is_not_there_is_waited_for_as_the_default_group_says(
+    ranks_of: RanksOf,
+) -> None:
+    """All other groups, those of a device mesh among them, have half an hour unless told."""
+    ranks = ranks_of(3)
+    *others, _ = ranks.run(compare_without_rank_2)
+    ranks.close()
+    for message, seconds in others:
+        assert "rank 2 did not take part" in message
+        assert seconds < 30
+
+
+def compare_in_pairs() -> str:
+    """Exchange between ranks 0 and 2, and 1 and 3, which has other settings."""
+    rank = dist.get_rank()
+    group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    exchange = Exchange(Identity(), process_group=group, seed=int(rank == 3))
+    try:
+        exchange.average_({"weight": torch.ones(40, 40)})
+    except ConfigMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_a_group_are_called_as_users_know_them(ranks_of: RanksOf) -> None:
+    first, second, third, fourth = ranks_of(4).run(compare_in_pairs)
+    assert first == third == ""
+    assert second == fourth
+    assert "seed is 0 on rank 1, 1 on rank 3" in second

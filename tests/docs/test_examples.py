@@ -13,9 +13,7 @@ from tests.torchrun import Torchrun
 PAGES = pages()
 
 # Whose commands are started as users start them; those of other pages are forked, which is faster.
-# Forked, the last two have hung in some runs of all tests, never by themselves: if they hang when
-# they start from nothing, too, it is not for the forking.
-FROM_NOTHING = ("docs/index.md", "docs/frameworks/ddp.md", "docs/frameworks/fsdp.md")
+FROM_NOTHING = ("docs/index.md",)
 
 # That wait for nodes to find each other, or train for half a minute.
 SLOW = (

@@ -12,9 +12,10 @@ from multiprocessing.connection import Connection, wait
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.faults.injections import TIMEOUT_SECONDS
 from tests.faults.kinds import REFERENCE, Case
+from tests.faults.methods import SHARDED
 from tests.faults.rank import Report, play
+from tests.faults.training import SHARDS, TIMEOUT_SECONDS
 from tests.ranks import CONTEXT, preload
 
 preload("tests.faults.rank")
@@ -201,6 +202,9 @@ def judge(case: Case, reports: Mapping[int, Report], codes: Mapping[int, int | N
     if through and not is_alike:
         return "silent divergence: apart"
     judged = others if not kind.survives else everybody
+    if case.method.group == SHARDED:
+        # All but the culprit's peers meet it in what FSDP sends, and it them.
+        judged = others & set(range(culprit % SHARDS, case.method.ranks, SHARDS))
     wanted = through or {culprit}
     for rank in sorted(judged - through):
         report = reports[rank]

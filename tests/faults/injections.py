@@ -16,16 +16,14 @@ import torch
 from comm_hooks import ErrorFeedback
 from comm_hooks.exchange.layout import Layout
 from comm_hooks.exchange.payload import PayloadFormat
+from comm_hooks.shards import local_shards
 from comm_hooks.wire.gathered_header import GatheredHeader
 from comm_hooks.wire.header import Header
 from comm_hooks.wire.summed_header import SummedHeader
-from tests.faults.training import Settings, Training
+from tests.faults.training import TIMEOUT_SECONDS, Settings, Training
 
 if TYPE_CHECKING:
     from tests.faults.kinds import Case
-
-TIMEOUT_SECONDS = 4.0
-"""Of the process groups."""
 
 Inject = Callable[[Training, "Case"], None]
 
@@ -139,7 +137,7 @@ def exchange_something_else(training: Training, case: Case) -> None:
 
 
 def exchange_the_same_again(training: Training, case: Case) -> None:
-    training.exchange.average_({n: p.detach().clone() for n, p in training.named()})
+    training.exchange.average_({n: p.detach().clone() for n, p in local_shards(training.named())})
 
 
 def remake(training: Training, case: Case) -> None:
@@ -155,7 +153,7 @@ def change_hyperparameter(name: str, value: Any) -> Inject:
 
 
 def change_parameter(training: Training, case: Case) -> None:
-    parameter = case.choose(training.parameters)
+    parameter = case.choose(local_shards(training.parameters))
     with torch.no_grad():
         parameter.view(-1)[0] += 1.0
 

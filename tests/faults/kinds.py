@@ -46,7 +46,7 @@ from tests.faults.injections import (
     take_one_more,
     with_scaler,
 )
-from tests.faults.methods import HOOKS, METHODS, OPTIMIZERS, ROUNDS, Method
+from tests.faults.methods import HOOKS, METHODS, OPTIMIZERS, ROUNDS, SHARDED, Method
 from tests.faults.training import Settings
 
 EARLIEST = 3
@@ -148,7 +148,16 @@ def _is(*groups: str) -> Callable[[Method], bool]:
 def _has(option: str) -> Callable[[Method], bool]:
     """Return whether a method can have this option at its optimizer."""
     adams = {"LocalVarianceAdam", "CompressedAdam", "CompressedAdam, hierarchical", "OneBitAdam"}
-    adams |= {"ZeroOneAdam", "CDAdam", "MicroAdam", "SAFL", "FedLAMB", "DiLoCo", "SparseLoCo"}
+    adams |= {
+        "LocalVarianceAdam, FSDP",
+        "ZeroOneAdam",
+        "CDAdam",
+        "MicroAdam",
+        "SAFL",
+        "FedLAMB",
+        "DiLoCo",
+        "SparseLoCo",
+    }
     if option == "betas":
         return lambda method: method.name in adams
     return lambda method: True
@@ -156,6 +165,15 @@ def _has(option: str) -> Callable[[Method], bool]:
 
 def _is_dense_hook(method: Method) -> bool:
     return method.group == HOOKS and "sparse" not in method.traits
+
+
+def _has_server(method: Method) -> bool:
+    return method.group == ROUNDS or (method.group == SHARDED and "local steps" in method.traits)
+
+
+def _changes_parameters(method: Method) -> bool:
+    """Return whether an exchange finds the parameters as the last one has left them."""
+    return not _has_server(method)
 
 
 def _not(*traits: str) -> Callable[[Method], bool]:
@@ -211,7 +229,7 @@ FAMILIES = {
             "goes back to an older state of the method",
             roll_method_back,
             before=save,
-            suits=_is(OPTIMIZERS, ROUNDS),
+            suits=_is(OPTIMIZERS, ROUNDS, SHARDED),
             reason="belongs to step|has loaded a state|because rank",
         ),
         Kind(
@@ -241,10 +259,24 @@ FAMILIES = {
             reason=_DRIFT,
         ),
     ],
+    # Not ranks that share a model: FSDP's own collectives no longer fit then, and gloo ends the
+    # process.
     "takes other steps": [
-        Kind("leaves a step out", leave_step_out, may_finish="culprit", reason=_DRIFT),
+        Kind(
+            "leaves a step out",
+            leave_step_out,
+            suits=_is(HOOKS, OPTIMIZERS, ROUNDS),
+            may_finish="culprit",
+            reason=_DRIFT,
+        ),
         Kind("leaves an update out", leave_update_out, suits=_is_dense_hook, reason=_DRIFT),
-        Kind("takes one step more", take_one_more, may_finish="others", reason=_DRIFT),
+        Kind(
+            "takes one step more",
+            take_one_more,
+            suits=_is(HOOKS, OPTIMIZERS, ROUNDS),
+            may_finish="others",
+            reason=_DRIFT,
+        ),
     ],
     "exchanges by itself": [
         Kind("exchanges something else", exchange_something_else),
@@ -258,7 +290,7 @@ FAMILIES = {
         Kind(
             "makes its optimizer anew",
             remake,
-            suits=_is(OPTIMIZERS, ROUNDS),
+            suits=_is(OPTIMIZERS, ROUNDS, SHARDED),
         ),
         Kind("makes its Adam anew", remake, suits=_is_dense_hook, reason=_DRIFT),
     ],
@@ -284,19 +316,19 @@ FAMILIES = {
         Kind(
             "starts from another model",
             settings=other_model(model_seed=1),
-            suits=_is(OPTIMIZERS, ROUNDS),
+            suits=_is(OPTIMIZERS, ROUNDS, SHARDED),
             reason="checksum of the initial model",
         ),
         Kind(
             "has a parameter changed",
             change_parameter,
-            suits=_is(HOOKS, OPTIMIZERS),
+            suits=_changes_parameters,
             reason=_DRIFT,
         ),
         Kind(
             "has a parameter of the server changed",
             change_parameter_in_rounds,
-            suits=_is(ROUNDS),
+            suits=_has_server,
             reason=_DRIFT,
         ),
         Kind(

@@ -53,6 +53,7 @@ from tests.faults.training import (
     OptimizerTraining,
     RoundsTraining,
     Settings,
+    ShardedTraining,
     SparseHookTraining,
     Training,
 )
@@ -84,7 +85,7 @@ class Method:
     traits: frozenset[str] = frozenset()
 
 
-HOOKS, OPTIMIZERS, ROUNDS = "hooks", "optimizers", "rounds"
+HOOKS, OPTIMIZERS, ROUNDS, SHARDED = "hooks", "optimizers", "rounds", "sharded models"
 
 _TOP_K = {"compressor": TopK(1 / 8), "memory": ErrorFeedback()}
 _SIGN = {"compressor": Sign(), "memory": ErrorFeedback()}
@@ -157,6 +158,26 @@ def _rounds(
         other,
         steps=12 if clients else 24,
         traits=frozenset({*traits, "clients" if clients else "local steps"}),
+    )
+
+
+def _sharded(
+    name: str,
+    kind: Any,
+    exchange: dict[str, Any],
+    other: Any,
+    options: dict[str, Any],
+    *traits: str,
+) -> Method:
+    return Method(
+        f"{name}, FSDP",
+        SHARDED,
+        partial(ShardedTraining, kind=kind),
+        Settings(exchange, options),
+        other,
+        ranks=4,
+        steps=24 if "local steps" in traits else 14,
+        traits=frozenset(traits),
     )
 
 
@@ -260,6 +281,12 @@ def _methods() -> Iterator[Method]:
     muon = {**adam, "muon": True}
     yield _rounds("low_communication, Muon", _low_communication, recommended, _OTHER_TOP_K, muon)
     yield _rounds("LocalRounds, clients", _local_rounds, _TOP_K, _OTHER_TOP_K, adam, clients=6)
+
+    yield _sharded("LocalVarianceAdam", LocalVarianceAdam, _SIGN, _OTHER_TOP_K, adam, "exact skip")
+    two = {**adam, "local_steps": 2}
+    shards = "local steps"
+    yield _sharded("low_communication", _low_communication, recommended, _OTHER_TOP_K, two, shards)
+    yield _sharded("LocalRounds", _local_rounds, _TOP_K, _OTHER_TOP_K, two, shards)
 
 
 METHODS = {method.name: method for method in _methods()}

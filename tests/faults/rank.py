@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from tests.faults.injections import TIMEOUT_SECONDS
 from tests.faults.kinds import Case
-from tests.faults.training import Training
+from tests.faults.training import TIMEOUT_SECONDS, Training
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def play(case: Case, rank: int, port: int, prefix: str, connection: Connection) 
         report = Report(type(error).__name__, str(error), traceback.format_exc())
         connection.send(report)
         return
-    connection.send(Report(model=_digest(training.parameters)))
+    connection.send(Report(model=_digest(training.shown())))
     # A rank that is through goes on to something else; its connections stay for a while.
     connection.recv()
 
@@ -84,8 +83,8 @@ def _run(case: Case, rank: int, connection: Connection) -> Training:
     return training
 
 
-def _digest(parameters: list[torch.nn.Parameter]) -> str:
+def _digest(parameters: list[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for parameter in parameters:
-        digest.update(parameter.detach().numpy().tobytes())
+        digest.update(parameter.numpy().tobytes())
     return digest.hexdigest()[:16]

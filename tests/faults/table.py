@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.docs.pages import ROOT
-from tests.faults.injections import TIMEOUT_SECONDS
 from tests.faults.kinds import FAMILIES, KINDS
-from tests.faults.methods import HOOKS, METHODS, OPTIMIZERS, ROUNDS
-from tests.faults.training import VERIFY_EVERY
+from tests.faults.methods import METHODS
+from tests.faults.training import TIMEOUT_SECONDS, VERIFY_EVERY
 
 RECORDS = ROOT / "benchmarks/results/faults/records.jsonl"
 PAGE = ROOT / "docs/faults.md"
 
 Record = Mapping[str, Any]
+
+_GROUPS = tuple(dict.fromkeys(method.group for method in METHODS.values()))
 
 
 def read_records(path: Path) -> list[Record]:
@@ -25,7 +26,7 @@ def by_kind(records: Sequence[Record]) -> str:
     """Return one row per kind of fault, under its family."""
     lines = []
     for family, kinds in FAMILIES.items():
-        lines.append(f"| **{family}** | | | |")
+        lines.append(f"| **{family}** |" + " |" * len(_GROUPS))
         lines += [_row(kind.name, records, {kind.name}) for kind in kinds]
     return "\n".join([*_head("one rank …"), *lines])
 
@@ -60,7 +61,7 @@ def page(records: Sequence[Record]) -> str:
     """Return the text of ``docs/faults.md``."""
     columns = "\n".join(
         f"* **{group}**: " + ", ".join(f"`{m.name}`" for m in METHODS.values() if m.group == group)
-        for group in (HOOKS, OPTIMIZERS, ROUNDS)
+        for group in _GROUPS
     )
     return _PAGE.format(
         totals=totals(records),
@@ -73,13 +74,13 @@ def page(records: Sequence[Record]) -> str:
 
 
 def _head(first: str) -> list[str]:
-    return [f"| {first} | {HOOKS} | {OPTIMIZERS} | {ROUNDS} |", "|---|---|---|---|"]
+    return [f"| {first} | {' | '.join(_GROUPS)} |", "|---" * (1 + len(_GROUPS)) + "|"]
 
 
 def _row(name: str, records: Iterable[Record], kinds: set[str]) -> str:
     cells = []
     own = [record for record in records if record["fault"] in kinds]
-    for group in (HOOKS, OPTIMIZERS, ROUNDS):
+    for group in _GROUPS:
         verdicts = [r["verdict"] for r in own if METHODS[r["method"]].group == group]
         counts = {v: verdicts.count(v) for v in ("refused", "recovered") if v in verdicts}
         told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
@@ -91,7 +92,8 @@ _PAGE = """# Faults
 
 What becomes of a training run when one of its ranks does what it should not. Every case is a run of
 its own: 2 to 4 processes joined by gloo, with a timeout of {timeout:g} seconds, a small model, and
-one fault, at a step and a rank that are drawn from the case's name.
+one fault, at a step and a rank that are drawn from the case's name. Sharded models are divided by
+FSDP over two ranks each of two nodes, which exchange shard by shard.
 
 {totals}
 
@@ -99,6 +101,8 @@ one fault, at a step and a rank that are drawn from the case's name.
   `PeerError` or `ValueError` that names the rank and the reason. A rank that leaves a step out is
   through before the others, and those that do not take one more are, too: the rest then learn who
   is gone.
+  Where a model is sharded this holds for the rank that exchanges with the one at fault: the others
+  meet it in what FSDP sends, and may end in torch's own words.
 * **recovered**: all ranks went on, and ended with the same parameters, bit for bit. After a NaN or
   an infinity hooks and optimizers also ended like a run that leaves this step out on all ranks (but
   for `ZeroOneAdam`, which takes such a gradient for zero at local steps, and `Marina`, which tries

@@ -37,6 +37,10 @@ FEW = [
     ("receives a flipped bit", "FedAvg"),
     ("gets another rank's payload in its place", "DeMo"),
     ("sends an older payload again", "CDAdam"),
+    ("comes later than the timeout", "LocalRounds, FSDP"),
+    ("overflows under a GradScaler", "low_communication, FSDP"),
+    ("starts from another model", "low_communication, FSDP"),
+    ("is killed", "LocalVarianceAdam, FSDP"),
 ]
 
 

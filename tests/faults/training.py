@@ -3,11 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import (
@@ -18,8 +21,13 @@ from comm_hooks import (
 )
 from comm_hooks.optim import LocalRounds
 from comm_hooks.optim.exchanging import ExchangingOptimizer
+from comm_hooks.shards import local_shards
 
+TIMEOUT_SECONDS = 4.0
+"""Of the process groups."""
 VERIFY_EVERY = 4
+SHARDS = 2
+"""In how many parts a sharded model is; ranks that are equal modulo this hold the same one."""
 HIDDEN = 32
 _INPUTS, _OUTPUTS = 24, 4
 _BUCKET_MB = 0.002
@@ -61,7 +69,7 @@ class Training(ABC):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         torch.manual_seed(settings.model_seed)
-        self.model: nn.Module = self._make_model().to(settings.dtype)
+        self.model: nn.Module = self._place(self._make_model().to(settings.dtype))
         self.parameters = list(self.model.parameters())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if settings.scales else None
         self.poison = 1.0
@@ -92,6 +100,13 @@ class Training(ABC):
     def named(self) -> list[tuple[str, nn.Parameter]]:
         named = list(self.model.named_parameters())
         return named[::-1] if self.settings.reverses else named
+
+    def _place(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def shown(self) -> list[torch.Tensor]:
+        """Return the parameters as all ranks must have them; after :meth:`finish`."""
+        return [parameter.detach() for parameter in self.parameters]
 
     def _make_model(self) -> nn.Module:
         hidden = self.settings.hidden
@@ -250,3 +265,43 @@ class RoundsTraining(Training):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rounds.load_state_dict(state)
+
+
+class ShardedTraining(RoundsTraining):
+    """A model that FSDP divides within each of two nodes, which exchange shard by shard.
+
+    A rank that does not come to what FSDP itself sends is waited for by FSDP, as long as by the
+    exchange.
+    """
+
+    def _place(self, model: nn.Module) -> nn.Module:
+        nodes = dist.get_world_size() // SHARDS
+        mesh = init_device_mesh("cpu", (nodes, SHARDS), mesh_dim_names=("replicate", "shard"))
+        timeout = timedelta(seconds=TIMEOUT_SECONDS)
+        dist.distributed_c10d._set_pg_timeout(timeout, mesh["shard"].get_group())
+        self._group = mesh["replicate"].get_group()
+        for layer in model[::2]:
+            fully_shard(layer, mesh=mesh["shard"])
+        return fully_shard(model, mesh=mesh["shard"])
+
+    def remake(self) -> None:
+        settings = self.settings.with_exchange(process_group=self._group)
+        self.exchange = make_exchange(settings)
+        named = local_shards(self.named())
+        self.rounds = self._kind(named, self.exchange, **self.settings.options)
+        self.optimizer = getattr(self.rounds, "inner", self.rounds)
+        self._state = register(self.model, self.rounds)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state.load_state_dict(state)
+
+    def finish(self) -> None:
+        if hasattr(self.rounds, "synchronize"):
+            self.rounds.synchronize()
+        self._shown = [parameter.full_tensor().detach() for parameter in self.parameters]
+
+    def shown(self) -> list[torch.Tensor]:
+        return self._shown

@@ -174,6 +174,44 @@ def test_holders_of_other_parts_go_by_the_same_settings(ranks_of: RanksOf, metho
         assert "lr is 0.02 on ranks 0, 2, 0.03 on ranks 1, 3" in str(outcome.error)
 
 
+def under_a_scaler(method: str, overflows: bool) -> list[Any]:
+    """Return the weights before, between and after two steps, and the scale at the end.
+
+    Rank 3 has an element in the second step that overflows; nobody else holds it, but for rank 1.
+    """
+    mesh = two_by_two()
+    model = build(mesh["shard"])
+    optimizer = optimizer_of(method, model, mesh["replicate"].get_group())
+    register(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    seen = [weights(model)]
+    for step in range(2):
+        scaler.scale(model(own_batch(step)).square().mean()).backward()
+        if overflows and step == 1 and dist.get_rank() == 3:
+            parts = [gradient.to_local() for gradient in gradients_of(model)]
+            next(part for part in parts if part.numel()).view(-1)[0] = torch.inf
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append(weights(model))
+    return [*seen, scaler.get_scale()]
+
+
+@pytest.mark.parametrize("method", ["signs", "low_communication"])
+def test_a_scaler_finds_the_same_on_all_ranks_that_share_a_model(
+    ranks_of: RanksOf, method: str
+) -> None:
+    ranks = ranks_of(4)
+    for *_, scale in ranks.run(under_a_scaler, method, False):
+        assert scale == 2.0**16
+    for rank, (_, before, after, scale) in enumerate(ranks.run(under_a_scaler, method, True)):
+        assert scale == 2.0 ** (15 if rank >= 2 else 16), "the node of rank 3"
+        if method == "signs":
+            assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
 def fragments_of_a_small_head() -> int:
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
     model = nn.Sequential(nn.Linear(1024, 512), nn.Tanh(), nn.Linear(512, 2))

@@ -68,8 +68,8 @@ def attach(engine: Any, averaging: reductions.Averaging | None) -> EngineCompres
     owned = optimizers.attach(engine)
     # An engine that lacks what the others have would leave them waiting at the first exchange.
     presence = {BLOCK: "absent" if owned is None and averaging is None else "present"}
-    presences = TorchDistributed().perform(AllGatherObject(presence))
-    check_agreement(presences)
+    transport = TorchDistributed()
+    check_agreement(transport.perform(AllGatherObject(presence)), transport.ranks)
     state: OptimizerState | LocalRounds | Exchange
     if owned is not None:
         exchange, state = owned.exchange, owned

@@ -203,7 +203,7 @@ class CompressedAllReduce:
         node: list[Any] = self._shards.perform(AllGatherObject(here))
         nodes: list[list[Any]] = replicas.perform(AllGatherObject(node))
         everyone = sorted((entry for entries in nodes for entry in entries), key=lambda e: e[0])
-        check_agreement([config for *_, config in everyone])
+        check_agreement([config for *_, config in everyone], [rank for rank, *_ in everyone])
         shards = {rank: shard for rank, shard, *_ in everyone}
         for rank, shard, ranks, _ in everyone:
             if any(shards.get(other) != shard for other in ranks):

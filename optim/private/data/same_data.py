@@ -46,8 +46,9 @@ def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
     lengths = [str(count) for count, _ in said]
     if len(set(lengths)) > 1:
         raise ConfigMismatchError(
-            f"ranks have different data sets: the number of samples {differences(lengths)}. Give "
-            "make_private() the whole data set on every rank, of which it takes that rank's share"
+            "ranks have different data sets: the number of samples "
+            f"{differences(lengths, transport.ranks)}. Give make_private() the whole data set on "
+            "every rank, of which it takes that rank's share"
         )
     key = hashlib.blake2b("".join(part for _, part in said).encode()).digest()
     places = random.Random(key).sample(range(length), min(length, SAMPLES))
@@ -64,8 +65,8 @@ def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
             if len(set(values)) > 1:
                 raise ConfigMismatchError(
                     f"ranks have different data sets: the digest of the sample at place {place} "
-                    f"{differences(values)}. Split and shuffle with the same seed on all ranks: "
-                    "a sample that is on two of them would count twice"
+                    f"{differences(values, transport.ranks)}. Split and shuffle with the same "
+                    "seed on all ranks: a sample that is on two of them would count twice"
                 )
     if not compared:
         warnings.warn(
