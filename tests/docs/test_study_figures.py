@@ -1,6 +1,7 @@
 """What pages say of studies is what their records hold."""
 
 import json
+import statistics
 from typing import Any
 
 import pytest
@@ -183,6 +184,26 @@ def test_what_scaling_before_the_noise_is_worth() -> None:
     assert f"AdaDPS's, falls: {', '.join(f'{ratio:.2f}' for ratio in after)}." in text
     one, two, three = (f"{ratio:.1f}" for ratio in plain)
     assert f"gains {one}, {two} and {three} times" in text
+
+
+def test_the_floor_that_larger_batches_lower() -> None:
+    folder = "private_toy_regression_batch_32"
+    small, large = (
+        record_of("private_toy_regression", f) for f in ("private_toy_regression", folder)
+    )
+    assert {small["settings"]["batch"], large["settings"]["batch"]} == {8, 32}
+    before, after = small["findings"], large["findings"]
+    gains = {name: loss / after["final_loss"][name] for name, loss in before["final_loss"].items()}
+    (ours,) = (method for method in large["methods"] if method["name"] == "AdaDPS")
+    curves = [{p["round"]: p["loss"] for p in run["curve"]} for run in ours["runs"]]
+    late = statistics.mean(curve[2000] for curve in curves)
+    text = " ".join((ROOT / "docs/papers.md").read_text().split())
+    final = after["final_loss"]["AdaDPS"]
+    assert f"at {final:.3f} in place of {before['final_loss']['AdaDPS']:.3f}, " in text
+    assert f"{gains['AdaDPS']:.1f} times lower, between the 4 and the 16" in text
+    assert f"({late:.3f} there); without privacy it is at {after['final_loss']['AdaS']:.3f}" in text
+    assert f"DP-Adam gains {gains['DP-Adam']:.1f} times and DP-SGD {gains['DP-SGD']:.1f}" in text
+    assert f"ε {after['epsilon']:.1f} in place of {before['epsilon']:.1f}" in text
 
 
 FED_LAMB = {
