@@ -1,11 +1,11 @@
 """Parameters with nothing to train: optimizers that exchange leave them alone; and changes."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from comm_hooks.callers import warn_program
 from comm_hooks.shards import whole
 
 
@@ -100,9 +100,8 @@ class FrozenParameters:
         """
         if frozen and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn_program(
                 f"{self._name}: {len(frozen)} parameters were frozen after it was made, the first "
                 f"of them {frozen[0]}: what ranks had computed before, momenta and residuals, goes "
                 "on moving them. Make it anew to stop that",
-                stacklevel=6,
             )

@@ -10,7 +10,7 @@ ROOT = Path(comm_hooks.__file__).parent.resolve().parent
 
 # From the bottom up.  What a module lies in is the longest name that it begins with.
 LAYERS = [
-    ("errors", "requirements", "shards", "profiling", "transfers"),
+    ("errors", "callers", "requirements", "shards", "profiling", "transfers"),
     ("randomness",),
     ("kernels",),
     ("wire",),

@@ -1,7 +1,6 @@
 """Between exchanges replicas differ: whoever evaluates or saves a model gets what all share."""
 
 import functools
-import warnings
 from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -9,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from comm_hooks.callers import warn_program
 from comm_hooks.shards import like_whole, whole
 
 State = dict[str, Any]
@@ -189,13 +189,12 @@ class _View:
     def _warn(self) -> None:
         if self._rounds.steps and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn_program(
                 "parameters were written to after the last step, by something other than the "
                 "optimizer and load_state_dict(): that counts as progress of this rank, of which "
                 "the others receive little, and until the next step evaluation mode and "
                 "state_dict() show this rank's values. If all ranks have set them alike, call "
                 "restart() of the rounds",
-                stacklevel=5,
             )
 
 

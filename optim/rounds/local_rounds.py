@@ -1,6 +1,5 @@
 """Rounds of local work: several steps on each rank, then one exchange of how far each has come."""
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 from torch.optim import SGD, Optimizer
 
+from comm_hooks.callers import warn_program
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
@@ -448,12 +448,11 @@ class LocalRounds(SavedRounds):
     def _conclude(self, fragment: Sequence[int], aggregate: Aggregate) -> None:
         """Name the clients that are missing, and let the server take its step with the mean."""
         if aggregate.missing:
-            warnings.warn(
+            warn_program(
                 f"round {self.round_index}: left out, having returned values that are huge or not "
                 f"finite: client {', '.join(map(str, aggregate.missing))}; the mean is over the "
                 f"other {aggregate.contributors} of "
                 f"{aggregate.contributors + len(aggregate.missing)}",
-                stacklevel=4,
             )
         if aggregate.delta is None:
             self._model.restore(fragment)

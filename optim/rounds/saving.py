@@ -1,7 +1,6 @@
 """What rounds of local work have counted, save and may show."""
 
 import copy
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from comm_hooks.callers import warn_program
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.resuming import check_complete, check_whole, seal_own
 from comm_hooks.exchange.sealing import SEAL, require_seal, sealed
@@ -363,19 +363,17 @@ class SavedRounds(WrappingOptimizer):
         """Warn, once, of what is lost of what was loaded before this step."""
         resumed, self._progress.resumed = self._progress.resumed, False
         if resumed and self.is_written_to:
-            warnings.warn(
+            warn_program(
                 f"{type(self).__name__}: parameters were written to after load_state_dict() of the "
                 "rounds, which had put there what this rank had done since the last exchange: load "
                 "or broadcast the model first, and the state of the rounds after it",
-                stacklevel=7,
             )
         # By now it would have been restored from this rank's own file.
         other, self._progress.loaded_from = self._progress.loaded_from, None
         if other is not None:
-            warnings.warn(
+            warn_program(
                 f"{type(self).__name__}: this rank goes on from the state that rank {other} saved, "
                 "without a residual and without what it had not exchanged itself: let every rank "
                 "save_rank_file(rounds, folder) with the checkpoint, and load_rank_files(rounds, "
                 "folder) when that is loaded",
-                stacklevel=7,
             )

@@ -12,6 +12,7 @@ GAP = "…"
 # Where requirements are worded: what is required stands in the calls, as the third argument.
 _SHARED = ("requirements.py", "_refuse")
 
+WARNING = ("warn", "warn_program")
 KINDS = ("ValueError", "ConfigMismatchError", "PayloadError", "PeerError", "PrivacyError")
 
 
@@ -55,7 +56,7 @@ def messages(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
                 call = node.value
                 if _name(call.func) != "PeerError":
                     continue
-            elif isinstance(node, ast.Call) and _name(node.func) == "warn":
+            elif isinstance(node, ast.Call) and _name(node.func) in WARNING:
                 call = node
             else:
                 continue

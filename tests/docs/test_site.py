@@ -15,6 +15,7 @@ _NEEDED = ("sphinx", "myst_parser", "furo")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, _NEEDED)), reason=f"needs {', '.join(_NEEDED)}"
 )
@@ -30,7 +31,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout
     exchange = tmp_path / "site/reference/generated/comm_hooks.Exchange.html"

@@ -1,5 +1,6 @@
 """Optimizers that exchange between nodes, of a model that is sharded inside each: 2 x 2 ranks."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,25 @@ def test_a_scaler_finds_the_same_on_all_ranks_that_share_a_model(
         assert scale == 2.0 ** (15 if rank >= 2 else 16), "the node of rank 3"
         if method == "signs":
             assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def partly_sharded(method: str) -> list[str]:
+    mesh = two_by_two()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    fully_shard(model[0], mesh=mesh["shard"])
+    optimizer = optimizer_of(method, model, mesh["replicate"].get_group())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        register(model, optimizer)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("method", ["signs", "rounds"])
+def test_parameters_that_nobody_averages_in_a_node_are_named(
+    ranks_of: RanksOf, method: str
+) -> None:
+    for (message,) in ranks_of(4).run(partly_sharded, method):
+        assert message.startswith("'2.weight' and 1 more is sharded over no ranks")
 
 
 def fragments_of_a_small_head() -> int:

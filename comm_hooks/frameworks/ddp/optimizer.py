@@ -13,7 +13,7 @@ from comm_hooks.frameworks.ddp.model import DataParallelModel, find_data_paralle
 from comm_hooks.frameworks.optimizer_state import OptimizerState
 from comm_hooks.frameworks.own_exchange import owns_exchange, unwrapped, works_in_rounds
 from comm_hooks.frameworks.server_view import show_server_model
-from comm_hooks.shards import is_held, whole
+from comm_hooks.shards import is_held, is_sharded, whole
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
             _warn_of_broadcasts(replicas)
     else:
         _require_parameters_of(module, own)
+        _warn_of_unsharded(module)
     if not works_in_rounds(own):
         return OptimizerState(own)
     show_server_model(module, own)
@@ -68,6 +69,21 @@ def _warn_of_broadcasts(replicas: DataParallelModel) -> None:
             f"DistributedDataParallel sends {size:,} bytes of buffers, running means and the like, "
             "from rank 0 at every forward pass, which stats() does not count: make it with "
             "broadcast_buffers=False",
+            stacklevel=4,
+        )
+
+
+def _warn_of_unsharded(module: nn.Module) -> None:
+    """Warn of parameters that every rank of a node trains by itself beside shards of others."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    whole_ones = [name for name, parameter in trained.items() if not is_sharded(parameter)]
+    if 0 < len(whole_ones) < len(trained):
+        others = f" and {len(whole_ones) - 1} more" if len(whole_ones) > 1 else ""
+        warnings.warn(
+            f"{whole_ones[0]!r}{others} is sharded over no ranks, though other parameters are: "
+            "nodes exchange it, but nobody averages its gradients over the ranks of a node, which "
+            "end with different values: give the module to fully_shard, or average them before "
+            "step()",
             stacklevel=4,
         )
 

@@ -9,6 +9,8 @@ from typing import Any
 
 BLOCK = "comm_hooks"
 
+_NUMBERS = ("lr", "eps", "weight_decay")
+
 
 def load(config: Any) -> dict[str, Any]:
     """Return a DeepSpeed configuration as a dictionary, from anything that DeepSpeed accepts.
@@ -58,3 +60,27 @@ def find_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return None
     block: Mapping[str, Any] = config[BLOCK]
     return block if block is not None else {}
+
+
+def value_of(path: str, key: str, value: Any) -> Any:
+    """Return a parameter of an optimizer, from the JSON, in the type that optimizers take.
+
+    Args:
+        path: where it stands.
+        key: its name.
+        value: what stands there.
+
+    Raises:
+        ValueError: for betas that are not two numbers, and other settings that are text.
+    """
+    if key != "betas":
+        if key in _NUMBERS and not _is_number(value):
+            raise ValueError(f"{path}: must be a number, got {value!r}")
+        return value
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(map(_is_number, value)):
+        raise ValueError(f"{path}: must be two numbers, got {value!r}")
+    return tuple(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -71,12 +71,6 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     block = find_block(settings)
     optimizer = given.get("optimizer")
     prepared, exchanged = prepare(settings, block, given)
-    if block is None and prepared is optimizer:
-        warnings.warn(
-            f"the DeepSpeed configuration has no {BLOCK!r} block: gradients are exchanged "
-            f"uncompressed",
-            stacklevel=2,
-        )
     if prepared is not optimizer:
         given["optimizer"] = prepared
         given["config"] = without_optimizer(settings)
@@ -85,7 +79,12 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
             result = deepspeed.initialize(**given)
     else:
         result = deepspeed.initialize(**given)
-    attach(result[0], exchanged)
+    if attach(result[0], exchanged) is None and block is None:
+        warnings.warn(
+            f"the DeepSpeed configuration has no {BLOCK!r} block: gradients are exchanged "
+            f"uncompressed",
+            stacklevel=2,
+        )
     return result
 
 

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from comm_hooks import ConfigMismatchError
+from comm_hooks import ConfigMismatchError, Exchange, Sign
 from comm_hooks.frameworks.deepspeed.block import find_block, load
+from comm_hooks.optim import LocalVarianceAdam
 from tests.frameworks.deepspeed.common import (
     HIDDEN,
     TOPK,
@@ -183,6 +184,19 @@ def warned(settings: dict[str, Any]) -> list[str]:
     return [str(warning.message) for warning in caught if "comm_hooks" in str(warning.message)]
 
 
+def warned_with_own(settings: dict[str, Any]) -> list[str]:
+    """Pass an optimizer that exchanges."""
+    import_deepspeed()
+    from comm_hooks.frameworks.deepspeed import initialize
+
+    model = net()
+    own = LocalVarianceAdam(model.named_parameters(), Exchange(Sign()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        initialize(model=model, config=settings, optimizer=own)
+    return [str(warning.message) for warning in caught if "comm_hooks" in str(warning.message)]
+
+
 def test_what_is_skipped_is_said(ranks_of: RanksOf) -> None:
     for texts in ranks_of(2).run(warned, config(0)):
         assert len(texts) == 1
@@ -200,6 +214,8 @@ def test_what_is_skipped_is_said(ranks_of: RanksOf) -> None:
         assert len(texts) == 1
         assert "TopK in front of " in texts[0]
     assert ranks_of(2).run(warned, config(0, sketch)) == [[], []]
+    without_type = {k: v for k, v in config(0).items() if k != "optimizer"}
+    assert ranks_of(2).run(warned_with_own, without_type) == [[], []]
 
 
 def required() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from comm_hooks.config import unknown
-from comm_hooks.frameworks.deepspeed.block import BLOCK
+from comm_hooks.frameworks.deepspeed.block import BLOCK, value_of
 from comm_hooks.optim import low_communication
 
 METHODS = {"low_communication": low_communication}
@@ -45,15 +45,20 @@ def rounds_of(config: Mapping[str, Any]) -> tuple[str, Make]:
         if key not in _KEYS:
             raise ValueError(f"{BLOCK}.{key}: {unknown('setting', key, _KEYS)}")
     method = block.pop("method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"{BLOCK}.method: {unknown('method', str(method), METHODS)}")
     optimizer = config.get("optimizer") or {}
+    if not isinstance(optimizer, Mapping):
+        raise ValueError(f"optimizer: must be an object, got {optimizer!r}")
     if str(optimizer.get("type", "")).lower() not in _REPLACED:
         raise ValueError(
             f"optimizer.type: {method} takes the place of AdamW, and its learning rate: write "
             '"CommHooksAdamW", which DeepSpeed refuses where comm-hooks is missing'
         )
-    params = dict(optimizer.get("params") or {})
+    given = optimizer.get("params") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"optimizer.params: must be an object, got {given!r}")
+    params = dict(given)
     if params.pop("adam_w_mode", True) is not True:
         raise ValueError(f"optimizer.params.adam_w_mode: {method} decays weights as AdamW does")
     if ignored := [key for key in _IGNORED if params.pop(key, None) is not None]:
@@ -64,8 +69,7 @@ def rounds_of(config: Mapping[str, Any]) -> tuple[str, Make]:
     for key in params:
         if key not in _PARAMS:
             raise ValueError(f"optimizer.params.{key}: {unknown('parameter', key, _PARAMS)}")
-    if "betas" in params:
-        params["betas"] = tuple(params["betas"])
+        params[key] = value_of(f"optimizer.params.{key}", key, params[key])
     settings = {"lr": 1e-3, **params, **block}
 
     def make(groups: Any) -> torch.optim.Optimizer:

@@ -3,7 +3,7 @@
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from comm_hooks.config import unknown
 from comm_hooks.exchange import Exchange, ExchangeSettings
-from comm_hooks.frameworks.deepspeed.block import BLOCK
+from comm_hooks.frameworks.deepspeed.block import BLOCK, value_of
 from comm_hooks.frameworks.deepspeed.optimizers.in_engine import in_engine
 from comm_hooks.frameworks.deepspeed.optimizers.rounds import asks_for_rounds, rounds_of
 from comm_hooks.frameworks.deepspeed.optimizers.types import REFUSED, TYPES, OptimizerType
@@ -244,7 +244,7 @@ def _params(name: str, kind: OptimizerType, given: Mapping[str, Any]) -> dict[st
         elif key in kind.ignored:
             ignored.append(key)
         else:
-            params[key] = _value(path, key, value)
+            params[key] = value_of(path, key, value)
     if ignored:
         warnings.warn(
             f"optimizer.params: {', '.join(ignored)} of {name} decide nothing here and are not "
@@ -256,16 +256,6 @@ def _params(name: str, kind: OptimizerType, given: Mapping[str, Any]) -> dict[st
         if parameter.default is inspect.Parameter.empty and key not in params:
             raise ValueError(f"optimizer.params.{key}: missing; {name} has no default for it")
     return params
-
-
-def _value(path: str, key: str, value: Any) -> Any:
-    """Return a value of the JSON in the type that optimizers take."""
-    if key != "betas":
-        return value
-    is_pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
-    if not is_pair or any(isinstance(b, bool) or not isinstance(b, int | float) for b in value):
-        raise ValueError(f"{path}: must be two numbers, got {value!r}")
-    return tuple(value)
 
 
 def _exchange(kind: OptimizerType, block: Any) -> Exchange:
@@ -283,10 +273,13 @@ def _completed(kind: OptimizerType, block: Any) -> Any:
 
 
 def _stage(config: Mapping[str, Any]) -> int:
-    """Return the stage of ZeRO."""
+    """Return the stage of ZeRO, for which DeepSpeed takes numbers in quotes as well."""
     zero = config.get("zero_optimization")
-    stage: int = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    return stage
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else int(zero is True)
+    try:
+        return int(stage)
+    except (TypeError, ValueError):
+        raise ValueError(f"zero_optimization.stage: must be 0 to 3, got {stage!r}") from None
 
 
 def _kind(config: Mapping[str, Any], chosen: str) -> OptimizerType:
