@@ -19,6 +19,7 @@ from comm_hooks.launchers.audit.script.noise import (
 from comm_hooks.launchers.audit.script.observer import Variant
 from comm_hooks.launchers.audit.script.planting import Kind, Plant
 from comm_hooks.launchers.audit.script.run import Job, Run, ScriptFailed, run_script
+from comm_hooks.launchers.audit.script.sources import VARIED_ROWS
 from comm_hooks.launchers.audit.script.twins import Twins, are_alike, compare
 
 _KINDS: tuple[Kind, ...] = ("absent", "huge", "swapped", "not finite")
@@ -306,34 +307,45 @@ def choose(reference: Run, ranks: int) -> tuple[int, int, int | None]:
 
 
 def _check_sources(audit: ScriptAudit, runner: _Runner, reference: Run) -> None:
-    """Change a row of each thing that the data set may be made of, and count other samples."""
+    """Change rows of each thing that the data set may be made of, and see what else changes."""
     sources = reference.ranks[0]["sources"]
-    rows = sources["rows"]
+    rows, others = sources["rows"], sources["others"]
     if not rows:
         return
     places = [
         (number, *made)
         for number, made in enumerate(sources["made"])
-        if made[2][0] >= len(rows) and made[2][0] >= 2
+        # Some samples may stand in the data set several times.
+        if made[2][0] >= max(VARIED_ROWS, len(rows) // 4)
     ][:_MOST_SOURCES]
     if not places:
         audit.notes.append(
             "what was computed of the data before the data set was made was not seen (it comes "
             "from none of torch.load, numpy.load, torch.from_numpy, torch.tensor, torch.randn)"
         )
-    done = runner(*(Variant(f"row of source {p[0]}", varied_source=p[0]) for p in places))
+    done = runner(*(Variant(f"rows of source {p[0]}", varied_source=p[0]) for p in places))
     for (_, where, name, shape, is_loaded), run in zip(places, done, strict=True):
-        found = _whole(run).ranks[0]["sources"]["rows"] or rows
-        changed = sum(a != b for a, b in zip(rows, found, strict=False))
-        message = (
-            f"{where}: one row of what {name}() has returned there changes {changed} of "
-            f"{len(rows)} samples: they depend on each other before training begins"
-        )
-        is_wrong = changed > max(1, len(rows) // 2)
+        found = _whole(run).ranks[0]["sources"]
+        # In whatever order they are by then.
+        before, after = Counter(rows), Counter(found["rows"] or rows)
+        changed = max((before - after).total(), (after - before).total())
+        what = f"{where}: {VARIED_ROWS} rows of what {name}() has returned there change"
+        wrong: list[str] = []
+        odd: list[str] = []
+        if changed > VARIED_ROWS:
+            # Or what looks like data is a table that many samples refer to.
+            (wrong if changed > len(rows) // 2 else odd).append(
+                f"{what} {changed} of {len(rows)} samples: they depend on each other before "
+                "training begins"
+            )
+        names = [key for key, value in others.items() if found["others"].get(key, value) != value]
+        if names and changed:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            wrong.append(f"{what} {names[0]}{more}, too: it depends on the data without privacy")
         audit.add(
-            f"one row of {name} at {where}",
+            f"{VARIED_ROWS} rows of {name} at {where}",
             f"{'x'.join(map(str, shape))} numbers",
             f"{changed} samples change",
-            [message] if is_wrong and is_loaded else [],
-            [message] if is_wrong and not is_loaded else [],
+            wrong if is_loaded else [],
+            odd if is_loaded else [*wrong, *odd],
         )

@@ -48,7 +48,7 @@ class Variant:
         name: for people.
         draws, noise: numbers that stand for the secrets of who is drawn and of the noise.
         plant: what is done with one sample; None: nothing.
-        varied_source: the row that is changed in what the data set is made of; None: nothing.
+        varied_source: in which thing that the data set is made of rows are changed; None: in none.
     """
 
     name: str
@@ -344,7 +344,8 @@ class Observer:
         self._sources.stop()
         dataset: Any = getattr(arguments.get("data_loader"), "dataset", None)
         if hasattr(dataset, "__len__"):
-            self._sources.look(dataset)
+            module, loss_function = map(arguments.get, ("module", "loss_function"))
+            self._sources.look(dataset, module, loss_function)
         if self._variant.varied_source is not None:
             raise Stopped
         model, optimizer, loader = method(engine, **arguments)

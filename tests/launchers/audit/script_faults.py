@@ -216,6 +216,47 @@ FAULTS: dict[str, Script] = {
         {"data": "inputs = (inputs - inputs.mean(0)) / inputs.std(0)"},
         "samples: they depend on each other before training",
     ),
+    "a data set of windows that overlap": Script(
+        {"data": "inputs, labels = inputs.unfold(0, 8, 1)[..., -1] + inputs[:393], labels[:393]"},
+        "samples: they depend on each other before training",
+    ),
+    "a model that began without privacy": Script(
+        {
+            "def loss_function(model, batch):": (
+                "start = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+                "nn.functional.cross_entropy(model(inputs), labels).backward()\n"
+                "start.step()\n"
+                "start.zero_grad()\n\n\n"
+                "def loss_function(model, batch):"
+            )
+        },
+        "change parameter 0.weight (and 3 more), too: it depends on the data without privacy",
+    ),
+    "weights of classes by their counts": Script(
+        {
+            "data": "labels = torch.tensor(labels.tolist())",
+            "def loss_function(model, batch):": (
+                "counts = torch.bincount(labels, minlength=4).float()\n\n\n"
+                "def loss_function(model, batch):"
+            ),
+            "cross_entropy(model(inputs), labels)": (
+                "cross_entropy(model(inputs), labels, weight=1 / counts)"
+            ),
+        },
+        "change the loss function's counts, too: it depends on the data without privacy",
+    ),
+    "a scale by the largest sample": Script(
+        {
+            "def loss_function(model, batch):": (
+                "largest = inputs.norm(dim=1).max()\n\n\n"
+                "def scaled(outputs):\n"
+                "    return outputs / largest\n\n\n"
+                "def loss_function(model, batch):"
+            ),
+            "cross_entropy(model(inputs), labels)": "cross_entropy(scaled(model(inputs)), labels)",
+        },
+        "change the loss function's largest, too: it depends on the data without privacy",
+    ),
     "a data set that normalizes when it is read": Script(
         {
             "data": (

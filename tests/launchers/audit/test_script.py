@@ -65,6 +65,20 @@ def test_a_violation_on_the_command_line() -> None:
     assert re.search(r"VIOLATION: the noise has 0\.(79|80|81)\d* times the", result.output)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "weights of classes by their counts",
+        pytest.param("a data set of windows that overlap", marks=pytest.mark.slow),
+        pytest.param("a model that began without privacy", marks=pytest.mark.slow),
+        pytest.param("a scale by the largest sample", marks=pytest.mark.slow),
+    ],
+)
+def test_what_depends_on_the_data_before_training_begins(name: str) -> None:
+    messages, _ = messages_of(FAULTS[name], steps=4)
+    assert any(FAULTS[name].found in message for message in messages), messages
+
+
 @pytest.mark.slow
 def test_two_ranks_with_noise_of_their_own_are_not_accused() -> None:
     messages, audit = messages_of(CORRECT["two ranks, local, top-k"], steps=6)
