@@ -163,7 +163,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
             raise
         self._frozen.added(self.param_groups[-1]["params"])
         self._frozen.leave_out(left_out)
-        self._is_sharded = bool(self.companions)
+        self._companions = self.companions
 
     def _take_step(self) -> None:
         self._frozen.check()
@@ -193,7 +193,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         self.exchange.average_(message, compress=compress)
         first = next(iter(message.values()))
         found = torch.isfinite(first[(0,) * first.dim()])
-        return bool(found_by_all(self.companions, found) if self._is_sharded else found)
+        return bool(found_by_all(self._companions, found) if self._companions else found)
 
     def _groups(self) -> Iterator[tuple[slice, Group]]:
         """Yield each group that has parameters with their range among all."""
