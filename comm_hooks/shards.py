@@ -23,7 +23,7 @@ def local_shards(params: Any) -> Any:
         params: parameters, named parameters or parameter groups, as optimizers take them.
 
     Returns:
-        Those, but for DTensors, of which this rank's part is there, and nothing where it has none.
+        Those, but for DTensors, of which this rank's part is there.  It may have no elements.
 
     Example::
 
@@ -44,13 +44,29 @@ def local_shards(params: Any) -> Any:
     return converted
 
 
+def require_part_for_all(owner: object, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise ``ValueError`` on all ranks if some that shard a model hold nothing of it.
+
+    Args:
+        owner: whose class the message names.
+        parameters: of the model, or this rank's parts of them.
+    """
+    wholes = [whole(parameter) for parameter in parameters]
+    if any(map(is_sharded, wholes)) and not any(map(is_held_by_all, wholes)):
+        raise ValueError(
+            f"{type(owner).__name__}: its parameters have too few rows for the ranks that they are "
+            "sharded over, some of which hold nothing: shard them over fewer, or not at all"
+        )
+
+
 def _parts(members: Iterable[Any]) -> Iterator[Any]:
     for member in members:
         named = isinstance(member, tuple)
         parameter = member[1] if named else member
         if not is_sharded(parameter):
             yield member
-        elif (part := _Part.of(parameter)).numel():
+        else:
+            part = _Part.of(parameter)
             yield (member[0], part) if named else part
 
 
@@ -87,11 +103,6 @@ class _Part(nn.Parameter):
 def is_sharded(parameter: object) -> bool:
     """Return whether a parameter is a DTensor."""
     return hasattr(parameter, "device_mesh")
-
-
-def is_held(parameter: Any) -> bool:
-    """Return whether this rank holds any element of a parameter."""
-    return bool((parameter.to_local() if is_sharded(parameter) else parameter).numel())
 
 
 def is_held_by_all(parameter: Any) -> bool:

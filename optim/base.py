@@ -91,7 +91,7 @@ class ExactStateOptimizer(SteppingOptimizer):
             super().load_state_dict(state_dict)
         saved = seen[0]
         keys = [key for group in saved["param_groups"] for key in group["params"]]
-        for key, parameter in zip(keys, self._parameters(), strict=True):
+        for key, parameter in zip(keys, parameters_of(self.param_groups), strict=True):
             for name, value in saved["state"].get(key, {}).items():
                 if isinstance(value, torch.Tensor):
                     loaded = self.state[parameter][name]

@@ -101,5 +101,5 @@ class CocktailSGD(ExchangingOptimizer):
             if group["momentum"]:
                 buffers = zeros(states[own], "momentum_buffer", updates)
                 updates = momentum_(buffers, updates, group["momentum"])
-            descend_(group["params"], updates, group)
+            descend_(self._parameters()[own], updates, group)
         count_step(states)

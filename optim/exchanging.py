@@ -1,7 +1,7 @@
 """The base of optimizers that own the exchange."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.collectives.companions import found_by_all
+from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
@@ -30,7 +31,7 @@ from comm_hooks.optim.hyperparameters import (
 )
 from comm_hooks.optim.moments import descend_
 from comm_hooks.requirements import require_kind
-from comm_hooks.shards import local_gradients, local_shards, shard_groups
+from comm_hooks.shards import local_gradients, local_shards, require_part_for_all, shard_groups
 
 
 class ExchangingOptimizer(ExactStateOptimizer):
@@ -112,6 +113,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         params, left_out = without_frozen(params)
         self._frozen = FrozenParameters(self, left_out)
         super().__init__(local_shards(params), defaults)
+        require_part_for_all(self, parameters_of(self.param_groups))
         self.exchange = exchange
         exchange.agree_on({"optimizer": type(self).__name__, **settings})
         exchange.owner = self
@@ -163,7 +165,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
             raise
         self._frozen.added(self.param_groups[-1]["params"])
         self._frozen.leave_out(left_out)
-        self._companions = self.companions
+        self._companions = [TorchDistributed(group) for group in self.companions]
 
     def _take_step(self) -> None:
         self._frozen.check()
@@ -178,9 +180,14 @@ class ExchangingOptimizer(ExactStateOptimizer):
         """Return what is the same on all ranks before every exchange: the parameters."""
         return self._parameters()
 
-    def names(self) -> Collection[str]:
+    def names(self) -> Sequence[str]:
         """Return the names under which messages are exchanged: the parameters'."""
-        return names_of(self.param_groups)
+        named = zip(names_of(self.param_groups), parameters_of(self.param_groups), strict=True)
+        return [name for name, parameter in named if parameter.numel()]
+
+    def _parameters(self) -> Tensors:
+        """Return the parameters in the order of the groups, but for those whose part is empty."""
+        return [parameter for parameter in super()._parameters() if parameter.numel()]
 
     def _average(
         self, message: Mapping[str, torch.Tensor], *, compress: bool | Compressor = True
@@ -196,10 +203,10 @@ class ExchangingOptimizer(ExactStateOptimizer):
         return bool(found_by_all(self._companions, found) if self._companions else found)
 
     def _groups(self) -> Iterator[tuple[slice, Group]]:
-        """Yield each group that has parameters with their range among all."""
+        """Yield each group that this rank holds anything of with its range in the parameters."""
         first = 0
         for group in self.param_groups:
-            last = first + len(group["params"])
+            last = first + sum(1 for parameter in group["params"] if parameter.numel())
             if last > first:
                 yield slice(first, last), group
             first = last
@@ -207,11 +214,11 @@ class ExchangingOptimizer(ExactStateOptimizer):
     def _descend(self, directions: Tensors) -> None:
         """Decay the weights and move the parameters by their group's learning rate."""
         for own, group in self._groups():
-            descend_(group["params"], directions[own], group)
+            descend_(self._parameters()[own], directions[own], group)
 
     def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return one tensor per parameter under the parameters' names, or else their numbers."""
-        return dict(zip(names_of(self.param_groups), tensors, strict=True))
+        return dict(zip(self.names(), tensors, strict=True))
 
     def _states(self, *keys: str) -> list[dict[str, torch.Tensor]]:
         """Return each parameter's state, made at first with float32 zeros under ``keys``."""
@@ -238,7 +245,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
             check_gradient(self, gradient)
             gradients.append(gradient.to(torch.float32, copy=copy))
         if frozen:
-            names = names_of(self.param_groups)
+            names = self.names()
             self._frozen.look([names[place] for place in frozen])
         if not self._averaging_ruled_out:
             require_alike(self)

@@ -135,8 +135,8 @@ class FetchSGD(ExchangingOptimizer):
             self._count_saved(vector.numel() - sketch.numel())
         if not is_finite:
             return
-        for _, group in self._groups():
-            decay_(group["params"], group)
+        for own, group in self._groups():
+            decay_(self._parameters()[own], group)
         if sketched:
             u.mul_(momentum).add_(message[SKETCH].view_as(u))
             e.add_(u, alpha=lr)

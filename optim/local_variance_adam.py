@@ -120,7 +120,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
         lengths = self._lengths(states, t)
         for (own, group), length in zip(self._groups(), lengths, strict=True):
             torch._foreach_mul_(momenta[own], length)
-            along_(group["params"], momenta[own], group, 1 - group["betas"][0] ** t)
+            along_(self._parameters()[own], momenta[own], group, 1 - group["betas"][0] ** t)
 
     def _lengths(self, states: States, t: int) -> Tensors:
         """Return s for each group: float32 without a dimension, on the device."""

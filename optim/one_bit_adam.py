@@ -124,7 +124,8 @@ class OneBitAdam(ExchangingOptimizer):
         if not self._average(self._named(gradients), compress=not is_warm_up):
             return
         for own, group in self._groups():
-            parameters, members, mean = group["params"], states[own], gradients[own]
+            parameters, members = self._parameters()[own], states[own]
+            mean = gradients[own]
             m, v = values(members, "exp_avg"), values(members, "exp_avg_sq")
             if is_warm_up:
                 average_(m, mean, group["betas"][0])

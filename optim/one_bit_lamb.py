@@ -159,7 +159,7 @@ class OneBitLamb(ExchangingOptimizer):
         if not self._average(self._named(gradients), compress=False):
             return False
         for own, group in self._groups():
-            parameters, members = group["params"], states[own]
+            parameters, members = self._parameters()[own], states[own]
             m, v = averages_(members, gradients[own], group["betas"])
             updates = directions(m, v, denominators(v, group))
             _add_decay_(updates, parameters, group)
@@ -185,7 +185,7 @@ class OneBitLamb(ExchangingOptimizer):
         if is_first:
             _freeze(states, scales)
         for own, group in self._groups():
-            parameters, members = group["params"], states[own]
+            parameters, members = self._parameters()[own], states[own]
             fresh = self._settle(gradients[own], members, group)
             v = values(members, "exp_avg_sq")
             frozen = denominators(v, group)

@@ -30,14 +30,14 @@ def gather_from_all(
     return found
 
 
-def found_by_all(companions: Iterable[dist.ProcessGroup], finding: torch.Tensor) -> torch.Tensor:
+def found_by_all(companions: Iterable[Transport], finding: torch.Tensor) -> torch.Tensor:
     """Return whether all ranks that hold other parts have found what this one has.
 
     Args:
-        companions: groups across them, one for each way in which the model is divided.
+        companions: between them, one for each way in which the model is divided.
         finding: a boolean, ().
     """
     missing = (~finding).float().view(1)
-    for group in companions:
-        missing = TorchDistributed(group).perform(AllReduce(missing))
+    for transport in companions:
+        missing = transport.perform(AllReduce(missing))
     return missing.squeeze() == 0

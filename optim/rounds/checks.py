@@ -11,6 +11,7 @@ from comm_hooks.optim.frozen import trains
 from comm_hooks.optim.rounds.participation import ClientSampling
 from comm_hooks.optim.rounds.shared_moments import SharesStatistics
 from comm_hooks.requirements import require_kind, require_positive, require_whole
+from comm_hooks.shards import is_held_by_all, require_part_for_all, whole
 
 _COUPLED = (SGD, RMSprop, Adagrad)
 """Optimizers that add weights to the gradient, and do not tell."""
@@ -36,6 +37,7 @@ def check_rounds(
     parameters = [p for p in parameters_of(inner.param_groups) if trains(p)]
     for parameter in parameters:
         require_whole(parameter)
+    require_part_for_all(owner, parameters_of(inner.param_groups))
     if not parameters:
         raise ValueError(f"{name}: the parameters are frozen (requires_grad=False)")
     require_kind(owner, "exchange", exchange, Exchange)
@@ -75,10 +77,10 @@ def check_rounds(
             f"{name}: {fragments} fragments cannot each have a step of their own in "
             f"{local_steps} local steps: at most fragments={local_steps}"
         )
-    if fragments > len(parameters):
-        raise ValueError(
-            f"{name}: {len(parameters)} parameters cannot be dealt into {fragments} fragments"
-        )
+    # The same on all ranks, though some may hold nothing of a small parameter.
+    count = sum(map(is_held_by_all, map(whole, parameters)))
+    if fragments > count:
+        raise ValueError(f"{name}: {count} parameters cannot be dealt into {fragments} fragments")
 
 
 def check_shared_decay(

@@ -230,7 +230,7 @@ class LocalRounds(SavedRounds):
         self._require_own_model("step()")
         self._begin()
         self._frozen.check()
-        with local_gradients(self._parameters):
+        with local_gradients(parameters_of(self.param_groups)):
             self._tell_what_was_loaded()
             self._step()
         self._model.note()

@@ -77,7 +77,8 @@ class SavedRounds(WrappingOptimizer):
         self.server = server
         members = parameters_of(inner.param_groups)
         groups = [i for i, group in enumerate(inner.param_groups) for _ in group["params"]]
-        own = [place for place, parameter in enumerate(members) if trains(parameter)]
+        # What this rank holds nothing of is nothing to exchange.
+        own = [place for place, p in enumerate(members) if trains(p) and p.numel()]
         self._frozen = FrozenParameters(self, [p for p in members if not trains(p)])
         self._parameters = [members[place] for place in own]
         self._names = [names_of(inner.param_groups)[place] for place in own]

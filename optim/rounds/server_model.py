@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.optim import Optimizer
 
+from comm_hooks.optim.base import parameters_of
 from comm_hooks.shards import local_gradients
 
 
@@ -143,14 +144,15 @@ class ServerModel:
     def step(self, places: Sequence[int], mean: Sequence[torch.Tensor]) -> None:
         """Take the server's step at these places; the live parameters are then the new values."""
         self.restore(places)
-        with local_gradients(self._parameters):
-            gradients = [p.grad for p in self._parameters]
-            for parameter in self._parameters:
+        members = parameters_of(self._optimizer.param_groups)
+        with local_gradients(members):
+            gradients = [p.grad for p in members]
+            for parameter in members:
                 parameter.grad = None
             for place, gradient in zip(places, mean, strict=True):
                 self._parameters[place].grad = gradient
             self._optimizer.step()
-            for parameter, own in zip(self._parameters, gradients, strict=True):
+            for parameter, own in zip(members, gradients, strict=True):
                 parameter.grad = own
         shared = self.values
         torch._foreach_copy_([shared[i] for i in places], self._live(places))

@@ -83,8 +83,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        # Where a rank has no part of a parameter there is nothing to reset.
-        assert not any(g.to_local().numel() for g in gradients_of(model) if mesh is not None)
+        assert not gradients_of(model)
     return model, state
 
 
@@ -211,6 +210,46 @@ def test_a_scaler_finds_the_same_on_all_ranks_that_share_a_model(
         assert scale == 2.0 ** (15 if rank >= 2 else 16), "the node of rank 3"
         if method == "signs":
             assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def clipped_over(groups: bool, method: str) -> list[Any]:
+    """Return the norm, and the gradients that are left, by the optimizer's groups or the model."""
+    mesh = two_by_two()
+    model = build(mesh["shard"])
+    optimizer = optimizer_of(method, model, mesh["replicate"].get_group())
+    register(model, optimizer)
+    model(own_batch(0)).square().mean().backward()
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    norm: Any = nn.utils.clip_grad_norm_(own if groups else model.parameters(), CLIP_NORM)
+    return [float(norm.full_tensor()), *(g.full_tensor() for g in gradients_of(model))]
+
+
+@pytest.mark.parametrize("method", ["signs", "low_communication", "rounds"])
+def test_clipping_by_the_optimizers_groups_is_clipping_by_the_model(
+    ranks_of: RanksOf, method: str
+) -> None:
+    """Ranks hold parts of different numbers of parameters, and torch takes norms one by one."""
+    ranks = ranks_of(4)
+    by_model, by_groups = (ranks.run(clipped_over, groups, method) for groups in (False, True))
+    assert by_model[0][0] == by_model[1][0] != by_model[2][0] == by_model[3][0]
+    for (norm, *gradients), (other_norm, *others) in zip(by_model, by_groups, strict=True):
+        assert norm == pytest.approx(other_norm)
+        assert norm > CLIP_NORM
+        assert all(map(torch.allclose, gradients, others))
+
+
+def with_too_few_rows(method: str) -> None:
+    mesh = two_by_two()
+    model = fully_shard(nn.Linear(8, 1), mesh=mesh["shard"])
+    with pytest.raises(ValueError, match="too few rows for the ranks that they are sharded over"):
+        optimizer_of(method, model, mesh["replicate"].get_group())
+
+
+@pytest.mark.parametrize("method", ["signs", "low_communication", "rounds"])
+def test_a_model_that_some_ranks_hold_nothing_of_is_refused_on_all(
+    ranks_of: RanksOf, method: str
+) -> None:
+    ranks_of(4).run(with_too_few_rows, method)
 
 
 def partly_sharded(method: str) -> list[str]:

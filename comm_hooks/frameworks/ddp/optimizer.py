@@ -13,7 +13,7 @@ from comm_hooks.frameworks.ddp.model import DataParallelModel, find_data_paralle
 from comm_hooks.frameworks.optimizer_state import OptimizerState
 from comm_hooks.frameworks.own_exchange import owns_exchange, unwrapped, works_in_rounds
 from comm_hooks.frameworks.server_view import show_server_model
-from comm_hooks.shards import is_held, is_sharded, whole
+from comm_hooks.shards import is_sharded, whole
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +118,7 @@ def _require_parameters_of(module: nn.Module, optimizer: Optimizer) -> None:
     others = [
         name
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-        and parameter.numel()
-        and parameter not in own
-        and is_held(parameter)
+        if parameter.requires_grad and parameter.numel() and parameter not in own
     ]
     if others:
         raise ValueError(
