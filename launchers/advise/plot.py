@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
@@ -17,11 +18,20 @@ _DASHES = ("solid", "dashed", "dotted")
 _POINTS = 60
 
 
+def check_plot(path: Path) -> None:
+    """Raise ``ValueError`` for a path that :func:`write_plot` could not write to."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no such folder")
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"--plot {path}: must end in one of .{', .'.join(sorted(known))}")
+
+
 def write_plot(case: Case, rows: Sequence[Advice], path: Path) -> None:
     """Draw a curve per method and mark the present link; the suffix says the format.
 
     Raises:
-        ValueError: if the file cannot be written or matplotlib does not know the format.
+        ValueError: if the file cannot be written.
     """
     figure = Figure(figsize=(9, 4.8), layout="constrained")
     axes = figure.subplots()
@@ -62,8 +72,6 @@ def write_plot(case: Case, rows: Sequence[Advice], path: Path) -> None:
         figure.savefig(path, dpi=160)
     except OSError as error:
         raise ValueError(f"--plot {path}: cannot be written ({error.strerror})") from None
-    except ValueError as error:
-        raise ValueError(f"--plot {path}: {error}") from None
 
 
 def _megabits(bandwidth: float) -> float:

@@ -13,7 +13,7 @@ from rich.console import Console
 from comm_hooks.launchers.advise.advice import Advice, Case, advise_on, choose
 from comm_hooks.launchers.advise.cost_model import TCP_SHARE, Link, Network
 from comm_hooks.launchers.advise.links import measure_links, network_of
-from comm_hooks.launchers.advise.plot import write_plot
+from comm_hooks.launchers.advise.plot import check_plot, write_plot
 from comm_hooks.launchers.advise.ranks import joined
 from comm_hooks.launchers.advise.rehearsal import Rehearsals, of_slowest_rank, slowest
 from comm_hooks.launchers.advise.report import (
@@ -150,8 +150,7 @@ def _check(
             f"--zero-stage must be 0, 1 or 2, got {zero_stage}: stage 3 gathers parameters all "
             "through the step, which is not predicted here"
         )
-    if not plot.absolute().parent.is_dir():
-        raise ValueError(f"--plot {plot}: there is no such folder")
+    check_plot(plot)
     if (given.ranks if given else place.world_size) == 1:
         raise ValueError(
             "there is one rank only, so there is nothing to compress between: start one process "

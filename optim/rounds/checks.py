@@ -53,7 +53,7 @@ def check_rounds(
         if set(parameters) != set(filter(trains, parameters_of(server.param_groups))):
             raise ValueError(
                 f"{name}: server and inner must hold the same parameters: make both from "
-                "model.named_parameters()"
+                "one list, such as list(model.named_parameters())"
             )
     if (
         participation is not None

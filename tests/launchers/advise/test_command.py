@@ -189,7 +189,10 @@ def test_beyond_the_ranks_that_were_measured_nothing_takes_the_place_of_all_redu
         ((*GIVEN, "--zero-stage", "3"), "--zero-stage must be 0, 1 or 2, got 3"),
         ((*GIVEN, "--timeout", "0"), "--timeout must be positive"),
         ((*GIVEN, "--plot", "nowhere/plot.png"), "there is no such folder"),
-        ((*GIVEN, "--methods", "none", "--plot", "plot.xyz"), "--plot plot.xyz: "),
+        (
+            (*GIVEN, "--methods", "none", "--plot", "plot.xyz"),
+            "--plot plot.xyz: must end in one of",
+        ),
         ((*GIVEN, "--step", "step.json"), "leave out --params and --step-ms"),
         (("--step", "step.json", *GIVEN[4:]), "step.json: cannot be read"),
         (GIVEN[2:], "give --params and --step-ms, or --step"),
