@@ -94,9 +94,9 @@ class ExactStateOptimizer(SteppingOptimizer):
         for key, parameter in zip(keys, parameters_of(self.param_groups), strict=True):
             for name, value in saved["state"].get(key, {}).items():
                 if isinstance(value, torch.Tensor):
-                    loaded = self.state[parameter][name]
-                    if loaded.dtype != value.dtype:
-                        self.state[parameter][name] = value.to(loaded.device)
+                    device = self.state[parameter][name].device
+                    # A copy: what was loaded may be loaded once more.
+                    self.state[parameter][name] = value.to(device, copy=True)
 
     def _parameters(self) -> Tensors:
         """Return all parameters in the order of the groups."""

@@ -44,9 +44,10 @@ class Memory(ABC):
         """Return an empty memory with the same settings: another client's."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Memory":
-        """Return a memory of the same, on the CPU until a round takes it where it is needed."""
+        """Return a memory of the same, on the same devices."""
         duplicate = memo[id(self)] = self.fresh()
-        duplicate.load_state_dict(self.state_dict())
+        for prefix, store in self._stores.items():
+            duplicate._stores[prefix].copy_(store)
         return duplicate
 
     @abstractmethod

@@ -89,6 +89,10 @@ class NamedRows:
         self._rows = {name: row.clone() for name, row in state.items()}
         self._matrices.clear()
 
+    def copy_(self, other: "NamedRows") -> None:
+        """Replace all rows by copies of another's, where those are."""
+        self.load_state_dict(other._rows, other._numels)
+
 
 def check_rows(
     state: Mapping[str, Tensor],

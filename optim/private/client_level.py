@@ -160,7 +160,7 @@ class PrivateParticipation(Unrepeatable, ClientSampling):
 
 
 class _PrivateCollection(Collection):
-    """Sums clipped messages, and adds noise once."""
+    """Lets a guard add up the round's messages, clipped, and takes the sum when it is noised."""
 
     def __init__(
         self,
@@ -172,17 +172,17 @@ class _PrivateCollection(Collection):
     ) -> None:
         super().__init__(exchange, delta, statistics)
         self._participation = participation
-        self._stream = stream
         possible = exchange.settings.carriers()
         sums = "all_reduce" in possible and exchange.settings.collective in ("auto", "all_reduce")
-        self._guard = _PayloadGuard if sums else _MessageGuard
+        guard = _PayloadGuard if sums else _MessageGuard
+        self._guard = guard(participation.max_norm, stream)
         # Guards clip messages, whatever clients do: raises only where the rules change.
         judge(Scheme.of(exchange, "aggregate", "client"))
         self._pending: tuple[dict[str, torch.Tensor], Memory | None] | None = None
 
     @observed("contribution")
     def add(self, turn: Turn, contribution: Contribution | None, memory: Memory | None) -> None:
-        self._send(noise_std=None)
+        self._send()
         message = {name: torch.zeros_like(t) for name, t in self.total.items()}
         if contribution is not None:
             message = dict(zip(message, contribution.delta, strict=True))
@@ -191,41 +191,48 @@ class _PrivateCollection(Collection):
     @observed("clients' release")
     def finish(self) -> Aggregate:
         participation = self._participation
-        self._send(noise_std=participation.noise_multiplier * participation.max_norm)
+        self._guard.noise_std = participation.noise_multiplier * participation.max_norm
+        torch._foreach_add_(list(self.total.values()), self._send())
         self.exchange.end_step()
         expected = participation.sample_rate * participation.clients
         torch._foreach_div_(list(self.total.values()), expected)
         # Who was drawn, and whose delta was not finite, stays private.
         return Aggregate(list(self.total.values()), {}, [], round(expected))
 
-    def _send(self, noise_std: float | None) -> None:
-        """Exchange what was added last, and add it up; the last one of the round with noise.
+    def _send(self) -> list[torch.Tensor]:
+        """Exchange what was added last; the last time of a round, return the sum of all.
 
         All of a round's messages have the same random keys, so that a linear compressor's payloads
-        are those of one map, and noise in one of them is noise in their sum.
+        are those of one map, and their sum is the payload of the sum.
         """
         if self._pending is None:
-            return
+            return []
         message, memory = self._pending
         exchange = self.exchange
         tensors = list(message.values())
-        guard = self._guard(self._participation.max_norm, noise_std, self._stream)
         exchange.transport.run(
             exchange.bucket_round(
-                exchange.buckets.of(message), tensors, memory=memory, safeguard=guard
+                exchange.buckets.of(message), tensors, memory=memory, safeguard=self._guard
             )
         )
-        ranks = exchange.transport.world_size
-        torch._foreach_add_(list(self.total.values()), tensors, alpha=ranks)
+        torch._foreach_mul_(tensors, exchange.transport.world_size)
+        return tensors
 
 
 class _ClientGuard(Safeguard):
-    """Clips each client's message to C and noises the sum, if it is the round's last."""
+    """Clips each client's message to C, adds a round's messages up, and noises their sum.
 
-    def __init__(self, max_norm: float, noise_std: float | None, stream: Stream) -> None:
+    Noise in one of them would not do: float32's last digits of the others would show through.
+
+    Attributes:
+        noise_std: of the round's last message; None until then.
+    """
+
+    def __init__(self, max_norm: float, stream: Stream) -> None:
         self._max_norm = max_norm
-        self._noise_std = noise_std
         self._stream = stream
+        self._sum: list[torch.Tensor] | None = None
+        self.noise_std: float | None = None
 
     @observed("client's message")
     def clip_(self, message: Sequence[torch.Tensor]) -> None:
@@ -237,8 +244,13 @@ class _ClientGuard(Safeguard):
 
     @observed("clients' noise")
     def add_noise_(self, total: Sequence[torch.Tensor]) -> None:
-        if self._noise_std is not None:
-            add_noise_(total, self._noise_std, self._stream)
+        if self._sum is None:
+            self._sum = [tensor.clone() for tensor in total]
+        else:
+            torch._foreach_add_(self._sum, list(total))
+        if self.noise_std is not None:
+            torch._foreach_copy_(list(total), self._sum)
+            add_noise_(total, self.noise_std, self._stream)
 
 
 class _PayloadGuard(_ClientGuard):

@@ -93,9 +93,12 @@ class DPOptimizer(Settled, WrappingOptimizer):
         inner.register_step_pre_hook(_refuse_other_steps)
         order = parameters_of(inner.param_groups)
         trained, held = set(gradients.parameters), set(order)
-        if trained != held:
+        # What is frozen never has a gradient, of which optimizers take no notice.
+        self._frozen = [parameter for parameter in held - trained if not parameter.requires_grad]
+        strangers = held - trained - set(self._frozen)
+        if strangers or trained - held:
             raise ValueError(
-                f"DPOptimizer: the optimizer holds {len(held - trained)} parameters that the model "
+                f"DPOptimizer: the optimizer holds {len(strangers)} parameters that the model "
                 f"does not train, and lacks {len(trained - held)} that it does: make it from "
                 "model.parameters(), and freeze what is not to be trained (requires_grad_(False))"
             )
@@ -134,6 +137,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
                 ``loss.backward()``, whose gradients are discarded.
         """
         self._raw.refuse()
+        self._require_same_trained()
         self._set_transform()
         self._claim.admit(self.gradients.samples_in(batch), batch, of)
         try:
@@ -162,6 +166,17 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self._raw.forget()
         self.gradients.discard()
         self._claim.discard()
+
+    def _require_same_trained(self) -> None:
+        """Raise ``ValueError`` if parameters were frozen, or unfrozen, after this was made."""
+        changed: list[torch.Tensor] = [p for p in self.gradients.parameters if not p.requires_grad]
+        changed += [p for p in self._frozen if p.requires_grad]
+        if changed:
+            raise ValueError(
+                f"DPOptimizer: requires_grad of {len(changed)} parameters has changed since it was "
+                "made, and clipping is of those that trained then: freeze first, and then call "
+                "make_private, which may be called again"
+            )
 
     def _step_with(self, closure: Callable[[], float] | None) -> None:
         if closure is not None:

@@ -424,6 +424,8 @@ class PrivacyEngine:
 
     def _share_history(self, transport: Transport) -> None:
         """Let all ranks know what the first one finds in its file, so that all count alike."""
+        if self._ledger is None and transport.rank:
+            self._ledger = Ledger(None)
         history, problem = [], None
         try:
             if transport.rank == 0 and self._path is not None and self._opened().path is None:

@@ -48,6 +48,11 @@ def check_rounds(
             f"{name}: {exchange.memory} sends changes of a vector, but every round's delta is "
             "a new one: use ErrorFeedback() or no memory"
         )
+    if participation is not None and not exchange.compressor.adds_up:
+        raise ValueError(
+            f"{name}: {exchange.compressor} divides by how many ranks sent an element, which "
+            "depends on who plays which client: use overlap=0"
+        )
     if server is not None:
         require_kind(owner, "server", server, Optimizer)
         if set(parameters) != set(filter(trains, parameters_of(server.param_groups))):

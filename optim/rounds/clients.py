@@ -1,5 +1,6 @@
 """What the clients that a rank plays remember between their turns."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,10 @@ from comm_hooks.memory.base import Memory
 
 class ClientStates:
     """The residual and the inner optimizer's state of every client played by this rank.
+
+    A round works on copies, which take the place of what was there when it is over
+    (:meth:`commit`), or are forgotten (:meth:`discard`): so what was saved or loaded stays as it
+    was.
 
     Args:
         inner: the optimizer that all clients share; its state is swapped.
@@ -24,26 +29,44 @@ class ClientStates:
         self._keep_inner = keep_inner
         self._states: dict[int, dict[Any, Any]] = {}
         self._memories: dict[int, Memory] = {}
+        self._new_states: dict[int, dict[Any, Any]] = {}
+        self._new_memories: dict[int, Memory] = {}
 
     def enter(self, client: int) -> None:
         """Give the inner optimizer this client's state."""
+        kept = self._states.get(client, {})
         self._inner.state.clear()
-        self._inner.state.update(self._states.get(client, {}))
+        self._inner.state.update({p: copy.deepcopy(state) for p, state in kept.items()})
 
     def leave(self, client: int, *, keep: bool) -> None:
         """Take the inner optimizer's state away, and keep it as this client's if it is to last."""
-        if self._keep_inner and keep:
-            self._states[client] = dict(self._inner.state)
-        else:
-            self._states.pop(client, None)
+        self._new_states[client] = dict(self._inner.state) if self._keep_inner and keep else {}
         # Who saves or looks at the optimizer between turns must not find the last client's.
         self._inner.state.clear()
 
     def memory(self, client: int) -> Memory | None:
-        """Return this client's memory, made at the first call."""
+        """Return this client's memory, for the round that is under way."""
         if self._template is None:
             return None
-        return self._memories.setdefault(client, self._template.fresh())
+        if client not in self._new_memories:
+            kept = self._memories.get(client, self._template)
+            self._new_memories[client] = copy.deepcopy(kept)
+        return self._new_memories[client]
+
+    def commit(self) -> None:
+        """Keep what the clients of a round remember of it."""
+        self._memories.update(self._new_memories)
+        self._states.update(self._new_states)
+        self._states = {client: state for client, state in self._states.items() if state}
+        self._forget_round()
+
+    def discard(self) -> None:
+        """Let the clients of a round remember what they did before it."""
+        self._inner.state.clear()
+        self._forget_round()
+
+    def _forget_round(self) -> None:
+        self._new_states, self._new_memories = {}, {}
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
         """Return per client its inner state, by the parameters' places, and its memory's state."""

@@ -312,11 +312,12 @@ class LocalRounds(SavedRounds):
 
         The model is the server's at the start of each turn.  When the loop is over the round's
         deltas have been exchanged and the server has taken its step.  All ranks must run the loop
-        to its end; should all leave it early, the model is the server's of before the round.
+        to its end; should all leave it early, which warns, or fail in it, the model is the
+        server's of before the round, and clients remember what they did then.
 
         Raises:
-            ValueError: without ``participation``; after the first turn in which several ranks took
-                steps, if DDP or FSDP has averaged the gradients: the model is the server's.
+            ValueError: without ``participation``; within another such loop; after the first turn
+                in which several ranks took steps, if DDP or FSDP has averaged the gradients.
         """
         if self.participation is None:
             raise ValueError(
@@ -324,11 +325,31 @@ class LocalRounds(SavedRounds):
                 "every rank is one client and step() exchanges by itself"
             )
         self._require_own_model("clients()")
+        self._require_no_round("clients()")
         self._begin()
         self._tell_what_was_loaded()
+        self._is_round_open = True
+        try:
+            yield from self._play(self.participation)
+        except BaseException as error:
+            self._model.restore()
+            self._clients.discard()
+            if isinstance(error, GeneratorExit):
+                warn_program(
+                    f"round {self.round_index} of clients was left before its end: the model and "
+                    "the clients are as before it. With zip(), let clients() come first",
+                )
+            raise
+        else:
+            self._clients.commit()
+        finally:
+            self._is_round_open = False
+            self._model.note()
+
+    def _play(self, participation: ClientSampling) -> Iterator[int]:
         own_rank = self.exchange.transport.rank
         everything = range(len(self._parameters))
-        turns = self.participation.turns(self.round_index, self.exchange.transport)
+        turns = participation.turns(self.round_index, self.exchange.transport)
         collection = self._collection(everything)
         for turn in turns:
             client = turn[own_rank]
@@ -336,14 +357,8 @@ class LocalRounds(SavedRounds):
             if client is not None:
                 self._model.restore()
                 self._clients.enter(client)
-                try:
-                    with self.participation.turn():
-                        yield client
-                except GeneratorExit:
-                    self._model.restore()
-                    self._model.note()
-                    self._clients.leave(client, keep=False)
-                    raise
+                with participation.turn():
+                    yield client
             self._refuse_averaging()
             if client is not None:
                 memory = self._clients.memory(client)
@@ -351,7 +366,6 @@ class LocalRounds(SavedRounds):
                 self._clients.leave(client, keep=contribution is not None)
             collection.add(turn, contribution, memory)
         self._conclude(everything, collection.finish())
-        self._model.note()
 
     def _require_own_model(self, call: str) -> None:
         if self._model.is_shown:
@@ -428,11 +442,7 @@ class LocalRounds(SavedRounds):
             return
         own, progress.averaging = progress.averaging, None
         findings = [each for each in transport.perform(AllGatherObject(own)) if each]
-        try:
-            refuse_double_averaging(findings)
-        except ValueError:
-            self._model.restore()
-            raise
+        refuse_double_averaging(findings)
         progress.averaging_ruled_out = len(findings) > 1
 
     def _collection(self, fragment: Sequence[int]) -> Collection:

@@ -89,6 +89,7 @@ class SavedRounds(WrappingOptimizer):
         )
         self._model = ServerModel(self._parameters, server)
         self._clients = ClientStates(inner, exchange.memory, keep_inner=keep_inner)
+        self._is_round_open = False
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
@@ -262,7 +263,16 @@ class SavedRounds(WrappingOptimizer):
             "round_index": self.round_index,
         }
 
+    def _require_no_round(self, call: str) -> None:
+        """Raise ``ValueError`` while clients play: what they have done by now is no state."""
+        if self._is_round_open:
+            raise ValueError(
+                f"{type(self).__name__}: {call} in the middle of a round of clients: let the loop "
+                "over clients() end, or leave it"
+            )
+
     def _state_to_save(self) -> dict[str, Any]:
+        self._require_no_round("state_dict()")
         shared = self._model.values
         own, starts = (
             {
@@ -293,6 +303,7 @@ class SavedRounds(WrappingOptimizer):
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
+        self._require_no_round("load_state_dict()")
         rounds, transport = state.get("rounds"), self.exchange.transport
         if not isinstance(rounds, Mapping):
             raise ValueError(
@@ -336,8 +347,9 @@ class SavedRounds(WrappingOptimizer):
             state = seal_own({**others, **remembered, **known})
         self.exchange.load_state_dict(state)
         self._clients.load_state_dict(private["clients"])
-        self.inner.load_state_dict(state)
-        self.server.load_state_dict(server)
+        # Torch's optimizers go on with the tensors that they are given.
+        self.inner.load_state_dict(copy.deepcopy(inner))
+        self.server.load_state_dict(copy.deepcopy(dict(server)))
         values = [released["model"][name] for name in self._names]
         with self._model.hidden(), torch.no_grad():
             self._model.load(values)

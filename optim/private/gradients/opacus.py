@@ -38,6 +38,14 @@ warnings.filterwarnings("ignore", message="Full backward hook is firing when gra
 # gradient, up to a difference that rounding does not make.
 _COMPARED = 8
 
+_COMPOUND: dict[type[nn.Module], str] = {
+    nn.RNN: "DPRNN",
+    nn.GRU: "DPGRU",
+    nn.LSTM: "DPLSTM",
+    nn.MultiheadAttention: "DPMultiheadAttention",
+}
+"""Layers of several matrices, and what Opacus has in their place."""
+
 _ROUNDINGS = 4
 """Times the precision of 16 bits, what is kept free below C: the second pass rounds again."""
 
@@ -81,6 +89,7 @@ class HookedGradients(BatchClipper):
         require_kind(self, "module", module, nn.Module, GradSampleHooks)
         self._hooks: Any = _hooks_of(module, self._hooks_class, type(self).__name__)
         model = cast(nn.Module, self._hooks._module)
+        _refuse_compound_layers(model)
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         super().__init__(
             model, loss_function, list(named.values()), max_grad_norm, micro_batch_size
@@ -362,6 +371,18 @@ def _refuse_sequences(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
             "and where the gradients of a sample's positions nearly cancel, its norm comes out too "
             'small to clip it. Valid instead: grad_sample_mode="hooks" or "functorch"'
         )
+
+
+def _refuse_compound_layers(model: nn.Module) -> None:
+    """Raise ``ValueError`` for layers whose parameters no hook of Opacus's sees at work."""
+    for name, layer in model.named_modules():
+        kind = next((k for k in _COMPOUND if isinstance(layer, k)), None)
+        if kind and any(p.requires_grad for p in layer.parameters()):
+            raise ValueError(
+                f"{name or 'the model'} is {type(layer).__name__}, whose samples' gradients "
+                'Opacus\'s hooks cannot find: use grad_sample_mode="functorch", or '
+                f"opacus.layers.{_COMPOUND[kind]}"
+            )
 
 
 def _hooks_of(module: "nn.Module | GradSampleHooks", kind: type, name: str) -> "GradSampleHooks":
