@@ -479,13 +479,40 @@ def test_rounds_go_on_from_private_rounds_that_the_ledger_has() -> None:
     assert resumed.state_dict()["provenance"]["steps"] == [["clients", 1.0, 4]]
 
 
+@pytest.mark.parametrize("clients", [1, 4])
+def test_the_last_digits_do_not_tell_who_took_part(clients: int) -> None:
+    """Mironov (CCS 2012): what is added after the noise leaves float32 sums of its own kind."""
+    numel = 200_000
+    model = nn.Linear(numel, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    chosen = participation(clients=clients, noise_multiplier=20.0, max_norm=1.0)
+    rounds = LocalRounds(
+        torch.optim.SGD(model.named_parameters(), lr=1.0),
+        exchange(Identity()),
+        participation=chosen,
+    )
+    sent = 1e-3 * torch.randn(1, numel, generator=torch.Generator().manual_seed(7))
+    for client in rounds.clients():
+        model.weight.grad = sent.clone() if client == 0 else torch.zeros(1, numel)
+        rounds.step()
+        rounds.zero_grad()
+    total = -model.weight.detach() * clients
+    rest = (total.double() - sent.double()).float()
+    assert (rest + sent != total).any(), "is what float32 adds up from the message of client 0"
+
+
 def test_a_client_that_is_left_in_the_middle_leaves_nothing() -> None:
     model = small_model()
     rounds, _ = private_rounds(model, sample_rate=1.0)
-    for _ in rounds.clients():
-        model(torch.ones(1, 40)).square().sum().backward()
-        rounds.step()
-        break
+
+    def leave() -> None:
+        for _ in rounds.clients():
+            model(torch.ones(1, 40)).square().sum().backward()
+            rounds.step()
+            break
+
+    with pytest.warns(UserWarning, match="round 0 of clients was left before its end"):
+        leave()
     assert not rounds.state
 
 

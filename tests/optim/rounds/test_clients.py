@@ -332,3 +332,63 @@ def test_one_clients_gradients_do_not_spoil_the_model(
             assert np.array_equal(model[name], results[0][0][name])
         if kind != "local_rounds" or not np.isfinite(value):
             assert len(said) == 1
+
+
+def leave_in_the_second_turn(parameters: dict[str, nn.Parameter], rounds: LocalRounds) -> None:
+    for turn, client in enumerate(rounds.clients()):
+        with pytest.raises(ValueError, match="in the middle of a round of clients"):
+            rounds.state_dict()
+        set_gradients(parameters, 3 * K, client)
+        rounds.step()
+        if turn == 1:
+            return
+
+
+def left_early() -> None:
+    parameters, rounds = make(TopK(density=0.05))
+    play(parameters, rounds, 3)
+    clients = rounds.state_dict()["rounds"]["private"]["clients"]
+    before = values(parameters)
+    with pytest.warns(UserWarning, match="round 3 of clients was left before its end"):
+        leave_in_the_second_turn(parameters, rounds)
+    for name, value in values(parameters).items():
+        assert np.array_equal(value, before[name])
+    again = rounds.state_dict()["rounds"]["private"]["clients"]
+    assert again.keys() == clients.keys()
+    for client, saved in clients.items():
+        for name, row in saved["memory"].items():
+            assert torch.equal(again[client]["memory"][name], row)
+        for place, state in saved["inner"].items():
+            for name, value in state.items():
+                assert torch.equal(again[client]["inner"][place][name], value)
+    play(parameters, rounds, 1)
+    assert rounds.round_index == 4
+
+
+def test_a_round_that_is_left_early_leaves_clients_as_they_were(ranks_of: RanksOf) -> None:
+    ranks_of(2).run(left_early)
+
+
+def rolled_back(client_state: str) -> None:
+    """Go back to one snapshot twice: it is of the moment at which it was taken."""
+    parameters, rounds = make(TopK(density=0.05), client_state)
+    play(parameters, rounds, 2)
+    snapshot = rounds.state_dict()
+    ends = []
+    for _ in range(3):
+        play(parameters, rounds, 2)
+        ends.append(values(parameters))
+        rounds.load_state_dict(snapshot)
+    for end in ends[1:]:
+        for name, value in end.items():
+            assert np.array_equal(value, ends[0][name])
+
+
+@pytest.mark.parametrize("client_state", ["keep", "reset"])
+def test_a_snapshot_may_be_loaded_again_and_again(ranks_of: RanksOf, client_state: str) -> None:
+    ranks_of(2).run(rolled_back, client_state)
+
+
+def test_what_divides_by_senders_is_refused() -> None:
+    with pytest.raises(ValueError, match="divides by how many ranks sent an element"):
+        make(TopK(density=0.05, overlap=1.0))
