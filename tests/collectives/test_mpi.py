@@ -115,6 +115,15 @@ def test_a_communicator_has_ranks_of_its_own(over_mpi: list[dict[str, Any]]) -> 
 
 @pytest.mark.slow
 @needs_mpiexec
+def test_the_first_rank_has_the_ledger_of_a_private_training(tmp_path: Path) -> None:
+    done = launch(2, "train_privately", str(tmp_path / "ledger.jsonl"))
+    assert done.returncode == 0, done.stderr
+    first, second = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert first.removeprefix("rank 0") == second.removeprefix("rank 1")
+    assert (tmp_path / "ledger.jsonl").stat().st_size
+
+
+@needs_mpiexec
 def test_an_error_on_one_rank_ends_all() -> None:
     done = launch(3, "raise_on_one_rank")  # a hang runs into launch's timeout
     assert done.returncode != 0

@@ -612,3 +612,19 @@ def test_modules_of_the_wrong_kind() -> None:
         OpacusGradients(7, sample_losses, 1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="micro_batch_size must be an integer of at least 1"):
         OpacusGradients(make("mlp"), sample_losses, 1.0, micro_batch_size=0)
+
+
+@pytest.mark.parametrize("kind", [OpacusGradients, OpacusGhostGradients])
+@pytest.mark.parametrize(
+    ("layer", "instead"),
+    [
+        (nn.LSTM(4, 4), r"opacus\.layers\.DPLSTM"),
+        (nn.TransformerEncoderLayer(4, 2), r"opacus\.layers\.DPMultiheadAttention"),
+    ],
+    ids=["LSTM", "attention"],
+)
+def test_layers_that_hooks_cannot_see_at_work_are_named(
+    kind: Kind, layer: nn.Module, instead: str
+) -> None:
+    with pytest.raises(ValueError, match=f'use grad_sample_mode="functorch", or {instead}'):
+        kind(nn.Sequential(layer), lambda model, batch: model(batch), 1.0)

@@ -49,7 +49,8 @@ def private(
         "placement": "local",
     }
     optimizer = settings.pop("optimizer", None) or DPSGD(model.named_parameters(), lr=0.5)
-    return engine.make_private(module=model, optimizer=optimizer, **{**defaults, **settings})
+    defaults |= {"module": model, "optimizer": optimizer}
+    return engine.make_private(**{**defaults, **settings})
 
 
 def train(optimizer: DPOptimizer, loader: DataLoader[Any], steps: int = 2) -> None:
@@ -274,3 +275,27 @@ def with_a_server_s_memory() -> str:
     except PrivacyError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("mode", ["functorch", "hooks", "ghost"])
+def test_what_is_frozen_later_is_refused(mode: str) -> None:
+    model, optimizer, loader = private(PrivacyEngine(), grad_sample_mode=mode)
+    train(optimizer, loader)
+    model.bias.requires_grad_(False)  # type: ignore[union-attr, operator]
+    with pytest.raises(ValueError, match="requires_grad of 1 parameters has changed"):
+        train(optimizer, loader)
+
+
+def test_an_optimizer_may_hold_what_was_frozen_before() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    model[0].requires_grad_(False)
+    frozen, trained = model[0].weight.clone(), model[1].weight.clone()
+    own = DPSGD(model.named_parameters(), lr=0.5, momentum=0.9)
+    _, optimizer, loader = private(PrivacyEngine(), module=model, optimizer=own)
+    train(optimizer, loader)
+    assert torch.equal(frozen, model[0].weight)
+    assert not torch.equal(trained, model[1].weight)
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match="requires_grad of 2 parameters has changed"):
+        train(optimizer, loader)
