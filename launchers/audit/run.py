@@ -1,6 +1,7 @@
 """What ``comm-hooks audit`` does: look a private configuration up, then attack it."""
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -72,6 +73,9 @@ def audit(
     if configuration and verdict and not events:
         events = [verdict.recorded(configuration.event(), configuration.placement)]
     claim = Claim.of(events, used, accountant)
+    if math.isinf(claim.epsilon):
+        reason = f"no epsilon holds for {claim.steps} steps with so little noise: it is infinite"
+        raise _invalid(reason, json_)
     if not json_:
         print_claim(configuration, claim, verdict, str(ledger) if ledger else None)
     found = None

@@ -59,6 +59,12 @@ def test_shares_promise_less_to_who_sees_ranks_and_central_nothing(tmp_path: Pat
     assert "nothing (ranks and links are trusted)" in run(tmp_path, "--no-attack").output
 
 
+def test_what_no_epsilon_holds_for_is_not_valid(tmp_path: Path) -> None:
+    result = run(tmp_path, "--no-attack", noise_multiplier=1e-9, steps=10**20)
+    assert result.exit_code == 1
+    assert "INVALID: no epsilon holds for 100000000000000000000 steps" in result.output
+
+
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
