@@ -144,8 +144,8 @@ class MicroAdam(ExchangingOptimizer):
         for own, group in self._groups():
             exempt: list[Pair] = []
             by_length: dict[int, list[Pair]] = {}
-            members_of_group = zip(self._parameters()[own], gradients[own], strict=True)
-            for parameter, aggregate in members_of_group:
+            pairs = zip(self._parameters()[own], gradients[own], strict=True)
+            for parameter, aggregate in pairs:
                 is_exempt = self.exchange.settings.exempts(parameter.shape)
                 members = exempt if is_exempt else by_length.setdefault(parameter.numel(), [])
                 members.append((parameter, aggregate))
