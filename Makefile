@@ -33,9 +33,9 @@ PIP_OPTIONS := --quiet --no-compile
 demo: $(READY)
 	$(BIN)/comm-hooks compare --steps 110
 
-# Twice as many processes as cores, since many tests wait for ranks to start or to time out; files
+# Half as many processes again as cores, since many tests wait for ranks to start or to time out; files
 # in their order, so that slow ones are not among the last.
-WORKERS = $(shell $(BIN)/python -c "import os; print(os.cpu_count() * 2)")
+WORKERS = $(shell $(BIN)/python -c "import os; print(os.cpu_count() * 3 // 2)")
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
