@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 hypothesis.settings.register_profile(
-    "default", deadline=None, max_examples=40, derandomize=True, print_blob=True
+    "default", deadline=None, max_examples=25, derandomize=True, print_blob=True
 )
 hypothesis.settings.load_profile("default")
 
