@@ -148,6 +148,14 @@ class BatchedOptimizer(ExactStateOptimizer):
                 self._update(members, group)
 
 
+def held(group: Mapping[str, Any]) -> Tensors:
+    """Return the parameters of a group of which this rank holds anything.
+
+    All of them, but where a model is sharded and this rank's part of a small parameter is empty.
+    """
+    return [parameter for parameter in group["params"] if parameter.numel()]
+
+
 def parameters_of(groups: Sequence[Mapping[str, Any]]) -> Tensors:
     """Return the parameters of all groups, in order."""
     return [p for group in groups for p in group["params"]]

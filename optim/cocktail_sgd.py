@@ -4,7 +4,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.base import Tensors, block
+from comm_hooks.optim.base import Tensors, block, held
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.moments import count_step, descend_, momentum_, values, zeros
 from comm_hooks.requirements import require_flag
@@ -101,5 +101,5 @@ class CocktailSGD(ExchangingOptimizer):
             if group["momentum"]:
                 buffers = zeros(states[own], "momentum_buffer", updates)
                 updates = momentum_(buffers, updates, group["momentum"])
-            descend_(self._parameters()[own], updates, group)
+            descend_(held(group), updates, group)
         count_step(states)

@@ -4,7 +4,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.base import Group, States, Tensors, block
+from comm_hooks.optim.base import Group, States, Tensors, block, held
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_freeze_step
 from comm_hooks.optim.moments import adamw_, average_, count_step, descend_, roots, values
@@ -127,7 +127,7 @@ class CompressedAdam(ExchangingOptimizer):
                 self._update_moments(momenta[own], powers[own], states[own], group, is_warm_up)
             count_step(states)
             for own, group in self._groups():
-                self._update_parameters(self._parameters()[own], states[own], group, t)
+                self._update_parameters(group, states[own], t)
             if t == self.freeze_step:
                 self._freeze()
 
@@ -163,8 +163,7 @@ class CompressedAdam(ExchangingOptimizer):
 
     def _freeze(self) -> None:
         """Turn ``exp_avg_sq`` from v into u; once, so a loop over parameters will do."""
-        parameters = self._parameters()
-        for group, parameter in ((g, p) for own, g in self._groups() for p in parameters[own]):
+        for group, parameter in ((g, p) for g in self.param_groups for p in held(g)):
             state = self.state[parameter]
             shape = state.pop("shape")
             # A parameter that had no gradient so far is as good as flat.
@@ -172,10 +171,10 @@ class CompressedAdam(ExchangingOptimizer):
             corrected = 1 - group["betas"][1] ** self.freeze_step
             state["exp_avg_sq"] = (shape + FLOOR * shape.mean()) / corrected
 
-    def _update_parameters(self, parameters: Tensors, states: States, group: Group, t: int) -> None:
+    def _update_parameters(self, group: Group, states: States, t: int) -> None:
         m, u = values(states, "exp_avg"), values(states, "exp_avg_sq")
         if t <= self.freeze_step:
-            adamw_(parameters, m, u, group, t)
+            adamw_(held(group), m, u, group, t)
             return
         beta1, beta2 = group["betas"]
         power = torch.stack(values(states, "power")) / (1 - beta2**t)
@@ -183,7 +182,7 @@ class CompressedAdam(ExchangingOptimizer):
         torch._foreach_mul_(divisors, list(power.sqrt_().unbind()))
         torch._foreach_add_(divisors, group["eps"])
         directions = list(torch._foreach_div(m, divisors))
-        descend_(parameters, directions, group, 1 - beta1**t)
+        descend_(held(group), directions, group, 1 - beta1**t)
 
 
 def _scales(states: States, group: Group) -> Tensors:

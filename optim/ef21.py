@@ -6,7 +6,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.base import Group, States, Tensors, block
+from comm_hooks.optim.base import Group, States, Tensors, block, held
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.moments import (
     adamw_,
@@ -133,7 +133,7 @@ class CDAdam(DifferencesOptimizer):
             largest = values(states[own], "max_exp_avg_sq")
             torch._foreach_maximum_(largest, v)
             t = int(states[0]["step"]) if group["bias_correction"] else None
-            adamw_(self._parameters()[own], m, largest, group, t)
+            adamw_(held(group), m, largest, group, t)
 
 
 class EF21(DifferencesOptimizer):
@@ -196,4 +196,4 @@ class EF21(DifferencesOptimizer):
             if group["momentum"]:
                 buffers = zeros(states[own], "momentum_buffer", direction)
                 direction = momentum_(buffers, direction, group["momentum"])
-            descend_(self._parameters()[own], direction, group)
+            descend_(held(group), direction, group)

@@ -19,6 +19,7 @@ from comm_hooks.optim.base import (
     ExactStateOptimizer,
     Group,
     Tensors,
+    held,
     names_of,
     parameters_of,
     require_distinct_names,
@@ -187,7 +188,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
 
     def _parameters(self) -> Tensors:
         """Return the parameters in the order of the groups, but for those whose part is empty."""
-        return [parameter for parameter in super()._parameters() if parameter.numel()]
+        return [parameter for group in self.param_groups for parameter in held(group)]
 
     def _average(
         self, message: Mapping[str, torch.Tensor], *, compress: bool | Compressor = True
@@ -206,7 +207,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         """Yield each group that this rank holds anything of with its range in the parameters."""
         first = 0
         for group in self.param_groups:
-            last = first + sum(1 for parameter in group["params"] if parameter.numel())
+            last = first + len(held(group))
             if last > first:
                 yield slice(first, last), group
             first = last
@@ -214,7 +215,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
     def _descend(self, directions: Tensors) -> None:
         """Decay the weights and move the parameters by their group's learning rate."""
         for own, group in self._groups():
-            descend_(self._parameters()[own], directions[own], group)
+            descend_(held(group), directions[own], group)
 
     def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return one tensor per parameter under the parameters' names, or else their numbers."""

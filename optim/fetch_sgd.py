@@ -9,7 +9,7 @@ from comm_hooks.compressors.identity import Identity
 from comm_hooks.compressors.sketch import CountSketch
 from comm_hooks.compressors.sparse import RandomK
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.base import Tensors, block
+from comm_hooks.optim.base import Tensors, block, held
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.moments import decay_, momentum_, zeros
 from comm_hooks.randomness import derive_key, fork_all
@@ -135,8 +135,8 @@ class FetchSGD(ExchangingOptimizer):
             self._count_saved(vector.numel() - sketch.numel())
         if not is_finite:
             return
-        for own, group in self._groups():
-            decay_(self._parameters()[own], group)
+        for _, group in self._groups():
+            decay_(held(group), group)
         if sketched:
             u.mul_(momentum).add_(message[SKETCH].view_as(u))
             e.add_(u, alpha=lr)

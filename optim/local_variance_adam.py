@@ -4,7 +4,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.base import States, Tensors, block
+from comm_hooks.optim.base import States, Tensors, block, held
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.moments import along_, average_, count_step, normalized_average_, values
 
@@ -120,7 +120,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
         lengths = self._lengths(states, t)
         for (own, group), length in zip(self._groups(), lengths, strict=True):
             torch._foreach_mul_(momenta[own], length)
-            along_(self._parameters()[own], momenta[own], group, 1 - group["betas"][0] ** t)
+            along_(held(group), momenta[own], group, 1 - group["betas"][0] ** t)
 
     def _lengths(self, states: States, t: int) -> Tensors:
         """Return s for each group: float32 without a dimension, on the device."""

@@ -203,6 +203,7 @@ def low_communication(
         transport,
         bits_per_parameter,
         total_steps,
+        # The same on all ranks, though some may hold nothing of a small parameter.
         most_fragments=max(1, sum(map(is_held_by_all, trained.values()))),
     )
     if total_steps is None and plan.local_steps > _SAFE:

@@ -6,7 +6,7 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.compressors.sparse import TopK
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
-from comm_hooks.optim.base import Group, Tensors, block
+from comm_hooks.optim.base import Group, Tensors, block, held
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.moments import adamw_, averages_, count_step, descend_, values, zeros
 from comm_hooks.optim.sparse_window import SparseWindow
@@ -144,8 +144,7 @@ class MicroAdam(ExchangingOptimizer):
         for own, group in self._groups():
             exempt: list[Pair] = []
             by_length: dict[int, list[Pair]] = {}
-            pairs = zip(self._parameters()[own], gradients[own], strict=True)
-            for parameter, aggregate in pairs:
+            for parameter, aggregate in zip(held(group), gradients[own], strict=True):
                 is_exempt = self.exchange.settings.exempts(parameter.shape)
                 members = exempt if is_exempt else by_length.setdefault(parameter.numel(), [])
                 members.append((parameter, aggregate))

@@ -4,7 +4,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.base import Group, States, Tensors, block
+from comm_hooks.optim.base import Group, States, Tensors, block, held
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_freeze_step
 from comm_hooks.optim.moments import (
@@ -124,8 +124,7 @@ class OneBitAdam(ExchangingOptimizer):
         if not self._average(self._named(gradients), compress=not is_warm_up):
             return
         for own, group in self._groups():
-            parameters, members = self._parameters()[own], states[own]
-            mean = gradients[own]
+            parameters, members, mean = held(group), states[own], gradients[own]
             m, v = values(members, "exp_avg"), values(members, "exp_avg_sq")
             if is_warm_up:
                 average_(m, mean, group["betas"][0])

@@ -6,7 +6,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.base import Group, States, Tensors, block
+from comm_hooks.optim.base import Group, States, Tensors, block, held
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.hyperparameters import check_freeze_step
 from comm_hooks.optim.moments import average_squares_, averages_, count_step, values
@@ -159,7 +159,7 @@ class OneBitLamb(ExchangingOptimizer):
         if not self._average(self._named(gradients), compress=False):
             return False
         for own, group in self._groups():
-            parameters, members = self._parameters()[own], states[own]
+            parameters, members = held(group), states[own]
             m, v = averages_(members, gradients[own], group["betas"])
             updates = directions(m, v, denominators(v, group))
             _add_decay_(updates, parameters, group)
@@ -185,7 +185,7 @@ class OneBitLamb(ExchangingOptimizer):
         if is_first:
             _freeze(states, scales)
         for own, group in self._groups():
-            parameters, members = self._parameters()[own], states[own]
+            parameters, members = held(group), states[own]
             fresh = self._settle(gradients[own], members, group)
             v = values(members, "exp_avg_sq")
             frozen = denominators(v, group)

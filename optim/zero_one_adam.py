@@ -7,7 +7,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.base import Group, States, Tensors
+from comm_hooks.optim.base import Group, States, Tensors, held
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.moments import average_squares_, count_step, decay_, values
 from comm_hooks.optim.one_bit_adam import OneBitAdam, denominators, directions, momenta
@@ -233,7 +233,7 @@ class ZeroOneAdam(ExchangingOptimizer):
         if not torch.isfinite(torch.stack(torch._foreach_norm(gradients)).norm()):
             torch._foreach_zero_(gradients)
         for own, group in self._groups():
-            parameters, members = self._parameters()[own], states[own]
+            parameters, members = held(group), states[own]
             new = momenta(gradients[own], members, group)
             means = self._mean_momenta(new, members, group)
             torch._foreach_copy_(values(members, "exp_avg"), new)
@@ -243,7 +243,7 @@ class ZeroOneAdam(ExchangingOptimizer):
                 state["mean_exp_avg"] = mean
         self._advance(states)
         for own, group in self._groups():
-            self._move(own, values(states[own], "mean_exp_avg"), states[own], group)
+            self._move(values(states[own], "mean_exp_avg"), states[own], group)
         return True
 
     def _mean_momenta(self, new: Tensors, states: States, group: Group) -> Tensors:
@@ -257,8 +257,7 @@ class ZeroOneAdam(ExchangingOptimizer):
     def _advance(self, states: States) -> None:
         """Let the learning rate of this step add up, and decay what the step starts from."""
         for own, group in self._groups():
-            members = zip(states[own], self._parameters()[own], strict=True)
-            origins = [state.get("anchor", parameter) for state, parameter in members]
+            origins = [s.get("anchor", p) for s, p in zip(states[own], held(group), strict=True)]
             decay_(origins, group)
             group["steps_since_sync"] += 1
             group["lr_since_sync"] += group["lr"]
@@ -266,18 +265,17 @@ class ZeroOneAdam(ExchangingOptimizer):
     def _settle(self, means: Tensors, states: States) -> None:
         """Let all ranks go on from the mean momenta that they have agreed on."""
         for own, group in self._groups():
-            self._move(own, means[own], states[own], group)
+            self._move(means[own], states[own], group)
             torch._foreach_copy_(values(states[own], "exp_avg"), means[own])
             group.update(steps_since_sync=0, lr_since_sync=0.0)
             for state in states[own]:
                 state.pop("anchor", None)
                 state.pop("mean_exp_avg", None)
 
-    def _move(self, own: slice, means: Tensors, states: States, group: Group) -> None:
-        """Set a group's parameters to where mean momenta lead from the last synchronization."""
-        parameters = self._parameters()[own]
+    def _move(self, means: Tensors, states: States, group: Group) -> None:
+        """Set the parameters to where these mean momenta lead from the last synchronization."""
         if "anchor" in states[0]:
-            torch._foreach_copy_(parameters, values(states, "anchor"))
+            torch._foreach_copy_(held(group), values(states, "anchor"))
         v = values(states, "exp_avg_sq")
         steps = directions(means, v, denominators(v, group))
-        torch._foreach_add_(parameters, steps, alpha=-group["lr_since_sync"])
+        torch._foreach_add_(held(group), steps, alpha=-group["lr_since_sync"])

@@ -128,7 +128,7 @@ def _given_network(bandwidth: str | None, latency_ms: float | None, ranks: int) 
     if latency_ms is None:
         latency_ms = _DEFAULT_LATENCY_MS
     if not 0 <= latency_ms < math.inf:
-        raise ValueError(f"--latency-ms must not be negative and be finite, got {latency_ms:g}")
+        raise ValueError(f"--latency-ms must not be negative or infinite, got {latency_ms:g}")
     return Network(ranks, Link(bits / 8 * TCP_SHARE, latency_ms / 1e3), backend=_backend())
 
 

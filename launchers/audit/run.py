@@ -74,8 +74,9 @@ def audit(
         events = [verdict.recorded(configuration.event(), configuration.placement)]
     claim = Claim.of(events, used, accountant)
     if math.isinf(claim.epsilon):
-        reason = f"no epsilon holds for {claim.steps} steps with so little noise: it is infinite"
-        raise _invalid(reason, json_)
+        raise _invalid(
+            f"no epsilon holds for {claim.steps} steps with so little noise: it is infinite", json_
+        )
     if not json_:
         print_claim(configuration, claim, verdict, str(ledger) if ledger else None)
     found = None

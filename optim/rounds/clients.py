@@ -36,7 +36,7 @@ class ClientStates:
         """Give the inner optimizer this client's state."""
         kept = self._states.get(client, {})
         self._inner.state.clear()
-        self._inner.state.update({p: copy.deepcopy(state) for p, state in kept.items()})
+        self._inner.state.update({p: _copied(state, p.device) for p, state in kept.items()})
 
     def leave(self, client: int, *, keep: bool) -> None:
         """Take the inner optimizer's state away, and keep it as this client's if it is to last."""
@@ -49,8 +49,8 @@ class ClientStates:
         if self._template is None:
             return None
         if client not in self._new_memories:
-            kept = self._memories.get(client, self._template)
-            self._new_memories[client] = copy.deepcopy(kept)
+            kept = self._memories.get(client)
+            self._new_memories[client] = copy.deepcopy(kept) if kept else self._template.fresh()
         return self._new_memories[client]
 
     def commit(self) -> None:
@@ -103,3 +103,13 @@ class ClientStates:
 
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self._inner.param_groups for p in group["params"]]
+
+
+def _copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a copy of a parameter's state on its device, but for numbers: they stay on the CPU."""
+    return {
+        key: value.to(device, copy=True)
+        if isinstance(value, torch.Tensor) and value.dim()
+        else copy.deepcopy(value)
+        for key, value in state.items()
+    }

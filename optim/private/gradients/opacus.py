@@ -89,7 +89,6 @@ class HookedGradients(BatchClipper):
         require_kind(self, "module", module, nn.Module, GradSampleHooks)
         self._hooks: Any = _hooks_of(module, self._hooks_class, type(self).__name__)
         model = cast(nn.Module, self._hooks._module)
-        _refuse_compound_layers(model)
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         super().__init__(
             model, loss_function, list(named.values()), max_grad_norm, micro_batch_size
@@ -392,6 +391,7 @@ def _hooks_of(module: "nn.Module | GradSampleHooks", kind: type, name: str) -> "
             'grad_sample_mode="ew" adds up the samples of several backward passes, so that '
             'clipping bounds none of them: use "hooks" or "functorch"'
         )
+    _refuse_compound_layers(module._module if isinstance(module, GradSampleHooks) else module)
     is_ghost = kind is GradSampleHooksFastGradientClipping
     if isinstance(module, GradSampleHooks):
         if isinstance(module, GradSampleHooksFastGradientClipping) != is_ghost:
