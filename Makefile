@@ -42,6 +42,7 @@ test: lint
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n logical --no-loadscope-reorder -m slow
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -n logical -m "hypothesis and not slow"
 
 lint: $(READY)
 	$(BIN)/ruff check .

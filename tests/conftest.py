@@ -22,7 +22,9 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 hypothesis.settings.register_profile(
     "default", deadline=None, max_examples=25, derandomize=True, print_blob=True
 )
-hypothesis.settings.load_profile("default")
+# Others at every run, for `make test-slow`.
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_collection_finish() -> None:

@@ -82,14 +82,14 @@ def says(message: str | None, *words: str) -> None:
 
 @given(st.sampled_from(_OPTIONS), VALUES)
 @example(("quantize", "bits"), 4.0)
-@settings(max_examples=150)
+@settings(max_examples=400)
 def test_every_option_of_a_compressor(option: tuple[str, str], value: Any) -> None:
     name, key = option
     says(refusal({"compressor": name, key: value}), "ds.json: ", key, repr(value))
 
 
 @given(st.sampled_from(_MEMORY_OPTIONS), VALUES)
-@settings(max_examples=150)
+@settings(max_examples=400)
 def test_every_option_of_a_memory(option: tuple[str, str], value: Any) -> None:
     name, key = option
     memory = {"type": name, key: value}
@@ -97,7 +97,7 @@ def test_every_option_of_a_memory(option: tuple[str, str], value: Any) -> None:
 
 
 @given(st.sampled_from(["compressor", "memory", *_EXCHANGE_OPTIONS]), VALUES)
-@settings(max_examples=150)
+@settings(max_examples=400)
 def test_every_option_of_an_exchange(key: str, value: Any) -> None:
     block = {"compressor": "topk", key: value}
     if key == "ranks_per_node":
@@ -114,7 +114,7 @@ def test_every_option_of_an_exchange(key: str, value: Any) -> None:
     )
     | VALUES
 )
-@settings(max_examples=150)
+@settings(max_examples=400)
 def test_any_block(block: Any) -> None:
     says(refusal(block), "ds.json")
 
@@ -123,7 +123,7 @@ def test_any_block(block: Any) -> None:
     VALUES | st.sampled_from([*COMPRESSORS]),
     st.dictionaries(st.sampled_from([key for _, key in _OPTIONS]) | st.text(), VALUES, max_size=3),
 )
-@settings(max_examples=150)
+@settings(max_examples=400)
 def test_any_arguments_of_a_compressor(name: Any, options: dict[str, Any]) -> None:
     try:
         build_compressor(name, **options)
@@ -135,7 +135,7 @@ def test_any_arguments_of_a_compressor(name: Any, options: dict[str, Any]) -> No
     VALUES | st.sampled_from([*MEMORIES]),
     st.dictionaries(st.sampled_from([key for _, key in _MEMORY_OPTIONS]), VALUES, max_size=3),
 )
-@settings(max_examples=150)
+@settings(max_examples=400)
 def test_any_arguments_of_a_memory(memory: Any, options: dict[str, Any]) -> None:
     try:
         build_memory(memory, TopK(), **options)

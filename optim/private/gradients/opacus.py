@@ -378,8 +378,8 @@ def _refuse_compound_layers(model: nn.Module) -> None:
         kind = next((k for k in _COMPOUND if isinstance(layer, k)), None)
         if kind and any(p.requires_grad for p in layer.parameters()):
             raise ValueError(
-                f"{name or 'the model'} is {type(layer).__name__}, whose samples' gradients "
-                'Opacus\'s hooks cannot find: use grad_sample_mode="functorch", or '
+                f"layer {name!r}: Opacus's hooks cannot find the gradients of the samples of "
+                f'{type(layer).__name__}: use grad_sample_mode="functorch", or '
                 f"opacus.layers.{_COMPOUND[kind]}"
             )
 
