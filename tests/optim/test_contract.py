@@ -183,6 +183,34 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
     assert all(ranks_of(2).run(resume, MAKE[kind], options, dtype))
 
 
+def load_and_go_on(kinds: list[str]) -> list[str]:
+    """Return the optimizers whose steps have changed a state that was loaded before them."""
+    changed = []
+    for kind in kinds:
+        parameter = nn.Parameter(torch.ones(40, 50))
+        optimizer = MAKE[kind]([parameter])
+        state: dict[str, Any] = {}
+        for step in range(4):
+            if step == 2:
+                state = copy.deepcopy(optimizer.state_dict())
+                kept = copy.deepcopy(state)
+                optimizer.load_state_dict(state)
+            parameter.grad = torch.full_like(parameter, 1.0 + step)
+            optimizer.step()
+        for number, values in kept["state"].items():
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and not torch.equal(
+                    value, state["state"][number][name]
+                ):
+                    changed.append(f"{kind}: {name}")
+    return changed
+
+
+def test_a_state_may_be_loaded_again_and_again(ranks_of: RanksOf) -> None:
+    """Torch's own optimizers go on with the tensors that they are given."""
+    assert ranks_of(2).run(load_and_go_on, [*MAKE]) == [[], []]
+
+
 @pytest.mark.parametrize(
     ("kind", "exact"), [("cd", 0), ("ef21", 0), ("lva", 0), ("one_bit", 6), ("compressed", 2)]
 )
