@@ -170,20 +170,20 @@ def test_noise_as_it_should_be_is_not_accused(seed: int, steps: int, elements: i
 
 @given(st.integers(0, 1 << 32))
 def test_noise_that_is_too_small_somewhere(seed: int) -> None:
-    names = [("weight", 180), ("bias", 20)]
-    values = gaussian(seed)
+    names = [("weight", 380), ("bias", 20)]
+    values = gaussian(seed, elements=400)
     assert "the noise has 0." in judge_size([noise_of(0.9 * values, names)])[0][0]
     assert judge_size([noise_of(1.2 * values, names)])[1]
     in_step = values.clone()
     in_step[5] *= 0.5
     assert "train.py:5: in step 6 the noise has" in judge_size([noise_of(in_step, names)])[0][0]
     in_part = values.clone()
-    in_part[:, 180:] *= 0.5
+    in_part[:, 380:] *= 0.5
     assert "the noise of bias has 0." in judge_size([noise_of(in_part, names)])[0][0]
     in_element = values.clone()
     in_element[:, 7] = 0
     assert judge_size([noise_of(in_element, names)])[0] == [
-        "1 of 200 elements have next to no noise"
+        "1 of 400 elements have next to no noise"
     ]
 
 
