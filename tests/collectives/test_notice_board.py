@@ -19,8 +19,8 @@ RanksOf = Callable[[int], Ranks]
 
 
 def short_lived() -> Any:
-    """Return a group of all ranks that gives up soon."""
-    return dist.new_group(timeout=timedelta(seconds=1))
+    """Return a group of all ranks that gives up soon, but not on a rank that is only slow."""
+    return dist.new_group(timeout=timedelta(seconds=3))
 
 
 def told(function: Callable[[], object]) -> str:
@@ -32,7 +32,7 @@ def told(function: Callable[[], object]) -> str:
 
 
 def gather(values: list[Any]) -> list[Any]:
-    transport = TorchDistributed(short_lived())
+    transport = TorchDistributed(dist.new_group())
     own = values[dist.get_rank()]
     return [transport.perform(AllGatherObject(own, may_be_alone=True)) for _ in range(3)]
 
@@ -63,7 +63,7 @@ def test_a_rank_that_compares_settings_by_itself_is_named(ranks_of: RanksOf, ran
 
 def compare_different_things() -> str:
     """Make the exchange anew on rank 1, while rank 0 gives its own another tensor."""
-    group = short_lived()
+    group = dist.new_group()
     exchange = Exchange(Identity(), process_group=group)
     exchange.average_({"weight": torch.ones(4, 4)})
     if dist.get_rank() == 1:
@@ -84,7 +84,7 @@ class Broken(ErrorFeedback):
 
 def go_on_after_failures() -> list[float]:
     """Fail on all ranks in every other round; rank 1 is the last to come to the next one."""
-    exchange = Exchange(Identity(), process_group=short_lived())
+    exchange = Exchange(Identity(), process_group=dist.new_group())
     means = []
     for step in range(3):
         with pytest.raises(LookupError, match="broken"):
@@ -102,7 +102,7 @@ def test_a_failure_that_all_have_left_behind_is_not_taken_for_the_next(ranks_of:
 
 def compare_without_rank_2() -> Any:
     """Make a group of which nothing is said, in a world that was given a timeout."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
     group = dist.new_group()
     begin = time.monotonic()
     if dist.get_rank() == 2:

@@ -211,7 +211,7 @@ def connect_at_once() -> list[list[int]]:
         time.sleep(0.5 * transport.rank)
         return finish(*args)
 
-    transport = TorchDistributed(dist.new_group(timeout=timedelta(seconds=5)))
+    transport = TorchDistributed(dist.new_group(timeout=timedelta(seconds=60)))
     rows = torch.full((2, 4), transport.rank, dtype=torch.uint8)
     finish = worker._finish
     with mock.patch.object(worker, "_finish", late):

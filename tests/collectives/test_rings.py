@@ -60,7 +60,7 @@ def test_sums_are_right_and_bit_identical(ranks_of: RanksOf, ranks: int) -> None
 
 
 def meet_other_sizes(kind: type[Request], sizes: tuple[int, int]) -> str:
-    transport = TorchDistributed(dist.new_group(timeout=timedelta(seconds=1)))
+    transport = TorchDistributed(dist.new_group(timeout=timedelta(seconds=2)))
     # Connections exist: what fails is the collective itself.
     rows = () if kind is not AllToAll else (transport.world_size,)
     transport.perform(kind(torch.zeros(*rows, 4)))
@@ -72,7 +72,7 @@ def meet_other_sizes(kind: type[Request], sizes: tuple[int, int]) -> str:
 
 
 def meet_another_kind(odd: type[Request], usual: type[Request]) -> str:
-    transport = TorchDistributed(dist.new_group(timeout=timedelta(seconds=1)))
+    transport = TorchDistributed(dist.new_group(timeout=timedelta(seconds=2)))
     kind = odd if transport.rank == 1 else usual
     shape = (transport.world_size, 96) if kind is AllToAll else (96 * transport.world_size,)
     try:
