@@ -2,7 +2,7 @@
 
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -92,15 +92,25 @@ class TorchDistributed(Transport):
 
     @property
     def rank(self) -> int:
-        return dist.get_rank(self._group)
+        return self._ask(dist.get_rank)
 
     @property
     def world_size(self) -> int:
-        return dist.get_world_size(self._group)
+        return self._ask(dist.get_world_size)
 
     @property
     def ranks(self) -> Sequence[int]:
-        return dist.get_process_group_ranks(self._group)
+        return self._ask(dist.get_process_group_ranks)
+
+    def _ask(self, about: Callable[[dist.ProcessGroup], Result]) -> Result:
+        """Return what torch says about the group, as long as it knows it."""
+        try:
+            return about(self._group)
+        except (ValueError, KeyError):
+            raise ValueError(
+                "the process group that this exchange was made for has been destroyed: save "
+                "before that, and make optimizers and hooks anew for another group"
+            ) from None
 
     @property
     def ranks_per_node(self) -> int | None:

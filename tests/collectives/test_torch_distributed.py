@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm_hooks import Sign
+from comm_hooks import ErrorFeedback, Exchange, Sign, TopK
 from comm_hooks.collectives import Simulated, TorchDistributed
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Group, Request
 from tests.ranks import Ranks
@@ -45,6 +45,25 @@ def replies(asynchronous: bool, in_subgroup: bool, part: Group | None) -> list[t
     if asynchronous:
         return [transport.start(request).wait() for request in own]
     return [transport.perform(request) for request in own]
+
+
+def use_what_was_destroyed() -> list[str]:
+    group = dist.new_group()
+    exchange = Exchange(TopK(density=0.5), ErrorFeedback(), process_group=group)
+    exchange.average_({"weight": torch.ones(8, 8)})
+    dist.destroy_process_group(group)
+    errors = []
+    for use in (lambda: exchange.average_({"weight": torch.ones(8, 8)}), exchange.state_dict):
+        with pytest.raises(ValueError, match="has been destroyed") as error:
+            use()
+        errors.append(str(error.value))
+    return errors
+
+
+def test_a_group_that_was_destroyed_is_called_so(ranks_of: RanksOf) -> None:
+    for first, second in ranks_of(2).run(use_what_was_destroyed):
+        assert first == second
+        assert "make optimizers and hooks anew" in first
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
