@@ -1,5 +1,6 @@
 """An optimizer around another one."""
 
+import inspect
 from collections import defaultdict
 from typing import Any, NoReturn
 
@@ -20,12 +21,22 @@ class WrappingOptimizer(SteppingOptimizer):
     Args:
         inner: over the parameters that this one is over.
 
+    Raises:
+        ValueError: for an inner optimizer whose steps need a closure, as those of ``LBFGS`` do.
+
     Not supported: parameters added later; copies.
     """
 
     _compiles = False
 
     def __init__(self, inner: Optimizer) -> None:
+        closure = inspect.signature(type(inner).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{type(self).__name__}: {type(inner).__name__} computes gradients several times "
+                "in a step, which is then none: take an inner optimizer of one gradient per step, "
+                "such as AdamW"
+            )
         self.inner = inner
         # Not Optimizer.__init__, which makes groups and a state.  All else an optimizer gets, too,
         # when it comes out of a pickle without them.

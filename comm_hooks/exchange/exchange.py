@@ -76,6 +76,10 @@ class Exchange:
     Attributes:
         provenance: who says what the state is made of, and judges states that are to be loaded;
             private training does.
+        only_owners_remember: whether all rounds have a safeguard at the owners' place, so that what
+            is remembered is theirs.
+        owes_sums: whether the owner of the exchange turns means into sums over ranks; what has not
+            been sent is then kept as such on another number of them.
 
     Memory: a float32 workspace of 4 bytes per element, beside what ``memory`` keeps.
 
@@ -129,6 +133,7 @@ class Exchange:
         self.step = 0
         self.agreement = Agreement()
         self.provenance: Provenance | None = None
+        self.only_owners_remember = self.owes_sums = False
         self._judgments = Judgments()
         self._transport = transport
         self._process_group = process_group
@@ -619,7 +624,7 @@ class Exchange:
         On as many ranks as then, each loads its own.  On another number (or where there were shards
         and may be none), all start with the mean over ranks of what the ranks remembered, and what
         the owners of shards had not passed on is added to it: what the mean over ranks still has to
-        receive is the same as before.
+        receive is the same as before, or the sum in private training, whose divisor is public.
 
         Args:
             states: in rank order; the same on all ranks.
@@ -630,8 +635,7 @@ class Exchange:
         """
         check_complete(states)
         ranks, rank = self.transport.world_size, self.transport.rank
-        is_alike = (len(states), states[0].get("ranks_per_node")) == (ranks, self.ranks_per_node)
-        if is_alike and all(map(self._passes_on, states)):
+        if self.continues(states):
             self.load_state_dict(states[rank])
             return
         for state in states:
@@ -641,8 +645,24 @@ class Exchange:
         count = self._require_ranks_per_node() if over_nodes else None
         for state in states:
             self._adopt_provenance(state)
-        self.remembered.load_merged(states, rank % (count or 1), count)
+        scale = len(states) / ranks if self.owes_sums else 1.0
+        if self.only_owners_remember:
+            self.remembered.load_of_owners(states, rank, ranks, scale)
+        else:
+            self.remembered.load_merged(states, rank % (count or 1), count, scale)
         self.step = self.agreement.loaded_at = states[0]["step"]
+
+    def continues(self, states: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether each of the ranks that saved these states goes on with its own.
+
+        Args:
+            states: complete, in rank order; or some of them.
+        """
+        alike = {"world_size": self.transport.world_size, "ranks_per_node": self.ranks_per_node}
+        return all(
+            self._passes_on(state) and all(state.get(key) == alike[key] for key in alike)
+            for state in states
+        )
 
     def _check_provenance(self, state: Mapping[str, Any]) -> None:
         if self.provenance:
@@ -664,7 +684,7 @@ class Exchange:
         collective = self.settings.collective
         if not state.get("server_memory") or collective == "sharded":
             return True
-        return collective == state["collective"] and "sharded" in self.settings.carriers()
+        return collective == state.get("collective") and "sharded" in self.settings.carriers()
 
     def _route(
         self, bucket: Bucket, compress: bool | Compressor, safeguard: Safeguard | None

@@ -114,25 +114,51 @@ class Remembered:
     def load_state_dict(self, state: State) -> None:
         """Restore what :meth:`state_dict` returned, which :func:`check_memory` has looked at."""
         if self.memory and self.server:
-            self.memory.load_state_dict(state["memory"], state["numels"])
-            self.server.load_state_dict(state["server_memory"])
+            count = state.get("ranks_per_node") or 1
+            widths = _shards(state["numels"], count)
+            self.memory.load_state_dict(state["memory"], widths)
+            self.server.load_state_dict(
+                state["server_memory"], _shards(widths, state["world_size"] // count)
+            )
             self._know(state["numels"])
 
-    def load_merged(self, states: Sequence[State], place: int, ranks_per_node: int | None) -> None:
+    def load_merged(
+        self, states: Sequence[State], place: int, ranks_per_node: int | None, scale: float
+    ) -> None:
         """Restore what ranks of another number have saved.
 
         Args:
             states: of all of them.
             place: of this rank in its node.
             ranks_per_node: None where nodes do not matter.
+            scale: by which what the mean over ranks has still to receive is multiplied.
         """
         if self.memory and self.server:
-            numels = {name: n for state in states for name, n in state["numels"].items()}
-            merged = merge_memories(states, self.memory, self.server)
+            numels = _numels_in(states)
+            merged, widths = merge_memories(states, self.memory, self.server, scale), numels
             if ranks_per_node is not None:
                 merged = cut_memory(merged, self.memory, numels, place, ranks_per_node)
-            self.memory.load_state_dict(merged, numels)
+                widths = _shards(numels, ranks_per_node)
+            self.memory.load_state_dict(merged, widths)
             self.server.load_state_dict({})
+            self._know(numels)
+
+    def load_of_owners(self, states: Sequence[State], rank: int, ranks: int, scale: float) -> None:
+        """Restore what owners of other shards have saved, where nobody else remembers anything.
+
+        Args:
+            states: of all ranks that there were.
+            rank: of this owner.
+            ranks: the number of shards that there are now.
+            scale: see :meth:`load_merged`.
+        """
+        if self.memory and self.server:
+            numels = _numels_in(states)
+            unsent, widths = _unsent(states, self.server, numels), _shards(numels, ranks)
+            owned = {n: _shard(row, rank, widths[n]) for n, row in unsent.items()}
+            self.memory.load_state_dict({})
+            merged = self.server.merge([], owned, widths, scale=scale)
+            self.server.load_state_dict(merged, widths)
             self._know(numels)
 
     def _know(self, numels: Mapping[str, int]) -> None:
@@ -237,23 +263,28 @@ def check_complete(states: Sequence[State]) -> None:
 
 
 def merge_memories(
-    states: Sequence[State], memory: Memory, server_memory: Remainder
+    states: Sequence[State], memory: Memory, server_memory: Remainder, scale: float
 ) -> dict[str, torch.Tensor]:
     """Return the memory that each of any number of ranks goes on with, given complete states.
+
+    Args:
+        states: of all ranks, in rank order.
+        memory, server_memory: of the kind that the states are of.
+        scale: by which what the mean over ranks has still to receive is multiplied.
 
     Raises:
         ValueError: if the states are of another kind of memory.
     """
-    numels: dict[str, int] = {}
-    for state in states:
-        numels.update(state["numels"])
+    numels = _numels_in(states)
     count = states[0].get("ranks_per_node")
     if count is None:
-        return _merge(states, memory, server_memory, numels)
+        return _merge(states, memory, server_memory, numels, scale)
     # Ranks at the same place in their node have the same shard of each parameter.
-    widths = {name: -(-numel // count) for name, numel in numels.items()}
+    widths = _shards(numels, count)
     shards = [
-        _as_floats(_merge(states[place::count], memory, server_memory, widths), memory, widths)
+        _as_floats(
+            _merge(states[place::count], memory, server_memory, widths, scale), memory, widths
+        )
         for place in range(count)
     ]
     joined = {}
@@ -279,22 +310,48 @@ def cut_memory(
         numels: the number of elements of each whole parameter.
         place, ranks_per_node: see :class:`~comm_hooks.exchange.routes.hierarchical.Hierarchical`.
     """
-    widths = {name: -(-numel // ranks_per_node) for name, numel in numels.items()}
-    cut = {}
-    for key, row in _as_floats(state, memory, numels).items():
-        width = widths[_parameter(key, memory)]
-        shard = row[place * width : (place + 1) * width]
-        cut[key] = torch.nn.functional.pad(shard, (0, width - len(shard)))
+    widths = _shards(numels, ranks_per_node)
+    cut = {
+        key: _shard(row, place, widths[_parameter(key, memory)])
+        for key, row in _as_floats(state, memory, numels).items()
+    }
     return _from_floats(cut, memory, widths)
 
 
+def _numels_in(states: Sequence[State]) -> dict[str, int]:
+    return {name: numel for state in states for name, numel in state["numels"].items()}
+
+
+def _shards(numels: Mapping[str, int], count: int) -> dict[str, int]:
+    """Return how many elements one of so many equal shards of each parameter has."""
+    return {name: -(-numel // count) for name, numel in numels.items()}
+
+
+def _shard(vector: torch.Tensor, place: int, width: int) -> torch.Tensor:
+    """Return one of the shards of a vector, padded with zeros to its width."""
+    shard = vector[place * width : (place + 1) * width]
+    return torch.nn.functional.pad(shard, (0, width - len(shard)))
+
+
 def _merge(
-    states: Sequence[State], memory: Memory, server_memory: Remainder, numels: Mapping[str, int]
+    states: Sequence[State],
+    memory: Memory,
+    server_memory: Remainder,
+    numels: Mapping[str, int],
+    scale: float,
 ) -> dict[str, torch.Tensor]:
+    unsent = _unsent(states, server_memory, numels)
+    return memory.merge([state["memory"] for state in states], unsent, numels, scale=scale)
+
+
+def _unsent(
+    states: Sequence[State], server_memory: Remainder, numels: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """Return what the owners of shards had not passed on, (numel,) float32 per parameter."""
     # Rank j's server memory is about the j-th of as many equal ranges of each parameter.
-    widths = {name: -(-numel // len(states)) for name, numel in numels.items()}
+    widths = _shards(numels, len(states))
     shards = [server_memory.vectors(state["server_memory"], widths) for state in states]
-    unsent = {
+    return {
         name: torch.cat(
             [
                 shard[name] if name in shard else torch.zeros(widths[name], dtype=torch.float32)
@@ -303,7 +360,6 @@ def _merge(
         )[: numels[name]]
         for name in dict.fromkeys(name for shard in shards for name in shard)
     }
-    return memory.merge([state["memory"] for state in states], unsent, numels)
 
 
 def _parameter(key: str, memory: Memory) -> str:

@@ -65,8 +65,9 @@ class RankStates:
     def load(self, name: str, checkpoint: str | os.PathLike[str] | StorageReader) -> None:
         """Restore what the ranks saved; every rank must call it.
 
-        Among the same ranks as then each loads its own state, among others all load those of all
-        that exchanged then (:meth:`~comm_hooks.Exchange.load_state_dicts`).
+        Among the same ranks as then each loads its own state, among others, in other nodes or with
+        another ``collective`` all load those of all that exchanged then
+        (:meth:`~comm_hooks.Exchange.load_state_dicts`).
 
         Args:
             name: under which this object was given to ``dcp.save``.
@@ -108,8 +109,10 @@ class RankStates:
             return dict(file)
 
         ranks = list(self._transport.ranks)
-        first = read(ranks[0])
-        if first[RANKS] == ranks:
+        first, exchange = read(ranks[0]), exchange_of(self._state)
+        routes = exchange.settings.collective, exchange.ranks_per_node
+        saved = (first[STATE].get(key) for key in ("collective", "ranks_per_node"))
+        if first[RANKS] == ranks and tuple(saved) == routes:
             is_first = self._transport.rank == 0
             own = first if is_first else read(self._transport.own_name)
             self._state.load_state_dict(own[STATE])

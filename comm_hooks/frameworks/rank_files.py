@@ -146,10 +146,12 @@ def load_rank_files(
     saved_ranks, _ = saved
     if saved_ranks == ranks:
         assert not isinstance(own, str)
-        problem = _problem_of(state.load_state_dict, own[STATE])
-        if not any(compare(problem)):
-            _raise_together(state, None)
-            return True
+        # On other nodes, or without the owners of shards that there were, nobody has an own one.
+        if all(compare(exchange_of(state).continues([own[STATE]]))):
+            problem = _problem_of(state.load_state_dict, own[STATE])
+            if not any(compare(problem)):
+                _raise_together(state, None)
+                return True
     files = [_try(read, _path(folder, other)) for other in saved_ranks]
     try:
         for of_one_rank in compare([_finding(file) for file in files]):

@@ -172,16 +172,20 @@ class Memory(ABC):
         states: Sequence[Mapping[str, Tensor]],
         unsent: Mapping[str, Tensor],
         numels: Mapping[str, int],
+        *,
+        scale: float = 1.0,
     ) -> dict[str, Tensor]:
         """Return a state for every rank of a run that continues one with other ranks.
 
-        What the mean over ranks still has to receive stays the same, however many ranks there are.
+        What the mean over ranks still has to receive stays the same, however many ranks there are,
+        or is multiplied by ``scale``.
 
         Args:
             states: of all ranks of the run that was, in rank order.
             unsent: what its servers had not passed on, (numel,) float32 per parameter: a part of
                 the mean itself.
             numels: the number of elements of each parameter.
+            scale: see above.
 
         Raises:
             ValueError: as :meth:`check`.
@@ -190,10 +194,10 @@ class Memory(ABC):
         for state in states:
             for name, row in self._vectors(state, numels).items():
                 total[name] = total[name] + row if name in total else row
-        mean = {name: row / len(states) for name, row in total.items()}
+        mean = {name: row * (scale / len(states)) for name, row in total.items()}
         for name, row in unsent.items():
             stored = self._last + name
-            rest = self._owed * row
+            rest = self._owed * scale * row
             mean[stored] = mean[stored] + rest if stored in mean else rest
         return {name: self._encode(row[None], (0,))[0] for name, row in mean.items()}
 

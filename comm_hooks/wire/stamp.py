@@ -124,8 +124,9 @@ def _refuse_field(number: int, who: str, others: str, odd: int | None, norm: int
             f"{who} has loaded a state by itself, {others} not: load one on all ranks, between the "
             "same steps, or on none",
             f"the optimizer of {who} has other hyperparameters in this step than that of "
-            f"{others}, or has taken another number of steps: schedule the learning rate and "
-            "everything else alike on all ranks, which must all take as many steps",
+            f"{others}, or trains other parameters, or has taken another number of steps: schedule "
+            "the learning rate, what is frozen and everything else alike on all ranks, which must "
+            "all take as many steps",
             f"the parameters of {who} are not those of {others}: something has changed them on one "
             "side only; resume from a checkpoint (verify_every=0 does not look, for machines whose "
             "arithmetic differs)",

@@ -15,6 +15,7 @@ from comm_hooks.exchange.safeguard import Safeguard
 from comm_hooks.memory.base import Memory
 from comm_hooks.optim.observed import observed
 from comm_hooks.optim.private.accounting.releases import Releases
+from comm_hooks.optim.private.errors import Settled
 from comm_hooks.optim.private.gradients.clipping import clip_factors, sample_norms
 from comm_hooks.optim.private.gradients.model_checks import unchanged_buffers
 from comm_hooks.optim.private.noise.gaussian import add_noise_
@@ -36,7 +37,7 @@ _PLACE = "clients"
 
 
 @dataclass
-class PrivateParticipation(Unrepeatable, ClientSampling):
+class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
     r"""Who takes part in a round, and how what they send is kept private.
 
     Takes the place of :class:`~comm_hooks.optim.Participation` in
@@ -78,8 +79,9 @@ class PrivateParticipation(Unrepeatable, ClientSampling):
 
     Raises:
         ValueError: for settings out of range.
-        PrivacyError: in ``load_state_dict()`` of the rounds, for states of rounds that were not
-            private; in the next round, if the ledger lacks some of those that made the state.
+        PrivacyError: for settings that are changed; in ``load_state_dict()`` of the rounds, for
+            states of rounds that were not private; in the next round, if the ledger lacks some of
+            those that made the state.
 
     What may be shown to others is what ``release_state_dict()`` of
     :class:`~comm_hooks.optim.LocalRounds` returns.  Buffers that a client's forward passes change
@@ -108,13 +110,18 @@ class PrivateParticipation(Unrepeatable, ClientSampling):
     """
 
     averages_statistics: ClassVar[bool] = False
+    settled = frozenset(
+        {"clients", "sample_rate", "noise_multiplier", "max_norm", "enter", "join", "releases"}
+    )
 
     clients: int
     sample_rate: float
     noise_multiplier: float
     max_norm: float
-    enter: Callable[[], None] = field(default=lambda: None, repr=False)
-    join: Callable[[Transport], None] = field(default=lambda transport: None, repr=False)
+    enter: Callable[[], None] = field(default_factory=lambda: lambda: None, repr=False)
+    join: Callable[[Transport], None] = field(
+        default_factory=lambda: lambda transport: None, repr=False
+    )
     _secret: Secret | None = field(default=None, init=False, repr=False)
     _rounds: int = field(default=0, init=False, repr=False)
     releases: Releases = field(default_factory=lambda: Releases(_PLACE), init=False, repr=False)

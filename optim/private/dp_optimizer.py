@@ -55,6 +55,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         releases: those that are in the inner optimizer's state.
 
     Raises:
+        ValueError: for an inner optimizer whose steps need a closure.
         PrivacyError: in a step that would exceed the budget, or has no drawn batch, or not all of
             it, and after ``loss.backward()``, whose gradients are discarded; for an inner optimizer
             that has taken steps of its own, and for a state that none of these has saved.
@@ -180,7 +181,11 @@ class DPOptimizer(Settled, WrappingOptimizer):
 
     def _step_with(self, closure: Callable[[], float] | None) -> None:
         if closure is not None:
-            raise ValueError("DPOptimizer: a closure would be evaluated without accounting for it")
+            raise ValueError(
+                "DPOptimizer: a closure would be evaluated without accounting for it: call "
+                "backward(batch), then step() (in Lightning's manual optimization, which passes "
+                "one of its own, of self.optimizers(use_pl_optimizer=False))"
+            )
         self._take_step()
 
     def _take_step(self) -> None:

@@ -33,7 +33,7 @@ from comm_hooks.optim.private.client_level import PrivateParticipation
 from comm_hooks.optim.private.data.poisson import private_loader
 from comm_hooks.optim.private.data.same_data import compare_datasets
 from comm_hooks.optim.private.dp_optimizer import DPOptimizer, releases_into
-from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.optim.private.errors import PrivacyError, resettle
 from comm_hooks.optim.private.gradients.clipping import ClippedGradients, LossFunction
 from comm_hooks.optim.private.gradients.model_checks import check_model, refuse_later_hooks
 from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
@@ -154,7 +154,7 @@ class PrivacyEngine:
                 ``"functorch"``, by ``torch.func``; ``"hooks"``, by Opacus; ``"ghost"``, by Opacus
                 without any sample's gradient, which needs the least memory, but see
                 :class:`~comm_hooks.optim.private.gradients.opacus.OpacusGhostGradients` about
-                sequences.
+                sequences and 16 bits.
             micro_batch_size: how many samples to pass to the loss function at a time.
 
         Raises:
@@ -321,7 +321,7 @@ class PrivacyEngine:
             max_norm=max_norm,
             join=self._share_history,
         )
-        participation.enter = self._entry(lambda: event, [participation.releases])
+        resettle(participation, "enter", self._entry(lambda: event, [participation.releases]))
         return participation
 
     def set_budget(self, target_epsilon: float, target_delta: float) -> None:

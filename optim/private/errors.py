@@ -27,7 +27,8 @@ class Settled:
         if name in self.settled and hasattr(self, name):
             raise PrivacyError(
                 f"{type(self).__name__}.{name} is settled, since the ledger counts on it: call "
-                "engine.change(optimizer, ...) for what may be changed, or make_private() anew"
+                "engine.change(optimizer, ...) for what may be changed, or make_private() or "
+                "private_participation() anew"
             )
         super().__setattr__(name, value)
 

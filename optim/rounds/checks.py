@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Sequence
 
-from torch.optim import LBFGS, SGD, Adagrad, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, Optimizer, RMSprop
 
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import parameters_of
@@ -29,11 +29,6 @@ def check_rounds(
     """Raise ``ValueError`` for rounds of local work that cannot be."""
     name = type(owner).__name__
     require_kind(owner, "inner", inner, Optimizer)
-    if isinstance(inner, LBFGS):
-        raise ValueError(
-            f"{name}: LBFGS computes gradients several times in a step, which is then none: take "
-            "an inner optimizer of one gradient per step, such as AdamW"
-        )
     parameters = [p for p in parameters_of(inner.param_groups) if trains(p)]
     for parameter in parameters:
         require_whole(parameter)

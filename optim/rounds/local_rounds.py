@@ -171,6 +171,11 @@ class LocalRounds(SavedRounds):
                 f"{type(self).__name__}: look_ahead is a share of the residual, and the exchange "
                 "has none: give it ErrorFeedback()"
             )
+        if look_ahead and exchange.settings.collective == "hierarchical":
+            raise ValueError(
+                f"{type(self).__name__}: look_ahead cannot go with collective='hierarchical', "
+                "where a rank has the residual of a shard only: leave one of the two out"
+            )
         require_flag(self, "shared_decay", shared_decay)
         if shared_decay:
             check_shared_decay(self, inner, participation)
@@ -180,7 +185,7 @@ class LocalRounds(SavedRounds):
         super().__init__(inner, exchange, server, fragments=fragments, keep_inner=keep_inner)
         self._nbytes = sum(p.nbytes for p in self._parameters)
         self.local_steps = local_steps
-        self.participation = participation
+        self._participation = participation
         self.client_state = client_state
         self.look_ahead = look_ahead
         self.shared_decay = shared_decay
@@ -202,12 +207,17 @@ class LocalRounds(SavedRounds):
         if participation is not None:
             participation.prepare(exchange)
 
+    @property
+    def participation(self) -> ClientSampling | None:
+        """Who takes part in a round; None where every rank is one client."""
+        return self._participation
+
     def hyperparameters(self) -> dict[str, Any]:
         """Return what the next exchange goes by, which it compares between ranks.
 
         Those of the inner optimizer are compared unless there are clients, who may have their own.
         """
-        found = {"local step": self.steps, "round": self.round_index}
+        found: dict[str, Any] = {"local step": self.steps, "round": self.round_index}
         if self.participation is not None:
             del found["local step"]  # clients may have different amounts of data
         parts = {"server": self.server, "inner": self.inner}
@@ -215,6 +225,9 @@ class LocalRounds(SavedRounds):
             if name == "server" or self.participation is None:
                 groups = hyperparameters_of(optimizer.param_groups)
                 found |= {f"{name} {key}": value for key, value in groups.items()}
+        if self.shared_decay:  # which all take at x for those that train
+            pairs = zip(self._names, self._parameters, strict=True)
+            found["frozen parameters"] = [name for name, p in pairs if not trains(p)]
         return found
 
     def replica(self) -> Sequence[torch.Tensor]:

@@ -21,6 +21,8 @@ from comm_hooks.optim.rounds.server_model import ServerModel
 from comm_hooks.optim.wrapping import WrappingOptimizer
 from comm_hooks.shards import shard_groups, whole
 
+Tensors = dict[str, torch.Tensor]
+
 
 @dataclass
 class Progress:
@@ -90,6 +92,7 @@ class SavedRounds(WrappingOptimizer):
         self._model = ServerModel(self._parameters, server)
         self._clients = ClientStates(inner, exchange.memory, keep_inner=keep_inner)
         self._is_round_open = False
+        self._is_merging = False  # states of all ranks, of which none is anybody's own
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
@@ -196,57 +199,84 @@ class SavedRounds(WrappingOptimizer):
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore what :meth:`state_dict` returned on *all* ranks, in rank order.
 
-        On as many ranks as then, each loads its own.  On another number all begin at the model
-        that they shared, with the local moments of one of those ranks, and the server keeps the
-        hyperparameters that it was made with here.  What ranks had done since
-        the last exchange joins what they had not sent, and the mean over ranks still has to
-        receive the same as before (but for residuals in 16 or 4 bits, where it is given up).
+        On as many ranks as then, in the same nodes, each loads its own.  Otherwise all begin at the
+        model that they shared, with the local moments of one of those ranks, and on another number
+        of ranks the server keeps the hyperparameters that it was made with here.  What ranks had
+        done since the last exchange joins what they had not sent, where that is in float32; else
+        each rank begins with the mean of it.  The mean over ranks still has to receive the same as
+        before.
 
         Raises:
-            ValueError: if states are missing, out of order or of different steps; on another number
-                of ranks where they played clients.
+            ValueError: if states are missing, out of order or of different steps; where ranks
+                played clients, unless each goes on with its own.
         """
         check_complete(states)
         transport = self.exchange.transport
-        if len(states) == transport.world_size:
+        if self.exchange.continues(states):
             self.load_state_dict(dict(states[transport.rank]))
             return
         if any(state["rounds"]["private"]["clients"] for state in states):
             raise ValueError(
                 f"{type(self).__name__}: what {len(states)} ranks saved of their clients cannot go "
-                f"on with {transport.world_size}: save the model, and begin the rounds anew"
+                f"on with {transport.world_size}, or in other nodes: save the model, and begin the "
+                "rounds anew"
             )
-        self.load_state_dict(dict(states[transport.rank % len(states)]))
+        self._is_merging = True
+        try:
+            self.load_state_dict(dict(states[transport.rank % len(states)]))
+        finally:
+            self._is_merging = False
         private = states[0]["rounds"]["private"]
         with torch.no_grad():
             self._model.shrink(range(len(self._parameters)), self._decayed_since(private))
             with self._model.hidden():
                 self._model.restore()
             self._model.note()
-        self.exchange.load_state_dicts([self._with_progress(state) for state in states])
+        merged = [self._with_progress(state) for state in states]
+        self.exchange.load_state_dicts([state for state, _ in merged])
+        is_ahead = self._begin_with_mean([rest for _, rest in merged])
         progress = self._progress
-        progress.exchanged_at = [self.steps] * len(progress.exchanged_at)
+        # Only whether that is now matters: what is ahead is still to be exchanged.
+        progress.exchanged_at = [self.steps - is_ahead] * len(progress.exchanged_at)
         progress.decay[:] = 1.0
         progress.loaded_from = None
+
+    @torch.no_grad()
+    def _begin_with_mean(self, done: Sequence[Mapping[str, torch.Tensor]]) -> bool:
+        """Let every rank have done the mean of what ranks had; return whether that is anything."""
+        names = dict.fromkeys(name for of_one in done for name in of_one)
+        with self._model.hidden():
+            for name in names:
+                parameter = self._parameters[self._names.index(name)].detach()
+                total = torch.stack([each[name] for each in done if name in each]).sum(dim=0)
+                parameter.sub_((total / len(done)).view(parameter.shape))
+        self._model.note()
+        return bool(names)
 
     def _decayed_since(self, private: Mapping[str, Any]) -> list[float]:
         """Return for each parameter how much it has decayed since its exchange before a save."""
         return [private["decay"][name] for name in self._names]
 
-    def _with_progress(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what a rank saved, with what it had done in what it had not sent."""
-        if "memory" not in state:
-            return state
+    def _with_progress(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensors]:
+        """Return what a rank saved, with what it had done in what it had not sent.
+
+        And what it had done of parameters of which that is not remembered, not in full, or of some
+        of their elements only; by name, (numel,), float32.
+        """
         released, private = (state["rounds"][key] for key in ("released", "private"))
-        memory, numels = dict(state["memory"]), dict(state["numels"])
+        memory, rest = dict(state.get("memory", {})), {}
         factors = dict(zip(self._names, self._decayed_since(private), strict=True))
         for name, own in private["own"].items():
             start = private["starts"].get(name, released["model"][name])
             done = (factors[name] * start - own).flatten().float()
-            row = memory.get(name, torch.zeros_like(done))
-            if row.dtype == done.dtype and row.shape == done.shape:
-                memory[name], numels[name] = row + done, done.numel()
-        return seal_own({**state, "memory": memory, "numels": numels})
+            row = memory.get(name)
+            if row is not None and (row.dtype, row.shape) == (done.dtype, done.shape):
+                memory[name] = row + done
+            else:
+                rest[name] = done
+        if "memory" in state:
+            state = seal_own({**state, "memory": memory})
+        return state, rest
 
     def release_state_dict(self) -> dict[str, Any]:
         """Return what rounds of private clients may show to anybody: what their guarantee covers.
@@ -336,7 +366,7 @@ class SavedRounds(WrappingOptimizer):
             own_groups = self.server.state_dict()["param_groups"]
             server = {**server, "param_groups": own_groups}
         loaded_from = None
-        if any(state.get(key) != value for key, value in here.items()):
+        if self._is_merging or any(state.get(key) != value for key, value in here.items()):
             # What only the rank that saved it may go on with, lest it be counted twice.
             loaded_from = state["rank"]
             private = {**private, "own": {}, "starts": {}, "clients": {}}

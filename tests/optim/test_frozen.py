@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from comm_hooks import CountSketch, ErrorFeedback, Exchange, Sign, TopK
 from comm_hooks.collectives import Transport, run_ranks
+from comm_hooks.errors import PayloadError
 from comm_hooks.optim import (
     FetchSGD,
     LocalRounds,
@@ -212,6 +213,31 @@ def test_shared_decay_spares_what_is_frozen_later() -> None:
         assert same(copies(model.middle), before)
 
     run_ranks(train, 2)
+
+
+@each
+def test_what_only_one_rank_freezes_makes_no_two_models(name: str) -> None:
+    def train(transport: Transport) -> list[torch.Tensor] | str:
+        model = net()
+        optimizer = MAKERS[name](model.named_parameters(), transport)
+        take_steps(model, optimizer, range(3), transport.rank)
+        model.middle.requires_grad_(transport.rank != 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                take_steps(model, optimizer, range(3, 9), transport.rank)
+            except PayloadError as error:
+                return str(error)
+        if isinstance(optimizer, LocalRounds):
+            optimizer.synchronize()
+        return copies(model)
+
+    first, second = run_ranks(train, 2)
+    if isinstance(first, str):
+        assert "or trains other parameters" in first
+        assert first == second
+    else:
+        assert same(first, second)
 
 
 @each

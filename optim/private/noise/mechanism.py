@@ -166,6 +166,8 @@ class GaussianMechanism(Settled, Unrepeatable):
         self._shared_secret: Secret | None = None
         self._step = 0
         self.releases = exchange.provenance = Releases(only=place)
+        exchange.only_owners_remember = place == "central"
+        exchange.owes_sums = True
         self._parts = _parts_of(exchange)
         agreed = asdict(self.settings)
         exchange.agree_on({"placement": agreed.pop("place"), **agreed})

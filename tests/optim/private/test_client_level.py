@@ -278,6 +278,35 @@ def test_kinds_of_rounds_that_can_be_private(kind: str) -> None:
     )
 
 
+CHANGES = {
+    "clients": 2 * CLIENTS,
+    "sample_rate": 0.5,
+    "noise_multiplier": 1e-6,
+    "max_norm": 9.0,
+    "enter": lambda: None,
+    "join": lambda transport: None,
+    "releases": None,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_ledger_counts_on_cannot_be_changed(name: str) -> None:
+    engine = PrivacyEngine()
+    chosen = engine.private_participation(
+        clients=CLIENTS, sample_rate=1.0, noise_multiplier=1.0, max_norm=1.0
+    )
+    with pytest.raises(PrivacyError, match=f"PrivateParticipation.{name} is settled"):
+        setattr(chosen, name, CHANGES[name])
+
+
+def test_rounds_keep_who_takes_part() -> None:
+    rounds = FedAvg(
+        small_model().named_parameters(), exchange(Identity()), participation=participation()
+    )
+    with pytest.raises(AttributeError, match="participation"):
+        rounds.participation = Participation(clients=CLIENTS)  # type: ignore[misc]
+
+
 @pytest.mark.parametrize("kind", [FedAMS, FedLAMB])
 def test_a_bound_on_second_moments_is_refused(
     kind: Callable[..., LocalRounds],

@@ -5,12 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from comm_hooks import ErrorFeedback, Exchange, TopK
+from comm_hooks import ErrorFeedback, Exchange, RandomK, TopK
+from comm_hooks.collectives import run_ranks
+from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.simulated import Simulated
 from comm_hooks.optim.private import DPAdamBC, DPMicroAdam, PrivacyEngine, PrivacyError
 from comm_hooks.optim.private.accounting import GaussianEvent
 from comm_hooks.optim.private.accounting.releases import Releases
+from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
 from tests.optim.private.saving import saved
 from tests.optim.private.test_engine import private, small_model, take_steps
 from tests.optim.scenarios import RanksOf
@@ -214,3 +219,46 @@ def goes_on_on_rank(states: Any) -> Any:
     exchange.load_state_dicts([state[2] for state in states])
     take_steps(optimizer, loader, 1)
     return exchange.state_dict()["provenance"]["steps"]
+
+
+PLACES = {
+    "central": TopK(density=0.25),
+    "local": TopK(density=0.25),
+    "shares": RandomK(density=0.25, unbiased=False),
+}
+
+
+@given(st.sampled_from([*PLACES]), st.integers(1, 4), st.integers(1, 4), st.integers(1, 6))
+@example("central", 2, 3, 6)
+def test_what_had_not_been_sent_is_sent_by_other_ranks(
+    place: str, before: int, after: int, steps: int
+) -> None:
+    """With hardly any noise: a sum of C per step, on rank 0 alone, and then only a little more."""
+    shape = 15, 7
+    once, then = torch.randn(shape), 1e-6 * torch.ones(shape)
+    once /= once.norm()
+
+    def release(ranks: int, sums: torch.Tensor, count: int, states: Any) -> Any:
+        def run(transport: Transport) -> Any:
+            exchange = Exchange(PLACES[place], ErrorFeedback(), min_numel=1, transport=transport)
+            mechanism = GaussianMechanism(
+                exchange,
+                place=place,  # type: ignore[arg-type]
+                noise_multiplier=1e-9,
+                max_grad_norm=1.0,
+                expected_batch_size=1.0,
+            )
+            if states:
+                exchange.load_state_dicts(states)
+            own = sums if transport.rank == 0 else torch.zeros(shape)
+            means = [
+                mechanism.release({"w": own.clone()}).tensors["w"].clone() for _ in range(count)
+            ]
+            return torch.stack(means).sum(dim=0), exchange.state_dict()
+
+        results = run_ranks(run, ranks)
+        return results[0][0], [saved(state) for _, state in results]
+
+    sent, states = release(before, once, steps, None)
+    rest, _ = release(after, then, 50, states)
+    torch.testing.assert_close(sent + rest, steps * once + 50 * then, rtol=1e-3, atol=2e-4)

@@ -755,3 +755,10 @@ def test_models_and_optimizers_that_do_not_fit() -> None:
         )
     with pytest.raises(ValueError, match="unknown accountant 'gdp'"):
         PrivacyEngine(accountant="gdp")
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_before_anything_is_spent() -> None:
+    engine, model = PrivacyEngine(), nn.Linear(40, 3)
+    with pytest.raises(ValueError, match="LBFGS computes gradients several times in a step"):
+        private(engine, model, optimizer=torch.optim.LBFGS(model.parameters()))
+    assert not engine._history()

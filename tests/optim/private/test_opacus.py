@@ -311,8 +311,15 @@ def test_calls_without_gradients_and_passes_elsewhere_do_no_harm(kind: Kind) -> 
         assert all(p.grad_sample is None for p in model.parameters())
 
 
-@both
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (OpacusGradients, torch.bfloat16),
+        (OpacusGradients, torch.float16),
+        (OpacusGradients, torch.float64),
+        (OpacusGhostGradients, torch.float64),
+    ],
+)
 def test_other_dtypes_and_autocast(kind: Kind, dtype: torch.dtype) -> None:
     def under_autocast(model: nn.Module, batch: Batch) -> torch.Tensor:
         with torch.autocast("cpu", dtype):
@@ -330,13 +337,10 @@ def test_other_dtypes_and_autocast(kind: Kind, dtype: torch.dtype) -> None:
             assert distance(found, expected) < 0.05 * norm(found.tensors)
 
 
-@both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bound", [1.0, 1e-3])
 @pytest.mark.parametrize("cast", [False, True], ids=["parameters", "autocast"])
-def test_rounding_lengthens_nobody_in_16_bits(
-    kind: Kind, dtype: torch.dtype, bound: float, cast: bool
-) -> None:
+def test_rounding_lengthens_nobody_in_16_bits(dtype: torch.dtype, bound: float, cast: bool) -> None:
     def losses(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype, enabled=cast):
             return 50 * model(batch).squeeze(1)
@@ -344,12 +348,63 @@ def test_rounding_lengthens_nobody_in_16_bits(
     torch.manual_seed(0)
     kept = torch.float32 if cast else dtype
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)).to(kept)
-    gradients = kind(model, losses, bound)
+    gradients = OpacusGradients(model, losses, bound)
     gradients.backward(torch.randn(8, 64).to(kept))
     gradients.take()
     for _ in range(60):
         gradients.backward((torch.randn(1, 64) * 10 ** (3 * torch.rand(1))).to(kept))
         assert norm(gradients.take().tensors) <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast", [False, True], ids=["parameters", "autocast"])
+def test_ghost_clipping_is_refused_in_16_bits(dtype: torch.dtype, cast: bool) -> None:
+    """There the whole sum would be rounded, and one more sample change it by several C."""
+
+    def losses(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype, enabled=cast):
+            return model(batch).squeeze(1).float()
+
+    kept = torch.float32 if cast else dtype
+    frozen, head = nn.Linear(64, 64), nn.Linear(64, 1)
+    model = nn.Sequential(frozen.to(kept), nn.ReLU(), head.to(kept))
+    batch = torch.randn(8, 64).to(kept)
+    with pytest.raises(PrivacyError, match=f"ghost clipping in {dtype}"):
+        OpacusGhostGradients(model, losses, 1.0).backward(batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cast"),
+    [
+        (OpacusGhostGradients, False),
+        (OpacusGradients, False),
+        (OpacusGradients, True),
+        (PerSampleGradients, False),
+        (PerSampleGradients, True),
+    ],
+)
+def test_one_sample_more_changes_a_sum_by_at_most_c(kind: Any, cast: bool) -> None:
+    """Also where all gradients point the same way, and the sum is as large as it can be."""
+
+    def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            outputs = model(batch[0])
+        return nn.functional.cross_entropy(outputs.float(), batch[1], reduction="none")
+
+    torch.manual_seed(0)
+    model, size = nn.Linear(64, 4), 1024
+    inputs = torch.randn(64) + 0.3 * torch.randn(size + 4, 64)
+    labels = torch.zeros(size + 4, dtype=torch.long)
+    gradients = kind(model, losses, 1.0)
+
+    def total(rows: list[int]) -> torch.Tensor:
+        gradients.backward((inputs[rows], labels[rows]))
+        return torch.cat([t.double().flatten() for t in gradients.take().tensors])
+
+    without = total([*range(size)])
+    assert without.norm() > size / 2
+    for extra in range(size, size + 4):
+        assert (total([*range(size), extra]) - without).norm() < 1 + 1e-3
 
 
 @both

@@ -257,7 +257,8 @@ def go_on(folder: str) -> tuple[Arrays, Arrays, Arrays, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load_rank_files(rounds, folder)
-        begun, owed_by_all = values(parameters), mean_over_ranks(owed(rounds))
+        with rounds.server_parameters():
+            begun, owed_by_all = values(parameters), mean_over_ranks(owed(rounds))
         train(parameters, rounds, range(K + 1, 3 * K))
     rounds.synchronize()
     return owed_by_all, begun, values(parameters), [str(w.message) for w in caught]

@@ -388,6 +388,13 @@ def test_ranks_that_differ_fail_together(ranks_of: RanksOf, kind: str, what: str
         ({"fragments": 3}, "2 parameters cannot be dealt into 3 fragments"),
         ({"exchange": Sign()}, "exchange must be an Exchange"),
         ({"exchange": Exchange(Sign(), Differences())}, "sends changes"),
+        (
+            {
+                "exchange": Exchange(Sign(), ErrorFeedback(), "hierarchical", ranks_per_node=2),
+                "look_ahead": 0.3,
+            },
+            "look_ahead cannot go with collective='hierarchical'",
+        ),
         ({"server": 3}, "server must be an Optimizer"),
         ({"inner": 3}, "inner must be an Optimizer"),
         (
