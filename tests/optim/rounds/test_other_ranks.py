@@ -2,18 +2,24 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
 from comm_hooks import ErrorFeedback, Exchange, Identity, TopK
-from comm_hooks.collectives import run_ranks
+from comm_hooks.collectives import TorchDistributed, run_ranks
 from comm_hooks.collectives.base import Transport
+from comm_hooks.frameworks.distributed_checkpoint import RankStates
+from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
 from comm_hooks.optim import LocalRounds
+from tests.optim.scenarios import RanksOf
 
 LR = 0.25
 LITTLE = 1e-5
@@ -153,3 +159,44 @@ def test_clients_stay_with_their_ranks() -> None:
             make(transport, (3, "auto", None), 32, 2).load_state_dicts(played)
 
     run_ranks(run, 3)
+
+
+def rounds_of_group(collective: str) -> LocalRounds:
+    return make(TorchDistributed(), (dist.get_world_size(), collective, None), 32, 4)
+
+
+def save_both_ways(folder: str) -> float:
+    rounds = rounds_of_group("sharded")
+    take_steps(rounds, [gradients(dist.get_rank(), step) for step in range(7)])
+    save_rank_file(rounds, f"{folder}/files")
+    dcp.save({"ranks": RankStates(rounds)}, checkpoint_id=f"{folder}/dcp")
+    return rounds.stats()["residual_norm"]
+
+
+def load_both_ways(folder: str) -> list[Values]:
+    ends = []
+    for way in ("files", "dcp"):
+        rounds = rounds_of_group("all_gather")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            if way == "files":
+                load_rank_files(rounds, f"{folder}/files")
+            else:
+                RankStates(rounds).load("ranks", f"{folder}/dcp")
+            take_steps(rounds, [gradients(dist.get_rank(), step) for step in range(7, 12)])
+        assert rounds.stats()["residual_norm"] > 0
+        ends.append(
+            {n: p.clone() for n, p in zip(rounds.names(), rounds.server_values(), strict=True)}
+        )
+    return ends
+
+
+def test_checkpoints_of_owners_that_there_are_no_more_are_merged(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    assert all(norm > 0 for norm in ranks_of(2).run(save_both_ways, str(tmp_path)))
+    (first, second), (other, _) = ranks_of(2).run(load_both_ways, str(tmp_path))
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
+        assert torch.equal(value, other[name])
