@@ -244,14 +244,14 @@ class SavedRounds(WrappingOptimizer):
     @torch.no_grad()
     def _begin_with_mean(self, done: Sequence[Mapping[str, torch.Tensor]]) -> bool:
         """Let every rank have done the mean of what ranks had; return whether that is anything."""
-        names = dict.fromkeys(name for of_one in done for name in of_one)
+        found = {name for of_one in done for name in of_one}
         with self._model.hidden():
-            for name in names:
-                parameter = self._parameters[self._names.index(name)].detach()
-                total = torch.stack([each[name] for each in done if name in each]).sum(dim=0)
-                parameter.sub_((total / len(done)).view(parameter.shape))
+            for name, parameter in zip(self._names, self._parameters, strict=True):
+                if name in found:
+                    total = torch.stack([each[name] for each in done if name in each]).sum(dim=0)
+                    parameter.sub_((total / len(done)).view(parameter.shape).to(parameter))
         self._model.note()
-        return bool(names)
+        return bool(found)
 
     def _decayed_since(self, private: Mapping[str, Any]) -> list[float]:
         """Return for each parameter how much it has decayed since its exchange before a save."""
@@ -265,12 +265,13 @@ class SavedRounds(WrappingOptimizer):
         """
         released, private = (state["rounds"][key] for key in ("released", "private"))
         memory, rest = dict(state.get("memory", {})), {}
+        has_whole_rows = state.get("ranks_per_node") in (None, 1)
         factors = dict(zip(self._names, self._decayed_since(private), strict=True))
         for name, own in private["own"].items():
             start = private["starts"].get(name, released["model"][name])
-            done = (factors[name] * start - own).flatten().float()
+            done = (factors[name] * start - own).flatten().float().cpu()
             row = memory.get(name)
-            if row is not None and (row.dtype, row.shape) == (done.dtype, done.shape):
+            if has_whole_rows and row is not None and row.dtype == done.dtype:
                 memory[name] = row + done
             else:
                 rest[name] = done

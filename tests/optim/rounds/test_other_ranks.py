@@ -23,7 +23,7 @@ from tests.optim.scenarios import RanksOf
 
 LR = 0.25
 LITTLE = 1e-5
-SHAPES = {"weight": (9, 7), "bias": (5,), "scale": (1,)}
+SHAPES = {"weight": (9, 7), "bias": (5,), "scale": (1,), "offset": ()}  # the last exempt
 
 Values = dict[str, torch.Tensor]
 World = tuple[int, str, int | None]
@@ -39,7 +39,8 @@ def make(transport: Transport, world: World, bits: int | None, local_steps: int)
         memory,
         collective,  # type: ignore[arg-type]
         ranks_per_node=per_node,
-        min_numel=8,
+        min_ndim=1,
+        min_numel=1,
         transport=transport,
     )
     parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
