@@ -128,7 +128,7 @@ def test_choosing_has_the_ranges_of_the_results() -> None:
     rounds = re.findall(row, results, flags=re.MULTILINE)
     few = [int(kept) for ranks, kept in rounds if ranks in ("2", "4")]
     many = [int(kept) for ranks, kept in rounds if ranks == "8"]
-    assert (len(few), len(many)) == (8, 4)
+    assert (len(few), len(many)) == (9, 4)
     expected = f"{min(few)} to {max(few)} % with 2 and 4 ranks; {min(many)} to {max(many)} % with 8"
     assert f"| {expected} |" in choosing
     row = r"^\| `sign\+local_variance_adam` \| ([\d.]+) \|.*\| (\d+) ± \d+ % \|$"
