@@ -325,7 +325,7 @@ class OpacusGhostGradients(HookedGradients):
             if isinstance(layer, nn.Linear | nn.Embedding)
         ]
         handles += [
-            layer.register_forward_pre_hook(_refuse_16_bits)
+            layer.register_forward_hook(_refuse_16_bits)
             for layer in self._model.modules()
             if any(p.requires_grad for p in layer.parameters(recurse=False))
         ]
@@ -356,20 +356,23 @@ def _refuse_sequences(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         )
 
 
-def _refuse_16_bits(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+def _refuse_16_bits(layer: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
     """Refuse a layer whose gradient the second pass would add up in fewer than 24 bits."""
     if not torch.is_grad_enabled():
         return
-    for parameter in layer.parameters(recurse=False):
-        kind, dtype = parameter.device.type, parameter.dtype
-        if torch.is_autocast_enabled(kind):
-            dtype = min(dtype, torch.get_autocast_dtype(kind), key=lambda d: torch.finfo(d).bits)
-        if parameter.requires_grad and torch.finfo(dtype).bits < 32:
-            raise PrivacyError(
-                f"ghost clipping in {dtype}: the samples of a batch are added up in it, and one "
-                "more of them changes how the whole sum is rounded, by more than C. Valid instead: "
-                'grad_sample_mode="hooks" or "functorch", or float32'
-            )
+    trained = [p for p in layer.parameters(recurse=False) if p.requires_grad]
+    # By outputs, a layer that casts inside of itself.
+    seen = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+    dtypes = {t.dtype for t in (*trained, *seen) if t.is_floating_point()}
+    kinds = {p.device.type for p in trained}
+    dtypes |= {torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)}
+    coarsest = min(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
+    if torch.finfo(coarsest).bits < 32:
+        raise PrivacyError(
+            f"ghost clipping in {coarsest}: the samples of a batch are added up in it, and one "
+            "more of them changes how the whole sum is rounded, by more than C. Valid instead: "
+            'grad_sample_mode="hooks" or "functorch", or float32'
+        )
 
 
 def _refuse_compound_layers(model: nn.Module) -> None:

@@ -373,6 +373,18 @@ def test_ghost_clipping_is_refused_in_16_bits(dtype: torch.dtype, cast: bool) ->
         OpacusGhostGradients(model, losses, 1.0).backward(batch)
 
 
+def test_nor_may_a_layer_cast_inside_of_itself() -> None:
+    class Casts(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(inputs)
+
+    model = nn.Sequential(Casts(64, 4))
+    gradients = OpacusGhostGradients(model, lambda m, b: m(b).float().square().sum(1), 1.0)
+    with pytest.raises(PrivacyError, match=r"ghost clipping in torch\.bfloat16"):
+        gradients.backward(torch.randn(8, 64))
+
+
 @pytest.mark.parametrize(
     ("kind", "cast"),
     [
