@@ -1,5 +1,6 @@
 """The command, see ``--help``."""
 
+import math
 import multiprocessing
 import sys
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -57,11 +58,10 @@ def quality(
     """
     with refusing("quality"):
         settings = parse_settings(tasks, ranks, batches, tokens, schedule)
-        chosen = {
-            name: start
-            for name, start in METHODS.items()
-            if name in (BASELINE, CONTROL) or fnmatchcase(name, only)
-        }
+        matching = {name for name in METHODS if fnmatchcase(name, only)}
+        if not matching:
+            raise ValueError(f"--only: none of {', '.join(METHODS)} matches {only!r}")
+        chosen = {n: lr for n, lr in METHODS.items() if n in matching | {BASELINE, CONTROL}}
         chosen |= dict(map(_parse, method or ()))
         for name in chosen:
             parse_method(name)
@@ -82,9 +82,12 @@ def quality(
 def _parse(text: str) -> tuple[str, float]:
     start, _, name = text.partition("@")
     try:
-        return name, float(start)
+        rate = float(start)
     except ValueError:
         raise ValueError(f"--method: {text!r} is not of the form LR@METHOD") from None
+    if not 0 < rate < math.inf:
+        raise ValueError(f"--method: the learning rate of {text!r} is not positive and finite")
+    return name, rate
 
 
 def _run(

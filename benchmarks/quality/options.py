@@ -1,6 +1,7 @@
 """What the commands of this package share: which settings, and where records are."""
 
 import itertools
+import math
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,8 +43,9 @@ def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
         numbers = [kind(each) for each in text.split(",")]
     except ValueError:
         raise ValueError(f"{option}: {text!r} is no list of numbers such as 1,2,4") from None
-    if min(numbers) <= 0:
-        raise ValueError(f"{option}: {min(numbers)} is not positive")
+    for number in numbers:
+        if not 0 < number < math.inf:
+            raise ValueError(f"{option}: {number} is not positive and finite")
     return numbers
 
 

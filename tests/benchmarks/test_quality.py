@@ -307,9 +307,12 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
         (["--tasks", "pyhton"], "did you mean 'python'"),
         (["--ranks", "4,x"], "--ranks"),
         (["--batches", "0"], "--batches"),
+        (["--tokens", "nan"], "--tokens"),
+        (["--only", "low_comunication"], "--only"),
         (["--schedule", "cosin"], "did you mean 'cosine'"),
         (["--method", "topk"], "LR@METHOD"),
         (["--method", "1e-3@topkk"], "did you mean 'topk'"),
+        (["--method", "nan@topk"], "--method"),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
