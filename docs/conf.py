@@ -36,7 +36,11 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
 autosummary_generate = True
-autodoc_default_options = {"members": True}
+autodoc_default_options = {
+    "members": True,
+    # Of our own bases: torch documents its classes itself.
+    "inherited-members": "Optimizer,LRScheduler,Module,Protocol,Generic,object",
+}
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
@@ -54,6 +58,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(?!comm_hooks).*"),
     ("py:class", r"comm_hooks\.collectives\.requests\.Result"),  # a type variable
     ("py:class", r"comm_hooks\.memory\.feedback\.Feedback"),  # for rounds inside the library
+    ("py:class", r"comm_hooks\.optim\.private\.accounting\.releases\.Releases"),  # in there, too
     ("py:class", r"comm_hooks\.launchers\.audit\.stages\.Mechanism"),  # what GaussianMechanism has
 ]
 
