@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -27,7 +28,7 @@ class RankStates:
             of local work.
 
     Not supported: ``dcp.load`` itself, which wants to know all sizes before it reads: use
-    :meth:`load`.
+    :meth:`load`; ranks without ``torch.distributed`` (MPI).
 
     Example::
 
@@ -46,7 +47,19 @@ class RankStates:
         self._transport = exchange_of(state).transport
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return this rank's state as bytes, under the name of the rank; for ``dcp.save``."""
+        """Return this rank's state as bytes, under the name of the rank; for ``dcp.save``.
+
+        Raises:
+            ValueError: if ``dcp.save`` writes for fewer ranks than exchange, as it does where they
+                meet by MPI alone: each would write the whole checkpoint over the others'.
+        """
+        writers = dist.get_world_size() if dist.is_initialized() else 1
+        if writers < self._transport.world_size:
+            raise ValueError(
+                f"RankStates: dcp.save() writes for {writers} of the {self._transport.world_size} "
+                "ranks that exchange, since torch.distributed does not know the others: use "
+                "save_rank_file() and load_rank_files()"
+            )
         file = io.BytesIO()
         torch.save(sealed(content_of(self._state, self._transport)), file)
         return {

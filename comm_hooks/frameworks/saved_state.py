@@ -21,7 +21,12 @@ def content_of(state: Any, transport: Transport) -> dict[str, Any]:
 
 def local_steps(state: Any) -> int | None:
     """Return how many steps rounds have taken, exchanged or not; None where ranks may differ."""
-    return getattr(state, "steps", None) if getattr(state, "participation", None) is None else None
+    return None if has_clients(state) else getattr(state, "steps", None)
+
+
+def has_clients(state: Any) -> bool:
+    """Return whether ranks play several clients in turn, and may so take different steps."""
+    return getattr(state, "participation", None) is not None
 
 
 def exchange_of(state: Any) -> Exchange:

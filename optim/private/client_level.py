@@ -1,12 +1,14 @@
 """Rounds of local work in which every client is protected as a whole."""
 
+import copy
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
+from torch.optim import Optimizer
 
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
@@ -15,7 +17,7 @@ from comm_hooks.exchange.safeguard import Safeguard
 from comm_hooks.memory.base import Memory
 from comm_hooks.optim.observed import observed
 from comm_hooks.optim.private.accounting.releases import Releases
-from comm_hooks.optim.private.errors import Settled
+from comm_hooks.optim.private.errors import PrivacyError, Settled
 from comm_hooks.optim.private.gradients.clipping import clip_factors, sample_norms
 from comm_hooks.optim.private.gradients.model_checks import unchanged_buffers
 from comm_hooks.optim.private.noise.gaussian import add_noise_
@@ -30,6 +32,7 @@ from comm_hooks.optim.rounds.participation import (
     Turn,
     deal,
 )
+from comm_hooks.optim.rounds.turns import own_gradients
 from comm_hooks.requirements import require_callable, require_positive, require_within
 
 _PLACE = "clients"
@@ -151,9 +154,32 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         stream = self._secret.stream("participation", rank=0, step=self._rounds)
         return deal(stream.draw(self.clients, self.sample_rate), transport.world_size)
 
-    def turn(self) -> AbstractContextManager[None]:
-        """Refuse what a client leaves in the model beside its delta: buffers of statistics."""
-        return unchanged_buffers()
+    @contextmanager
+    def turn(self, client: int, inner: Optimizer, server: Optimizer) -> Iterator[None]:
+        """Refuse what a client leaves behind beside its delta.
+
+        Raises:
+            PrivacyError: in the end, for buffers of statistics, gradients that no step has used,
+                and settings of the optimizers that its steps have changed, as schedulers do.
+        """
+        groups = [*inner.param_groups, *server.param_groups]
+        before = [_settings_in(group) for group in groups]
+        with unchanged_buffers(), own_gradients(inner, _refuse_gradients):
+            yield
+        for old, group in zip(before, groups, strict=True):
+            for name, value in _settings_in(group).items():
+                if old.get(name) != value:
+                    raise PrivacyError(
+                        f"a client's steps have changed {name} from {old.get(name)} to {value}: "
+                        "who was drawn would decide how far the next clients go. Step schedulers "
+                        "between rounds"
+                    )
+
+    def check_step(self, *, is_scaled: bool) -> None:
+        if is_scaled:
+            raise PrivacyError(
+                "a GradScaler's scale depends on all clients before: use bfloat16, which needs none"
+            )
 
     def collection(self, exchange: Exchange, delta: Named, statistics: Named) -> Collection:
         """Return what collects the round whose clients have just been drawn.
@@ -164,6 +190,23 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         assert self._secret is not None, "turns() comes first"
         stream = self._secret.stream("noise", rank=0, step=self._rounds)
         return _PrivateCollection(exchange, delta, statistics, self, stream)
+
+
+def _refuse_gradients() -> NoReturn:
+    raise PrivacyError(
+        "a client leaves gradients that no step has used: its turn ends in the middle of an "
+        "accumulation, which the next client's would go on with. Let it take a step with its last "
+        "batch"
+    )
+
+
+def _settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a parameter group says about steps, as plain values."""
+    return {
+        name: value.tolist() if isinstance(value, torch.Tensor) else copy.copy(value)
+        for name, value in group.items()
+        if name != "params"
+    }
 
 
 class _PrivateCollection(Collection):

@@ -31,6 +31,7 @@ from comm_hooks.optim.rounds.participation import (
 )
 from comm_hooks.optim.rounds.saving import SavedRounds
 from comm_hooks.optim.rounds.shared_moments import SharesStatistics
+from comm_hooks.optim.rounds.turns import mark_taken
 from comm_hooks.requirements import require_choice, require_flag, require_within
 from comm_hooks.shards import local_gradients
 
@@ -246,12 +247,16 @@ class LocalRounds(SavedRounds):
         with local_gradients(parameters_of(self.param_groups)):
             self._tell_what_was_loaded()
             self._step()
+        if self.participation is not None:
+            mark_taken(parameters_of(self.param_groups))
         self._model.note()
 
     def _step(self) -> None:
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         progress, transport = self._progress, self.exchange.transport
+        if self.participation is not None:
+            self.participation.check_step(is_scaled=grad_scale is not None)
         if not progress.averaging_ruled_out:
             own = [p.grad for p in self._parameters]
             if self.participation is None:
@@ -360,18 +365,22 @@ class LocalRounds(SavedRounds):
             self._model.note()
 
     def _play(self, participation: ClientSampling) -> Iterator[int]:
-        own_rank = self.exchange.transport.rank
+        transport = self.exchange.transport
         everything = range(len(self._parameters))
-        turns = participation.turns(self.round_index, self.exchange.transport)
+        turns = participation.turns(self.round_index, transport)
         collection = self._collection(everything)
         for turn in turns:
-            client = turn[own_rank]
+            client = turn[transport.rank]
             contribution, memory = None, None
             if client is not None:
                 self._model.restore()
                 self._clients.enter(client)
-                with participation.turn():
-                    yield client
+                try:
+                    with participation.turn(client, self.inner, self.server):
+                        yield client
+                except Exception as error:  # the other ranks are about to wait for its message
+                    transport.report(error, transport.begin_round())
+                    raise
             self._refuse_averaging()
             if client is not None:
                 memory = self._clients.memory(client)

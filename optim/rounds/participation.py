@@ -3,16 +3,19 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
+from comm_hooks.callers import warn_program
 from comm_hooks.collectives.base import Transport
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.base import Memory
+from comm_hooks.optim.rounds.turns import own_gradients
 from comm_hooks.randomness import derive_key, random_bits
 from comm_hooks.requirements import require_fraction, require_integer, require_positive
 
@@ -156,9 +159,26 @@ class ClientSampling(ABC):
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
         """Return who plays whom: for each turn one client per rank, None where a rank sits out."""
 
-    def turn(self) -> AbstractContextManager[None]:
-        """Return what a client's steps are taken in."""
-        return nullcontext()
+    def turn(
+        self, client: int, inner: Optimizer, server: Optimizer
+    ) -> AbstractContextManager[None]:
+        """Return what a client's steps are taken in.
+
+        Args:
+            client: whose turn it is.
+            inner, server: the optimizers of the rounds.
+        """
+        return own_gradients(
+            inner,
+            lambda: warn_program(
+                f"client {client} leaves gradients that no step has used, and they are dropped: "
+                "its turn ends in the middle of an accumulation. Let it take a step with its last "
+                "batch"
+            ),
+        )
+
+    def check_step(self, *, is_scaled: bool) -> None:  # noqa: B027
+        """Raise ``ValueError`` if a client may not take a step with scaled gradients."""
 
     @abstractmethod
     def collection(self, exchange: Exchange, delta: Named, statistics: Named) -> Collection:

@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from comm_hooks import CompressionState, register
+from comm_hooks import CompressionState, ErrorFeedback, Exchange, TopK, register
+from comm_hooks.collectives import Simulated
 from comm_hooks.frameworks.distributed_checkpoint import RankStates
 from tests.ranks import Ranks
 
@@ -101,3 +102,11 @@ def test_what_is_not_there_or_damaged_is_refused_on_all_ranks(
 def test_dcp_load_says_what_to_call() -> None:
     with pytest.raises(ValueError, match=r"call RankStates\(state\)\.load\(\)"):
         RankStates.load_state_dict(None, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_ranks_without_torch_distributed_are_told_of_files(tmp_path: Path) -> None:
+    """Each would be the only writer, and write over what the others have written."""
+    exchange = Exchange(TopK(density=0.1), ErrorFeedback(), transport=Simulated(2)[0])
+    with pytest.raises(ValueError, match="for 1 of the 2 ranks that exchange, since"):
+        dcp.save({"ranks": RankStates(exchange)}, checkpoint_id=tmp_path, no_dist=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from comm_hooks.exchange import Exchange
 from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
+from comm_hooks.frameworks.saved_state import exchange_of, has_clients
 
 _FOLDER = "comm_hooks"
 _UNIVERSAL = "_universal"
@@ -33,9 +33,10 @@ def include(engine: Any, state: Any) -> None:
     load_signature = inspect.signature(load_engine)
 
     def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        name = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-        save_rank_file(_EngineState(engine, state), Path(save_dir) / name / _FOLDER)
-        return save_engine(save_dir, tag, *args, **kwargs)
+        own = _EngineState(engine, state)
+        name = str(tag) if tag is not None else own.default_tag
+        save_rank_file(own, Path(save_dir) / name / _FOLDER)
+        return save_engine(save_dir, name, *args, **kwargs)
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         path, client_state = load_engine(*args, **kwargs)
@@ -50,17 +51,29 @@ def include(engine: Any, state: Any) -> None:
 
 
 class _EngineState:
-    """What a rank saves: the exchange's state, the optimizer's own, and the step they are of."""
+    """What a rank saves: the exchange's state, the optimizer's own, and the time they are of."""
 
     def __init__(self, engine: Any, state: Any) -> None:
-        self.exchange: Exchange = state if isinstance(state, Exchange) else state.exchange
+        self.exchange = exchange_of(state)
         self._engine = engine
         self._state = state
+        # Ranks that play different clients take different numbers of steps.
+        self._time = "round_index" if has_clients(state) else "global_steps"
+
+    @property
+    def default_tag(self) -> str:
+        """Return a checkpoint's name, the same on all ranks: DeepSpeed's, unless steps differ."""
+        return f"{self._time.removesuffix('_index').removesuffix('s')}{self._now}"
+
+    @property
+    def _now(self) -> int:
+        counts = self._state if self._time == "round_index" else self._engine
+        return int(getattr(counts, self._time))
 
     def state_dict(self) -> dict[str, Any]:
         return {
             **self._state.state_dict(),
-            "global_steps": self._engine.global_steps,
+            self._time: self._now,
             "exchanged_by": self._exchanged_by,
         }
 
@@ -80,12 +93,11 @@ class _EngineState:
 
     def _check(self, states: Sequence[Mapping[str, Any]]) -> None:
         for state in states:
-            if state.get("global_steps") != self._engine.global_steps:
+            if state.get(self._time) != self._now:
                 raise ValueError(
-                    f"the files are of step {state.get('global_steps')}, but the checkpoint of "
-                    f"step {self._engine.global_steps}: a save was interrupted, or files were "
-                    f"mixed. Delete the checkpoint's folder {_FOLDER} to go on with residuals of "
-                    "zero"
+                    f"the files are of {self._time} {state.get(self._time)}, but the checkpoint of "
+                    f"{self._now}: a save was interrupted, or files were mixed. Delete the "
+                    f"checkpoint's folder {_FOLDER} to go on with residuals of zero"
                 )
             if state.get("exchanged_by") != self._exchanged_by:
                 raise ValueError(

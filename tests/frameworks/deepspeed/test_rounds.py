@@ -11,8 +11,8 @@ from torch import nn
 
 pytest.importorskip("deepspeed")
 
-from comm_hooks import register
-from comm_hooks.optim import low_communication
+from comm_hooks import ErrorFeedback, Exchange, TopK, register
+from comm_hooks.optim import LocalRounds, Participation, low_communication
 from tests.frameworks.deepspeed.optimizer_runs import (
     deepspeed_on_cpu,
     loss_of,
@@ -150,3 +150,61 @@ def test_bad_values_are_refused_with_their_place(ranks_of: RanksOf) -> None:
     ]:
         for message in ranks_of(2).run(with_a_bad_value, block):
             assert words in message
+
+
+def engine_with_clients(accumulation: int = 1) -> tuple[Any, LocalRounds]:
+    """Return an engine whose rounds have three clients, of which rank 0 plays two."""
+    model = new_model()
+    exchange = Exchange(TopK(density=1 / 4), ErrorFeedback(), min_numel=16)
+    rounds = LocalRounds(
+        torch.optim.SGD(model.named_parameters(), lr=0.1),
+        exchange,
+        participation=Participation(clients=3),
+    )
+    config = settings("AdamW", accumulation=accumulation)
+    del config["optimizer"]
+    return new_engine(config, model=model, optimizer=rounds), rounds
+
+
+def play(engine: Any, rounds: LocalRounds, count: int) -> None:
+    for _ in range(count):
+        for client in rounds.clients():
+            generator = torch.Generator().manual_seed(100 * rounds.round_index + client)
+            for _ in range(2):
+                inputs = torch.randn(8, 40, generator=generator)
+                engine.backward(engine(inputs).square().mean())
+                engine.step()
+
+
+def clients_go_on(folder: str, tag: str | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the model of four rounds, and that of two and two with a checkpoint between."""
+    engine, rounds = engine_with_clients()
+    play(engine, rounds, 2)
+    engine.save_checkpoint(folder, tag=tag)
+    play(engine, rounds, 2)
+    other, other_rounds = engine_with_clients()
+    other.load_checkpoint(folder, tag=tag)
+    play(other, other_rounds, 2)
+    return values(engine.module), values(other.module)
+
+
+@pytest.mark.parametrize("tag", [None, "half"])
+def test_rounds_of_clients_go_on_bit_for_bit(
+    tag: str | None, ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    """Though the ranks have taken different numbers of steps."""
+    ends = ranks_of(2).run(clients_go_on, str(tmp_path), tag)
+    for whole, resumed in ends:
+        assert all(map(torch.equal, whole, resumed))
+        assert all(map(torch.equal, whole, ends[0][0]))
+    assert [f.name for f in tmp_path.iterdir() if f.is_dir()] == [tag or "round2"]
+
+
+def clients_accumulate() -> str:
+    with pytest.raises(ValueError, match="gradient_accumulation_steps: must be 1") as caught:
+        engine_with_clients(accumulation=2)
+    return str(caught.value)
+
+
+def test_accumulation_across_clients_is_refused(ranks_of: RanksOf) -> None:
+    ranks_of(2).run(clients_accumulate)

@@ -543,6 +543,93 @@ def test_a_client_that_is_left_in_the_middle_leaves_nothing() -> None:
     with pytest.warns(UserWarning, match="round 0 of clients was left before its end"):
         leave()
     assert not rounds.state
+    assert all(p.grad is None for p in model.parameters())
+
+
+def with_gradients_of_client_0(is_there: bool, before: bool) -> torch.Tensor:
+    """Return the sum of a round whose gradients are zeroed before each backward pass, or never."""
+    model = small_model()
+    rounds = FedAvg(
+        model.named_parameters(), exchange(Identity()), participation=participation(max_norm=0.5)
+    )
+    for client in rounds.clients():
+        for _ in range(2 if client or is_there else 0):
+            if before:
+                rounds.zero_grad(set_to_none=False)
+            generator = torch.Generator().manual_seed(client)
+            inputs = torch.rand(4, 40, generator=generator)
+            model(inputs * (1e-4 if client else 2000.0)).sum().backward()
+            rounds.step()
+    return CLIENTS * moved(model)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_gradients_of_one_client_are_not_another_ones(before: bool) -> None:
+    outcomes = [with_gradients_of_client_0(is_there, before) for is_there in (False, True)]
+    assert float((outcomes[0] - outcomes[1]).norm()) <= 0.5 * (1 + 1e-4)
+
+
+def accumulate(rounds: LocalRounds, model: nn.Module) -> None:
+    rounds.step()
+    model(torch.ones(1, 40)).sum().backward()
+
+
+def schedule_local_steps(rounds: LocalRounds, model: nn.Module) -> None:
+    rounds.step()
+    torch.optim.lr_scheduler.StepLR(rounds, 1).step()
+    rounds.zero_grad()
+
+
+def schedule_the_server(rounds: LocalRounds, model: nn.Module) -> None:
+    rounds.step()
+    rounds.server.param_groups[0]["momentum"] = 0.5
+    rounds.zero_grad()
+
+
+def scale_gradients(rounds: LocalRounds, model: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 40)).sum()).backward()
+    scaler.step(rounds)
+
+
+@pytest.mark.parametrize(
+    ("leave", "message"),
+    [
+        (accumulate, "leaves gradients that no step has used"),
+        (schedule_local_steps, r"changed lr from 0\.01 to 0\.001"),
+        (schedule_the_server, r"changed momentum from 0\.9 to 0\.5"),
+        (scale_gradients, "a GradScaler's scale"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+def test_what_a_client_would_leave_beside_its_delta_is_refused(
+    leave: Callable[[LocalRounds, nn.Module], None], message: str
+) -> None:
+    model = small_model()
+    rounds, _ = private_rounds(model, sample_rate=1.0)
+
+    def work() -> None:
+        for client in rounds.clients():
+            model(torch.ones(1, 40)).square().sum().backward()
+            if client == 5:
+                leave(rounds, model)
+                continue
+            rounds.step()
+            rounds.zero_grad()
+
+    with pytest.raises(PrivacyError, match=message):
+        work()
+    assert all(map(torch.equal, model.parameters(), small_model().parameters()))
+
+
+def test_schedules_may_go_on_between_rounds() -> None:
+    model = small_model()
+    rounds, _ = private_rounds(model)
+    schedule = torch.optim.lr_scheduler.StepLR(rounds, 1, gamma=0.5)
+    for _ in range(2):
+        play(rounds, model)
+        schedule.step()
+    assert rounds.param_groups[0]["lr"] == 0.01 / 4
 
 
 class Counting(nn.Module):

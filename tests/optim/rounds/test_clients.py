@@ -334,6 +334,31 @@ def test_one_clients_gradients_do_not_spoil_the_model(
             assert len(said) == 1
 
 
+def accumulated(left: int | None) -> tuple[Arrays, list[str]]:
+    """Let clients accumulate over two batches; one has a third, of which no step is taken."""
+    parameters, rounds = make(Identity())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for client in rounds.clients():
+            for k in range(3 if client == left else 2):
+                loss = sum(((k + client + 1) * p).sum() for p in parameters.values())
+                assert isinstance(loss, torch.Tensor)
+                loss.backward()
+                if k % 2:
+                    rounds.step()
+                    rounds.zero_grad()
+    return values(parameters), [str(w.message) for w in caught if "client" in str(w.message)]
+
+
+def test_what_a_client_has_accumulated_is_not_the_next_ones(ranks_of: RanksOf) -> None:
+    [(expected, nothing)] = ranks_of(1).run(accumulated, None)
+    [(model, said)] = ranks_of(1).run(accumulated, PARTICIPATION.draw(0)[0])
+    assert not nothing
+    assert len(said) == 1
+    assert f"client {PARTICIPATION.draw(0)[0]} leaves gradients" in said[0]
+    assert all(np.array_equal(model[name], expected[name]) for name in expected)
+
+
 def leave_in_the_second_turn(parameters: dict[str, nn.Parameter], rounds: LocalRounds) -> None:
     for turn, client in enumerate(rounds.clients()):
         with pytest.raises(ValueError, match="in the middle of a round of clients"):

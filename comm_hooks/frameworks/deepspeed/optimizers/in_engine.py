@@ -153,6 +153,12 @@ def attach(engine: Any) -> OptimizerState | LocalRounds | None:
                 f"inside DeepSpeed's {type(wrapper).__name__}: switch bf16 and fp16 off, and use "
                 '"torch_autocast": {"enabled": true, "dtype": "bfloat16"}'
             )
+        if optimizer.participation is not None and engine.gradient_accumulation_steps() > 1:
+            raise ValueError(
+                "gradient_accumulation_steps: must be 1 where rounds have clients: DeepSpeed "
+                "counts on from one client's turn to the next one's, whose first step would come "
+                "too early"
+            )
         show_server_model(engine.module, optimizer)
         _stop_averaging(engine)
         _clip_own_gradients(engine)

@@ -1,0 +1,53 @@
+"""A client's turn, of which nothing but its delta may reach the next one."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from comm_hooks.optim.base import parameters_of
+from comm_hooks.shards import is_sharded
+
+_TAKEN = "_comm_hooks_taken"  # attribute of a gradient: its version when a step last used it
+
+
+def mark_taken(parameters: Iterable[torch.Tensor]) -> None:
+    """Note that a step has used the gradients as they are."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            setattr(parameter.grad, _TAKEN, parameter.grad._version)
+
+
+@contextmanager
+def own_gradients(inner: Optimizer, complain: Callable[[], None]) -> Iterator[None]:
+    """Give whoever takes steps meanwhile gradients of its own, and leave none behind.
+
+    Args:
+        inner: the optimizer of the steps.
+        complain: called where gradients are left that no step used, as accumulation leaves them
+            whose last part is missing.
+
+    Example::
+
+        >>> import torch
+        >>> from comm_hooks.optim.rounds.turns import own_gradients
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with own_gradients(sgd, lambda: print("no step has used them")):
+        ...     model(torch.ones(1, 8)).sum().backward()
+        no step has used them
+        >>> all(p.grad is None for p in model.parameters())
+        True
+    """
+    inner.zero_grad()
+    try:
+        yield
+        left = [p.grad for p in parameters_of(inner.param_groups) if p.grad is not None]
+        untaken: list[Any] = [g for g in left if getattr(g, _TAKEN, None) != g._version]
+        parts = [g.to_local() if is_sharded(g) else g for g in untaken]
+        # What was set to zero is used, too.
+        if parts and any(map(bool, torch._foreach_norm(parts))):
+            complain()
+    finally:
+        inner.zero_grad()
