@@ -256,7 +256,7 @@ class LocalRounds(SavedRounds):
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         progress, transport = self._progress, self.exchange.transport
         if self.participation is not None:
-            self.participation.check_step(is_scaled=grad_scale is not None)
+            self.participation.check_step(is_scaled=found_inf is not None)
         if not progress.averaging_ruled_out:
             own = [p.grad for p in self._parameters]
             if self.participation is None:

@@ -592,6 +592,13 @@ def scale_gradients(rounds: LocalRounds, model: nn.Module) -> None:
     scaler.step(rounds)
 
 
+def unscale_gradients(rounds: LocalRounds, model: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 40)).sum()).backward()
+    scaler.unscale_(rounds)
+    scaler.step(rounds)
+
+
 @pytest.mark.parametrize(
     ("leave", "message"),
     [
@@ -599,6 +606,7 @@ def scale_gradients(rounds: LocalRounds, model: nn.Module) -> None:
         (schedule_local_steps, r"changed lr from 0\.01 to 0\.001"),
         (schedule_the_server, r"changed momentum from 0\.9 to 0\.5"),
         (scale_gradients, "a GradScaler's scale"),
+        (unscale_gradients, "a GradScaler's scale"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
