@@ -118,7 +118,7 @@ class RollCall:
         if not _within(2 * waited + 1, call):
             reason = (
                 "the store by which ranks found each other does not answer: the process that keeps "
-                f"it, often rank {self._ranks[0]}, has ended or cannot be reached"
+                "it, often rank 0, has ended or cannot be reached"
             )
         else:
             reason = self._told(signed, failures)

@@ -14,7 +14,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.sealing import require_seal, sealed
 from comm_hooks.frameworks.rank_files import RankState
-from comm_hooks.frameworks.saved_state import RANKS, STATE, content_of, exchange_of, tell_all
+from comm_hooks.frameworks.saved_state import (
+    RANKS,
+    STATE,
+    content_of,
+    exchange_of,
+    require_one_partition,
+    tell_all,
+)
 
 
 class RankStates:
@@ -123,11 +130,13 @@ class RankStates:
 
         ranks = list(self._transport.ranks)
         first, exchange = read(ranks[0]), exchange_of(self._state)
+        own, here = first, self._transport.own_name
+        if here != ranks[0] and (here in found or first[RANKS] == ranks):
+            own = read(here)
+        require_one_partition(first[RANKS], [own[RANKS]])
         routes = exchange.settings.collective, exchange.ranks_per_node
         saved = (first[STATE].get(key) for key in ("collective", "ranks_per_node"))
         if first[RANKS] == ranks and tuple(saved) == routes:
-            is_first = self._transport.rank == 0
-            own = first if is_first else read(self._transport.own_name)
             self._state.load_state_dict(own[STATE])
         else:
             self._state.load_state_dicts([read(rank)[STATE] for rank in first[RANKS]])

@@ -17,6 +17,7 @@ from comm_hooks.frameworks.saved_state import (
     STATE,
     content_of,
     exchange_of,
+    require_one_partition,
     tell_all,
 )
 
@@ -190,6 +191,7 @@ def _saved(
         )
     if saved_ranks == ranks:
         _require_all(found, found[0], folder)
+    require_one_partition(saved_ranks, [f[0] for f in found if f[1:] == found[0][1:]])
     return saved_ranks, saved_step
 
 

@@ -1,5 +1,6 @@
 """What a rank saves, in a file or a distributed checkpoint: a state, and whose it is."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from comm_hooks.collectives.base import Transport
@@ -17,6 +18,22 @@ def content_of(state: Any, transport: Transport) -> dict[str, Any]:
         RANKS: list(transport.ranks),
         LOCAL_STEPS: local_steps(state),
     }
+
+
+def require_one_partition(among: Sequence[int], others: Iterable[Sequence[int]]) -> None:
+    """Raise ``ValueError`` if a checkpoint was saved among groups of which ranks are now mixed.
+
+    Args:
+        among: the ranks of the group that the first of these ranks exchanged with then.
+        others: those of the others, as far as they were part of that checkpoint.
+    """
+    for other in others:
+        if set(other).isdisjoint(among):
+            raise ValueError(
+                f"these ranks exchanged in several groups when they saved, ranks {list(among)} and "
+                f"ranks {list(other)} among them: what such groups remember cannot be put "
+                "together. Make the groups that there were"
+            )
 
 
 def local_steps(state: Any) -> int | None:

@@ -214,3 +214,15 @@ def test_ranks_that_exchange_in_columns_share_a_folder(
         own = [torch.stack([r for c, r in ends if c == column]) for ends in (saved, loaded)]
         torch.testing.assert_close(own[0].mean(0), own[1].mean(0), atol=1e-6, rtol=0)
     assert not torch.allclose(saved[0][1], saved[1][1])
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["files", "checkpoint"])
+def test_what_several_groups_remember_is_not_mixed(
+    ranks_of: RanksOf, tmp_path: Path, distributed: bool
+) -> None:
+    ranks_of(4).run(saved_in_columns, str(tmp_path), 2)
+    for outcome in ranks_of(4).outcomes(loaded_in_columns, str(tmp_path), 1, distributed):
+        assert isinstance(outcome.error, ValueError)
+        assert "exchanged in several groups when they saved, ranks [0, 2] and ranks [1, 3]" in str(
+            outcome.error
+        )

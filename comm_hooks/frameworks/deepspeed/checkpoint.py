@@ -94,10 +94,12 @@ class _EngineState:
     def _check(self, states: Sequence[Mapping[str, Any]]) -> None:
         for state in states:
             if state.get(self._time) != self._now:
+                unit = "round" if self._time == "round_index" else "step"
+                there, here = (f"{unit} {time}" for time in (state.get(self._time), self._now))
                 raise ValueError(
-                    f"the files are of {self._time} {state.get(self._time)}, but the checkpoint of "
-                    f"{self._now}: a save was interrupted, or files were mixed. Delete the "
-                    f"checkpoint's folder {_FOLDER} to go on with residuals of zero"
+                    f"the files are of {there}, but the checkpoint of {here}: a save was "
+                    f"interrupted, or files were mixed. Delete the checkpoint's folder {_FOLDER} "
+                    "to go on with residuals of zero"
                 )
             if state.get("exchanged_by") != self._exchanged_by:
                 raise ValueError(
