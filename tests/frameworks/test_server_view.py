@@ -249,6 +249,22 @@ def test_a_model_that_is_not_the_optimizers_is_refused() -> None:
         register(nn.Linear(4, 4), LocalRounds(inner, exchange, local_steps=2))
 
 
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_a_layer_that_writes_to_its_weight_is_refused(layer: Any) -> None:
+    """Rows that one rank looks up and another does not would make two models of one."""
+    for max_norm, trains in ((0.5, True), (0.5, False), (None, True)):
+        model = nn.Sequential(layer(8, 4, max_norm=max_norm), nn.Linear(4, 4))
+        model[0].weight.requires_grad_(trains)
+        rounds = low_communication(
+            model.named_parameters(), lr=0.1, bits_per_parameter=20.0, transport=Simulated(1)[0]
+        )
+        if max_norm and trains:
+            with pytest.raises(ValueError, match="'0' has max_norm"):
+                register(model, rounds)
+        else:
+            register(model, rounds)
+
+
 def test_an_optimizer_that_does_not_exchange_is_refused() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(ValueError, match=r"an optimizer that exchanges by itself.* AdamW does not"):

@@ -34,7 +34,8 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
         :class:`~comm_hooks.frameworks.optimizer_state.OptimizerState`.
 
     Raises:
-        ValueError: for an optimizer that does not exchange, or not for this model.
+        ValueError: for an optimizer that does not exchange, or not for this model; for layers whose
+            forward pass writes to what the optimizer trains.
     """
     own = unwrapped(optimizer)
     if not owns_exchange(own):
@@ -42,6 +43,7 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
             "register() takes a compressor, or an optimizer that exchanges by itself, such as what "
             f"comm_hooks.optim.low_communication(...) returns; {type(own).__name__} does not"
         )
+    _require_constant_weights(model)
     module = model
     if find_data_parallel(model) is not None:
         replicas = DataParallelModel(model)
@@ -59,6 +61,21 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
     show_server_model(module, own)
     logger.info("registered %s, %s", type(own).__name__, own.exchange)
     return own
+
+
+def _require_constant_weights(model: nn.Module) -> None:
+    """Raise ``ValueError`` for embeddings that shorten what a rank looks up, on each other rows."""
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.max_norm is not None
+            and module.weight.requires_grad
+        ):
+            raise ValueError(
+                f"{name!r} has max_norm, which shortens rows of its weight in the forward pass, "
+                "on each rank those that it looks up: what all ranks share would not be the same. "
+                "Leave max_norm out, or shorten all rows after step()"
+            )
 
 
 def _warn_of_broadcasts(replicas: DataParallelModel) -> None:
