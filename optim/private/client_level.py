@@ -1,6 +1,5 @@
 """Rounds of local work in which every client is protected as a whole."""
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -203,7 +202,7 @@ def _refuse_gradients() -> NoReturn:
 def _settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a parameter group says about steps, as plain values."""
     return {
-        name: value.tolist() if isinstance(value, torch.Tensor) else copy.copy(value)
+        name: value.tolist() if isinstance(value, torch.Tensor) else value
         for name, value in group.items()
         if name != "params"
     }
