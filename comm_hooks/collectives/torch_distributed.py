@@ -57,7 +57,7 @@ class TorchDistributed(Transport):
       waits.
 
     Raises:
-        ValueError: if ``torch.distributed`` is not initialized.
+        ValueError: if ``torch.distributed`` is not initialized, or this rank is not in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -65,6 +65,11 @@ class TorchDistributed(Transport):
             raise ValueError(
                 "torch.distributed is not initialized: call "
                 "torch.distributed.init_process_group() before the first exchange"
+            )
+        if isinstance(group, int):  # torch.distributed.GroupMember.NON_GROUP_MEMBER
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the process group: only the ranks that were "
+                "given to new_group() exchange there"
             )
         world = dist.group.WORLD
         assert world is not None

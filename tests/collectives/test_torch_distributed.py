@@ -93,6 +93,21 @@ def test_replies_equal_those_of_a_simulated_world(
             assert torch.equal(actual[rank][index], expected[rank])
 
 
+def outside() -> str:
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        return ""
+    with pytest.raises(ValueError, match="rank 1 is not in the process group") as caught:
+        Exchange(TopK(density=0.5), process_group=group).average_({"w": torch.ones(64, 64)})
+    return str(caught.value)
+
+
+def test_a_rank_outside_of_the_group_is_told(ranks_of: RanksOf) -> None:
+    inside, other = ranks_of(2).run(outside)
+    assert not inside
+    assert other
+
+
 def test_without_a_process_group_the_error_says_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"call torch\.distributed\.init_process_group\(\)"):
         TorchDistributed()
