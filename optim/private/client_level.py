@@ -200,7 +200,7 @@ def _refuse_gradients() -> NoReturn:
 
 
 def _settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a parameter group says about steps, as plain values."""
+    """Return what a parameter group says about steps, also what is in tensors on accelerators."""
     return {
         name: value.tolist() if isinstance(value, torch.Tensor) else value
         for name, value in group.items()

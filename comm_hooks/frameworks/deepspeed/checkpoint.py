@@ -58,22 +58,21 @@ class _EngineState:
         self._engine = engine
         self._state = state
         # Ranks that play different clients take different numbers of steps.
-        self._time = "round_index" if has_clients(state) else "global_steps"
+        self._unit = "round" if has_clients(state) else "global_step"
 
     @property
     def default_tag(self) -> str:
         """Return a checkpoint's name, the same on all ranks: DeepSpeed's, unless steps differ."""
-        return f"{self._time.removesuffix('_index').removesuffix('s')}{self._now}"
+        return f"{self._unit}{self._now}"
 
     @property
     def _now(self) -> int:
-        counts = self._state if self._time == "round_index" else self._engine
-        return int(getattr(counts, self._time))
+        return int(self._state.round_index if self._unit == "round" else self._engine.global_steps)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             **self._state.state_dict(),
-            self._time: self._now,
+            self._unit: self._now,
             "exchanged_by": self._exchanged_by,
         }
 
@@ -93,9 +92,9 @@ class _EngineState:
 
     def _check(self, states: Sequence[Mapping[str, Any]]) -> None:
         for state in states:
-            if state.get(self._time) != self._now:
-                unit = "round" if self._time == "round_index" else "step"
-                there, here = (f"{unit} {time}" for time in (state.get(self._time), self._now))
+            if state.get(self._unit) != self._now:
+                unit = self._unit.removeprefix("global_")
+                there, here = (f"{unit} {time}" for time in (state.get(self._unit), self._now))
                 raise ValueError(
                     f"the files are of {there}, but the checkpoint of {here}: a save was "
                     f"interrupted, or files were mixed. Delete the checkpoint's folder {_FOLDER} "

@@ -167,7 +167,7 @@ def test_files_of_another_step_are_refused(ranks_of: RanksOf, tmp_path: Path) ->
     ranks_of(2).run(save, str(tmp_path), 0)
     for path in (tmp_path / "tag").glob("comm_hooks/*"):
         content = torch.load(path, weights_only=True)
-        state = {**content["state"], "global_steps": 2}
+        state = {**content["state"], "global_step": 2}
         torch.save(sealed({"state": state, "ranks": content["ranks"]}), path)
     for text in refused(ranks_of(2), tmp_path):
         assert "are of step 2, but the checkpoint of step 3" in text
