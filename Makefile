@@ -31,7 +31,7 @@ PIP_OPTIONS := --quiet --no-compile
 .PHONY: demo test test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults audit-faults third-party release-check clean
 
 demo: $(READY)
-	$(BIN)/comm-hooks compare --steps 110
+	$(BIN)/python -m benchmarks.compare --steps 110
 
 # Half as many processes again as cores, since many tests wait for ranks to start or to time out; files
 # in their order, so that slow ones are not among the last.
@@ -63,7 +63,7 @@ bench-gpu: $(READY)
 	$(BIN)/python -m benchmarks.gpu_kernels
 
 links: $(READY)
-	$(BIN)/comm-hooks bench --out benchmarks/results/bench
+	$(BIN)/python -m benchmarks.bench --out benchmarks/results/bench
 
 docs: $(READY)
 	$(BIN)/sphinx-build -W --keep-going docs docs/_build
@@ -100,9 +100,9 @@ faults: $(READY)
 	$(BIN)/python -m tests.faults
 
 audit-faults: $(READY)
-	$(BIN)/python -m tests.launchers.audit
-	$(BIN)/python -m tests.launchers.audit --faults tests.launchers.audit.planted
-	$(BIN)/python -m tests.launchers.audit.script_faults
+	$(BIN)/python -m tests.benchmarks.audit
+	$(BIN)/python -m tests.benchmarks.audit --faults tests.benchmarks.audit.planted
+	$(BIN)/python -m tests.benchmarks.audit.script_faults
 
 THIRD_PARTY := .venv-third-party/bin
 third-party:

@@ -44,7 +44,7 @@ collect_ignore.append("tests/frameworks/deepspeed/without_compiler")
 
 
 # Audits a whole configuration, which takes half a minute.
-_SLOW = {"comm_hooks.launchers.audit.audit.audit_configuration"}
+_SLOW = {"benchmarks.audit.audit.audit_configuration"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,14 +29,14 @@ import torch
 import torch.distributed as dist
 import typer
 
+from benchmarks.lab.methods import parse_method
+from benchmarks.lab.model import VOCABULARY, GPTConfig
+from benchmarks.lab.processes import spawn_ranks
+from benchmarks.lab.runs import Settings
+from benchmarks.lab.training import closure_of, connect
 from comm_hooks import Exchange
 from comm_hooks.exchange import agreement
 from comm_hooks.frameworks.ddp.model import AccumulationWatch
-from comm_hooks.launchers.lab.methods import parse_method
-from comm_hooks.launchers.lab.model import VOCABULARY, GPTConfig
-from comm_hooks.launchers.lab.processes import spawn_ranks
-from comm_hooks.launchers.lab.runs import Settings
-from comm_hooks.launchers.lab.training import closure_of, connect
 from comm_hooks.wire import gathered_header, summed_header
 from comm_hooks.wire.gathered_header import GatheredHeader
 from comm_hooks.wire.summed_header import SummedHeader

@@ -3,7 +3,7 @@
     python -m benchmarks.overlap                        # about 10 minutes, needs root
     python -m benchmarks.overlap --ranks 2 --rate 10mbit
 
-Trains the GPT of ``comm-hooks compare`` with small buckets in a network of capped links.  Steps of
+Trains the GPT of ``python -m benchmarks.compare`` with small buckets in a network of capped links.  Steps of
 all ways take turns, so that a machine that is busy with other things slows them down alike.
 """
 
@@ -17,15 +17,15 @@ import torch.distributed as dist
 import typer
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.lab.model import GPT, VOCABULARY
+from benchmarks.lab.processes import lines_from_bed
+from benchmarks.lab.runs import Settings
+from benchmarks.netns import NetnsError
 from comm_hooks import register, skip_hook
 from comm_hooks.collectives.base import completed
 from comm_hooks.collectives.requests import Result, Round
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.launchers.advise.rehearsal import slowest
-from comm_hooks.launchers.lab.model import GPT, VOCABULARY
-from comm_hooks.launchers.lab.processes import lines_from_bed
-from comm_hooks.launchers.lab.runs import Settings
-from comm_hooks.launchers.netns import NetnsError
 from comm_hooks.launchers.output import SKIPPED
 
 # Name -> arguments of register().

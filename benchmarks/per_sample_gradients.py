@@ -25,7 +25,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
 from torch.nn import functional as F
 
-from comm_hooks.launchers.lab.model import Block
+from benchmarks.lab.model import Block
 from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 
 BATCH_SIZE = 64

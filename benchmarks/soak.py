@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 import typer
 
-from comm_hooks.launchers.lab.methods import parse_method
-from comm_hooks.launchers.lab.model import VOCABULARY, GPTConfig
-from comm_hooks.launchers.lab.processes import spawn_ranks
-from comm_hooks.launchers.lab.runs import Settings
-from comm_hooks.launchers.lab.training import closure_of, connect
+from benchmarks.lab.methods import parse_method
+from benchmarks.lab.model import VOCABULARY, GPTConfig
+from benchmarks.lab.processes import spawn_ranks
+from benchmarks.lab.runs import Settings
+from benchmarks.lab.training import closure_of, connect
 
 METHODS = (
     "topk",

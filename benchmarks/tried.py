@@ -4,7 +4,7 @@
     python benchmarks/tried.py --only 'sign+*' --seeds 0 1 --jobs 2
     python benchmarks/tried.py --jobs 0           # runs nothing
 
-Trains the GPT of ``comm-hooks compare`` on 2 ranks, each with its own half of the text, in the same
+Trains the GPT of ``python -m benchmarks.compare`` on 2 ranks, each with its own half of the text, in the same
 processes and with the same settings, and keeps every run's record in
 ``benchmarks/results/tried/``, beside ``methods.json``, the list of what to run and why. A run that
 has a record is not repeated, so that the list can grow. ``benchmarks/results/tried.md`` is made of
@@ -29,13 +29,13 @@ from fnmatch import fnmatchcase
 from operator import itemgetter
 from pathlib import Path
 
-from comm_hooks.launchers.lab.corpus import load_corpus
-from comm_hooks.launchers.lab.methods import parse_method, parse_methods
-from comm_hooks.launchers.lab.options import describe_training, versions
-from comm_hooks.launchers.lab.processes import available_cores, run_method, threads_per_rank
-from comm_hooks.launchers.lab.runs import Figures, Run, Settings
+from benchmarks.lab.corpus import load_corpus
+from benchmarks.lab.methods import parse_method, parse_methods
+from benchmarks.lab.options import describe_training, versions
+from benchmarks.lab.processes import available_cores, run_method, threads_per_rank
+from benchmarks.lab.runs import Figures, Run, Settings
+from benchmarks.report.reading import read_runs
 from comm_hooks.launchers.machine import processor
-from comm_hooks.launchers.report.reading import read_runs
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -50,7 +50,7 @@ class Tried:
     """An entry of the list."""
 
     method: str
-    """As ``comm-hooks compare --hooks`` takes it."""
+    """As ``python -m benchmarks.compare --hooks`` takes it."""
     why: str
     """What it is, and why it was tried."""
     seeds: Mapping[int, Sequence[int]]
@@ -281,7 +281,7 @@ over the seeds that both have. With one seed, differences below 0.03 say nothing
 that one rank sends. "Nothing thinner is as good": no row has both fewer bytes and a lower loss.
 
 `python benchmarks/tried.py` makes this page, and runs what has no record in
-`benchmarks/results/tried/`. Methods are written as `comm-hooks compare --hooks` takes them and have
+`benchmarks/results/tried/`. Methods are written as `python -m benchmarks.compare --hooks` takes them and have
 the learning rates that it gives them, where the row says no other: those of SGD, which most of the
 last rows are, were not tuned to this task, and gain from more steps than these.
 Measured {dates} on {machine}.

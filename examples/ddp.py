@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import ErrorFeedback, Exchange, Sign, register, skip_hook
-from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
+from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
 from comm_hooks.optim import LocalVarianceAdam, low_communication
 
 parser = argparse.ArgumentParser(description=__doc__)

@@ -15,7 +15,7 @@ _missing = [name for name in ("typer", "rich") if not importlib.util.find_spec(n
 if _missing:
     print(
         f"comm-hooks: the command line needs {', '.join(_missing)}: "
-        'pip install "comm-hooks[compare]"',
+        'pip install "comm-hooks[launch]"',
         file=sys.stderr,
     )
     raise SystemExit(2)
@@ -26,13 +26,9 @@ import typer.main  # noqa: E402
 
 _COMMANDS = {
     # The extra with what the command imports, and what it does.
-    "compare": ("compare", "Train a small GPT with each method, and compare what they cost."),
     "launch": ("launch", "Start a training script on this node of several."),
     "preflight": ("launch", "Check that every node is ready, and that they reach each other."),
-    "advise": ("compare", "Say which method pays off for a step and a link."),
-    "bench": ("compare", "Train over capped links, and compare times."),
-    "report": ("compare", "Make one page of several runs."),
-    "audit": ("compare", "Check a private training, and what it costs."),
+    "advise": ("launch", "Say which method pays off for a step and a link."),
 }
 
 
@@ -52,9 +48,8 @@ class _Commands(typer.core.TyperGroup):
             return None
         path = f"comm_hooks.launchers.commands.{cmd_name}"
         function = getattr(importlib.import_module(path), cmd_name)
-        # What follows a script's name belongs to the script, also if it looks like our option;
-        # a report is made of files alone.
-        settings = {"allow_interspersed_args": cmd_name == "report"}
+        # What follows a script's name belongs to the script, even if it looks like our option.
+        settings = {"allow_interspersed_args": False}
         single = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )

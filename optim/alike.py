@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from comm_hooks.collectives.companions import gather_from_all
+from comm_hooks.collectives.model_parallel import gather_from_all
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import check_agreement
 
@@ -18,7 +18,7 @@ class Divided(Protocol):
         """Between the ranks that hold the same parts."""
 
     @property
-    def companions(self) -> Sequence[dist.ProcessGroup]:
+    def model_parallel_groups(self) -> Sequence[dist.ProcessGroup]:
         """Groups of ranks that hold other parts."""
 
     def hyperparameters(self) -> Mapping[str, Any]:
@@ -31,10 +31,10 @@ def require_alike(optimizer: Divided) -> None:
     Exchanges compare those of the ranks that exchange; this one is for all that share a model, and
     does nothing where it is not sharded.  All ranks must call it.
     """
-    companions = optimizer.companions
-    if companions:
+    model_parallel_groups = optimizer.model_parallel_groups
+    if model_parallel_groups:
         exchange = optimizer.exchange
         own = {**exchange.config(), **optimizer.hyperparameters()}
-        found = gather_from_all(exchange.transport, companions, [dist.get_rank(), own])
+        found = gather_from_all(exchange.transport, model_parallel_groups, [dist.get_rank(), own])
         found.sort(key=lambda entry: entry[0])
         check_agreement([config for _, config in found], [rank for rank, _ in found])

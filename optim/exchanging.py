@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.collectives.companions import found_by_all
+from comm_hooks.collectives.model_parallel import found_by_all
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
@@ -128,7 +128,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         return True
 
     @property
-    def companions(self) -> list[dist.ProcessGroup]:
+    def model_parallel_groups(self) -> list[dist.ProcessGroup]:
         """Groups of ranks that hold other parts of the model: nobody exchanges between these."""
         return shard_groups(parameters_of(self.param_groups))
 
@@ -166,7 +166,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
             raise
         self._frozen.added(self.param_groups[-1]["params"])
         self._frozen.leave_out(left_out)
-        self._companions = [TorchDistributed(group) for group in self.companions]
+        self._companions = [TorchDistributed(group) for group in self.model_parallel_groups]
 
     def _take_step(self) -> None:
         self._frozen.check()

@@ -21,7 +21,7 @@ from comm_hooks.optim.base import parameters_of, require_distinct_names
 from comm_hooks.optim.frozen import trains
 from comm_hooks.optim.hyperparameters import check_hyperparameters, check_own_settings
 from comm_hooks.optim.laprop import LaProp
-from comm_hooks.optim.moments import halved_horizon
+from comm_hooks.optim.moments import halve_ema_horizon
 from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.rounds.checks import cut
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
@@ -215,7 +215,7 @@ def low_communication(
         )
     settings: Any = {
         "lr": lr,
-        "betas": (halved_horizon(betas[0]), betas[1]),
+        "betas": (halve_ema_horizon(betas[0]), betas[1]),
         "weight_decay": weight_decay,
     }
     parts = local_shards(groups)
@@ -278,7 +278,7 @@ def _groups(given: Any) -> list[dict[str, Any]]:
             result[-1]["param_names"] = []  # torch asks all groups for names, or none
         if "betas" in group:
             check_hyperparameters("low_communication", betas=group["betas"])
-            result[-1]["betas"] = (halved_horizon(group["betas"][0]), group["betas"][1])
+            result[-1]["betas"] = (halve_ema_horizon(group["betas"][0]), group["betas"][1])
     return result
 
 

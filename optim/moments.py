@@ -63,14 +63,14 @@ def corrected(v: Tensors, beta: float, steps: Sequence[int]) -> Tensors:
     return list(torch._foreach_div(v, [1 - beta**t for t in steps]))
 
 
-def halved_horizon(beta1: float) -> float:
+def halve_ema_horizon(beta1: float) -> float:
     """Return the decay rate of a momentum that looks half as far back, at least 0.
 
     For momenta whose residuals wait elsewhere: they are a momentum themselves.
 
     Example::
 
-        >>> round(halved_horizon(0.9), 3), halved_horizon(0.3)
+        >>> round(halve_ema_horizon(0.9), 3), halve_ema_horizon(0.3)
         (0.8, 0.0)
     """
     return max(0.0, 1 - 2 * (1 - beta1))

@@ -20,11 +20,14 @@ LAYERS = [
     ("collectives",),
     ("exchange",),
     # What registering an optimizer or a compressor takes in any framework.
-    *((f"frameworks.{n}",) for n in ("own_exchange", "optimizer_state", "server_view", "adaptive")),
+    ("frameworks.own_exchange",),
+    ("checkpoints.optimizer_state",),
+    ("shared_model",),
+    ("frameworks.adaptive",),
     ("frameworks.ddp",),
     ("",),  # the package itself: what users import
     ("optim",),
-    ("frameworks",),
+    ("checkpoints", "frameworks", "tracking"),
     ("launchers",),
 ]
 HEIGHTS = {f"comm_hooks.{n}".rstrip("."): h for h, names in enumerate(LAYERS) for n in names}
@@ -79,3 +82,19 @@ def test_no_imports_go_in_a_circle() -> None:
     while free := {module for module, needed in below.items() if not needed & below.keys()}:
         below = {module: needed for module, needed in below.items() if module not in free}
     assert not below
+
+
+def test_nothing_shipped_imports_the_laboratory() -> None:
+    roots = {
+        node.module.split(".")[0] if isinstance(node, ast.ImportFrom) and node.module else ""
+        for file in modules().values()
+        for node in ast.walk(ast.parse(file.read_text()))
+    }
+    named = {
+        alias.name.split(".")[0]
+        for file in modules().values()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    assert not {"benchmarks", "tests"} & (roots | named)

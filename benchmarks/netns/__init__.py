@@ -1,5 +1,11 @@
-"""Programs on slow links, made of network namespaces (:mod:`comm_hooks.launchers.netns`).
+"""A network for one machine: network namespaces on a bridge, each on a link of a given rate.
 
-``python -m benchmarks.netns`` runs a command on such links, and ``check_predictions`` compares what
-``comm-hooks advise`` predicts with what training on them takes.
+``testbed`` makes the network and starts programs in it, ``guard`` removes it and ``links`` limits
+rates. ``python -m benchmarks.netns`` runs a command on such links.
 """
+
+from benchmarks.netns.links import NetnsError
+from benchmarks.netns.testbed import Counters, Testbed, why_not
+from comm_hooks.launchers.rates import parse_rate
+
+__all__ = ["Counters", "NetnsError", "Testbed", "parse_rate", "why_not"]

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from comm_hooks.launchers.netns.bed import Bed, why_not
-from comm_hooks.launchers.netns.links import NetnsError
+from benchmarks.netns.links import NetnsError
+from benchmarks.netns.testbed import Testbed, why_not
 
 # What automake and others take for "skipped".
 _SKIPPED = 77
@@ -43,7 +43,7 @@ def run(
     Shows the output of rank 0, and of ranks that fail. The exit code is that of the first of them.
     """
     try:
-        bed = Bed(ranks, rate=rate)
+        bed = Testbed(ranks, rate=rate)
     except ValueError as error:
         typer.echo(f"netns: {error}", err=True)
         raise typer.Exit(_BAD_INPUT) from None

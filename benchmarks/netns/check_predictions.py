@@ -3,7 +3,7 @@
     python -m benchmarks.netns.check_predictions                  # about 20 minutes, needs root
     python -m benchmarks.netns.check_predictions --ranks 2 --rates 100mbit --methods all_reduce,sign
 
-Trains the GPT of ``comm-hooks compare``.  Steps with and without exchange take turns, so that a
+Trains the GPT of ``python -m benchmarks.compare``.  Steps with and without exchange take turns, so that a
 machine that is busy with other things slows both down alike.  A step ends when the slowest rank has
 ended it.
 """
@@ -20,19 +20,19 @@ import torch
 import torch.distributed as dist
 import typer
 
+from benchmarks.lab.methods import Method, parse_method, parse_methods
+from benchmarks.lab.model import GPT, VOCABULARY
+from benchmarks.lab.optimizers import Trainer
+from benchmarks.lab.processes import lines_from_bed
+from benchmarks.lab.runs import Settings
+from benchmarks.lab.training import closure_of, connect
+from benchmarks.netns.links import NetnsError
 from comm_hooks.launchers.advise.advice import Case
 from comm_hooks.launchers.advise.cost_model import predict
 from comm_hooks.launchers.advise.links import measure_links, network_of
 from comm_hooks.launchers.advise.ranks import joined
 from comm_hooks.launchers.advise.rehearsal import Rehearsals, of_slowest_rank, slowest
 from comm_hooks.launchers.advise.step import Step
-from comm_hooks.launchers.lab.methods import Method, parse_method, parse_methods
-from comm_hooks.launchers.lab.model import GPT, VOCABULARY
-from comm_hooks.launchers.lab.optimizers import Trainer
-from comm_hooks.launchers.lab.processes import lines_from_bed
-from comm_hooks.launchers.lab.runs import Settings
-from comm_hooks.launchers.lab.training import closure_of, connect
-from comm_hooks.launchers.netns.links import NetnsError
 from comm_hooks.launchers.output import BAD_INPUT, SKIPPED
 from comm_hooks.launchers.place import find_place
 from comm_hooks.launchers.rates import parse_rate
@@ -54,7 +54,7 @@ app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 @app.command()
 def check(
     rates: Annotated[str, typer.Option(help="Of the links, separated by commas.")] = RATES,
-    methods: Annotated[str, typer.Option(help="As in comm-hooks compare.")] = METHODS,
+    methods: Annotated[str, typer.Option(help="As in python -m benchmarks.compare.")] = METHODS,
     ranks: Annotated[str, typer.Option(help="How many, separated by commas.")] = RANKS,
     limit: Annotated[float, typer.Option(help="Percent by which a prediction may be off.")] = 15.0,
 ) -> None:

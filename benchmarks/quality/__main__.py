@@ -10,6 +10,9 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.lab.methods import parse_method
+from benchmarks.lab.runs import BASELINE, CONTROL
+from benchmarks.lab.schedules import SCHEDULES
 from benchmarks.quality.cells import make_cells, to_json
 from benchmarks.quality.methods import METHODS
 from benchmarks.quality.options import RESULTS, Batches, Ranks, Tasks, Tokens, parse_settings
@@ -18,9 +21,6 @@ from benchmarks.quality.runs import Record, Wanted, perform, read_records
 from benchmarks.quality.settings import COSINE, Setting, build
 from benchmarks.quality.tuning import Entry, by_wanted
 from comm_hooks.launchers.advise import shares
-from comm_hooks.launchers.lab.methods import parse_method
-from comm_hooks.launchers.lab.runs import BASELINE, CONTROL
-from comm_hooks.launchers.lab.schedules import SCHEDULES
 from comm_hooks.launchers.output import complain, refusing
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -7,13 +7,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from benchmarks.lab.crossings import Traffic
+from benchmarks.lab.methods import Method
+from benchmarks.lab.optimizers import Trainer
+from benchmarks.lab.runs import Settings
+from benchmarks.lab.simulated import Client, NamedParameters
 from comm_hooks.collectives import Transport
 from comm_hooks.exchange import Exchange
-from comm_hooks.launchers.lab.crossings import Traffic
-from comm_hooks.launchers.lab.methods import Method
-from comm_hooks.launchers.lab.optimizers import Trainer
-from comm_hooks.launchers.lab.runs import Settings
-from comm_hooks.launchers.lab.simulated import Client, NamedParameters
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 
 CLIP_NORM = 1.0
@@ -89,7 +89,7 @@ def make_client(
     transport: Transport,
     settings: Settings,
 ) -> Client:
-    """Return a rank's part of a method of ``comm-hooks compare``, on any transport."""
+    """Return a rank's part of a method of ``python -m benchmarks.compare``, on any transport."""
     optimizer, exchange = method.attach(named, settings, transport)
     parameters = [p for _, p in named]
     if method.exchanges_itself:

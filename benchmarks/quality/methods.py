@@ -1,8 +1,8 @@
-"""The methods of the page: as ``comm-hooks compare`` takes them, and where their tuning starts."""
+"""The methods of the page: as ``python -m benchmarks.compare`` takes them, and where their tuning starts."""
 
 from collections.abc import Mapping
 
-from comm_hooks.launchers.lab.runs import BASELINE, CONTROL
+from benchmarks.lab.runs import BASELINE, CONTROL
 
 METHODS: Mapping[str, float] = {
     BASELINE: 4e-3,

@@ -18,16 +18,16 @@ import typer
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
+from benchmarks.lab.runs import BASELINE, Settings
+from benchmarks.lab.simulated import batch_generator, new_model
+from benchmarks.lab.tables import make_table
+from benchmarks.lab.tasks import Batch, Task
 from benchmarks.quality.clients import CLIP_NORM
 from benchmarks.quality.methods import METHODS
 from benchmarks.quality.options import RESULTS, Batches, Ranks, Tasks, Tokens, parse_settings
 from benchmarks.quality.runs import BETAS, make_plan, read_records
 from benchmarks.quality.settings import Setting, build
 from benchmarks.quality.tuning import Entry, Records, by_wanted
-from comm_hooks.launchers.lab.runs import BASELINE, Settings
-from comm_hooks.launchers.lab.simulated import batch_generator, new_model
-from comm_hooks.launchers.lab.tables import make_table
-from comm_hooks.launchers.lab.tasks import Batch, Task
 from comm_hooks.launchers.output import make_console, refusing
 
 _BATCH = 8

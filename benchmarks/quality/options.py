@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.lab.schedules import SCHEDULES
 from benchmarks.quality.settings import COSINE, PRESETS, Setting
 from comm_hooks.config import unknown
-from comm_hooks.launchers.lab.schedules import SCHEDULES
 
 RESULTS = Path(__file__).parents[1] / "results" / "quality"
 

@@ -4,12 +4,12 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.lab import plots
 from benchmarks.quality.methods import controls
 from benchmarks.quality.runs import Record
 from benchmarks.quality.settings import COSINE, PRESETS, Setting
 from benchmarks.quality.shares import Share, share_kept
 from benchmarks.quality.tuning import Entry, Records
-from comm_hooks.launchers.lab import plots
 
 _HEAD = """\
 # Quality
@@ -26,7 +26,7 @@ worth less than thrice its own uncertainty. A learning rate with a † was the l
 tried.
 
 `python -m benchmarks.quality` makes this page, and runs what has no record in
-`benchmarks/results/quality/`. Methods are written as `comm-hooks compare --hooks` takes them.
+`benchmarks/results/quality/`. Methods are written as `python -m benchmarks.compare --hooks` takes them.
 """
 
 _BITS = 3e-3, 64.0

@@ -10,16 +10,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.quality.clients import make_client, make_hooked_client
-from benchmarks.quality.settings import PRESETS, Setting, build
-from comm_hooks.collectives import TorchDistributed, Transport
-from comm_hooks.launchers.lab.methods import parse_method
-from comm_hooks.launchers.lab.outcomes import Diverged, Point
-from comm_hooks.launchers.lab.plain import rebuild
-from comm_hooks.launchers.lab.processes import spawn_ranks
-from comm_hooks.launchers.lab.runs import Settings
-from comm_hooks.launchers.lab.schedules import SCHEDULES, warmed_up
-from comm_hooks.launchers.lab.simulated import (
+from benchmarks.lab.methods import parse_method
+from benchmarks.lab.outcomes import Diverged, Point
+from benchmarks.lab.plain import rebuild
+from benchmarks.lab.processes import spawn_ranks
+from benchmarks.lab.runs import Settings
+from benchmarks.lab.schedules import SCHEDULES, warmed_up
+from benchmarks.lab.simulated import (
     Build,
     Client,
     NamedParameters,
@@ -29,6 +26,9 @@ from comm_hooks.launchers.lab.simulated import (
     train,
     train_rank,
 )
+from benchmarks.quality.clients import make_client, make_hooked_client
+from benchmarks.quality.settings import PRESETS, Setting, build
+from comm_hooks.collectives import TorchDistributed, Transport
 
 WARM_UP = 0.1
 """The share of the steps over which the learning rate rises."""
@@ -42,7 +42,7 @@ class Wanted:
 
     Args:
         setting: what is trained.
-        method: as ``comm-hooks compare --hooks`` takes it.
+        method: as ``python -m benchmarks.compare --hooks`` takes it.
         lr: the largest learning rate.
         seed: of weights and batches.
     """

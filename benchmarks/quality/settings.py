@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from comm_hooks.launchers.lab.tasks import Task, build_task
+from benchmarks.lab.tasks import Task, build_task
 
 COSINE = "cosine"
 _CONTEXT = 64
@@ -18,7 +18,7 @@ class Preset:
 
     Args:
         title: what it is, for readers.
-        task: a name of :data:`~comm_hooks.launchers.lab.tasks.TASKS`.
+        task: a name of :data:`~benchmarks.lab.tasks.TASKS`.
         options: of that task.
         tokens: of one sample: bytes of text, patches of an image.
         parameters: of the model, so that records can be read where the data is missing.

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.lab.search import search
 from benchmarks.quality.runs import Record, Wanted
 from benchmarks.quality.settings import Setting
-from comm_hooks.launchers.lab.search import search
 
 FACTOR = 2.0
 """Between neighbouring learning rates, until the best lies between two others."""
@@ -29,7 +29,7 @@ class Entry:
 
     Args:
         setting: what is trained.
-        method: as ``comm-hooks compare --hooks`` takes it.
+        method: as ``python -m benchmarks.compare --hooks`` takes it.
         start: the first learning rate.
         tries: learning rates tried, on the first seed; a few more while the best lies at the edge.
         seeds: that the best of them is run with.  Where another has done better on the first seed

@@ -29,12 +29,12 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
+from benchmarks.lab.kept_runs import KeptRuns  # noqa: E402
+from benchmarks.lab.outcomes import Method, Outcome, Point  # noqa: E402
+from benchmarks.lab.progress import open_display  # noqa: E402
+from benchmarks.lab.search import run_method  # noqa: E402
+from benchmarks.lab.tasks import TASKS, Task, build_task  # noqa: E402
 from comm_hooks.config import unknown  # noqa: E402
-from comm_hooks.launchers.lab.kept_runs import KeptRuns  # noqa: E402
-from comm_hooks.launchers.lab.outcomes import Method, Outcome, Point  # noqa: E402
-from comm_hooks.launchers.lab.progress import open_display  # noqa: E402
-from comm_hooks.launchers.lab.search import run_method  # noqa: E402
-from comm_hooks.launchers.lab.tasks import TASKS, Task, build_task  # noqa: E402
 from comm_hooks.launchers.machine import processor  # noqa: E402
 from comm_hooks.launchers.output import (  # noqa: E402
     INTERRUPTED,
@@ -280,7 +280,7 @@ def build_tasks(
     validation: float,
     **options: Any,
 ) -> list[Task]:
-    """Return the task for each seed; see :func:`~comm_hooks.launchers.lab.tasks.build_task`."""
+    """Return the task for each seed; see :func:`~benchmarks.lab.tasks.build_task`."""
     return [
         build_task(name, clients=clients, seed=seed, data_dir=data_dir, **options).with_validation(
             validation, seed

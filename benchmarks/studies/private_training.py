@@ -18,11 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from benchmarks.lab.outcomes import Advance, Point
+from benchmarks.lab.simulated import is_due, judge, known_warnings_ignored
+from benchmarks.lab.tasks import Batch, Shard, Task
 from comm_hooks.collectives import Transport
 from comm_hooks.exchange import Exchange, ExchangeSettings
-from comm_hooks.launchers.lab.outcomes import Advance, Point
-from comm_hooks.launchers.lab.simulated import is_due, judge, known_warnings_ignored
-from comm_hooks.launchers.lab.tasks import Batch, Shard, Task
 from comm_hooks.optim.private import PrivacyEngine, PrivacyError
 
 RECORDED = {"accountant": "rdp", "schedule": "constant"}

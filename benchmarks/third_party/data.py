@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from comm_hooks.launchers.lab.tasks.fashion_mnist import DEBIAN
+from benchmarks.lab.tasks.fashion_mnist import DEBIAN
 
 HELD_OUT = 20
 """One of so many bytes of text is held out."""

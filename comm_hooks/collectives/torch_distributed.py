@@ -14,8 +14,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_nccl_timeout
 
 from comm_hooks.collectives.base import Transport, completed
+from comm_hooks.collectives.failure_detection import RollCall
 from comm_hooks.collectives.gloo import GlooRanks
-from comm_hooks.collectives.notice_board import NoticeBoard
 from comm_hooks.collectives.progress import progress_of
 from comm_hooks.collectives.requests import (
     AllGather,
@@ -29,7 +29,7 @@ from comm_hooks.collectives.requests import (
     encoded,
     gather_objects,
 )
-from comm_hooks.collectives.roll_call import RollCall
+from comm_hooks.collectives.store import NoticeBoard
 from comm_hooks.collectives.worker import RoundWorker
 from comm_hooks.errors import PeerError
 

@@ -19,9 +19,9 @@ from comm_hooks.errors import PeerError
 from comm_hooks.exchange.agreement import compare_tensors
 from comm_hooks.exchange.bucket import Bucket
 from comm_hooks.exchange.layout import Layout, Segment
-from comm_hooks.exchange.message import Terms
+from comm_hooks.exchange.message import RoundContext
+from comm_hooks.exchange.noise_hook import NoiseHook
 from comm_hooks.exchange.routes import RaggedShards, Route, choose_route
-from comm_hooks.exchange.safeguard import Safeguard
 from comm_hooks.exchange.saving import SavedExchange
 from comm_hooks.exchange.settings import Collective, ExchangeSettings
 from comm_hooks.exchange.traffic import Traffic
@@ -63,7 +63,7 @@ class Exchange(SavedExchange):
     Attributes:
         provenance: who says what the state is made of, and judges states that are to be loaded;
             private training does.
-        only_owners_remember: whether all rounds have a safeguard at the owners' place, so that what
+        only_owners_remember: whether all rounds have a noise_hook at the owners' place, so that what
             is remembered is theirs.
         owes_sums: whether the owner of the exchange turns means into sums over ranks; what has not
             been sent is then kept as such on another number of them.
@@ -203,7 +203,7 @@ class Exchange(SavedExchange):
         compress: bool | Compressor = True,
         memory: Memory | None = None,
         scale: float = 1.0,
-        safeguard: Safeguard | None = None,
+        noise_hook: NoiseHook | None = None,
     ) -> Round[None]:
         """Return a round that replaces each tensor, in place, by its mean over ranks.
 
@@ -216,7 +216,7 @@ class Exchange(SavedExchange):
             compress=compress,
             memory=memory,
             scale=scale,
-            safeguard=safeguard,
+            noise_hook=noise_hook,
         )
         self.end_step()
 
@@ -234,7 +234,7 @@ class Exchange(SavedExchange):
         beside: Mapping[str, torch.Tensor] | None = None,
         compress: bool | Compressor = True,
         memory: Memory | None = None,
-        safeguard: Safeguard | None = None,
+        noise_hook: NoiseHook | None = None,
     ) -> None:
         """Replace each tensor, in place, by its mean over ranks; blocking.  Counts as one step.
 
@@ -246,11 +246,11 @@ class Exchange(SavedExchange):
             compress: False averages exactly, for warm-up steps; a compressor takes the place of
                 the exchange's own in this round.
             memory: takes the place of the exchange's own: another client's, say.
-            safeguard: clips and adds noise on the way, for private training.
+            noise_hook: clips and adds noise on the way, for private training.
 
         Raises:
             ValueError: for tensors that are not dense and floating-point, and for a compressor
-                or a safeguard that cannot go with the exchange's other settings.
+                or a noise_hook that cannot go with the exchange's other settings.
         """
         self.transport.run(
             self.round(
@@ -258,7 +258,7 @@ class Exchange(SavedExchange):
                 beside=beside,
                 compress=compress,
                 memory=memory,
-                safeguard=safeguard,
+                noise_hook=noise_hook,
             )
         )
 
@@ -307,7 +307,7 @@ class Exchange(SavedExchange):
         compress: bool | Compressor = True,
         memory: Memory | None = None,
         scale: float = 1.0,
-        safeguard: Safeguard | None = None,
+        noise_hook: NoiseHook | None = None,
         replica: Sequence[torch.Tensor] | None = None,
     ) -> Round[None]:
         """Return a round on one bucket of a step that may have several.
@@ -316,7 +316,7 @@ class Exchange(SavedExchange):
             bucket: from :attr:`buckets`.
             tensors: dense, of one floating-point dtype, shaped like the bucket's segments;
                 overwritten with the mean.
-            compress, memory, safeguard: see :meth:`average_`.
+            compress, memory, noise_hook: see :meth:`average_`.
             scale: the factor by which the tensors are scaled at present.
             replica: what must be bit-identical on all ranks at this moment, of which now and then
                 they compare a fingerprint; by default what the exchange's owner says.
@@ -333,14 +333,14 @@ class Exchange(SavedExchange):
         stamp = self._stamp(bucket)
         if verify:
             stamp = self.agreement.with_fingerprint(stamp, replica)
-        remembers = compress and not (safeguard and safeguard.place == "owner")
-        terms = Terms(
+        remembers = compress and not (noise_hook and noise_hook.place == "owner")
+        terms = RoundContext(
             stamp,
             memory=(memory or self.memory) if remembers else None,
             scale=scale,
             verify=verify,
             limit=largest_in(tensors[0].dtype),
-            safeguard=safeguard,
+            noise_hook=noise_hook,
             judgments=self._judgments,
         )
         round_ = self._round(bucket, tensors, compress, terms)
@@ -351,12 +351,12 @@ class Exchange(SavedExchange):
         bucket: Bucket,
         tensors: Sequence[torch.Tensor],
         compress: bool | Compressor,
-        terms: Terms,
+        terms: RoundContext,
     ) -> Round[None]:
         self._judgments.settle(before=self.step)
         if not bucket.layout.work.numel():
             return  # parameters without elements
-        route = self._route(bucket, compress, terms.safeguard)
+        route = self._route(bucket, compress, terms.noise_hook)
         bucket.layout.load(tensors)
         self._count(route, tensors)
         yield from route.travel(terms)
@@ -386,7 +386,7 @@ class Exchange(SavedExchange):
         own, limit = self.transport.rank, largest_in(output[0].dtype) if output else None
         verify = self.verifies()
         terms = [
-            Terms(
+            RoundContext(
                 self._stamp(bucket),
                 self.memory,
                 scale,
@@ -500,9 +500,9 @@ class Exchange(SavedExchange):
         }
 
     def _route(
-        self, bucket: Bucket, compress: bool | Compressor, safeguard: Safeguard | None
+        self, bucket: Bucket, compress: bool | Compressor, noise_hook: NoiseHook | None
     ) -> Route:
-        place = safeguard.place if safeguard else None
+        place = noise_hook.place if noise_hook else None
         key = compress, place
         if key not in bucket.routes:
             compressor = self.compressor if compress is True else compress or None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from comm_hooks.exchange.layout import Workspace
-from comm_hooks.exchange.safeguard import Safeguard
+from comm_hooks.exchange.noise_hook import NoiseHook
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.memory.base import Memory
 from comm_hooks.memory.rows import Rows
@@ -18,7 +18,7 @@ from comm_hooks.wire.stamp import Stamp
 
 
 @dataclass(frozen=True)
-class Terms:
+class RoundContext:
     """On what terms a bucket is averaged in one step.
 
     Attributes:
@@ -28,7 +28,7 @@ class Terms:
         verify: make sure that what is remembered is finite, which takes a pass over it.
         limit: the largest element that the receiver of the mean can hold; what is above it is
             remembered.
-        safeguard: clips and adds noise on the way.
+        noise_hook: clips and adds noise on the way.
         judgments: where what an accelerator has found in headers waits to be judged.
     """
 
@@ -37,7 +37,7 @@ class Terms:
     scale: float = 1.0
     verify: bool = False
     limit: float | None = None
-    safeguard: Safeguard | None = None
+    noise_hook: NoiseHook | None = None
     judgments: Judgments = field(default_factory=Judgments)
 
 
@@ -67,7 +67,7 @@ class Message:
     """
 
     def __init__(
-        self, vectors: Workspace, keys: Sequence[Keys], own_key: int, terms: Terms
+        self, vectors: Workspace, keys: Sequence[Keys], own_key: int, terms: RoundContext
     ) -> None:
         self.matrices = [part.matrix for part in vectors.parts()]
         self.keys = keys
@@ -81,7 +81,7 @@ class Message:
             self._compensate(self._memory, verify=terms.verify)
 
     @classmethod
-    def of(cls, vectors: Workspace, terms: Terms, *, seed: int, rank: int) -> Message:
+    def of(cls, vectors: Workspace, terms: RoundContext, *, seed: int, rank: int) -> Message:
         """Return a rank's message with the keys that follow from a seed, in the terms' step."""
         step = terms.stamp.step
         keys = [derive_keys(seed, step, part.names) for part in vectors.parts()]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.exchange.message import Message, Terms
+from comm_hooks.exchange.message import Message, RoundContext
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.profiling import COMPRESS, DECODE, record_function
 from comm_hooks.randomness import Draw, Keys
@@ -124,7 +124,7 @@ class PayloadFormat:
         """Return a view of a payload (nbytes,) without its header, float32."""
         return payload[self._header.nbytes : self._end].view(torch.float32)
 
-    def check(self, payloads: Tensor, terms: Terms, *, senders: str = "rank") -> Tensor:
+    def check(self, payloads: Tensor, terms: RoundContext, *, senders: str = "rank") -> Tensor:
         """Check the headers; return 0 if all ranks' vectors were finite, else NaN.
 
         See :meth:`~comm_hooks.wire.header.Header.check`.

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.frameworks.ddp.hook import register as register_hook
-from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
 
 
 def register(

@@ -10,12 +10,12 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
+from comm_hooks.checkpoints.saved_state import local_steps
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.frameworks.ddp.hook import register
-from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
-from comm_hooks.frameworks.saved_state import local_steps
-from comm_hooks.frameworks.server_view import show_own_model, show_shared_model
-from comm_hooks.frameworks.watch import StatsLogger
+from comm_hooks.shared_model import show_own_model, show_shared_model
+from comm_hooks.tracking import StatsLogger
 
 try:
     from lightning.pytorch import Callback

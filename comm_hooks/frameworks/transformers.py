@@ -5,10 +5,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.frameworks.ddp.hook import register as register_hook
-from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
-from comm_hooks.frameworks.watch import StatsLogger
+from comm_hooks.tracking import StatsLogger
 
 try:
     from transformers import TrainerCallback

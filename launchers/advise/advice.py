@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from benchmarks.lab.methods import Method
+from benchmarks.lab.optimizers import OPTIMIZERS
+from benchmarks.lab.runs import CONTROL
 from comm_hooks.collectives.requests import AllGather
 from comm_hooks.launchers.advise.cost_model import (
     Collective,
@@ -17,9 +20,6 @@ from comm_hooks.launchers.advise.cost_model import (
 )
 from comm_hooks.launchers.advise.shares import ALL, Kept, Situation, kept_by
 from comm_hooks.launchers.advise.step import Step
-from comm_hooks.launchers.lab.methods import Method
-from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
-from comm_hooks.launchers.lab.runs import CONTROL
 
 _CLOSE = 1.05
 """A method that is faster by less than this is not worth a change."""

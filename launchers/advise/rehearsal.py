@@ -17,6 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.lab.crossings import CROSSINGS, build_exchange
+from benchmarks.lab.methods import Method
+from benchmarks.lab.optimizers import OPTIMIZERS
+from benchmarks.lab.runs import Settings
 from comm_hooks import Exchange
 from comm_hooks.collectives import Transport
 from comm_hooks.collectives.requests import (
@@ -38,10 +42,6 @@ from comm_hooks.launchers.advise.cost_model import (
 from comm_hooks.launchers.advise.powersgd import PowerSGDStep
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.clock import Starvation, quartile_range, synchronize
-from comm_hooks.launchers.lab.crossings import CROSSINGS, build_exchange
-from comm_hooks.launchers.lab.methods import Method
-from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
-from comm_hooks.launchers.lab.runs import Settings
 from comm_hooks.wire.summed_header import MARKS_START
 
 _LARGEST = 1 << 24
@@ -148,7 +148,7 @@ class Rehearsals:
 
     Example::
 
-        >>> from comm_hooks.launchers.lab.methods import parse_method
+        >>> from benchmarks.lab.methods import parse_method
         >>> rehearsals = Rehearsals(Step.of_numel(1 << 20, 100.0), ranks=2)
         >>> rehearsals.plan(parse_method("all_reduce")).sent_per_step()
         4194304.0

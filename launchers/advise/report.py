@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.lab.tables import format_bytes
 from comm_hooks.launchers.advise.advice import Advice, Case
 from comm_hooks.launchers.advise.links import Measured
 from comm_hooks.launchers.advise.shares import ALL, Kept, most_ranks
 from comm_hooks.launchers.advise.snippets import json_line, python_line
 from comm_hooks.launchers.clock import roughly
-from comm_hooks.launchers.lab.tables import format_bytes
 from comm_hooks.launchers.output import say
 from comm_hooks.launchers.rates import format_rate
 
@@ -165,7 +165,7 @@ def _describe_shares(shares: Sequence[Kept], case: Case) -> str:
         f"{_listed(cell.tokens for cell in cells)} tokens per parameter, batches of "
         f"{_listed(cell.batch for cell in cells)}, models of 0.6 M parameters. Other models and "
         "longer trainings can differ either way: compare on your own data before a long run "
-        "(comm-hooks compare --data). '-': not measured on enough tasks."
+        "(python -m benchmarks.compare --data). '-': not measured on enough tasks."
     )
 
 

@@ -10,6 +10,7 @@ import torch
 import typer
 from rich.console import Console
 
+from benchmarks.lab.methods import Method, parse_methods
 from comm_hooks.launchers.advise.advice import Advice, Case, advise_on, choose
 from comm_hooks.launchers.advise.cost_model import TCP_SHARE, Link, Network
 from comm_hooks.launchers.advise.links import measure_links, network_of
@@ -23,7 +24,6 @@ from comm_hooks.launchers.advise.report import (
     print_zero_notes,
 )
 from comm_hooks.launchers.advise.step import Step
-from comm_hooks.launchers.lab.methods import Method, parse_methods
 from comm_hooks.launchers.output import BAD_INPUT, complain, make_console, require_positive, say
 from comm_hooks.launchers.place import Place, find_place
 from comm_hooks.launchers.rates import parse_rate

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comm_hooks.launchers.lab.methods import Method, parse_method
-from comm_hooks.launchers.lab.plain import rebuild
-from comm_hooks.launchers.lab.runs import BASELINE
+from benchmarks.lab.methods import Method, parse_method
+from benchmarks.lab.plain import rebuild
+from benchmarks.lab.runs import BASELINE
 from comm_hooks.optim import low_communication
 
 FILE = Path(__file__).with_name("measured.json")
@@ -42,7 +42,7 @@ class Cell:
     """A method in a setting, on several tasks.
 
     Args:
-        method: as ``comm-hooks compare --hooks`` takes it.
+        method: as ``python -m benchmarks.compare --hooks`` takes it.
         ranks: of the setting.
         tokens: per parameter.
         batch: samples per step and rank.
@@ -125,7 +125,7 @@ def kept_by(
 
     Example::
 
-        >>> from comm_hooks.launchers.lab.methods import parse_method
+        >>> from benchmarks.lab.methods import parse_method
         >>> print(kept_by(parse_method("all_reduce"), Situation(ranks=4)))
         100 %
         >>> kept_by(parse_method("low_communication"), Situation(ranks=1000)) is None

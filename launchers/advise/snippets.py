@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.lab.crossings import build_exchange
+from benchmarks.lab.methods import Method
+from benchmarks.lab.optimizers import OPTIMIZERS
+from benchmarks.lab.runs import Settings
 from comm_hooks import ExchangeSettings
 from comm_hooks.config import COMPRESSORS, MEMORIES
-from comm_hooks.launchers.lab.crossings import build_exchange
-from comm_hooks.launchers.lab.methods import Method
-from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
-from comm_hooks.launchers.lab.runs import Settings
 from comm_hooks.optim import LaProp, LocalRounds, Marina
 
 # Rounds end between an engine's steps, and Marina needs two gradients of one minibatch.
@@ -25,7 +25,7 @@ def python_line(method: Method) -> str:
 
     Example::
 
-        >>> from comm_hooks.launchers.lab.methods import parse_method
+        >>> from benchmarks.lab.methods import parse_method
         >>> python_line(parse_method("topk"))
         "register(ddp_model, 'topk')"
     """

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
-from comm_hooks.exchange.safeguard import Safeguard
+from comm_hooks.exchange.noise_hook import NoiseHook
 from comm_hooks.memory.base import Memory
 from comm_hooks.optim.observed import observed
 from comm_hooks.optim.private.accounting.releases import Releases
@@ -261,14 +261,14 @@ class _PrivateCollection(Collection):
         tensors = list(message.values())
         exchange.transport.run(
             exchange.bucket_round(
-                exchange.buckets.of(message), tensors, memory=memory, safeguard=self._guard
+                exchange.buckets.of(message), tensors, memory=memory, noise_hook=self._guard
             )
         )
         torch._foreach_mul_(tensors, exchange.transport.world_size)
         return tensors
 
 
-class _ClientGuard(Safeguard):
+class _ClientGuard(NoiseHook):
     """Clips each client's message to C, adds a round's messages up, and noises their sum.
 
     Noise in one of them would not do: float32's last digits of the others would show through.

@@ -17,7 +17,7 @@ from comm_hooks.exchange.sealing import SEAL, require_seal, sealed
 from comm_hooks.optim.base import names_of, parameters_of, require_distinct_names
 from comm_hooks.optim.frozen import FrozenParameters, trains
 from comm_hooks.optim.rounds.clients import ClientStates
-from comm_hooks.optim.rounds.server_model import ServerModel
+from comm_hooks.optim.rounds.shared_model import SharedModel
 from comm_hooks.optim.wrapping import WrappingOptimizer
 from comm_hooks.shards import shard_groups, whole
 
@@ -89,7 +89,7 @@ class SavedRounds(WrappingOptimizer):
         self._progress = Progress(
             exchanged_at=[0] * fragments, decay=np.ones(len(self._parameters))
         )
-        self._model = ServerModel(self._parameters, server)
+        self._model = SharedModel(self._parameters, server)
         self._clients = ClientStates(inner, exchange.memory, keep_inner=keep_inner)
         self._is_round_open = False
         self._is_merging = False  # states of all ranks, of which none is anybody's own
@@ -100,7 +100,7 @@ class SavedRounds(WrappingOptimizer):
         return self._parameters
 
     @property
-    def companions(self) -> list[dist.ProcessGroup]:
+    def model_parallel_groups(self) -> list[dist.ProcessGroup]:
         """Groups of ranks that hold other parts of the model: nobody exchanges between these."""
         return shard_groups(self._parameters)
 

@@ -1,3 +1,3 @@
-from tests.launchers.lab.conftest import _one_thread
+from tests.benchmarks.lab.conftest import _one_thread
 
 __all__ = ["_one_thread"]

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from comm_hooks.launchers.lab.outcomes import Point
-from comm_hooks.launchers.lab.tasks import Task, build_task
+from benchmarks.lab.outcomes import Point
+from benchmarks.lab.tasks import Task, build_task
 
 NUMEL = 64 * 200 + 200 + 200 * 10 + 10
 """The parameters of the perceptron for digits."""

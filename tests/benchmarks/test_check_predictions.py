@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.netns import why_not
 from benchmarks.netns.check_predictions import app
-from comm_hooks.launchers.netns import why_not
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks.checks import CHECKS, Clock, measure, timed_checks
-from comm_hooks.launchers.lab.model import GPTConfig
-from comm_hooks.launchers.lab.runs import Settings
+from benchmarks.lab.model import GPTConfig
+from benchmarks.lab.runs import Settings
 from comm_hooks.wire.gathered_header import GatheredHeader
 from comm_hooks.wire.stamp import Stamp
 from tests.ranks import Ranks

@@ -6,9 +6,9 @@ import itertools
 import pytest
 import torch
 
+from benchmarks.lab.schedules import constant
+from benchmarks.lab.simulated import Plan, batch_generator, new_model
 from benchmarks.studies.fed_lamb.methods import METHODS, Division, make_methods
-from comm_hooks.launchers.lab.schedules import constant
-from comm_hooks.launchers.lab.simulated import Plan, batch_generator, new_model
 from tests.benchmarks.studying import NUMEL, digits, nothing
 
 

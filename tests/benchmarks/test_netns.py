@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from comm_hooks.launchers.netns import why_not
+from benchmarks.netns import why_not
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks.lab.outcomes import Point
 from benchmarks.studies.private_compressed.schemes import (
     ALONE,
     SCHEMES,
@@ -14,7 +15,6 @@ from benchmarks.studies.private_compressed.schemes import (
     train_rank,
 )
 from benchmarks.studies.private_training import PrivatePlan, end_of
-from comm_hooks.launchers.lab.outcomes import Point
 from tests.benchmarks.studying import NUMEL, digits, nothing
 from tests.ranks import Ranks
 

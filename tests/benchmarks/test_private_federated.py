@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.lab.schedules import constant
+from benchmarks.lab.simulated import Plan, new_model
 from benchmarks.studies.private_federated.methods import (
     METHODS,
     Given,
@@ -15,8 +17,6 @@ from benchmarks.studies.private_federated.methods import (
     build,
     make_methods,
 )
-from comm_hooks.launchers.lab.schedules import constant
-from comm_hooks.launchers.lab.simulated import Plan, new_model
 from tests.benchmarks.studying import nothing
 from tests.benchmarks.test_studies import invoke
 

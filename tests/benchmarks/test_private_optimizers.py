@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.lab.simulated import new_model
 from benchmarks.studies.private_optimizers import methods
 from benchmarks.studies.private_optimizers.data import Given, PartlyPublic, build
 from benchmarks.studies.private_optimizers.methods import (
@@ -24,10 +25,9 @@ from benchmarks.studies.private_optimizers.models import (
     wide_resnet,
 )
 from benchmarks.studies.private_training import PrivatePlan
-from comm_hooks.launchers.lab.simulated import new_model
 from comm_hooks.optim.private import PerSampleGradients, check_model
+from tests.benchmarks.lab.published import write_cifar10, write_fashion_mnist
 from tests.benchmarks.studying import nothing
-from tests.launchers.lab.published import write_cifar10, write_fashion_mnist
 
 PLAN = PrivatePlan(20, 64, 0.05, 0.01, 1.0, 1e-4, 1, micro_batch_size=64)
 

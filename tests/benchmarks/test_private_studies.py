@@ -11,8 +11,8 @@ from benchmarks.studies.private_compressed.schemes import SCHEMES
 from benchmarks.studies.private_optimizers import data
 from benchmarks.studies.private_optimizers.methods import METHODS, PLAIN, PRIVATE
 from benchmarks.studies.private_optimizers.models import wide_resnet
+from tests.benchmarks.lab.published import write_cifar10
 from tests.benchmarks.test_studies import invoke
-from tests.launchers.lab.published import write_cifar10
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from benchmarks.lab.outcomes import Diverged, Method
 from benchmarks.studies.private_toy_regression.__main__ import app
 from benchmarks.studies.private_toy_regression.methods import Study, make_methods
 from benchmarks.studies.private_toy_regression.problem import (
@@ -17,7 +18,6 @@ from benchmarks.studies.private_toy_regression.problem import (
     draw,
     side_information,
 )
-from comm_hooks.launchers.lab.outcomes import Diverged, Method
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 from tests.benchmarks.studying import nothing
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.lab.outcomes import Point
+from benchmarks.lab.simulated import new_model
 from benchmarks.studies.private_training import (
     PrivatePlan,
     PrivatePoint,
@@ -15,8 +17,6 @@ from benchmarks.studies.private_training import (
     train_privately,
 )
 from comm_hooks.collectives import Simulated
-from comm_hooks.launchers.lab.outcomes import Point
-from comm_hooks.launchers.lab.simulated import new_model
 from comm_hooks.optim.private import DPSGD
 from comm_hooks.optim.private.accounting import GaussianEvent, build_accountant
 from tests.benchmarks.studying import NUMEL, digits, nothing

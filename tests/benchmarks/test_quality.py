@@ -15,6 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from benchmarks.lab.methods import parse_method
+from benchmarks.lab.plain import rebuild
+from benchmarks.lab.simulated import numel
 from benchmarks.quality import noise_scale, settings
 from benchmarks.quality.__main__ import app
 from benchmarks.quality.cells import make_cells, to_json
@@ -27,9 +30,6 @@ from benchmarks.quality.settings import PRESETS, Preset, Setting
 from benchmarks.quality.shares import share_kept
 from benchmarks.quality.tuning import Entry, by_wanted
 from comm_hooks.launchers.advise.shares import Cell, measured
-from comm_hooks.launchers.lab.methods import parse_method
-from comm_hooks.launchers.lab.plain import rebuild
-from comm_hooks.launchers.lab.simulated import numel
 
 SETTING = Setting("python", 2, 6, 0.1)
 TINY = {"layers": 1, "width": 16, "heads": 2, "context": 16, "eval_windows": 8}

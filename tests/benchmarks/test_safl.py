@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.lab.outcomes import Point
+from benchmarks.lab.schedules import cosine
+from benchmarks.lab.simulated import Client, NamedParameters, Plan, train
 from benchmarks.studies.safl.budget import FAMILIES, make_sketch, nearest
 from benchmarks.studies.safl.methods import Study, make_methods, safl_bytes
 from benchmarks.studies.safl.peers import PEERS, Given
 from comm_hooks.collectives import Transport
-from comm_hooks.launchers.lab.outcomes import Point
-from comm_hooks.launchers.lab.schedules import cosine
-from comm_hooks.launchers.lab.simulated import Client, NamedParameters, Plan, train
 from comm_hooks.wire.gathered_header import HEADER_NBYTES
 from comm_hooks.wire.summed_header import summed_header_nbytes
 from tests.benchmarks.studying import NUMEL, digits, nothing

@@ -7,9 +7,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.lab.model import Block
 from benchmarks.studies.safl_spectrum.__main__ import app
 from benchmarks.studies.safl_spectrum.lanczos import Spectrum, hessian_product, spectrum
-from comm_hooks.launchers.lab.model import Block
 
 
 def with_eigenvalues(values: torch.Tensor) -> torch.Tensor:

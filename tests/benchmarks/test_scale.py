@@ -11,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from benchmarks.lab.schedules import cosine
+from benchmarks.lab.simulated import batch_generator, known_warnings_ignored, new_model
+from benchmarks.lab.tasks import build_task
 from benchmarks.studies.scale.methods import Method, make_methods
 from benchmarks.studies.scale.predicted import (
     MODELS,
@@ -27,9 +30,6 @@ from benchmarks.studies.scale.training import Setup, Trained, train
 from comm_hooks import Exchange
 from comm_hooks.collectives import Simulated
 from comm_hooks.launchers.advise.step import Step
-from comm_hooks.launchers.lab.schedules import cosine
-from comm_hooks.launchers.lab.simulated import batch_generator, known_warnings_ignored, new_model
-from comm_hooks.launchers.lab.tasks import build_task
 from comm_hooks.wire.gathered_header import HEADER_NBYTES
 from tests.benchmarks.studying import NUMEL, nothing
 from tests.benchmarks.test_studies import invoke

@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.quality.clients import CLIP_NORM, make_client
-from comm_hooks.collectives import Transport
-from comm_hooks.launchers.lab.methods import parse_method
-from comm_hooks.launchers.lab.outcomes import Diverged, Point
-from comm_hooks.launchers.lab.runs import Settings
-from comm_hooks.launchers.lab.schedules import constant, cosine
-from comm_hooks.launchers.lab.simulated import (
+from benchmarks.lab.methods import parse_method
+from benchmarks.lab.outcomes import Diverged, Point
+from benchmarks.lab.runs import Settings
+from benchmarks.lab.schedules import constant, cosine
+from benchmarks.lab.simulated import (
     Client,
     FlatModel,
     NamedParameters,
@@ -26,7 +24,9 @@ from comm_hooks.launchers.lab.simulated import (
     new_model,
     train,
 )
-from comm_hooks.launchers.lab.tasks import Task
+from benchmarks.lab.tasks import Task
+from benchmarks.quality.clients import CLIP_NORM, make_client
+from comm_hooks.collectives import Transport
 from comm_hooks.wire.summed_header import summed_header_nbytes
 from tests.benchmarks.studying import digits, nothing
 
@@ -73,7 +73,7 @@ def test_copies_of_a_flat_model_are_apart() -> None:
 
 
 def run(task: Task, method: str, plan: Plan, lr: float, seed: int = 0) -> list[Point]:
-    """Train with a method of ``comm-hooks compare``, all ranks in this process."""
+    """Train with a method of ``python -m benchmarks.compare``, all ranks in this process."""
     settings = Settings(nproc=len(task.clients), steps=plan.rounds, learning_rate=lr)
 
     def build(named: NamedParameters, transport: Transport) -> Client:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.lab.outcomes import Advance, Method, Point, Settings
+from benchmarks.lab.tables import make_table
 from benchmarks.studies.cli import Comparison, Place
 from benchmarks.studies.safl.peers import PEERS
-from comm_hooks.launchers.lab.outcomes import Advance, Method, Point, Settings
-from comm_hooks.launchers.lab.tables import make_table
 from tests.benchmarks.studying import straight
 
 STUDIES = ("safl", "fed_lamb")

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import tried
+from benchmarks.lab.methods import parse_method
+from benchmarks.lab.model import GPTConfig
+from benchmarks.lab.runs import Figures, Run, Settings
 from benchmarks.tried import RESULTS, Job, Row, Tried
-from comm_hooks.launchers.lab.methods import parse_method
-from comm_hooks.launchers.lab.model import GPTConfig
-from comm_hooks.launchers.lab.runs import Figures, Run, Settings
 
 _SMALL = Settings(
     steps=4,

@@ -10,7 +10,7 @@ import torch
 from comm_hooks import ErrorFeedback, Exchange
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Compressor, CountSketch, Identity, PermK, Quantize, Sign, TopK
-from comm_hooks.exchange.message import Terms
+from comm_hooks.exchange.message import RoundContext
 from comm_hooks.exchange.payload import PayloadFormat
 from comm_hooks.exchange.settings import Collective
 from comm_hooks.wire.stamp import Stamp
@@ -111,7 +111,7 @@ def test_payloads_made_together_are_those_made_one_by_one(
         )
         assert torch.equal(form.encode(message), payloads[m])  # type: ignore[arg-type]
     assert all(torch.equal(one, other) for one, other in zip(apart, stacks, strict=True))
-    assert float(form.check(payloads, Terms(stamp))) == 0
+    assert float(form.check(payloads, RoundContext(stamp))) == 0
     form.decode_all(stacks, payloads, of_all)
     for m in range(count):
         form.decode([stack[m] for stack in apart], payloads[m], [part[m] for part in keys], 1)

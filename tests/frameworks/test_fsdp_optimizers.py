@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from comm_hooks import ConfigMismatchError, ErrorFeedback, Exchange, Identity, Sign, register
-from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
+from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
 from comm_hooks.optim import (
     CompressedAdam,
     LocalRounds,

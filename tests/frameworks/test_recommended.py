@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from comm_hooks import ErrorFeedback, Exchange, Sign, register
+from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
 from comm_hooks.frameworks import accelerate as ours_in_accelerate
-from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
 from comm_hooks.optim import LocalVarianceAdam, low_communication
 from tests.ranks import Ranks
 from tests.test_hook import Net, batch

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from comm_hooks import Compressor, Identity, PayloadError
-from comm_hooks.exchange.message import Terms
+from comm_hooks.exchange.message import RoundContext
 from comm_hooks.exchange.payload import PayloadFormat
 from comm_hooks.randomness import derive_keys
 from comm_hooks.wire.gathered_header import GatheredHeader
@@ -43,7 +43,7 @@ def payloads(data: bytes) -> None:
     if isinstance(format_._header, GatheredHeader):  # else there is no checksum
         for rank, payload in enumerate(received):
             GatheredHeader(range(ranks), rank).write_(payload[None], _STAMP, torch.tensor(0.0))
-    assert float(format_.check(received, Terms(_STAMP))) == 0
+    assert float(format_.check(received, RoundContext(_STAMP))) == 0
     if looks_at_memory:
         _decode(format_, matrices, honest)  # fills caches
         peak = _peak(format_, matrices, honest)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.audit.configuration import read_configuration
+from benchmarks.report.reading import read_runs
 from comm_hooks.collectives import Simulated
 from comm_hooks.config import build_compressor, build_memory
 from comm_hooks.exchange import Exchange, ExchangeSettings
-from comm_hooks.launchers.audit.configuration import read_configuration
-from comm_hooks.launchers.report.reading import read_runs
 from comm_hooks.optim.private.accounting.ledger import Ledger
 from tests.fuzz.fuzzing import Draw
 from tests.fuzz.trees import PLAIN, mutated
@@ -72,18 +72,18 @@ def ledgers(data: bytes) -> None:
 
 
 def logs(data: bytes) -> None:
-    """``comm-hooks report`` reads a log."""
+    """``python -m benchmarks.report`` reads a log."""
     for run in read_runs(_FILE.write(data)):
         run.to_json()
 
 
 def audits(data: bytes) -> None:
-    """``comm-hooks audit`` reads a configuration."""
+    """``python -m benchmarks.audit`` reads a configuration."""
     read_configuration(_FILE.write(data)).judge()
 
 
 def audit_settings(data: bytes) -> None:
-    """``comm-hooks audit`` reads an object of any settings."""
+    """``python -m benchmarks.audit`` reads an object of any settings."""
     draw = Draw(data)
     settings = mutated(draw, draw.choice(_examples("audits")), PLAIN)
     audits(json.dumps(settings).encode())

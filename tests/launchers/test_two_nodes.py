@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from comm_hooks.launchers.netns import Bed, why_not
-from comm_hooks.launchers.netns.links import call
+from benchmarks.netns import Testbed, why_not
+from benchmarks.netns.links import call
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "comm_hooks.launchers.main"]
@@ -29,7 +29,9 @@ pytestmark = [
 ]
 
 
-def start(bed: Bed, node: int, arguments: list[str], **variables: str) -> "subprocess.Popen[str]":
+def start(
+    bed: Testbed, node: int, arguments: list[str], **variables: str
+) -> "subprocess.Popen[str]":
     """Start ``comm-hooks`` on a node that has been told nothing but the arguments."""
     environment = {
         name: value
@@ -47,7 +49,7 @@ def start(bed: Bed, node: int, arguments: list[str], **variables: str) -> "subpr
     )
 
 
-def run(bed: Bed, *commands: list[str], code: int = 0, **variables: str) -> list[str]:
+def run(bed: Testbed, *commands: list[str], code: int = 0, **variables: str) -> list[str]:
     """Run a command on each node and return what they print, once all have ended with ``code``."""
     processes = [start(bed, node, c, **variables) for node, c in enumerate(commands)]
     codes = bed.wait(processes, timeout=SECONDS)
@@ -73,7 +75,7 @@ def check_counts(folder: Path) -> None:
 
 def test_torchrun_on_two_nodes_trains_through_the_link(tmp_path: Path) -> None:
     script = str(ROOT / "tests/launchers/launch/train_ddp.py")
-    with Bed(2, rate="100mbit") as bed:
+    with Testbed(2, rate="100mbit") as bed:
         command = [
             "launch",
             "--nnodes",
@@ -94,7 +96,7 @@ def test_torchrun_on_two_nodes_trains_through_the_link(tmp_path: Path) -> None:
 @pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
 def test_deepspeed_on_two_nodes_trains_through_the_link(tmp_path: Path) -> None:
     script = str(ROOT / "tests/launchers/launch/train_deepspeed.py")
-    with Bed(2, rate="100mbit") as bed:
+    with Testbed(2, rate="100mbit") as bed:
         hostfile = tmp_path / "hostfile"
         hostfile.write_text("".join(f"{address} slots=1\n" for address in bed.addresses))
         command = ["--hostfile", str(hostfile), script, str(tmp_path)]
@@ -108,7 +110,7 @@ def test_deepspeed_on_two_nodes_trains_through_the_link(tmp_path: Path) -> None:
 
 
 def test_the_preflight_names_a_slow_link_and_its_direction_on_all_nodes() -> None:
-    with Bed(3, rate="100mbit") as bed:
+    with Testbed(3, rate="100mbit") as bed:
         bed.set_rate("10mbit", ranks=[2], direction="up")
         command = ["preflight", "--nnodes", "3", "--head", bed.addresses[0]]
         outputs = run(bed, *[[*command, "--node-rank", str(node)] for node in range(3)], code=1)
@@ -122,7 +124,7 @@ def test_the_preflight_names_a_slow_link_and_its_direction_on_all_nodes() -> Non
 
 
 def test_an_unreachable_node_is_named_within_the_time_that_was_given() -> None:
-    with Bed(2) as bed:
+    with Testbed(2) as bed:
         # Node 1 is there, but its link is not.
         call("ip", "-n", bed.switch, "link", "set", "port1", "nomaster")
         command = ["preflight", "--nnodes", "2", "--head", bed.addresses[0], "--timeout", "3"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from comm_hooks.launchers.audit.script.observer import Observer, Variant
+from benchmarks.audit.script.observer import Observer, Variant
 from comm_hooks.optim import observed
 from comm_hooks.optim.private.data.poisson import PoissonSampler
 

@@ -11,13 +11,13 @@ from typing import Annotated
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.lab.plots import BLACK, new_figure, save, style
+from benchmarks.lab.search import search
+from benchmarks.lab.tables import make_table
 from benchmarks.studies import cli
 from benchmarks.studies.convergence.descent import Problem, Squared, squared_gradients
 from benchmarks.studies.convergence.methods import Method, make_methods
 from benchmarks.studies.quadratics import SPECTRA
-from comm_hooks.launchers.lab.plots import BLACK, new_figure, save, style
-from comm_hooks.launchers.lab.search import search
-from comm_hooks.launchers.lab.tables import make_table
 from comm_hooks.launchers.output import Interruption, make_console
 
 _FACTOR = 2.0  # between neighbouring constants

@@ -4,17 +4,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from comm_hooks.collectives import Simulated
-from comm_hooks.compressors import Identity
-from comm_hooks.exchange import Exchange
-from comm_hooks.launchers.lab.outcomes import Advance, Method, Point, Settings
-from comm_hooks.launchers.lab.simulated import (
+from benchmarks.lab.outcomes import Advance, Method, Point, Settings
+from benchmarks.lab.simulated import (
     Plan,
     batch_generator,
     new_model,
     train_in_turn,
 )
-from comm_hooks.launchers.lab.tasks import Task
+from benchmarks.lab.tasks import Task
+from comm_hooks.collectives import Simulated
+from comm_hooks.compressors import Identity
+from comm_hooks.exchange import Exchange
 from comm_hooks.optim.rounds.algorithms import FedAMS, FedAvg, FedLAMB
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import Participation

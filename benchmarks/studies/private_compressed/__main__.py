@@ -9,6 +9,8 @@ from typing import Annotated
 from matplotlib.axes import Axes
 from rich.table import Table
 
+from benchmarks.lab import plots, tables
+from benchmarks.lab.outcomes import Outcome
 from benchmarks.studies import cli
 from benchmarks.studies.private_compressed.schemes import (
     ALONE,
@@ -20,8 +22,6 @@ from benchmarks.studies.private_compressed.schemes import (
     repeat_over_gloo,
 )
 from benchmarks.studies.private_training import RECORDED, PrivatePlan, end_of, point_of
-from comm_hooks.launchers.lab import plots, tables
-from comm_hooks.launchers.lab.outcomes import Outcome
 
 
 def private_compressed(

@@ -8,15 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.studies.private_training import (
-    Placement,
-    PrivatePlan,
-    PrivatePoint,
-    diverging_ignored,
-    train_privately,
-)
-from comm_hooks.collectives import Simulated, Transport, run_ranks
-from comm_hooks.launchers.lab.outcomes import (
+from benchmarks.lab.outcomes import (
     Advance,
     Diverged,
     Method,
@@ -25,9 +17,17 @@ from comm_hooks.launchers.lab.outcomes import (
     Run,
     Settings,
 )
-from comm_hooks.launchers.lab.processes import spawn_ranks
-from comm_hooks.launchers.lab.simulated import NamedParameters, new_model
-from comm_hooks.launchers.lab.tasks import Task
+from benchmarks.lab.processes import spawn_ranks
+from benchmarks.lab.simulated import NamedParameters, new_model
+from benchmarks.lab.tasks import Task
+from benchmarks.studies.private_training import (
+    Placement,
+    PrivatePlan,
+    PrivatePoint,
+    diverging_ignored,
+    train_privately,
+)
+from comm_hooks.collectives import Simulated, Transport, run_ranks
 from comm_hooks.optim.private import DPSGD, DPAdam, DPMicroAdam
 
 

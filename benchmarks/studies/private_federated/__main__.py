@@ -7,12 +7,12 @@ from typing import Annotated
 
 from rich.table import Table
 
+from benchmarks.lab import plots, tables
+from benchmarks.lab.outcomes import Outcome
+from benchmarks.lab.schedules import constant
+from benchmarks.lab.simulated import Plan
 from benchmarks.studies import cli
 from benchmarks.studies.private_federated.methods import METHODS, Noise, build, make_methods
-from comm_hooks.launchers.lab import plots, tables
-from comm_hooks.launchers.lab.outcomes import Outcome
-from comm_hooks.launchers.lab.schedules import constant
-from comm_hooks.launchers.lab.simulated import Plan
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 
 

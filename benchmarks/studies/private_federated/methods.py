@@ -6,18 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch.optim import SGD, Adam, Optimizer
 
-from comm_hooks.collectives import Simulated
-from comm_hooks.compressors import Identity
-from comm_hooks.exchange import Exchange
-from comm_hooks.launchers.lab.outcomes import Advance, Method, Point, Settings
-from comm_hooks.launchers.lab.simulated import (
+from benchmarks.lab.outcomes import Advance, Method, Point, Settings
+from benchmarks.lab.simulated import (
     NamedParameters,
     Plan,
     batch_generator,
     new_model,
     train_in_turn,
 )
-from comm_hooks.launchers.lab.tasks import Shard, Task, build_task
+from benchmarks.lab.tasks import Shard, Task, build_task
+from comm_hooks.collectives import Simulated
+from comm_hooks.compressors import Identity
+from comm_hooks.exchange import Exchange
 from comm_hooks.optim.private import PrivacyEngine
 from comm_hooks.optim.private.optimizers.ada_dps import AdaS
 from comm_hooks.optim.private.optimizers.public_knowledge import token_frequency

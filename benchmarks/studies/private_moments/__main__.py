@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.lab.plots import BLACK, COLOURS, new_figure, save, style
+from benchmarks.lab.tables import make_table, tabulate
 from benchmarks.studies import cli
 from benchmarks.studies.private_moments.measure import (
     ALPHA,
@@ -26,8 +28,6 @@ from benchmarks.studies.private_moments.measure import (
     step_lengths,
     steps_by_floor,
 )
-from comm_hooks.launchers.lab.plots import BLACK, COLOURS, new_figure, save, style
-from comm_hooks.launchers.lab.tables import make_table, tabulate
 from comm_hooks.launchers.output import Interruption, make_console
 
 

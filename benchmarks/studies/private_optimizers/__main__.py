@@ -10,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from benchmarks.lab import plots, tables
+from benchmarks.lab.outcomes import Outcome
 from benchmarks.studies import cli
 from benchmarks.studies.private_optimizers.data import KINDS, build
 from benchmarks.studies.private_optimizers.methods import (
@@ -20,8 +22,6 @@ from benchmarks.studies.private_optimizers.methods import (
     make_methods,
 )
 from benchmarks.studies.private_training import RECORDED, PrivatePlan, end_of, point_of
-from comm_hooks.launchers.lab import plots, tables
-from comm_hooks.launchers.lab.outcomes import Outcome
 from comm_hooks.optim.private.accounting import max_steps
 
 _QUICK_STEPS = 22

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adam, Optimizer
 
+from benchmarks.lab.outcomes import Advance, Method, Point, Settings
+from benchmarks.lab.simulated import batch_generator, judge, new_model
 from benchmarks.studies.private_optimizers.data import Given, PartlyPublic
 from benchmarks.studies.private_training import (
     PrivatePlan,
@@ -16,8 +18,6 @@ from benchmarks.studies.private_training import (
     train_privately,
 )
 from comm_hooks.collectives import Simulated
-from comm_hooks.launchers.lab.outcomes import Advance, Method, Point, Settings
-from comm_hooks.launchers.lab.simulated import batch_generator, judge, new_model
 from comm_hooks.optim.base import Tensors
 from comm_hooks.optim.private import (
     DP2,

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 from rich.table import Table
 
+from benchmarks.lab import plots, tables
+from benchmarks.lab.outcomes import Outcome
 from benchmarks.studies import cli
 from benchmarks.studies.private_toy_regression.methods import GRID, Fit, Study, make_methods
 from benchmarks.studies.private_toy_regression.problem import BATCH, LABEL_VARIANCE, RARE, SAMPLES
-from comm_hooks.launchers.lab import plots, tables
-from comm_hooks.launchers.lab.outcomes import Outcome
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 
 _DELTA = 1 / SAMPLES

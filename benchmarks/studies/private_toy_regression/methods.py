@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
+from benchmarks.lab.outcomes import Advance, Diverged, Method, Outcome, Point, Settings
+from benchmarks.lab.simulated import is_due
 from benchmarks.studies.private_toy_regression.problem import (
     BATCH,
     FEATURES,
@@ -23,8 +25,6 @@ from benchmarks.studies.private_training import diverging_ignored
 from comm_hooks.collectives import run_ranks
 from comm_hooks.compressors import Identity
 from comm_hooks.exchange import Exchange
-from comm_hooks.launchers.lab.outcomes import Advance, Diverged, Method, Outcome, Point, Settings
-from comm_hooks.launchers.lab.simulated import is_due
 from comm_hooks.optim.private.dp_optimizer import DPOptimizer
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
 from comm_hooks.optim.private.noise.secret import Secret

@@ -6,15 +6,15 @@ from typing import Annotated
 
 from rich.table import Table
 
+from benchmarks.lab import plots, tables
+from benchmarks.lab.outcomes import Outcome
+from benchmarks.lab.schedules import cosine
+from benchmarks.lab.simulated import Plan
+from benchmarks.lab.tasks import options_of
 from benchmarks.studies import cli
 from benchmarks.studies.safl.budget import BETAS, FAMILIES, LOCAL_LR, SERVERS
 from benchmarks.studies.safl.methods import UNCOMPRESSED, Study, make_methods
 from benchmarks.studies.safl.peers import PEERS
-from comm_hooks.launchers.lab import plots, tables
-from comm_hooks.launchers.lab.outcomes import Outcome
-from comm_hooks.launchers.lab.schedules import cosine
-from comm_hooks.launchers.lab.simulated import Plan
-from comm_hooks.launchers.lab.tasks import options_of
 
 _LABEL_SMOOTHING = 0.1
 _WEIGHT_DECAY = 1e-4

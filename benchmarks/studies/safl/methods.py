@@ -3,20 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.studies.safl.budget import BETAS, LOCAL_LR, all_reduced, make_sketch
-from benchmarks.studies.safl.peers import PEERS, Given
-from comm_hooks.collectives import Transport
-from comm_hooks.compressors import Compressor, GaussianSketch, Identity
-from comm_hooks.exchange import Exchange
-from comm_hooks.launchers.lab.outcomes import Method, Settings
-from comm_hooks.launchers.lab.simulated import (
+from benchmarks.lab.outcomes import Method, Settings
+from benchmarks.lab.simulated import (
     Client,
     NamedParameters,
     Plan,
     numel,
     simulated_method,
 )
-from comm_hooks.launchers.lab.tasks import Task
+from benchmarks.lab.tasks import Task
+from benchmarks.studies.safl.budget import BETAS, LOCAL_LR, all_reduced, make_sketch
+from benchmarks.studies.safl.peers import PEERS, Given
+from comm_hooks.collectives import Transport
+from comm_hooks.compressors import Compressor, GaussianSketch, Identity
+from comm_hooks.exchange import Exchange
 from comm_hooks.optim.rounds.algorithms import SAFL
 
 SAFL_START = 0.016

@@ -1,19 +1,19 @@
 """The methods that SAFL is compared with, each at the settings that a budget of bytes allows.
 
 All of them take one step per round, on a model whose parameters are one vector
-(:class:`~comm_hooks.launchers.lab.simulated.FlatModel`).
+(:class:`~benchmarks.lab.simulated.FlatModel`).
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.lab.outcomes import Settings
+from benchmarks.lab.simulated import Client, NamedParameters
 from benchmarks.studies.safl.budget import BETAS, all_reduced, nearest, sharded
 from comm_hooks.collectives import Transport
 from comm_hooks.compressors import Cocktail, Compressor, CountSketch, PermK, RandomK, Sign, TopK
 from comm_hooks.exchange import Collective, Exchange
-from comm_hooks.launchers.lab.outcomes import Settings
-from comm_hooks.launchers.lab.simulated import Client, NamedParameters
 from comm_hooks.memory import Differences, ErrorFeedback
 from comm_hooks.optim.cocktail_sgd import CocktailSGD
 from comm_hooks.optim.ef21 import CDAdam

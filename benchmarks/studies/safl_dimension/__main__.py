@@ -10,14 +10,14 @@ from typing import Annotated, Any
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.lab.plots import new_figure, save, style
+from benchmarks.lab.search import search
+from benchmarks.lab.tables import make_table
 from benchmarks.studies import cli
 from benchmarks.studies.quadratics import SPECTRA, make_quadratic
 from benchmarks.studies.safl_dimension.descent import Descent, descend
 from benchmarks.studies.safl_dimension.methods import BETAS, METHODS
 from comm_hooks.compressors import SRHT, CountSketch, GaussianSketch
-from comm_hooks.launchers.lab.plots import new_figure, save, style
-from comm_hooks.launchers.lab.search import search
-from comm_hooks.launchers.lab.tables import make_table
 from comm_hooks.launchers.output import Interruption, make_console
 
 SKETCHES: dict[str, Any] = {

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from benchmarks.lab.simulated import NamedParameters, Steps
 from benchmarks.studies.quadratics import Quadratic
 from comm_hooks.collectives import Simulated, Transport
-from comm_hooks.launchers.lab.simulated import NamedParameters, Steps
 
 Build = Callable[[NamedParameters, Transport, float, int], Steps]
 """Makes what takes a method's steps, with a learning rate and a seed."""

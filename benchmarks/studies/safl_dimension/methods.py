@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.lab.simulated import NamedParameters, Steps
 from benchmarks.studies.safl.methods import UNCOMPRESSED, safl_bytes
 from benchmarks.studies.safl.peers import PEERS, Given
 from benchmarks.studies.safl_dimension.descent import Build
 from comm_hooks.collectives import Transport
 from comm_hooks.compressors import Compressor, CountSketch, Identity
 from comm_hooks.exchange import Exchange
-from comm_hooks.launchers.lab.simulated import NamedParameters, Steps
 from comm_hooks.optim import SAFL
 
 BETAS = (0.9, 0.99)

@@ -11,19 +11,19 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import nn
 
+from benchmarks.lab.plots import new_figure, save, style
+from benchmarks.lab.simulated import (
+    batch_generator,
+    known_warnings_ignored,
+    new_model,
+)
+from benchmarks.lab.tables import make_table
+from benchmarks.lab.tasks import Task, build_task
 from benchmarks.studies import cli
 from benchmarks.studies.safl_spectrum.lanczos import Spectrum, hessian_product, spectrum
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import CountSketch
 from comm_hooks.exchange import Exchange
-from comm_hooks.launchers.lab.plots import new_figure, save, style
-from comm_hooks.launchers.lab.simulated import (
-    batch_generator,
-    known_warnings_ignored,
-    new_model,
-)
-from comm_hooks.launchers.lab.tables import make_table
-from comm_hooks.launchers.lab.tasks import Task, build_task
 from comm_hooks.launchers.output import Interruption, make_console
 from comm_hooks.optim import SAFL
 

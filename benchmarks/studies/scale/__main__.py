@@ -12,6 +12,8 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.lab.plots import BLACK, GREY, new_figure, save, style, write_numbers
+from benchmarks.lab.tables import format_bytes, make_table
 from benchmarks.studies import cli
 from benchmarks.studies.scale.methods import Method, make_methods
 from benchmarks.studies.scale.predicted import (
@@ -23,8 +25,6 @@ from benchmarks.studies.scale.predicted import (
 )
 from benchmarks.studies.scale.training import Setup, Trained, train
 from comm_hooks.config import unknown
-from comm_hooks.launchers.lab.plots import BLACK, GREY, new_figure, save, style, write_numbers
-from comm_hooks.launchers.lab.tables import format_bytes, make_table
 from comm_hooks.launchers.output import Interruption, make_console
 
 PARTS = ("simulated", "predicted")

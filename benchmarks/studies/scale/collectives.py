@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import typer
 
+from benchmarks.lab.processes import lines_from_bed
+from benchmarks.netns.links import NetnsError
 from benchmarks.studies.cli import Option
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
 from comm_hooks.collectives.torch_distributed import TorchDistributed
@@ -22,8 +24,6 @@ from comm_hooks.launchers.advise.cost_model import Collective
 from comm_hooks.launchers.advise.links import measure_links, network_of
 from comm_hooks.launchers.advise.ranks import joined
 from comm_hooks.launchers.advise.rehearsal import slowest
-from comm_hooks.launchers.lab.processes import lines_from_bed
-from comm_hooks.launchers.netns.links import NetnsError
 from comm_hooks.launchers.place import find_place
 
 MODULE = "benchmarks.studies.scale.collectives"

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from benchmarks.lab.outcomes import Advance
+from benchmarks.lab.schedules import cosine
+from benchmarks.lab.simulated import batch_generator, known_warnings_ignored, new_model
+from benchmarks.lab.tasks import Task, build_task
 from benchmarks.studies.scale.methods import Method
 from comm_hooks.collectives import Simulated
-from comm_hooks.launchers.lab.outcomes import Advance
-from comm_hooks.launchers.lab.schedules import cosine
-from comm_hooks.launchers.lab.simulated import batch_generator, known_warnings_ignored, new_model
-from comm_hooks.launchers.lab.tasks import Task, build_task
 
 _JUDGED_AT_ONCE = 64  # models
 

@@ -7,11 +7,11 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange.layout import Layout
+from comm_hooks.exchange.noise_hook import COLLECTIVE_OF, Place
 from comm_hooks.exchange.routes.hierarchical import Hierarchical
 from comm_hooks.exchange.routes.one_shot import Gathered, Summed
 from comm_hooks.exchange.routes.route import Route
 from comm_hooks.exchange.routes.sharded import Sharded
-from comm_hooks.exchange.safeguard import COLLECTIVE_OF, Place
 from comm_hooks.exchange.settings import ExchangeSettings
 from comm_hooks.memory.base import Memory
 from comm_hooks.randomness import derive_key
@@ -35,7 +35,7 @@ def choose_route(
         compressor: None averages exactly.
         transport: between all ranks.
         server_memory: what the owner of a shard remembers.
-        place: of a safeguard on the way, if there is one.
+        place: of a noise_hook on the way, if there is one.
         ranks_per_node: what is given compresses between nodes only.
 
     Raises:
@@ -44,14 +44,14 @@ def choose_route(
     if ranks_per_node is not None:
         if place:
             raise ValueError(
-                "a safeguard cannot be used with collective='hierarchical', where nodes average "
+                "a noise_hook cannot be used with collective='hierarchical', where nodes average "
                 "vectors before it sees them"
             )
         assert compressor
         return _over_nodes(layout, settings, compressor, transport, server_memory, ranks_per_node)
     if place and compressor and not compressor.adds_up:
         raise ValueError(
-            f"a safeguard cannot be used with {compressor}, whose payloads do not add up to a sum "
+            f"a noise_hook cannot be used with {compressor}, whose payloads do not add up to a sum "
             "that noise belongs to: use overlap=0"
         )
     carriers = ["all_reduce"]
@@ -61,7 +61,7 @@ def choose_route(
     if not carriers:
         assert place
         raise ValueError(
-            f"a safeguard at the {place} needs collective={COLLECTIVE_OF[place]!r}, which "
+            f"a noise_hook at the {place} needs collective={COLLECTIVE_OF[place]!r}, which "
             f"{compressor} with collective={settings.collective!r} cannot have"
         )
     compressors = layout.compressors(

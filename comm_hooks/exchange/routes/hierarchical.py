@@ -14,8 +14,8 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.part import PartOfRanks
 from comm_hooks.collectives.requests import AllGather, AllToAll, Group, Request, Round
 from comm_hooks.exchange.layout import Layout, Segment
-from comm_hooks.exchange.message import Terms
-from comm_hooks.exchange.routes.route import Route, spoil_
+from comm_hooks.exchange.message import RoundContext
+from comm_hooks.exchange.routes.route import Route, fill_nan_
 from comm_hooks.exchange.shards import cut_into, join_from, shard_width
 from comm_hooks.wire.gathered_header import GatheredHeader
 
@@ -84,7 +84,7 @@ class Hierarchical(Route):
         """The size of what each rank of the node gets from each other: a multiple of 8."""
         return -(-(self._header.nbytes + 4 * sum(self._numels)) // 8) * 8
 
-    def travel(self, terms: Terms) -> Round[None]:
+    def travel(self, terms: RoundContext) -> Round[None]:
         norm = torch.linalg.vector_norm(self._work)
         # 0 if all elements are finite, else NaN.
         outgoing = self._cut()
@@ -92,7 +92,7 @@ class Hierarchical(Route):
         received = yield from self._node.within(_ask(AllToAll(outgoing)))
         health = self._header.check(received, terms.stamp, terms.judgments)
         mean = self._body(received).mean(0)
-        spoil_(mean, health)
+        fill_nan_(mean, health)
         shards = mean.split(self._numels)
         self._shards.load(shards)
         yield from self._across.within(self._between.travel(terms))

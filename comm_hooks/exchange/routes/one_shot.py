@@ -10,9 +10,9 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGather, AllReduce, Round
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange.layout import Layout
-from comm_hooks.exchange.message import Message, Terms
-from comm_hooks.exchange.routes.route import CompressedRoute, spoil_
-from comm_hooks.exchange.safeguard import Safeguard
+from comm_hooks.exchange.message import Message, RoundContext
+from comm_hooks.exchange.noise_hook import NoiseHook
+from comm_hooks.exchange.routes.route import CompressedRoute, fill_nan_
 
 
 class OneShot(CompressedRoute):
@@ -31,32 +31,32 @@ class OneShot(CompressedRoute):
         payload = torch.empty(self._format.nbytes, dtype=torch.uint8, device="meta")
         return self.request(payload).traffic(self._transport.world_size)
 
-    def travel(self, terms: Terms) -> Round[None]:
-        transport, safeguard, work = self._transport, terms.safeguard, self._layout.work
+    def travel(self, terms: RoundContext) -> Round[None]:
+        transport, noise_hook, work = self._transport, terms.noise_hook, self._layout.work
         message = Message.of(self._layout, terms, seed=self._seed, rank=transport.rank)
-        reply, payloads = yield from self._send(self._format.encode(message), safeguard)
+        reply, payloads = yield from self._send(self._format.encode(message), noise_hook)
         health = transport.alike("health", reply, lambda: self._format.check(payloads, terms))
         message.settle(torch.isfinite(health))
 
         def average() -> torch.Tensor:
-            self._average(message, payloads, safeguard)
+            self._average(message, payloads, noise_hook)
             return work
 
         # Noise is each rank's own doing, though the same on all of them.
-        mean = average() if safeguard else transport.alike("mean", reply, average)
+        mean = average() if noise_hook else transport.alike("mean", reply, average)
         if mean is not work:
             work.copy_(mean)
-        spoil_(work, health)
+        fill_nan_(work, health)
         message.give_back()
 
     @abstractmethod
     def _send(
-        self, payload: torch.Tensor, safeguard: Safeguard | None
+        self, payload: torch.Tensor, noise_hook: NoiseHook | None
     ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
         """Return the collective's reply, and the payloads to decode, (n, nbytes)."""
 
     def _average(
-        self, message: Message, payloads: torch.Tensor, safeguard: Safeguard | None
+        self, message: Message, payloads: torch.Tensor, noise_hook: NoiseHook | None
     ) -> None:
         """Write the mean over ranks to the message's matrices."""
         share = 1 / self._transport.world_size
@@ -69,15 +69,15 @@ class Summed(OneShot):
     request = AllReduce
 
     def _send(
-        self, payload: torch.Tensor, safeguard: Safeguard | None
+        self, payload: torch.Tensor, noise_hook: NoiseHook | None
     ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
-        if safeguard:
-            safeguard.clip_([self._format.body(payload)])
+        if noise_hook:
+            noise_hook.clip_([self._format.body(payload)])
         reply = yield AllReduce(payload.view(torch.float32))
         total = reply.view(torch.uint8)
-        if safeguard:
+        if noise_hook:
             total = total.clone()  # a simulated world gives the same tensor to all ranks
-            safeguard.add_noise_([self._format.body(total)])
+            noise_hook.add_noise_([self._format.body(total)])
         return reply, total[None]
 
 
@@ -87,23 +87,23 @@ class Gathered(OneShot):
     request = AllGather
 
     def _send(
-        self, payload: torch.Tensor, safeguard: Safeguard | None
+        self, payload: torch.Tensor, noise_hook: NoiseHook | None
     ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
         payloads = yield AllGather(payload)
         return payloads, payloads
 
     def _average(
-        self, message: Message, payloads: torch.Tensor, safeguard: Safeguard | None
+        self, message: Message, payloads: torch.Tensor, noise_hook: NoiseHook | None
     ) -> None:
-        if safeguard is None:
-            super()._average(message, payloads, safeguard)
+        if noise_hook is None:
+            super()._average(message, payloads, noise_hook)
             return
         work = self._layout.work
         total = torch.zeros_like(work)
         for rank, payload in enumerate(payloads):
             self._format.decode(message.matrices, payload, message.keys, rank)
-            safeguard.clip_(message.matrices)
+            noise_hook.clip_(message.matrices)
             total += work
         work.copy_(total)
-        safeguard.add_noise_(message.matrices)
+        noise_hook.add_noise_(message.matrices)
         work.mul_(1 / self._transport.world_size)

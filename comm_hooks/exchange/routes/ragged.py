@@ -8,8 +8,8 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Round
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange.layout import Layout
-from comm_hooks.exchange.message import Message, Terms
-from comm_hooks.exchange.routes.route import format_of, spoil_
+from comm_hooks.exchange.message import Message, RoundContext
+from comm_hooks.exchange.routes.route import fill_nan_, format_of
 from comm_hooks.exchange.routes.sharded import scatter
 
 
@@ -43,7 +43,7 @@ class RaggedShards:
         """The bytes that each rank sends, and receives, in a round."""
         return (self._transport.world_size - 1) * self._nbytes
 
-    def travel(self, terms: Sequence[Terms], *, factor: float = 1.0) -> Round[None]:
+    def travel(self, terms: Sequence[RoundContext], *, factor: float = 1.0) -> Round[None]:
         """Return a round that writes ``factor`` times the mean to this rank's shard's workspace.
 
         Args:
@@ -63,7 +63,7 @@ class RaggedShards:
         for each in messages:
             each.settle(torch.isfinite(health))
         self._formats[own].decode_sum(message.matrices, received, message.keys, alpha=1 / ranks)
-        spoil_(work, health)
+        fill_nan_(work, health)
         # Nobody else has this mean.
         message.give_back(ranks=ranks, factor=factor)
         work.mul_(factor)

@@ -9,7 +9,7 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Round
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange.layout import Layout, Workspace
-from comm_hooks.exchange.message import Terms
+from comm_hooks.exchange.message import RoundContext
 from comm_hooks.exchange.payload import PayloadFormat
 
 
@@ -27,7 +27,7 @@ class Route(ABC):
         return 0
 
     @abstractmethod
-    def travel(self, terms: Terms) -> Round[None]:
+    def travel(self, terms: RoundContext) -> Round[None]:
         """Replace the workspace's vectors by their mean over ranks; by NaN if one is not finite."""
 
 
@@ -66,7 +66,7 @@ def format_of(
     return PayloadFormat(parts, transport.ranks, transport.rank, summed=summed)
 
 
-def spoil_(vector: torch.Tensor, health: torch.Tensor) -> None:
+def fill_nan_(vector: torch.Tensor, health: torch.Tensor) -> None:
     """Turn ``vector`` to NaN if ``health`` is NaN, without waiting for an accelerator."""
     if health.device.type != "cpu" or not torch.isfinite(health):
         vector.add_(health)

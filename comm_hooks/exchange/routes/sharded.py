@@ -10,9 +10,9 @@ from comm_hooks.collectives.requests import AllGather, AllToAll, Round
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange.layout import Layout
-from comm_hooks.exchange.message import Message, Terms
+from comm_hooks.exchange.message import Message, RoundContext
 from comm_hooks.exchange.payload import PayloadFormat
-from comm_hooks.exchange.routes.route import CompressedRoute, format_of, spoil_
+from comm_hooks.exchange.routes.route import CompressedRoute, fill_nan_, format_of
 from comm_hooks.exchange.shards import Shards
 from comm_hooks.memory.base import Memory
 from comm_hooks.randomness import fork_all
@@ -59,7 +59,7 @@ class Sharded(CompressedRoute):
         nbytes = self._uplink.nbytes + self._downlink.nbytes
         return (self._transport.world_size - 1) * nbytes
 
-    def travel(self, terms: Terms) -> Round[None]:
+    def travel(self, terms: RoundContext) -> Round[None]:
         ranks, own = self._transport.world_size, self._transport.rank
         message = Message.of(self._layout, terms, seed=self._seed, rank=own)
         # Of each shard.
@@ -78,10 +78,10 @@ class Sharded(CompressedRoute):
         owned = [part.matrix for part in self._owned.parts()]
         received, health = yield from scatter(payloads, self._uplink, terms, final=False)
         # Noise belongs to the sum.
-        share = 1.0 if terms.safeguard else 1 / ranks
+        share = 1.0 if terms.noise_hook else 1 / ranks
         self._uplink.decode_sum(owned, received, [part[own] for part in uplink], alpha=share)
-        if terms.safeguard:
-            terms.safeguard.add_noise_(owned)
+        if terms.noise_hook:
+            terms.noise_hook.add_noise_(owned)
             torch._foreach_mul_(owned, 1 / ranks)
 
         own_keys = [part[own] for part in downlink]
@@ -109,12 +109,12 @@ class Sharded(CompressedRoute):
         mean = self._transport.alike("mean", means, join)
         if mean is not work:
             work.copy_(mean)
-        spoil_(work, health)
+        fill_nan_(work, health)
         message.give_back()
 
 
 def scatter(
-    payloads: torch.Tensor, format_: PayloadFormat, terms: Terms, *, final: bool
+    payloads: torch.Tensor, format_: PayloadFormat, terms: RoundContext, *, final: bool
 ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
     """Return a round of the first leg, in which each rank gets what all others have for it.
 

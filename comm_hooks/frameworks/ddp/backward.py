@@ -9,7 +9,7 @@ import torch
 from comm_hooks.profiling import WAIT, record_function
 
 
-class Underway:
+class Pending:
     """Ends a backward pass with the error of an exchange, if there was one, as it was raised.
 
     An error in the callback of a future is turned into text by C++, and DDP would raise a

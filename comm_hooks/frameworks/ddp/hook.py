@@ -21,7 +21,7 @@ from comm_hooks.exchange.resuming import seal_own
 from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.exchange.sparse import average_sparse
 from comm_hooks.frameworks import adaptive
-from comm_hooks.frameworks.ddp.backward import Underway
+from comm_hooks.frameworks.ddp.backward import Pending
 from comm_hooks.frameworks.ddp.model import (
     AccumulationWatch,
     DataParallelModel,
@@ -119,7 +119,7 @@ class CompressionState:
         self.exchange.owner = self
         self._saved_buckets: list[list[str]] = []
         self._accumulation = AccumulationWatch()
-        self._underway = Underway()
+        self._underway = Pending()
         self._has_model, self._is_its_pass = bool(self._names), False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressionState":
@@ -128,7 +128,7 @@ class CompressionState:
         duplicate.exchange = copy.deepcopy(self.exchange, memo)
         duplicate._names = {copy.deepcopy(p, memo): name for p, name in self._names.items()}
         duplicate.exchange.owner = duplicate
-        duplicate._underway = Underway()
+        duplicate._underway = Pending()
         duplicate._accumulation = AccumulationWatch()
         return duplicate
 
@@ -363,7 +363,7 @@ def register(
     With an optimizer that exchanges by itself (``comm_hooks.optim``), :func:`skip_hook` is.  Where
     it works in rounds (``low_communication``), the model in evaluation mode, and what its
     ``state_dict()`` returns, is from then on the one that all ranks share: see
-    :func:`~comm_hooks.frameworks.server_view.show_server_model`.  A model without DDP will do, too.
+    :func:`~comm_hooks.shared_model.show_server_model`.  A model without DDP will do, too.
 
     Args:
         model: a ``DistributedDataParallel``, or what has one inside: what ``torch.compile``,
@@ -381,9 +381,9 @@ def register(
 
     Returns:
         What has ``stats()``, and what every rank saves for itself
-        (:func:`~comm_hooks.frameworks.rank_files.save_rank_file`): a :class:`CompressionState`; the
+        (:func:`~comm_hooks.checkpoints.rank_files.save_rank_file`): a :class:`CompressionState`; the
         optimizer itself if it works in rounds; else an
-        :class:`~comm_hooks.frameworks.optimizer_state.OptimizerState`.
+        :class:`~comm_hooks.checkpoints.optimizer_state.OptimizerState`.
 
     Raises:
         ValueError: for bad settings; if there is not exactly one DDP model in ``model``; if it has

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from comm_hooks.checkpoints.optimizer_state import OptimizerState
 from comm_hooks.collectives import TorchDistributed
 from comm_hooks.frameworks.ddp.model import DataParallelModel, find_data_parallel
-from comm_hooks.frameworks.optimizer_state import OptimizerState
 from comm_hooks.frameworks.own_exchange import owns_exchange, unwrapped, works_in_rounds
-from comm_hooks.frameworks.server_view import show_server_model
 from comm_hooks.shards import is_sharded, whole
+from comm_hooks.shared_model import show_server_model
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
 
     Returns:
         What every rank saves and what counts: the rounds, or an
-        :class:`~comm_hooks.frameworks.optimizer_state.OptimizerState`.
+        :class:`~comm_hooks.checkpoints.optimizer_state.OptimizerState`.
 
     Raises:
         ValueError: for an optimizer that does not exchange, or not for this model; for layers whose

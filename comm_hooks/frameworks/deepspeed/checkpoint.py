@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
-from comm_hooks.frameworks.saved_state import exchange_of, has_clients
+from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
+from comm_hooks.checkpoints.saved_state import exchange_of, has_clients
 
 _FOLDER = "comm_hooks"
 _UNIVERSAL = "_universal"
@@ -25,9 +25,9 @@ def include(engine: Any, state: Any) -> None:
     Args:
         engine: a ``DeepSpeedEngine``.
         state: an exchange, or what else is a
-            :class:`~comm_hooks.frameworks.rank_files.RankState`.
+            :class:`~comm_hooks.checkpoints.rank_files.RankState`.
 
-    See :mod:`comm_hooks.frameworks.rank_files` for what they raise.
+    See :mod:`comm_hooks.checkpoints.rank_files` for what they raise.
     """
     save_engine, load_engine = engine.save_checkpoint, engine.load_checkpoint
     load_signature = inspect.signature(load_engine)

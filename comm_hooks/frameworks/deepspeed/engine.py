@@ -4,6 +4,7 @@ import logging
 import warnings
 from typing import Any
 
+from comm_hooks.checkpoints.optimizer_state import OptimizerState
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.exchange import Exchange
@@ -13,7 +14,6 @@ from comm_hooks.frameworks import adaptive
 from comm_hooks.frameworks.deepspeed import checkpoint, optimizers, reductions
 from comm_hooks.frameworks.deepspeed.block import BLOCK
 from comm_hooks.frameworks.deepspeed.unsupported import check_averaging, check_parallelism
-from comm_hooks.frameworks.optimizer_state import OptimizerState
 from comm_hooks.optim import LocalRounds
 
 logger = logging.getLogger(__name__)

@@ -148,7 +148,7 @@ class CompressedAllReduce:
         self._replicas = Replicas(units, exchange.transport, self._shards)
 
     @property
-    def companions(self) -> list[dist.ProcessGroup]:
+    def model_parallel_groups(self) -> list[dist.ProcessGroup]:
         """Groups of ranks that hold other parts of the model: nobody exchanges between these."""
         return [self._units[0].shard_group]
 

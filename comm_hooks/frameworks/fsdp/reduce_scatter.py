@@ -140,7 +140,7 @@ class CompressedReduceScatter:
         )
 
     @property
-    def companions(self) -> list[dist.ProcessGroup]:
+    def model_parallel_groups(self) -> list[dist.ProcessGroup]:
         """The group of ranks that hold the same part as this one, if there are others."""
         group = self._units[0].replica_group
         return [group] if group else []

@@ -10,7 +10,7 @@ import torch
 
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.exchange import Exchange
-from comm_hooks.exchange.safeguard import Safeguard
+from comm_hooks.exchange.noise_hook import NoiseHook
 from comm_hooks.optim.observed import observed
 from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.errors import PrivacyError, Settled, resettle
@@ -223,10 +223,10 @@ class GaussianMechanism(Settled, Unrepeatable):
         sensitivity = verdict.std * self.max_grad_norm
         elements = sum(tensor.numel() for tensor in tensors)
         std = self._std(sensitivity, elements)
-        safeguard: Safeguard | None = None
+        noise_hook: NoiseHook | None = None
         if self.place == "central":
             stream = self._stream("noise of owner")
-            safeguard = _OwnerNoise(
+            noise_hook = _OwnerNoise(
                 lambda total: self._add_noise_(total, sensitivity, elements, stream)
             )
         elif self.place == "aggregate":
@@ -235,14 +235,14 @@ class GaussianMechanism(Settled, Unrepeatable):
                 parts = yield AllGatherObject(os.urandom(32).hex())
                 self._shared_secret = Secret(bytes.fromhex("".join(parts)))
             stream = self._shared_secret.stream("noise", rank=0, step=self._step)
-            safeguard = _PayloadNoise(
+            noise_hook = _PayloadNoise(
                 lambda total: self._add_noise_(
                     total, sensitivity, sum(tensor.numel() for tensor in total), stream
                 )
             )
         else:
             self._add_noise_(tensors, sensitivity, elements, self._stream("noise"))
-        yield from exchange.bucket_round(bucket, tensors, safeguard=safeguard)
+        yield from exchange.bucket_round(bucket, tensors, noise_hook=noise_hook)
         exchange.end_step()
         torch._foreach_mul_(tensors, ranks / self.expected_batch_size)
         unit = (std / verdict.std / self.expected_batch_size) ** 2
@@ -295,7 +295,7 @@ def require_nothing_remembered(exchange: Exchange) -> None:
         )
 
 
-class _Noise(Safeguard):
+class _Noise(NoiseHook):
     """Noise where messages have been summed; what is in them has been clipped before."""
 
     def __init__(self, add_noise_: AddNoise) -> None:

@@ -13,6 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import comm_hooks
+from benchmarks.lab import crossings
+from benchmarks.lab.methods import parse_method, parse_methods
+from benchmarks.lab.optimizers import OPTIMIZERS
 from comm_hooks import optim
 from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.launchers.advise.advice import Advice, Case, advise_on, choose, step_at
@@ -22,9 +25,6 @@ from comm_hooks.launchers.advise.shares import ALL, Cell, Kept
 from comm_hooks.launchers.advise.snippets import json_line, python_line
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.commands.advise import METHODS
-from comm_hooks.launchers.lab import crossings
-from comm_hooks.launchers.lab.methods import parse_method, parse_methods
-from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
 
 STEP = Step.of_numel(1 << 18, 10.0)
 NETWORK = Network(2, Link(12.5e6, 1e-4))

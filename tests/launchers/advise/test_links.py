@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.netns import Testbed, why_not
 from comm_hooks.launchers.advise.cost_model import Link
 from comm_hooks.launchers.advise.links import (
     Measured,
@@ -20,7 +21,6 @@ from comm_hooks.launchers.advise.links import (
 )
 from comm_hooks.launchers.advise.ranks import joined
 from comm_hooks.launchers.links import nodes_of
-from comm_hooks.launchers.netns import Bed, why_not
 from comm_hooks.launchers.place import find_place
 
 
@@ -85,7 +85,7 @@ def print_links() -> None:
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
 def test_each_direction_is_measured_by_itself() -> None:
     script = "from tests.launchers.advise.test_links import print_links; print_links()"
-    with Bed(2) as bed:
+    with Testbed(2) as bed:
         bed.set_rate("10mbit", ranks=[0], direction="up")
         bed.set_rate("40mbit", ranks=[1], direction="up")
         options: dict[str, Any] = {"cwd": Path(__file__).parents[3]}

@@ -6,16 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.lab.methods import parse_method
+from benchmarks.lab.model import GPT, VOCABULARY, GPTConfig
+from benchmarks.lab.optimizers import OPTIMIZERS
+from benchmarks.lab.runs import Settings
 from comm_hooks import Exchange, Identity, Sign, TopK
 from comm_hooks.launchers.advise import rehearsal
 from comm_hooks.launchers.advise.cost_model import Plan, all_reduce
 from comm_hooks.launchers.advise.rehearsal import Alone, Rehearsals, of_slowest_rank
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.clock import Starvation
-from comm_hooks.launchers.lab.methods import parse_method
-from comm_hooks.launchers.lab.model import GPT, VOCABULARY, GPTConfig
-from comm_hooks.launchers.lab.optimizers import OPTIMIZERS
-from comm_hooks.launchers.lab.runs import Settings
 from comm_hooks.wire.gathered_header import HEADER_NBYTES
 
 MODEL = GPTConfig(layers=2, width=128, heads=4, context=16)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.lab.methods import parse_method
 from comm_hooks.launchers.advise import shares
 from comm_hooks.launchers.advise.shares import Cell, Situation, kept_by, most_ranks
-from comm_hooks.launchers.lab.methods import parse_method
 
 
 def cell(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from comm_hooks import ErrorFeedback, Exchange, Identity, TopK
-from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
+from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
 from comm_hooks.optim import (
     SAFL,
     DiLoCo,

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from comm_hooks import ErrorFeedback, Exchange, Identity, TopK
+from comm_hooks.checkpoints.distributed_checkpoint import RankStates
+from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
 from comm_hooks.collectives import TorchDistributed, run_ranks
 from comm_hooks.collectives.base import Transport
-from comm_hooks.frameworks.distributed_checkpoint import RankStates
-from comm_hooks.frameworks.rank_files import load_rank_files, save_rank_file
 from comm_hooks.optim import LocalRounds
 from tests.optim.scenarios import RanksOf
 

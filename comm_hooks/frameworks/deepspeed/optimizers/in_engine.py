@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
+from comm_hooks.checkpoints.optimizer_state import OptimizerState
 from comm_hooks.collectives.requests import AllReduce
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
-from comm_hooks.frameworks.optimizer_state import OptimizerState
-from comm_hooks.frameworks.server_view import show_server_model
 from comm_hooks.optim import Adam, AMSGrad, LocalRounds
 from comm_hooks.optim.exchanging import ExchangingOptimizer
+from comm_hooks.shared_model import show_server_model
 
 # The sum over ranks of gradient norms from which squares may leave float32's range on some rank.
 _LARGEST_NORM = 1e19

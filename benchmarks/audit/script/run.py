@@ -1,0 +1,241 @@
+"""Runs of a user's script, each in processes of its own and in a folder of its own."""
+
+import multiprocessing
+import os
+import runpy
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.audit.script.observer import Observer, Stopped, Variant
+from comm_hooks.launchers.endpoint import Endpoint, free_port, loopback_interface
+from comm_hooks.launchers.place import Place
+from comm_hooks.optim.private.errors import PrivacyError
+
+# One process imports torch, and those that run the script are forked from it.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "benchmarks.audit.script.run"])
+# Of the folder in which the script is called: larger parts of it are linked, not copied.
+_MOST_COPIED = 64 << 20
+_GRACE_SECONDS = 2.0
+
+
+class ScriptFailed(ValueError):
+    """The script did not get through a run.
+
+    Attributes:
+        refused: whether the library has refused what it does, and in which words.
+        trace: what Python says of it.
+    """
+
+    def __init__(self, message: str, trace: str = "", refused: str | None = None) -> None:
+        super().__init__(message)
+        self.trace = trace
+        self.refused = refused
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run.
+
+    Attributes:
+        script: its path.
+        arguments: what it is given.
+        processes: how many ranks, as ``torchrun --nproc-per-node``; None: one, without torchrun.
+        steps: private steps (or rounds) after which it is stopped.
+        timeout: seconds for one run.
+    """
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    processes: int | None = None
+    steps: int = 20
+    timeout: float = 120.0
+
+
+@dataclass
+class Run:
+    """What was observed of one run.
+
+    Attributes:
+        variant: which one.
+        ranks: the records of all ranks; see
+            :class:`~benchmarks.audit.script.observer.Observer`.
+    """
+
+    variant: Variant
+    ranks: list[dict[str, Any]] = field(repr=False)
+
+
+def run_script(job: Job, variant: Variant, folder: Path, released: Path | None = None) -> Run:
+    """Run a script under observation, on all ranks, and wait for its end.
+
+    Args:
+        job, variant: what and how.
+        folder: a new one; the script runs in a copy of the working folder in it.
+        released: where the run that is followed has left what it released; None: follow nobody.
+
+    Raises:
+        ScriptFailed: if it fails or takes too long.
+    """
+    workplace = folder / "work"
+    _copy_folder(Path.cwd(), workplace)
+    count = job.processes or 1
+    head = Endpoint("127.0.0.1", free_port())
+    processes = [
+        _CONTEXT.Process(target=_run, args=(job, variant, folder, released, rank, head))
+        for rank in range(count)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        in_time = _wait_for(processes, job.timeout)
+    finally:
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+    records = [_read(folder / f"rank{rank}.pt") for rank in range(count)]
+    named = [f" on rank {rank}" if count > 1 else "" for rank in range(count)]
+    # First those who left without a word: that is why others have failed.
+    for rank, (record, code, of) in enumerate(zip(records, codes, named, strict=True)):
+        if record is None and code is not None:
+            output = (folder / f"rank{rank}.log").read_text(errors="replace")
+            raise ScriptFailed(
+                f"{job.script} ended in the run {variant.name!r}{of} with exit code {code}, and "
+                "did not come back",
+                output[-2000:],
+            )
+    for record, of in zip(records, named, strict=True):
+        if record is not None and record["error"]:
+            raise ScriptFailed(
+                f"{job.script} failed in the run {variant.name!r}{of}: {record['error']}",
+                record["trace"],
+                record["refused"],
+            )
+    if not in_time:
+        raise ScriptFailed(
+            f"{job.script} took longer than {job.timeout:g} seconds in the run {variant.name!r}: "
+            "give a larger --timeout or fewer --steps"
+        )
+    shutil.rmtree(workplace, ignore_errors=True)
+    return Run(variant, [record for record in records if record is not None])
+
+
+def _wait_for(processes: Sequence[Any], timeout: float) -> bool:
+    """Wait until all have ended, or one has failed; return whether that was in time."""
+    end = time.monotonic() + timeout
+    while running := [p for p in processes if p.exitcode is None]:
+        left = end - time.monotonic()
+        if left <= 0:
+            return any(p.exitcode for p in processes)
+        wait([p.sentinel for p in running], timeout=left)
+        if any(p.exitcode for p in processes):
+            # The others wait for this one in vain.
+            end = min(end, time.monotonic() + _GRACE_SECONDS)
+    return True
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    # Of our own making: tensors, and plain values around them.
+    found: dict[str, Any] = torch.load(path, weights_only=False)
+    return found
+
+
+def _run(
+    job: Job, variant: Variant, folder: Path, released: Path | None, rank: int, head: Endpoint
+) -> None:
+    """Be one rank: run the script as ``__main__``, and leave what was observed."""
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - as long as the process lives
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    script = job.script.resolve()
+    if job.processes is not None:
+        _be_rank(rank, job.processes, head)
+    torch.set_num_threads(1)
+    # Workers of data loaders are started as in a process that was not forked from another one.
+    multiprocessing.set_start_method(None, force=True)
+    observer = Observer(script, variant, job.steps, folder, rank, released)
+    os.chdir(folder / "work")
+    sys.argv = [str(job.script), *job.arguments]
+    sys.path.insert(0, str(script.parent))
+    error, trace, refused = "", "", None
+    with observer.watching():
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except Stopped:
+            pass
+        except SystemExit as end:
+            if end.code:
+                error = f"exit code {end.code}"
+        except BaseException as raised:
+            error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+            trace = "".join(traceback.format_exception(raised, limit=-12))
+            if isinstance(raised, PrivacyError):
+                refused = f"{observer.places.of(raised)}: {raised}"
+    record = {**observer.record(), "error": error, "trace": trace, "refused": refused}
+    unfinished = folder / f"rank{rank}.tmp"
+    torch.save(record, unfinished)
+    unfinished.rename(folder / f"rank{rank}.pt")
+    sys.stdout.flush()
+    if not error:
+        _wait_for_others(folder, job.processes or 1)
+    # Without what the script has left to be done at exit: others may not be there any more.
+    os._exit(1 if error else 0)
+
+
+def _be_rank(rank: int, count: int, head: Endpoint) -> None:
+    """Set what torchrun would."""
+    os.environ |= Place("torchrun", rank, count, rank, count).variables(head)
+    os.environ |= {"GROUP_RANK": "0", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(count)}
+    if interface := loopback_interface():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _wait_for_others(folder: Path, count: int) -> None:
+    """Let the store, which is in the first rank's process, live until all are done."""
+    end = time.monotonic() + _GRACE_SECONDS
+    while time.monotonic() < end:
+        if all((folder / f"rank{rank}.pt").exists() for rank in range(count)):
+            return
+        time.sleep(0.01)
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder, so that a script overwrites no checkpoint; link what is large or hidden."""
+    target.mkdir(parents=True)
+    left = _MOST_COPIED
+    for entry in sorted(source.iterdir()):
+        hidden = entry.name.startswith(".") or entry.name == "__pycache__"
+        size = _MOST_COPIED + 1 if hidden else _size(entry, left)
+        if size > left or entry.is_symlink():
+            (target / entry.name).symlink_to(entry.resolve())
+            continue
+        left -= size
+        if entry.is_dir():
+            shutil.copytree(entry, target / entry.name, symlinks=True)
+        elif entry.is_file():
+            shutil.copy2(entry, target / entry.name)
+
+
+def _size(entry: Path, most: int) -> int:
+    """Return the bytes in a file or folder; more than ``most`` once it is known to be more."""
+    total = 0
+    for path in [entry] if not entry.is_dir() else entry.rglob("*"):
+        if path.is_file():
+            total += path.stat().st_size + 1024
+        if total > most:
+            break
+    return total

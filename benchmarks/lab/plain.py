@@ -1,0 +1,79 @@
+"""Dataclasses from plain data: the way back from ``json.loads`` and ``dataclasses.asdict``."""
+
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+def rebuild(kind: Any, value: Any, where: str = "") -> Any:
+    """Return ``value`` as a ``kind``, checked in all depth.
+
+    Args:
+        kind: a dataclass, int, float, str, ``list[...]``, ``tuple[...]``, ``dict[str, ...]``, or a
+            union: None where it allows that, else its first member.  Integers pass for floats,
+            booleans for nothing.
+        value: what :func:`json.loads` returned.
+        where: what to call it in messages, for instance ``settings``.
+
+    Fields of a dataclass that are None by default may be missing.
+
+    Raises:
+        ValueError: for any other field that is missing, or not known, a type that does not fit, or
+            a number that is not finite.
+
+    Example::
+
+        >>> from benchmarks.lab.plain import rebuild
+        >>> rebuild(tuple[float, float], [0.9, 0.95])
+        (0.9, 0.95)
+        >>> rebuild(dict[str, int], {"steps": "many"}, "settings")
+        Traceback (most recent call last):
+        ValueError: settings.steps must be an integer, got 'many'
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        absent = value is None and type(None) in arguments
+        return None if absent else rebuild(arguments[0], value, where)
+    if is_dataclass(kind):
+        return _rebuild_dataclass(kind, _checked(value, dict, where), where)
+    if origin is dict:
+        values = _checked(value, dict, where)
+        return {
+            name: rebuild(arguments[1], each, _at(where, name)) for name, each in values.items()
+        }
+    if origin in (list, tuple):
+        values = _checked(value, list, where)
+        if origin is tuple and len(values) != len(arguments):
+            raise ValueError(f"{where} must have {len(arguments)} elements, got {value!r}")
+        kinds = arguments if origin is tuple else arguments * len(values)
+        pairs = zip(kinds, values, strict=True)
+        return origin(rebuild(each, v, f"{where}[{i}]") for i, (each, v) in enumerate(pairs))
+    return _checked(value, kind, where)
+
+
+def _rebuild_dataclass(kind: Any, values: Mapping[str, Any], where: str) -> Any:
+    known = {each.name: each.default for each in fields(kind)}
+    if missing := [n for n, default in known.items() if n not in values and default is not None]:
+        raise ValueError(f"{_at(where, missing[0])} is missing")
+    if strange := [name for name in values if name not in known]:
+        raise ValueError(f"{_at(where, strange[0])} is not known")
+    hints = get_type_hints(kind)
+    return kind(**{name: rebuild(hints[name], v, _at(where, name)) for name, v in values.items()})
+
+
+_NAMES = {int: "an integer", float: "a number", str: "a string", dict: "an object", list: "a list"}
+
+
+def _checked(value: Any, kind: Any, where: str) -> Any:
+    accepted = (int, float) if kind is float else kind
+    if isinstance(value, bool) or not isinstance(value, accepted):
+        raise ValueError(f"{where or 'a record'} must be {_NAMES[kind]}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where or 'a record'} must be finite, got {value}")
+    return value
+
+
+def _at(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name

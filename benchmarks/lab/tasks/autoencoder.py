@@ -1,0 +1,106 @@
+"""Fashion-MNIST through a bottleneck: images that a deep autoencoder is to reconstruct."""
+
+import functools
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.lab.tasks.criterion import Reconstruction
+from benchmarks.lab.tasks.fashion_mnist import SIDE, fashion_mnist
+from benchmarks.lab.tasks.task import Shard, Task
+
+WIDTHS = "1000,500,250,30"
+"""Hinton & Salakhutdinov, Science 2006, and many after them: 2.8 M parameters."""
+
+
+def autoencoder(
+    *,
+    clients: int,
+    seed: int,
+    data_dir: Path | None = None,
+    partition: str = "iid",
+    classes_per_client: int = 2,
+    concentration: float = 0.3,
+    widths: str = WIDTHS,
+    judged: int = 10_000,
+) -> Task:
+    """Return the task: 60,000 grey images of 28x28 pixels to train on, 10,000 held out.
+
+    The loss is the mean squared error of pixels between 0 and 1; what is trained is the sum over an
+    image.
+
+    Args:
+        clients: how many share the training images.
+        seed: of the partition.
+        data_dir: as for :func:`~benchmarks.lab.tasks.fashion_mnist.fashion_mnist`.
+        partition: ``"iid"``, ``"classes"`` or ``"dirichlet"``.
+        classes_per_client: for ``"classes"``.
+        concentration: for ``"dirichlet"``.
+        widths: of the encoder's layers, divided by commas; the decoder mirrors them.
+        judged: the first so many of the held-out images, if there are so many.
+
+    Raises:
+        ValueError: for values out of range, and files that are missing or are not what was
+            published.
+    """
+    try:
+        hidden = [int(width) for width in str(widths).split(",")]
+    except ValueError:
+        hidden = []
+    if not hidden or min(hidden) < 1:
+        raise ValueError(f"autoencoder: widths must be positive numbers, got {widths!r}")
+    task = fashion_mnist(
+        clients=clients,
+        seed=seed,
+        data_dir=data_dir,
+        partition=partition,
+        classes_per_client=classes_per_client,
+        concentration=concentration,
+        judged=judged,
+    )
+    return replace(
+        task,
+        name="autoencoder",
+        make_model=functools.partial(make_autoencoder, SIDE * SIDE, hidden),
+        clients=[_reconstructed(client) for client in task.clients],
+        held_out=_reconstructed(task.held_out),
+        criterion=Reconstruction(_variance(task.clients[0].inputs)),
+    )
+
+
+def _reconstructed(shard: Shard) -> Shard:
+    """Return the shard with images for labels."""
+    return replace(shard, targets=shard.inputs, prepare=_scaled)
+
+
+def make_autoencoder(pixels: int, hidden: list[int]) -> nn.Sequential:
+    """Return linear layers down to the last width and up again, ReLU between, a sigmoid at the end.
+
+    Args:
+        pixels: of an image.
+        hidden: the encoder's widths.  The code itself has no ReLU.
+
+    Example::
+
+        >>> sum(p.numel() for p in make_autoencoder(784, [1000, 500, 250, 30]).parameters())
+        2837314
+    """
+    down = [pixels, *hidden]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for half in (down, down[::-1]):
+        for inputs, outputs in itertools.pairwise(half):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        layers.pop()
+    return nn.Sequential(*layers, nn.Sigmoid())
+
+
+def _scaled(images: Tensor, generator: torch.Generator | None) -> Tensor:
+    return images.float() / 255
+
+
+def _variance(images: Tensor) -> float:
+    """Return the variance of a pixel in [0, 1] over the images, in the mean of all pixels."""
+    return float((images.flatten(1).float() / 255).var(0, correction=0).mean())

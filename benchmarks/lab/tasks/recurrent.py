@@ -1,0 +1,27 @@
+"""A recurrent network over bytes."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.lab.model import VOCABULARY
+
+
+class RecurrentText(nn.Module):
+    """An LSTM (Hochreiter & Schmidhuber, 1997) that predicts bytes, with a tied output embedding.
+
+    Args:
+        layers: LSTMs on top of one another.
+        width: of embeddings and hidden states.
+    """
+
+    def __init__(self, *, layers: int, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.lstm = nn.LSTM(width, width, num_layers=layers, batch_first=True)
+        self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map bytes (batch, time) to logits (batch, time, 256)."""
+        states, _ = self.lstm(self.tokens(tokens))
+        return F.linear(self.norm(states), self.tokens.weight)

@@ -1,0 +1,89 @@
+"""Where ranks read what the others say, without a collective of the network."""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from comm_hooks.collectives.failure_detection import different_requests
+from comm_hooks.collectives.progress import progress_of
+from comm_hooks.collectives.requests import AllGatherObject, decoded_text, encoded_text
+from comm_hooks.errors import PeerError
+
+_FIRST_POLL_SECONDS = 0.001
+_POLL_SECONDS = 0.05
+
+
+class NoticeBoard:
+    """Gathers plain values in the store by which the ranks have met.
+
+    A collective takes all ranks.  Whether all of them are about to compare their settings is what
+    one of them does not know that has made its optimizer anew, while the others go on exchanging,
+    and what compares may have no connections yet.  Here
+
+    1. every rank puts up what it has to say, and a digest of it;
+    2. it reads the digests of all ranks, waiting for those that are not there yet;
+    3. it reads what those say whose digest is another one than its own.
+
+    Args:
+        store: of these ranks.
+        group: whose ranks they are.
+        timeout_seconds: after which a rank is not waited for any longer.
+        is_over: says that there is nobody to wait for any more, given the absent ranks' numbers
+            within the group.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        group: dist.ProcessGroup,
+        timeout_seconds: float,
+        is_over: Callable[[Sequence[int]], bool],
+    ) -> None:
+        self._store = PrefixStore("notices", store)
+        self._group = group
+        self._progress = progress_of(group)
+        self._timeout_seconds = timeout_seconds
+        self._is_over = is_over
+
+    def gather(self, request: AllGatherObject) -> list[Any]:
+        """Return what all ranks say, in rank order.
+
+        Raises:
+            PeerError: on all ranks, if they do not all speak of the same.
+            TimeoutError: if not all have said anything in time.
+        """
+        value = request.payload
+        ranks, own = dist.get_world_size(self._group), dist.get_rank(self._group)
+        if ranks == 1:
+            return [decoded_text(encoded_text(value))]
+        name = self._progress.compare()
+        text = encoded_text({str(request): value})
+        mark = hashlib.sha256(text).hexdigest()
+        self._store.set(f"{name} value {own}", text.decode())
+        self._store.set(f"{name} digest {own}", mark)
+        places = [f"{name} digest {rank}" for rank in range(ranks)]
+        self._wait(places)
+        found = []
+        for rank, place in enumerate(places):
+            is_alike = self._store.get(place).decode() == mark
+            found.append(text if is_alike else self._store.get(f"{name} value {rank}"))
+        said = [decoded_text(each) for each in found]
+        named = dist.get_process_group_ranks(self._group)
+        requests = dict(zip(named, (next(iter(each)) for each in said), strict=True))
+        if reason := different_requests(requests):
+            raise PeerError(f"an exchange failed because {reason}")
+        return [each[str(request)] for each in said]
+
+    def _wait(self, places: Sequence[str]) -> None:
+        until, poll = time.monotonic() + self._timeout_seconds, _FIRST_POLL_SECONDS
+        # Not Store.wait(): it would keep all other threads from the store.
+        while not self._store.check(list(places)):
+            absent = [rank for rank, place in enumerate(places) if not self._store.check([place])]
+            if absent and (time.monotonic() > until or self._is_over(absent)):
+                raise TimeoutError(f"{len(absent)} of {len(places)} ranks do not compare theirs")
+            time.sleep(poll)
+            poll = min(2 * poll, _POLL_SECONDS)

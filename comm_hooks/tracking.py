@@ -1,0 +1,182 @@
+"""Watching a run: what ``stats()`` says, written to a tracker or a file, and in one line."""
+
+import atexit
+import importlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+Write = Callable[[Mapping[str, float], int], object]
+
+
+class HasStats(Protocol):
+    """A ``CompressionState``, an ``Exchange``, ``LocalRounds``: whatever counts what it sends."""
+
+    def stats(self) -> dict[str, float]: ...
+
+
+class StatsLogger:
+    """Writes a state's ``stats()`` every few steps.
+
+    Beside what ``stats()`` returns it writes ``sent_per_step``, the bytes that this rank sent per
+    step since it last wrote, and ``seconds`` since the logger was made.
+
+    A record takes one number back from the device, the norm of the residual; a step without a
+    record takes nothing.
+
+    Args:
+        state: a :class:`~comm_hooks.CompressionState`, an :class:`~comm_hooks.Exchange` or
+            :class:`~comm_hooks.optim.LocalRounds`, restored already where a run goes on.
+        writer: ``"tensorboard"`` (into its default folder), ``"wandb"`` or ``"mlflow"`` (into the
+            run that is under way, else a new one); a TensorBoard ``SummaryWriter``; a W&B run; a
+            Lightning logger; a function of ``(values, step)``; the path of a file to which a line
+            of JSON per record is added (which ``python -m benchmarks.report`` reads); or None, for
+            :meth:`line` alone.  Give one to rank 0 only, as usual.
+        every: steps between records.
+        prefix: of the names in TensorBoard, W&B, MLflow and Lightning; a file has the bare names.
+
+    Raises:
+        ValueError: for a writer that is none of these, and for ``every`` below 1.
+        ImportError: if the package of a writer's name is not installed.
+
+    Example::
+
+        >>> from comm_hooks import register
+        >>> from comm_hooks.tracking import StatsLogger
+        >>> state = register(ddp_model, "topk")
+        >>> watch = StatsLogger(state, lambda values, step: print(step, sorted(values)[:2]))
+        >>> watch.log(step=50, loss=2.5)
+        50 ['comm_hooks/bytes_received', 'comm_hooks/bytes_sent']
+        >>> watch.line()
+        'step 50: 0 B sent per step, 1/1 of uncompressed, residual 0'
+    """
+
+    def __init__(
+        self,
+        state: HasStats,
+        writer: Any = None,
+        *,
+        every: int = 50,
+        prefix: str = "comm_hooks/",
+    ) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"StatsLogger: every is a number of steps from 1, got {every!r}")
+        if isinstance(writer, str) and writer in _BY_NAME:
+            writer = _BY_NAME[writer]()
+        self.state = state
+        self.every = every
+        self.prefix = "" if isinstance(writer, (str, PathLike)) else prefix
+        self._write = _writing(writer)
+        self._start = time.perf_counter()
+        self._last = state.stats()
+        self._line = ""
+
+    def log(self, step: int, **metrics: float) -> None:
+        """Write a record if ``step`` is a multiple of ``every``.
+
+        Args:
+            step: the training loop's own count.
+            metrics: written along under their own names, ``loss`` for instance.
+        """
+        if step % self.every == 0:
+            self.write(step, **metrics)
+
+    def write(self, step: int, **metrics: float) -> None:
+        """Write a record; see :meth:`log`."""
+        values = self.collect()
+        self._line = progress_line(values, step)
+        self._write({**metrics, **{self.prefix + k: v for k, v in values.items()}}, step)
+
+    def collect(self) -> dict[str, float]:
+        """Return the values of a record."""
+        stats = self.state.stats()
+        steps = stats["steps"] - self._last["steps"]
+        sent = stats["bytes_sent"] - self._last["bytes_sent"]
+        self._last = stats
+        stats = {**stats, "sent_per_step": sent / steps if steps > 0 else 0.0}
+        return {**stats, "seconds": time.perf_counter() - self._start}
+
+    def line(self) -> str:
+        """Return the last record as one line, for a progress bar; empty before the first."""
+        return self._line
+
+
+def progress_line(values: Mapping[str, float], step: int) -> str:
+    """Return a record as one line."""
+    return (
+        f"step {step:,}: {_bytes(values['sent_per_step'])} sent per step, "
+        f"1/{values['compression_ratio']:.3g} of uncompressed, "
+        f"residual {values['residual_norm']:.3g}"
+    )
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.4g} GB"
+
+
+def _tensorboard() -> Any:
+    writer = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter()
+    # It writes in a thread that does not outlive the process.
+    atexit.register(writer.close)
+    return writer
+
+
+def _wandb() -> Any:
+    wandb = _imported("wandb", "wandb")
+    return wandb.run or wandb.init()
+
+
+def _mlflow() -> Any:
+    # Its own functions log to the run that is under way, and begin one if there is none.
+    return _imported("mlflow", "mlflow")
+
+
+_BY_NAME: Mapping[str, Callable[[], Any]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+}
+
+
+def _imported(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"StatsLogger: writer {package!r} needs its package: pip install {package}"
+        ) from error
+
+
+def _writing(writer: Any) -> Write:
+    """Return the function that writes values to a writer."""
+    if writer is None:
+        return lambda values, step: None
+    if isinstance(writer, (str, PathLike)):
+        # Tells records of a run that was resumed from those before: all counters begin anew.
+        began = round(time.time(), 3)
+        return lambda values, step: _append(Path(writer), {"step": step, **values, "began": began})
+    if hasattr(writer, "add_scalar"):
+        return lambda values, step: [writer.add_scalar(k, v, step) for k, v in values.items()]
+    if hasattr(writer, "log_metrics"):
+        return lambda values, step: writer.log_metrics(dict(values), step=step)
+    if hasattr(writer, "log"):
+        return lambda values, step: writer.log(dict(values), step=step)
+    if callable(writer):
+        return writer
+    raise ValueError(
+        f"StatsLogger: writer must be {', '.join(map(repr, _BY_NAME))}, a SummaryWriter, a W&B "
+        f"run, a Lightning logger, a function of (values, step), the path of a file or None, got "
+        f"{writer!r}"
+    )
+
+
+def _append(path: Path, record: Mapping[str, float]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")

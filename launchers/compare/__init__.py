@@ -1,5 +1,0 @@
-"""``comm-hooks compare``: train the same small GPT once per method and report what each one costs.
-
-``command`` has the options, ``worker`` is one rank, ``plots`` are files for documents; the page is
-that of ``comm-hooks report``, and all else is made in :mod:`comm_hooks.launchers.lab`.
-"""

@@ -1,0 +1,566 @@
+"""Training scripts with a fault in the loop, each found or not, and correct ones.
+
+``python -m tests.benchmarks.audit.script_faults`` audits all of them and prints a table.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.audit import Job, ScriptAudit, ScriptFailed, audit_script
+
+TEMPLATE = """
+import copy
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from comm_hooks import ErrorFeedback, Exchange, RandomK, TopK
+from comm_hooks.optim.private import DPSGD, DPAdam, PrivacyEngine, Secret
+
+# init
+torch.manual_seed(0)
+inputs = torch.randn(400, 12)
+labels = (inputs @ torch.randn(12, 4)).argmax(1)
+# data
+dataset = TensorDataset(inputs, labels)
+public = torch.randn(64, 12)
+model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 4))
+
+
+def loss_function(model, batch):
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+engine = PrivacyEngine(ledger="privacy.jsonl")
+model, optimizer, loader = engine.make_private(
+    module=model,
+    optimizer=DPAdam(model.parameters(), lr=5e-3),
+    data_loader=DataLoader(dataset),
+    loss_function=loss_function,
+    noise_multiplier=1.0,
+    sample_rate=0.05,
+    expected_batch_size=20,
+    max_grad_norm=1.0,
+)
+# private
+for epoch in range(3):
+    for batch in loader:
+        # batch
+        optimizer.zero_grad()
+        loss = optimizer.backward(batch)
+        # backward
+        optimizer.step()
+        # step
+    # epoch
+"""
+
+CLIENTS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from comm_hooks import CountSketch, Exchange
+from comm_hooks.optim import SAFL
+from comm_hooks.optim.private import PrivacyEngine
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Linear(8, 4)
+engine = PrivacyEngine(ledger="privacy.jsonl")
+participation = engine.private_participation(
+    clients=60, sample_rate=0.1, noise_multiplier=0.8, max_norm=0.5
+)
+exchange = Exchange(CountSketch(ratio=0.5), granularity="bucket")
+rounds = SAFL(model.named_parameters(), exchange, local_lr=0.1, participation=participation)
+seen = 0.0
+for round_index in range(12):
+    for client in rounds.clients():
+        for step in range(3):
+            generator = torch.Generator().manual_seed(100 * client + step)
+            loss = model(torch.randn(8, 8, generator=generator)).square().mean()
+            loss.backward()
+            rounds.step()
+            rounds.zero_grad()
+            # client
+    # round
+"""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script.
+
+    Attributes:
+        edits: what is put in which place of the template.
+        found: a part of the message that tells of the fault; empty for a correct script.
+        processes: ranks.
+        template: what is edited.
+    """
+
+    edits: dict[str, str] = field(default_factory=dict)
+    found: str = ""
+    processes: int | None = None
+    template: str = TEMPLATE
+
+    def text(self) -> str:
+        text = self.template
+        for place, new in self.edits.items():
+            old = f"# {place}\n" if f"# {place}\n" in text else place
+            assert text.count(old) == 1, place
+            if old != place:
+                line = next(line for line in text.splitlines(True) if line.endswith(old))
+                indent = line[: -len(old)]
+                new = "".join(f"{indent}{part}\n" for part in new.splitlines()).lstrip(" ")
+            text = text.replace(old, new)
+        return text
+
+
+_ADAM = "optimizer=DPAdam(model.parameters(), lr=5e-3),"
+_INIT = 'dist.init_process_group("gloo")'
+_LOSS = "nn.functional.cross_entropy(model(inputs), labels)"
+_LAST = "    max_grad_norm=1.0,\n"
+
+FAULTS: dict[str, Script] = {
+    "a copy of the first batch in place of the next": Script(
+        {
+            "private": "first = None",
+            "batch": (
+                "first = batch if first is None and len(batch[0]) > 4 else first\n"
+                "if first is not None and len(batch[0]) <= len(first[0]):\n"
+                "    batch = [t[: len(batch[0])].clone() for t in first]"
+            ),
+        },
+        "which was not drawn for it",
+    ),
+    "a second optimizer on raw gradients": Script(
+        {
+            "private": "other = torch.optim.SGD(model.parameters(), lr=1e-3)",
+            "step": "other.zero_grad()\nloss_function(model, batch).backward()\nother.step()",
+        },
+        "changed by SGD.step()",
+    ),
+    "a second model, trained on the same batches": Script(
+        {
+            "private": (
+                "teacher = nn.Linear(12, 4)\n"
+                "other = torch.optim.Adam(teacher.parameters(), lr=1e-3)"
+            ),
+            "step": "other.zero_grad()\nloss_function(teacher, batch).backward()\nother.step()",
+        },
+        "changed by Adam.step()",
+    ),
+    "a release outside of the ledger": Script(
+        {
+            "batch": (
+                "optimizer.mechanism.release("
+                "{str(i): p.detach().clone() for i, p in enumerate(model.parameters())})"
+            )
+        },
+        "has no entry in the ledger",
+    ),
+    "steps that are not entered": Script(
+        {"private": "optimizer._enter = lambda: None"}, "has no entry in the ledger"
+    ),
+    "inputs normalized by the batch": Script(
+        {"batch": "batch = [(batch[0] - batch[0].mean(0)) / (batch[0].std(0) + 1e-3), batch[1]]"},
+        "changes the clipped sum",
+    ),
+    "samples mixed with each other": Script(
+        {"batch": "batch = [0.5 * (batch[0] + batch[0].sum(0)), batch[1]]"},
+        "changes the clipped sum",
+    ),
+    "a learning rate that follows the loss": Script(
+        {
+            "private": (
+                "plan = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)\n"
+                "best = 9.0"
+            ),
+            "step": "plan.step(float(loss_function(model, batch)) if len(batch[0]) else 1.0)\n"
+            "optimizer.param_groups[0]['weight_decay'] = 1e-3 * float(loss > 1.5)\n"
+            "optimizer.param_groups[0]['lr'] = 5e-3 * float(loss_function(model, batch))",
+        },
+        "lr (",
+    ),
+    "a learning rate from the accuracy on all samples": Script(
+        {"step": "optimizer.param_groups[0]['lr'] = float(loss_function(model, dataset[:]))"},
+        "lr (",
+    ),
+    "running statistics of the batches": Script(
+        {
+            "model = nn.Sequential(": (
+                "class Normed(nn.Module):\n"
+                "    def __init__(self):\n"
+                "        super().__init__()\n"
+                "        self.register_buffer('mean', torch.zeros(12))\n\n"
+                "    def forward(self, x):\n"
+                "        return x - self.mean\n\n\n"
+                "model = nn.Sequential(Normed(), "
+            ),
+            "batch": (
+                "if len(batch[0]):\n    model[0].mean.mul_(0.9).add_(0.1 * batch[0].mean(0))"
+            ),
+        },
+        "buffer 0.mean depends on sample",
+    ),
+    "a data set normalized by all samples": Script(
+        {"data": "inputs = (inputs - inputs.mean(0)) / inputs.std(0)"},
+        "samples: they depend on each other before training",
+    ),
+    "a data set of windows that overlap": Script(
+        {"data": "inputs, labels = inputs.unfold(0, 8, 1)[..., -1] + inputs[:393], labels[:393]"},
+        "samples: they depend on each other before training",
+    ),
+    "a model that began without privacy": Script(
+        {
+            "def loss_function(model, batch):": (
+                "start = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+                "nn.functional.cross_entropy(model(inputs), labels).backward()\n"
+                "start.step()\n"
+                "start.zero_grad()\n\n\n"
+                "def loss_function(model, batch):"
+            )
+        },
+        "change parameter 0.weight (and 3 more), too: it depends on the data without privacy",
+    ),
+    "weights of classes by their counts": Script(
+        {
+            "data": "labels = torch.tensor(labels.tolist())",
+            "def loss_function(model, batch):": (
+                "counts = torch.bincount(labels, minlength=4).float()\n\n\n"
+                "def loss_function(model, batch):"
+            ),
+            "cross_entropy(model(inputs), labels)": (
+                "cross_entropy(model(inputs), labels, weight=1 / counts)"
+            ),
+        },
+        "change the loss function's counts, too: it depends on the data without privacy",
+    ),
+    "a scale by the largest sample": Script(
+        {
+            "def loss_function(model, batch):": (
+                "largest = inputs.norm(dim=1).max()\n\n\n"
+                "def scaled(outputs):\n"
+                "    return outputs / largest\n\n\n"
+                "def loss_function(model, batch):"
+            ),
+            "cross_entropy(model(inputs), labels)": "cross_entropy(scaled(model(inputs)), labels)",
+        },
+        "change the loss function's largest, too: it depends on the data without privacy",
+    ),
+    "a data set that normalizes when it is read": Script(
+        {
+            "data": (
+                "class Scaled(Dataset):\n"
+                "    def __len__(self):\n"
+                "        return len(inputs)\n\n"
+                "    def __getitem__(self, i):\n"
+                "        return (inputs[i] - inputs.mean(0)) / inputs.std(0), labels[i]\n\n"
+            ),
+            "dataset = TensorDataset(inputs, labels)": "dataset = Scaled()",
+        },
+        "samples: they depend on each other before training",
+    ),
+    "no clipping": Script(
+        {
+            "private": (
+                "def add(gradients):\n"
+                "    for total, g in zip(optimizer.gradients._sums, gradients):\n"
+                "        total.add_(g.detach().sum(0))\n"
+                "    optimizer.gradients._count(len(gradients[0]), 0)\n\n\n"
+                "optimizer.gradients._add_samples = add"
+            )
+        },
+        "changes the clipped sum",
+    ),
+    "clipped to another norm": Script(
+        {
+            "private": (
+                "inside = optimizer.gradients.take\n"
+                "optimizer.gradients.take = lambda: (\n"
+                "    lambda taken: type(taken)([2 * t for t in taken.tensors], taken.samples)\n"
+                ")(inside())"
+            )
+        },
+        "changes the clipped sum",
+    ),
+    "noise from a seed": Script(
+        {"private": "optimizer.mechanism._secret = Secret(b'42')"}, "follows from a seed"
+    ),
+    "the same noise in every step": Script(
+        {"step": "optimizer.mechanism._step = 0"}, "their difference shows the data"
+    ),
+    "less noise than in the ledger": Script(
+        {"private": "optimizer.mechanism._std = lambda s, n: 0.8 * s"},
+        "times the standard deviation that the ledger has",
+    ),
+    "no noise on the biases": Script(
+        {
+            "private": (
+                "def add(tensors, s, n, stream, add=optimizer.mechanism._add_noise_):\n"
+                "    kept = [t.clone() for t in tensors]\n"
+                "    add(tensors, s, n, stream)\n"
+                "    for t, k in zip(tensors, kept):\n"
+                "        t.view(-1)[-4:] = k.view(-1)[-4:]\n\n\n"
+                "optimizer.mechanism._add_noise_ = add"
+            )
+        },
+        "noise",
+    ),
+    "sampling from a seed": Script(
+        {"private": "loader.batch_sampler._secret = Secret(b'42')"}, "who is drawn follows"
+    ),
+    "more samples than the ledger has": Script(
+        {"private": "object.__setattr__(loader.batch_sampler, 'sample_rate', 0.1)"},
+        "samples are drawn with probability",
+    ),
+    "divided by the number of samples drawn": Script(
+        {"batch": "engine.change(optimizer, expected_batch_size=max(1, len(batch[0])))"},
+        "expected_batch_size (",
+    ),
+    "batches left out whose loss is not finite": Script(
+        {"backward": "if not loss < 100:\n    continue"}, "which batch is taken for step"
+    ),
+    "an early end by the loss on all samples": Script(
+        {
+            "private": "start = loss_function(model, dataset[:])",
+            "step": "if not loss_function(model, dataset[:]) < start:\n    break",
+        },
+        "depends on sample",
+    ),
+    "a weight changed in place": Script(
+        {"batch": "model[0].bias.data.add_(1e-3 * batch[0].sum())"}, "not by a step of an optimizer"
+    ),
+    "a batch that was trained before": Script(
+        {"step": "optimizer.backward(batch)\noptimizer.step()"}, "PrivacyError"
+    ),
+    "a loader made anew": Script(
+        {"private": "loader = DataLoader(dataset, batch_size=20)"}, "PrivacyError"
+    ),
+    "on two ranks, steps of the first alone": Script(
+        {
+            "init": _INIT,
+            "private": "other = torch.optim.SGD(model.parameters(), lr=1e-3)",
+            "step": (
+                "other.zero_grad()\nif dist.get_rank() == 0 and len(batch[0]):\n"
+                "    loss_function(model, batch).backward()\n    other.step()"
+            ),
+        },
+        "changed by SGD.step()",
+        processes=2,
+    ),
+    "a loss that compares samples": Script(
+        {
+            _LOSS: (
+                "nn.functional.cross_entropy(model(inputs) - model(inputs).mean(0), labels, "
+                "reduction='none')"
+            ),
+            _LAST: "    max_grad_norm=1.0,\n    grad_sample_mode='hooks',\n",
+        },
+        "PrivacyError",
+    ),
+    "clients that leave something in the model": Script(
+        {
+            "client": "seen += float(loss)",
+            "round": "model.weight.data[0, 0] += 1e-3 * seen",
+        },
+        "depends on client",
+        processes=1,
+        template=CLIENTS,
+    ),
+}
+
+CORRECT: dict[str, Script] = {
+    **{
+        f"Opacus's {mode}": Script(
+            {
+                _LOSS: "nn.functional.cross_entropy(model(inputs), labels, reduction='none')",
+                _LAST: f"    max_grad_norm=1.0,\n    grad_sample_mode={mode!r},\n",
+            }
+        )
+        for mode in ("hooks", "ghost")
+    },
+    "an MLP, evaluated on public data, with a plan for the learning rate": Script(
+        {
+            "private": "plan = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)",
+            "step": (
+                "plan.step()\n"
+                "with torch.no_grad():\n"
+                "    print(float(model(public).sum()), float(loss), flush=True)"
+            ),
+        }
+    ),
+    "parts of a batch, and torch's own optimizer": Script(
+        {
+            _ADAM: "optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),",
+            "loss = optimizer.backward(batch)": (
+                "for i in range(0, len(batch[0]), 8):\n"
+                "            optimizer.backward([t[i : i + 8] for t in batch], of=batch)"
+            ),
+        }
+    ),
+    "dropout, noise on inputs and an average of weights": Script(
+        {
+            "nn.Tanh(), ": "nn.Tanh(), nn.Dropout(0.2), ",
+            "private": "average = copy.deepcopy(model)",
+            "batch": "batch = [batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]]",
+            "step": (
+                "with torch.no_grad():\n"
+                "    for a, p in zip(average.parameters(), model.parameters()):\n"
+                "        a.lerp_(p, 0.1)"
+            ),
+        }
+    ),
+    "a CNN": Script(
+        {
+            "nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 4))": (
+                "nn.Sequential(nn.Unflatten(1, (1, 12)), nn.Conv1d(1, 8, 3), "
+                "nn.GroupNorm(2, 8), nn.ReLU(), nn.AvgPool1d(2), nn.Flatten(), nn.Linear(40, 4))"
+            )
+        }
+    ),
+    "a transformer": Script(
+        {
+            "inputs = torch.randn(400, 12)\nlabels = (inputs @ torch.randn(12, 4)).argmax(1)": (
+                "inputs = torch.randint(20, (400, 8))\nlabels = inputs.sum(1) % 4"
+            ),
+            "nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 4))": (
+                "nn.Sequential(nn.Embedding(20, 16), nn.TransformerEncoderLayer("
+                "16, 2, 32, 0.0, batch_first=True), nn.Flatten(), nn.Linear(128, 4))"
+            ),
+            _LAST: "    max_grad_norm=1.0,\n    micro_batch_size=16,\n",
+        }
+    ),
+    "checkpoints, saved and loaded": Script(
+        {
+            "step": (
+                "torch.save([model.state_dict(), optimizer.state_dict()], 'checkpoint.pt')\n"
+                "saved = torch.load('checkpoint.pt')\n"
+                "model.load_state_dict(saved[0])\n"
+                "optimizer.load_state_dict(saved[1])"
+            )
+        }
+    ),
+    "noise by a budget, discrete": Script(
+        {
+            "engine.make_private(": "engine.make_private_with_epsilon(",
+            "    noise_multiplier=1.0,\n": (
+                "    target_epsilon=5.0,\n    target_delta=1e-4,\n    steps=60,\n"
+                "    noise='discrete',\n"
+            ),
+        }
+    ),
+    "another model, on public data": Script(
+        {
+            "private": (
+                "teacher = nn.Linear(12, 4)\n"
+                "other = torch.optim.Adam(teacher.parameters(), lr=1e-3)"
+            ),
+            "step": ("other.zero_grad()\nteacher(public).square().sum().backward()\nother.step()"),
+        }
+    ),
+    "workers that load ahead": Script(
+        {"DataLoader(dataset)": "DataLoader(dataset, num_workers=1)"}
+    ),
+    "augmentation from the operating system": Script(
+        {"batch": "batch = [batch[0] + os.urandom(1)[0] / 256, batch[1]]"}
+    ),
+    "two ranks, central, top-k": Script(
+        {
+            "init": _INIT,
+            _LAST: (
+                "    max_grad_norm=1.0,\n"
+                "    exchange=Exchange(TopK(density=0.25), ErrorFeedback(), min_numel=1),\n"
+            ),
+        },
+        processes=2,
+    ),
+    "two ranks, local, top-k": Script(
+        {
+            "init": _INIT,
+            _LAST: (
+                "    max_grad_norm=1.0,\n    placement='local',\n"
+                "    exchange=Exchange(TopK(density=0.25), ErrorFeedback(), min_numel=1),\n"
+            ),
+        },
+        processes=2,
+    ),
+    "two ranks, shares, a mask": Script(
+        {
+            "init": _INIT,
+            _LAST: (
+                "    max_grad_norm=1.0,\n    placement='shares',\n"
+                "    exchange=Exchange(RandomK(density=0.25, unbiased=False), min_numel=1),\n"
+            ),
+        },
+        processes=2,
+    ),
+    "two ranks, aggregate": Script(
+        {"init": _INIT, _LAST: "    max_grad_norm=1.0,\n    placement='aggregate',\n"},
+        processes=2,
+    ),
+    "two ranks, central": Script({"init": _INIT}, processes=2),
+    "clients": Script(processes=1, template=CLIENTS),
+    "two ranks, clients": Script(processes=2, template=CLIENTS),
+}
+
+
+@contextmanager
+def written(script: Script) -> Iterator[Path]:
+    """Write a script into a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "train.py"
+        path.write_text(script.text())
+        before = os.getcwd()
+        os.chdir(folder)
+        try:
+            yield path
+        finally:
+            os.chdir(before)
+
+
+def messages_of(script: Script, *, steps: int = 20) -> tuple[list[str], ScriptAudit | None]:
+    """Audit a script; return what is said against it."""
+    with written(script) as path:
+        try:
+            audit = audit_script(Job(path, processes=script.processes, steps=steps))
+        except ScriptFailed as failed:
+            refused = [f"PrivacyError: {failed.refused}"] if failed.refused else []
+            return refused or [f"{failed}\n{failed.trace}"], None
+    return [*audit.problems, *audit.doubts], audit
+
+
+def main(only: str = "") -> int:
+    """Audit all scripts and print a table; return how many were judged wrongly."""
+    wrong = 0
+    for name, script in {**FAULTS, **CORRECT}.items():
+        if only not in name:
+            continue
+        start = time.monotonic()
+        messages, audit = messages_of(script)
+        seconds = time.monotonic() - start
+        if script.found:
+            right = any(script.found in message for message in messages)
+        else:
+            right = not messages
+        wrong += not right
+        verdict = "found" if messages else "nothing found"
+        print(f"{'ok' if right else 'WRONG':6}{seconds:5.1f} s  {name}: {verdict}", flush=True)
+        for message in messages[:3]:
+            print(f"{'':15}{message}")
+        for note in audit.notes if audit else []:
+            print(f"{'':15}({note})")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main(*sys.argv[1:]) else 0)

@@ -1,0 +1,153 @@
+"""Method specs: what they parse to, and what is said about those that do not parse."""
+
+import re
+
+import pytest
+import torch
+from benchmarks.compare.command import DEFAULT_METHODS
+from torch import nn
+
+from benchmarks.lab.methods import (
+    parse_method,
+    parse_methods,
+)
+from benchmarks.lab.optimizers import OPTIMIZERS
+from benchmarks.lab.runs import Settings
+from comm_hooks.collectives import Simulated
+from comm_hooks.config import COMPRESSORS
+
+
+def test_the_default_list_parses_and_has_both_controls() -> None:
+    names = [method.spec for method in parse_methods(DEFAULT_METHODS)]
+    assert ",".join(names) == DEFAULT_METHODS
+    assert names[:2] == ["all_reduce", "none"]
+
+
+def test_the_optimizer_is_adamw_unless_named() -> None:
+    assert parse_method("sign").optimizer == "adamw"
+    assert parse_method("sign+compressed_adam").optimizer == "compressed_adam"
+
+
+def test_values_may_be_whole_decimal_fractions_words_or_truth_values() -> None:
+    method = parse_method("topk:density=1/64:value_bits=1:collective=sharded+compressed_adam")
+    assert method.crossing_options == {
+        "density": 1 / 64,
+        "value_bits": 1,
+        "collective": "sharded",
+    }
+    method = parse_method("topk:density=2e-2+compressed_adam:scaled=false:freeze_step=7:lr=1e+0")
+    assert method.crossing_options["density"] == 0.02
+    assert method.optimizer_options == {"scaled": False, "freeze_step": 7, "lr": 1.0}
+
+
+def test_options_given_win_over_those_of_the_pair_which_win_over_those_of_the_crossing() -> None:
+    assert parse_method("topk").crossing_options == {}
+    pair = parse_method("topk+compressed_adam")
+    assert pair.crossing_options == {"value_bits": 1}
+    assert pair.optimizer_options == {"scaled": True}
+    given = parse_method("topk:value_bits=32+compressed_adam:scaled=false")
+    assert given.crossing_options == {"value_bits": 32}
+    assert given.optimizer_options == {"scaled": False}
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_every_compressor_of_the_core_is_a_method(name: str) -> None:
+    method = parse_method(name)
+    assert method.crossing == name
+    assert "error feedback" in method.note or "ErrorFeedback" in method.note
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_is_a_method_of_its_own(name: str) -> None:
+    method = parse_method(name)
+    assert method.optimizer == name
+    entry = OPTIMIZERS[name]
+    # What makes an exchange of its own needs nothing to cross before.
+    assert method.crossing == (entry.crossing or ("none" if entry.makes_exchange else "all_reduce"))
+    assert method.exchanges_itself == bool(entry.crossing or entry.makes_exchange)
+    method.check(Settings())
+
+
+def test_what_makes_its_exchange_is_named_alone() -> None:
+    with pytest.raises(ValueError, match="name it without"):
+        parse_method("topk+low_communication")
+    assert parse_method("lowcommunication:bits=0.05").optimizer_options == {"bits": 0.05}
+
+
+@pytest.mark.parametrize("spec", ["all_reduce", "none", "topk", "sign+local_variance_adam"])
+def test_methods_attach_to_any_transport(spec: str) -> None:
+    method = parse_method(spec)
+    named = [("w", nn.Parameter(torch.ones(40, 40)))]
+    optimizer, exchange = method.attach(named, Settings(), Simulated(2)[1])
+    assert exchange.transport.rank == 1
+    assert method.exchanges_itself == (getattr(optimizer, "exchange", None) is exchange)
+
+
+def test_only_ddp_has_its_own_hooks() -> None:
+    with pytest.raises(ValueError, match="needs DDP"):
+        parse_method("powersgd").attach([], Settings(), Simulated(2)[0])
+
+
+def test_underscores_do_not_matter_and_options_go_to_what_is_named() -> None:
+    method = parse_method("fetchsgd:density=0.1")
+    assert (method.crossing, method.optimizer) == ("count_sketch", "fetch_sgd")
+    assert method.optimizer_options == {"density": 0.1}
+    method = parse_method("srht:ratio=0.1+safl:local_steps=4")
+    assert method.crossing_options == {"ratio": 0.1}
+    assert method.optimizer_options == {"local_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("compressed_adam:freeze_step=150", "freeze_step"),
+        ("one_bit_adam:freeze_step=999", "freeze_step"),
+        ("topk:memory=none+cd_adam", "Differences"),
+        ("sign+safl", "is no sketch"),
+        ("topk:memory_decay=1.0+sparse_loco", "decay"),
+        ("local_adamw:local_steps=4:fragments=8", "at most fragments=4"),
+        ("local_adamw:local_steps=100:fragments=99", "cannot be dealt into 99 fragments"),
+        ("topk+fetch_sgd", "sketch"),
+        ("topk+marina", "unbiased"),
+    ],
+)
+def test_methods_that_cannot_train_are_found_before_anything_is_run(
+    spec: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_method(spec).check(Settings(steps=150))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("powersdg", "unknown method 'powersdg': did you mean 'powersgd'?"),
+        ("", "unknown method '': known are all_reduce"),
+        (
+            "topk+compresed_adam",
+            "unknown optimizer 'compresed_adam': did you mean 'compressed_adam",
+        ),
+        ("topk+adamw+adamw", "at most one optimizer"),
+        ("topk:dnsity=0.1", "density"),
+        ("topk:density=2", "density"),
+        ("topk:density", "options are written topk:option=value"),
+        ("topk:memory=forever", "memory"),
+        ("none:rank=1", "none takes no options"),
+        ("powersgd:rnk=1", "unknown option of powersgd 'rnk': did you mean 'rank'?"),
+        ("powersgd:rank=0", "powersgd:rank must be a positive int, got 0"),
+        ("powersgd:rank=two", "powersgd:rank must be a positive int, got 'two'"),
+        ("sign+adamw:lr=nan", "adamw:lr must be a positive float, got nan"),
+        ("sign+adamw:lr=1/0", "adamw:lr must be a positive float, got '1/0'"),
+        ("powersgd:rank=true", "powersgd:rank must be a positive int, got True"),
+        ("sign+adamw:lr=-1", "adamw:lr must be a positive float, got -1"),
+        ("sign+compressed_adam:scaled=1", "compressed_adam:scaled must be true or false, got 1"),
+        ("bf16+compressed_adam", "needs a compressor before the '+'"),
+        ("sign,bf16,sign", "'sign' is named twice"),
+        ("sign,,bf16", "unknown method ''"),
+    ],
+)
+def test_a_bad_spec_gets_one_line_that_says_what_would_be_right(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        parse_methods(spec)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,43 @@
+"""Every optimizer that can be compared trains the model of the comparison, on real ranks."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.lab.methods import parse_method
+from benchmarks.lab.model import GPTConfig
+from benchmarks.lab.optimizers import OPTIMIZERS
+from benchmarks.lab.runs import Settings
+from benchmarks.lab.training import connect, train
+from tests.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+SETTINGS = Settings(
+    steps=6,
+    warmup=2,
+    eval_every=3,
+    batch=2,
+    eval_windows=4,
+    model=GPTConfig(layers=2, width=32, heads=2, context=16),
+)
+
+
+def run(spec: str) -> tuple[list[float], dict[str, float]]:
+    text = torch.randint(32, 127, (4000,), generator=torch.Generator().manual_seed(1))
+    trainer = connect(parse_method(spec), SETTINGS)
+    events = list(train(trainer, SETTINGS, text.to(torch.uint8)))
+    dist.barrier()
+    return [e["loss"] for e in events if e["event"] == "point"], events[-1]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_trains_and_replicas_agree_at_the_end(ranks_of: RanksOf, name: str) -> None:
+    outcomes = ranks_of(2).run(run, name)
+    assert outcomes[0][0] == outcomes[1][0]
+    losses, figures = outcomes[0]
+    assert all(math.isfinite(loss) for loss in losses)
+    assert figures["drift"] == 0
+    assert figures["bytes_sent"] > 0
