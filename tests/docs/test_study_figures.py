@@ -9,6 +9,9 @@ import pytest
 from benchmarks.studies.quadratics import SPECTRA
 from tests.docs.pages import ROOT
 
+# Records and pages change together: compared before a release.
+pytestmark = pytest.mark.slow
+
 MEASUREMENTS = (ROOT / "docs/measurements.md").read_text()
 
 
