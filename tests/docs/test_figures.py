@@ -154,7 +154,7 @@ def test_the_papers_are_counted() -> None:
         for line in section.splitlines():
             cells = [cell.strip() for cell in line.split("|")[1:-1]]
             if len(cells) >= 5 and cells[0] not in ("item", "---"):
-                state = cells[3].strip("* ")
+                state = cells[2].strip("* ")
                 found[next(s for s in states if state.startswith(s))] += 1
         name = section.partition(" (")[0]
         row = next(line for line in sections[0].splitlines() if line.startswith(f"| {name} "))
