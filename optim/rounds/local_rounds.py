@@ -20,7 +20,6 @@ from comm_hooks.optim.already_averaged import (
 )
 from comm_hooks.optim.base import parameters_of
 from comm_hooks.optim.frozen import trains
-from comm_hooks.optim.observed import observed
 from comm_hooks.optim.rounds.checks import check_rounds, check_shared_decay, cut
 from comm_hooks.optim.rounds.participation import (
     Aggregate,
@@ -476,7 +475,6 @@ class LocalRounds(SavedRounds):
             return PlainCollection(self.exchange, delta, statistics)
         return self.participation.collection(self.exchange, delta, statistics)
 
-    @observed("round")
     def _conclude(self, fragment: Sequence[int], aggregate: Aggregate) -> None:
         """Name the clients that are missing, and let the server take its step with the mean."""
         if aggregate.missing:
