@@ -141,6 +141,9 @@ class LocalRounds(SavedRounds):
     published: ClassVar[Mapping[str, Any]]
     """The exchange that a kind of rounds was published with."""
 
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Keys of :attr:`published` without which no exchange can be used."""
+
     # GradScaler then calls step() on every rank, also on one that overflowed: its step does not
     # count for the parameters, but it does for when to exchange.
     _step_supports_amp_scaling = True
