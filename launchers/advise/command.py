@@ -114,7 +114,7 @@ def advise(
                 print_links(measured, console)
                 network = links.network_of(measured, nodes, backend)
                 network = replace(network, ranks=ranks) if ranks else network
-            planner = Planner(model, network.ranks, device, network.ranks_per_node)
+            planner = Planner(model, network.ranks, device)
             adamw = max(links.gather(planner.adamw_seconds()))
             case = Case(model, network, adamw, zero_stage, tokens_per_parameter, batch)
             rows, left_out = [], {}

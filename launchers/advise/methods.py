@@ -6,7 +6,6 @@ optimizer a DDP hook averages the gradients for AdamW; an optimizer without a co
 exchange that it was published with.
 """
 
-import inspect
 import math
 import re
 import statistics
@@ -20,11 +19,11 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from comm_hooks import Exchange, ExchangeSettings
-from comm_hooks.config import COMPRESSORS, unknown
+from comm_hooks.config import COMPRESSORS, check_options, parse_spec, unknown
 from comm_hooks.launchers.advise.cost_model import Plan, Round, all_reduce, ready_shares
 from comm_hooks.launchers.advise.echo import Echo
 from comm_hooks.launchers.advise.step import Step
-from comm_hooks.optim import LocalVarianceAdam, OneBitAdam, low_communication
+from comm_hooks.optim.registry import OPTIMIZERS, Defaults, lookup
 
 PLAIN: Mapping[str, tuple[str, ...]] = {
     "all_reduce": (),
@@ -32,21 +31,15 @@ PLAIN: Mapping[str, tuple[str, ...]] = {
     "bf16": (),
     "powersgd": ("rank",),
 }
-"""PyTorch's own, and their options: predicted from their bytes alone."""
-
-OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
-    "local_variance_adam": LocalVarianceAdam,
-    "low_communication": low_communication,
-    "one_bit_adam": OneBitAdam,
-}
-_SHORT = {"bits": "bits_per_parameter"}
-"""Options of optimizers that are also written shorter."""
+"""PyTorch's own methods and their options, predicted from their bytes alone."""
 
 _MOST_ELEMENTS = 1 << 22
 """Of a longer vector a part is measured; its bytes and times are scaled up."""
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # bytes, the defaults of DDP
 _REPEAT = 3
 _MIN_STEPS = 4
+_SHORT_RUN = Defaults(steps=2 * _MIN_STEPS, warmup=1)
+"""An optimizer that changes after its warm-up has changed before its steps are measured."""
 _POWERSGD_RANK = 4
 
 
@@ -76,37 +69,42 @@ class Method:
     def check(self) -> None:
         """Raise ``ValueError`` for an unknown name or option, with the nearest known one."""
         if self.compressor in PLAIN:
-            _check_options(self.compressor, self.options, PLAIN[self.compressor])
-            if self.optimizer:
-                raise ValueError(
-                    f"method {self.spec!r}: {self.optimizer} needs a compressor before the '+', "
-                    f"one of {', '.join(COMPRESSORS)}"
-                )
-        elif self.compressor:
+            check_options(self.compressor, self.options, PLAIN[self.compressor])
+        elif self.compressor or not self.optimizer:
             self.settings()
-        if self.optimizer and self.optimizer not in OPTIMIZERS:
+        if not self.optimizer:
+            return
+        entry = lookup(self.optimizer)
+        if entry is None:
             raise ValueError(unknown("method", self.optimizer, [*PLAIN, *COMPRESSORS, *OPTIMIZERS]))
-        if self.optimizer:
-            keywords = list(inspect.signature(OPTIMIZERS[self.optimizer]).parameters)[1:]
-            _check_options(self.optimizer, self.optimizer_options, keywords)
-        if self.compressor and self.optimizer == "low_communication":
-            raise ValueError(f"method {self.spec!r}: low_communication chooses its own compressor")
+        if (entry.averages != "exchange") if self.compressor else (entry.averages == "before"):
+            wanted = "no compressor" if entry.averages == "own" else "gradients that are averaged"
+            raise ValueError(f"method {self.spec!r}: {entry.name} takes {wanted}")
+        if self.compressor in PLAIN:
+            raise ValueError(
+                f"method {self.spec!r}: {entry.name} needs a compressor before the '+'"
+            )
+        entry.check(self.optimizer_options)
 
     def settings(self) -> ExchangeSettings:
-        """Return the settings of the exchange, for a method with a compressor."""
-        return ExchangeSettings.of(self.compressor, **self.options)
+        """Return the settings of the exchange."""
+        entry = lookup(self.optimizer)
+        if self.compressor:
+            needs = entry.needs if entry else {}
+            return ExchangeSettings.of(self.compressor, **{**needs, **self.options})
+        assert entry
+        assert entry.published
+        return ExchangeSettings.from_dict(entry.published)
 
     def build(self, named: list[tuple[str, nn.Parameter]], transport: Echo) -> Optimizer:
         """Return the optimizer of a method that has one."""
-        make = OPTIMIZERS[self.optimizer]
+        entry = OPTIMIZERS[self.optimizer]
         options = dict(self.optimizer_options)
-        if make is low_communication:
-            return make(named, lr=1e-3, transport=transport, **options)
-        if "freeze_step" in inspect.signature(make).parameters:
-            options.setdefault("freeze_step", 1)
-        published: Mapping[str, Any] = make.published  # type: ignore[attr-defined]
-        settings = self.settings() if self.compressor else ExchangeSettings.from_dict(published)
-        return make(named, Exchange(settings, transport=transport), lr=1e-3, **options)
+        if entry.averages == "exchange":
+            exchange = Exchange(self.settings(), transport=transport)
+            return entry.build(named, exchange, defaults=_SHORT_RUN, **options)
+        options = {"total_steps": None, **options, "transport": transport}
+        return entry.build(named, defaults=_SHORT_RUN, **options)
 
 
 def parse_methods(specs: str) -> list[Method]:
@@ -126,7 +124,7 @@ def parse_methods(specs: str) -> list[Method]:
 
 
 def parse_method(spec: str) -> Method:
-    """Split a method into its parts; the names may be unknown.
+    """Split a method into its parts; the names and options may be unknown.
 
     Raises:
         ValueError: if it is not written as ``name:option=value+name:option=value``.
@@ -135,18 +133,22 @@ def parse_method(spec: str) -> Method:
 
         >>> parse_method("topk:density=1/64").options
         {'density': 0.015625}
-        >>> parse_method("low_communication:bits=0.12").optimizer_options
-        {'bits_per_parameter': 0.12}
+        >>> parse_method("sign+LocalVarianceAdam").optimizer
+        'local_variance_adam'
     """
     # A "+" before a name joins two parts; a "+" inside a number (1e+3) does not.
     first, *others = re.split(r"\+(?=[A-Za-z_])", spec)
     if len(others) > 1:
         raise ValueError(f"method {spec!r}: at most one optimizer may follow the '+'")
-    name, options = _split_options(first)
-    if name not in PLAIN and name not in COMPRESSORS and not others:
-        return Method(spec, "", {}, name, _long(options))
-    optimizer, own = _split_options(others[0]) if others else ("", {})
-    return Method(spec, name, options, optimizer, _long(own))
+    name, options = parse_spec(first, "method")
+    if name in PLAIN or name in COMPRESSORS or others:
+        optimizer, own = parse_spec(others[0], "method") if others else ("", {})
+    else:
+        name, options, optimizer, own = "", {}, name, options
+    if "bits" in own:
+        own["bits_per_parameter"] = own.pop("bits")
+    entry = lookup(optimizer)
+    return Method(spec, name, options, entry.name if entry else optimizer, own)
 
 
 class Planner:
@@ -156,7 +158,6 @@ class Planner:
         step: the model.
         ranks: N.
         device: on which the arithmetic is measured.
-        ranks_per_node: of a hierarchical exchange.
 
     Example::
 
@@ -165,15 +166,13 @@ class Planner:
         4194304.0
     """
 
-    def __init__(
-        self, step: Step, ranks: int, device: torch.device, ranks_per_node: int = 1
-    ) -> None:
+    def __init__(self, step: Step, ranks: int, device: torch.device) -> None:
         self._step = step
         part = step
         if step.numel > _MOST_ELEMENTS:
             part = Step.of_numel(_MOST_ELEMENTS, step.milliseconds, step.dtype)
         self._factor = step.numel / part.numel
-        self._echo = Echo(ranks, device, ranks_per_node)
+        self._echo = Echo(ranks, device)
         generator = torch.Generator().manual_seed(0)
         self._gradients = {
             str(index): torch.randn(shape, generator=generator).to(device)
@@ -277,36 +276,3 @@ def _powersgd_numels(step: Step, rank: int) -> tuple[int, int, int]:
             left += rows * min(rank, rows, columns)
             right += columns * min(rank, rows, columns)
     return uncompressed, left, right
-
-
-def _split_options(text: str) -> tuple[str, dict[str, Any]]:
-    name, *settings = text.split(":")
-    options: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not (key and equals and value):
-            raise ValueError(f"method {text!r}: options are written {name}:option=value")
-        options[key] = _parse_value(value)
-    return name, options
-
-
-def _parse_value(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    numerator, slash, denominator = text.partition("/")
-    try:
-        if slash:
-            return float(numerator) / float(denominator)
-        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-    except (ValueError, ZeroDivisionError):
-        return text
-
-
-def _long(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {_SHORT.get(name, name): value for name, value in options.items()}
-
-
-def _check_options(owner: str, options: Mapping[str, Any], known: Mapping[str, Any] | Any) -> None:
-    for name in options:
-        if name not in known:
-            raise ValueError(unknown(f"option of {owner}", name, known))
