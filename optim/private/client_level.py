@@ -137,7 +137,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         require_callable(self, "join", self.join)
 
     def prepare(self, exchange: Exchange) -> None:
-        exchange.provenance = self.releases
+        exchange.state.provenance = self.releases
 
     @observed("clients")
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
