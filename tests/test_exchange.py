@@ -380,13 +380,13 @@ def test_another_compressor_for_a_round_is_that_of_both_ways() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"downlink": 1 / 16}, "downlink must be None or a Compressor such as .*, got 0.0625"),
+        ({"downlink": 1 / 16}, "downlink must be a name or a mapping, got 0.0625"),
         ({"downlink": TopK(0.1), "collective": "all_gather"}, "goes with collective='sharded'"),
         ({"downlink": PermK()}, "PermK gives each rank its own elements"),
         ({"downlink": RandomK(0.1)}, "cannot be used with error feedback"),
         ({"downlink": "topq"}, "did you mean 'topk'"),
-        ({"downlink": {"density": 0.1}}, "downlink as a mapping needs a 'compressor'"),
-        ({"downlink": {"compressor": "topk", "densty": 0.1}}, "did you mean 'density'"),
+        ({"downlink": {"density": 0.1}}, "downlink as a mapping needs its name under 'type'"),
+        ({"downlink": {"type": "topk", "densty": 0.1}}, "did you mean 'density'"),
     ],
 )
 def test_a_downlink_that_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
@@ -395,7 +395,7 @@ def test_a_downlink_that_cannot_work_is_refused(options: dict[str, Any], message
 
 
 def test_a_downlink_can_be_named() -> None:
-    block = {"compressor": "topk", "downlink": {"compressor": "topk", "density": 0.25}}
+    block = {"compressor": "topk", "downlink": "topk:density=1/4"}
     assert ExchangeSettings.from_dict(block).downlink == TopK(0.25)
 
 

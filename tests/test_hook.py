@@ -25,7 +25,7 @@ from comm_hooks import (
     register,
     skip_hook,
 )
-from comm_hooks.config import build_compressor, build_memory
+from comm_hooks.config import build
 from comm_hooks.exchange.saved_state import seal_own
 from comm_hooks.exchange.sparse import average_sparse
 from tests.ranks import Ranks
@@ -372,8 +372,8 @@ def resume(as_registered: bool, compressor: str, granularity: str, collective: s
         }
         if as_registered:
             return ddp, register(ddp, compressor, **settings)
-        made = build_compressor(compressor)
-        state = CompressionState(made, build_memory("auto", made), **settings)
+        made = build("compressor", compressor)
+        state = CompressionState(made, build("memory", "auto", compressor=made), **settings)
         ddp.register_comm_hook(state, compression_hook)
         return ddp, state
 
