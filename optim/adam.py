@@ -139,7 +139,7 @@ class _Adam(BatchedOptimizer):
 
 
 def _numbers(values: torch.Tensor) -> list[float] | list[torch.Tensor]:
-    """Return the elements of a vector on the CPU as what a foreach function takes."""
+    """Return the elements of a vector on the CPU in the form that foreach functions take."""
     if torch.compiler.is_compiling():
         # Reading numbers would end the graph.
         return list(values.unbind())
@@ -151,7 +151,7 @@ class Adam(_Adam):
 
     An ordinary optimizer for gradients that are the same on all ranks: those that a comm hook has
     averaged, or the mean displacement of :class:`~comm_hooks.optim.rounds.LocalRounds`.  The step
-    is deterministic, so ranks that start alike stay alike, bit for bit.  With u the gradient and
+    is deterministic, so ranks that start equal stay equal, bit for bit.  With u the gradient and
     m = v = 0 at first:
 
     1. m = beta1 m + (1 - beta1) u;
@@ -188,7 +188,7 @@ class Adam(_Adam):
     also in checkpoints; the new parameter is computed in float32 and rounded once.  Changes that
     are too small for a bfloat16 parameter are lost: keep the parameters in float32 and train under
     ``torch.autocast``.  A checkpoint of :class:`torch.optim.AdamW` can be loaded.  Parameters that
-    FSDP2 has sharded (DTensors) have a state that is sharded alike.
+    FSDP2 has sharded (DTensors) have a state that is sharded in the same way.
 
     Raises:
         ValueError: for hyperparameters out of range.
@@ -210,7 +210,7 @@ class Adam(_Adam):
 
 
 class AMSGrad(_Adam):
-    r"""AMSGrad, the server's optimizer in SAFL's analysis: Adam whose second moment never falls.
+    r"""AMSGrad, the server's optimizer of SAFL: Adam with a second moment that never falls.
 
     With u the gradient, the same on all ranks, and m = v = v_hat = 0 at first:
 
@@ -222,17 +222,17 @@ class AMSGrad(_Adam):
     With ``bias_correction`` step 4 uses m / (1 - beta1^t) and v_hat / (1 - beta2^t), and this is
     :class:`torch.optim.AdamW` with ``amsgrad=True``: the maximum is that of the *uncorrected* v.
     The other order, the maximum of the corrected v, would keep the estimate from the first gradient
-    alone for ever.  The price: while 1 - beta2^t still grows, denominators may fall after all, and
-    that they do not is what AMSGrad is for.  It holds without the correction, the default here.
+    alone for ever.  The price: while 1 - beta2^t still grows, denominators may fall, against the
+    purpose of AMSGrad.  Without the correction, the default here, they never do.
 
-    One large gradient is remembered for ever, and every later step is smaller for it: clip.
+    One large gradient makes all later steps smaller: clip.
 
     Source: SAFL (Chen, Li & Banerjee, "Sketched Adaptive Federated Deep Learning"), Algorithm 2;
     Reddi, Kale & Kumar, ICLR 2018, Algorithm 2.
 
     Args:
         params, lr, betas, eps, weight_decay, bias_correction, foreach, maximize: see :class:`Adam`,
-            also for the size of the first steps, precision, errors, and what is not supported.
+            also for the size of the first steps, precision, errors and limits.
 
     State per parameter: that of :class:`Adam`, and ``max_exp_avg_sq`` (v_hat), a third tensor of
     the parameter's shape.  In a checkpoint of ``Adam`` it is missing, and starts at zero.
@@ -240,7 +240,7 @@ class AMSGrad(_Adam):
     Raises:
         ValueError: for hyperparameters out of range.
 
-    Not supported: what :class:`Adam` does not support.
+    Not supported: the same as in :class:`Adam`.
 
     Example::
 

@@ -32,7 +32,7 @@ def check_clients(owner: object, *, bound: str = "server", **hyperparameters: An
 
 
 class LocalAMSGrad(BatchedOptimizer):
-    """AMSGrad on one client, whose step lengths are bounded by a v_hat that all clients share.
+    """AMSGrad on one client, with step lengths bounded by a v_hat that all clients share.
 
     Chen, Li & Li, "Toward communication efficient adaptive gradient method" (FODS 2020), where it
     is called local AMSGrad.  v_hat is the server's and stays for a round.  Per local step, t
@@ -99,7 +99,7 @@ class LocalAMSGrad(BatchedOptimizer):
 
     @property
     def _maxima(self) -> dict[torch.Tensor, torch.Tensor]:
-        """v_hat, where the parameters are by now: frameworks move a model after its optimizer."""
+        """v_hat on the devices of the parameters: frameworks move a model after its optimizer."""
         self._v_hat = {p: v.to(p.device) for p, v in self._v_hat.items()}
         return self._v_hat
 
@@ -132,7 +132,7 @@ class LocalAMSGrad(BatchedOptimizer):
         return {**super().state_dict(), "v_hat": [v.clone() for v in self._v_hat.values()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         state_dict = dict(state_dict)
         v_hat = zip(self._v_hat, state_dict.pop("v_hat"), strict=True)
         self._v_hat = {p: v.to(p.device, torch.float32, copy=True) for p, v in v_hat}
@@ -186,7 +186,7 @@ class LocalLAMB(LocalAMSGrad):
 
     4. ``theta = theta - lr phi(|theta|) (p + weight_decay theta) / |p + weight_decay theta|``.
 
-    A layer whose norm or direction is zero takes the step of :class:`LocalAMSGrad` instead (as in
+    A layer with a norm or direction of zero takes the step of :class:`LocalAMSGrad` instead (as in
     LAMB): with phi(0) = 0 a bias that starts at zero would otherwise never move.
 
     Args:

@@ -14,7 +14,7 @@ from comm_hooks.compressors import Compressor
 from comm_hooks.optim.base import Group, States, Tensors
 from comm_hooks.optim.local_variance_adam import LocalVarianceAdam, lengthening
 from tests.optim.decaying import COMPRESSORS, SHAPES, STEPS, gradient, start
-from tests.optim.scenarios import RanksOf
+from tests.optim.scenarios import RanksOf, rarely
 
 # With a small eps all normalized gradients of the first step are 1: top-k would be a draw.
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 0.1, "weight_decay": 0.1}
@@ -78,7 +78,7 @@ def reference(compress: Callable[[np.ndarray], np.ndarray], ranks: int) -> dict[
     return x
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, *rarely(1, 4)])
 @COMPRESSORS
 @pytest.mark.filterwarnings("ignore:world size is 1")
 def test_matches_the_reference(
@@ -277,7 +277,7 @@ def lengths(signal: float) -> float:
     return float(moved[0] / moved[1])
 
 
-@pytest.mark.parametrize("signal", [0.0, 0.3, 3.0])
+@pytest.mark.parametrize("signal", [0.3, *rarely(0.0, 3.0)])
 def test_steps_are_as_long_as_those_of_adam_on_the_mean_gradient(
     ranks_of: RanksOf, signal: float
 ) -> None:

@@ -43,7 +43,7 @@ from tests.optim.rounds.problem import (
     start,
     values,
 )
-from tests.optim.scenarios import RanksOf
+from tests.optim.scenarios import RanksOf, rarely
 
 ROUNDS, K = 8, 3
 BETAS, EPS, DECAY, LR = (0.9, 0.99), 1e-6, 0.05, 0.02
@@ -99,10 +99,10 @@ def sketch_of(compressor: Compressor, vector: np.ndarray, index: int) -> np.ndar
     return tensors["weight"].double().numpy()
 
 
-@pytest.mark.parametrize("amsgrad", [True, False])
+@pytest.mark.parametrize("amsgrad", [True, *rarely(False)])
 @pytest.mark.parametrize(
     "sketch",
-    [CountSketch(ratio=0.25), SRHT(ratio=0.25), GaussianSketch(ratio=0.25), Identity()],
+    [CountSketch(0.25), *rarely(SRHT(0.25), GaussianSketch(0.25), Identity())],
     ids=lambda s: type(s).__name__,
 )
 @pytest.mark.filterwarnings("ignore:world size is 1")
@@ -205,14 +205,16 @@ CLIENT = {"bound": "client"}
     ("kind", "options", "layerwise"),
     [
         (FedAMS, {}, None),
-        (FedAMS, {"bias_correction": True}, None),
-        (FedAMS, CLIENT, None),
         (FedAMS, {"bias_correction": True, **CLIENT}, None),
-        (FedLAMB, {}, lambda norm: norm),
-        (FedLAMB, CLIENT, lambda norm: norm),
         (FedLAMB, {"phi": clamp}, lambda norm: min(max(norm, 0.5), 5.0)),
+        *rarely(
+            (FedAMS, {"bias_correction": True}, None),
+            (FedAMS, CLIENT, None),
+            (FedLAMB, {}, lambda norm: norm),
+            (FedLAMB, CLIENT, lambda norm: norm),
+        ),
     ],
-    ids=["ams", "ams-corrected", "ams-client", "ams-ours", "lamb", "lamb-client", "lamb-clamped"],
+    ids=["ams", "ams-ours", "lamb-clamped", "ams-corrected", "ams-client", "lamb", "lamb-client"],
 )
 def test_fed_ams_and_fed_lamb(
     ranks_of: RanksOf,
