@@ -10,7 +10,7 @@ from torch.optim import SGD, Optimizer
 
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
-from comm_hooks.exchange.resuming import check_complete
+from comm_hooks.exchange.saved_state import check_complete
 from comm_hooks.optim.already_averaged import AveragingCheck
 from comm_hooks.optim.base import parameters_of
 from comm_hooks.optim.frozen import FrozenParameters, trains
@@ -292,7 +292,7 @@ class LocalRounds(WrappingOptimizer):
             if self.look_ahead:  # nothing has been done since, so nothing is undone
                 state.model.restore()
         state.model.note()
-        self.exchange.settle()
+        self.exchange.wait()
 
     @torch.no_grad()
     def restart(self, parameters: Iterable[torch.Tensor] | None = None) -> None:

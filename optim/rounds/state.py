@@ -9,9 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from comm_hooks.callers import warn_program
+from comm_hooks.checkpoints.sealing import SEAL, require_seal, sealed
 from comm_hooks.exchange import Exchange
-from comm_hooks.exchange.resuming import check_whole, seal_own
-from comm_hooks.exchange.sealing import SEAL, require_seal, sealed
+from comm_hooks.exchange.saved_state import check_whole, seal_own
 from comm_hooks.optim.base import names_of, parameters_of, require_distinct_names
 from comm_hooks.optim.frozen import trains
 from comm_hooks.optim.rounds.client_states import ClientStates
