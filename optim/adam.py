@@ -12,7 +12,7 @@ from comm_hooks.requirements import require_flag
 
 
 class _Adam(BatchedOptimizer):
-    """Both of them; they differ in whether the second moment may fall again."""
+    """Adam and AMSGrad, which keeps the maximum of the second moment."""
 
     _amsgrad: bool
 
@@ -98,7 +98,7 @@ class _Adam(BatchedOptimizer):
         parameter.copy_(x - lr * direction)
 
     def _update_foreach(self, parameters: Tensors, group: Group) -> None:
-        """Do the same to parameters of one device and dtype, with few kernels and little memory."""
+        """Update parameters of one device and dtype, with few kernels and little memory."""
         states = [self._state_of(p) for p in parameters]
         lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
         dtype = states[0]["exp_avg"].dtype

@@ -1,4 +1,4 @@
-"""Gradients that DDP or FSDP has averaged already, where an optimizer is about to exchange them."""
+"""Checks at the first step: has DDP or FSDP averaged the gradients, are settings consistent."""
 
 import gc
 import hashlib
@@ -72,7 +72,7 @@ def double_averaging(
 
 
 def sharded_over(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> list[int]:
-    """Return those of ``ranks`` among which FSDP, 1 or 2, averages gradients.
+    """Return the members of ``ranks`` between which FSDP 1 or 2 averages gradients.
 
     FSDP has no way not to: a rank gets the mean for its shard, and nothing of its own gradient.
 

@@ -103,7 +103,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
     def __init__(
         self, params: ParamsT, exchange: Exchange, defaults: Group, **settings: Any
     ) -> None:
-        """Check and store.
+        """Check the arguments and store them.
 
         Args:
             params, exchange: see the class.

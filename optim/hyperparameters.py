@@ -1,4 +1,4 @@
-"""The checks of hyperparameters and gradients, with the same words for all optimizers."""
+"""Checks of hyperparameters and gradients, with the same messages for all optimizers."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -93,7 +93,7 @@ def _check_betas(owner: str, betas: object, count: int) -> None:
 
 
 def check_freeze_step(owner: object, freeze_step: int, total_steps: int | None) -> None:
-    """Raise ``ValueError`` for a warm-up that cannot be, or that takes up the whole run.
+    """Raise ``ValueError`` for a ``freeze_step`` below 1, or at the end of the run.
 
     Args:
         owner: the optimizer, or its name, for messages.

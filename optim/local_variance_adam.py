@@ -161,7 +161,7 @@ def norms_sq(momenta: Tensors, correction: float) -> Tensors:
 
 
 def lengthening(mean_sq: torch.Tensor, ranks: int, beta1: float) -> torch.Tensor:
-    """Return how much longer steps along a mean of normalized momenta are to be.
+    """Return the factor that lengthens steps along a mean of normalized momenta.
 
     Args:
         mean_sq: of the momentum's elements, of any shape.

@@ -88,7 +88,7 @@ def low_communication(
     process_group: dist.ProcessGroup | None = None,
     transport: Transport | None = None,
 ) -> LocalRounds:
-    r"""Return an optimizer that replaces AdamW and sends no more than so many bits.
+    r"""Return an optimizer that replaces AdamW and sends at most a given number of bits.
 
     Rounds of local steps (:class:`~comm_hooks.optim.LocalRounds`) that send only the largest
     displacements, as signs (top-k, one bit a value, places in Rice code) with error feedback.
@@ -311,7 +311,7 @@ def plan_rounds(
     *,
     most_fragments: int | None = None,
 ) -> RoundsPlan:
-    """Return the rounds that use a budget best.
+    """Return the plan that makes the best use of a budget.
 
     Args:
         shapes: of the parameters, by name.
@@ -361,7 +361,7 @@ def plan_rounds(
 
 
 def _longest(total_steps: int) -> int:
-    """Return the most local steps of a training that is so long.
+    """Return the largest number of local steps for a training of this length.
 
     There are to be twenty rounds, and every element is to have its turn, which takes K / density
     steps: where it did not, 25 local steps ended worse than no exchange.
@@ -372,7 +372,7 @@ def _longest(total_steps: int) -> int:
 
 @dataclass(frozen=True)
 class _Form:
-    """All of a plan but its density."""
+    """A plan without its density."""
 
     shapes: Mapping[str, Sequence[int]]
     transport: Transport

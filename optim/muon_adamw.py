@@ -97,7 +97,7 @@ class MuonAdamW(ExactStateOptimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let both work on the groups and the state that are this optimizer's."""
+        """Let both optimizers use this one's groups and state."""
         self._muon.param_groups, self._rest.param_groups = (
             self.param_groups[:1],
             self.param_groups[1:],

@@ -210,7 +210,7 @@ class FetchSGD(ExchangingOptimizer):
         return values.pop()
 
     def _count_saved(self, elements: int) -> None:
-        """Tell the exchange, which saw the sketch, how long the gradient was."""
+        """Count the elements that the exchange, which sees a sketch, does not see."""
         ranks = self.exchange.transport.world_size
         self.exchange.count_traffic(0, 2 * (ranks - 1) * elements * 4 // ranks)
 

@@ -1,6 +1,6 @@
-"""The algorithms that are rounds of local steps with some optimizer inside and one on the server.
+"""Presets of rounds of local steps: an inner optimizer, a server optimizer and an exchange.
 
-All arguments and limits that they do not describe are those of
+Arguments and limits without a description are those of
 :class:`~comm_hooks.optim.LocalRounds`: ``params`` are the model's parameters, better named,
 ``local_steps`` the steps of a round (K or H), ``participation`` the clients if there are more than
 ranks.

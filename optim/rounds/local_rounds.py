@@ -1,4 +1,4 @@
-"""Rounds of local work: several steps on each rank, then one exchange of the progress."""
+"""Rounds of local steps: several on each rank, then one exchange of the progress."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

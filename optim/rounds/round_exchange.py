@@ -1,4 +1,4 @@
-"""One exchange of local progress, which rounds of ranks and rounds of clients share."""
+"""One exchange of local progress, the common part of rounds of ranks and rounds of clients."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The local optimizers of Fed-AMS and FED-LAMB: own moments, a shared bound on the second."""
+"""The local optimizers of Fed-AMS and FED-LAMB: local moments, a shared bound on the second."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +14,7 @@ from comm_hooks.requirements import require_choice
 
 @runtime_checkable
 class SharesStatistics(Protocol):
-    """An inner optimizer that wants more averaged at the end of a round than the parameters."""
+    """An inner optimizer that averages more tensors at the end of a round than the parameters."""
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """Return this client's tensors; the same names and shapes on all clients."""

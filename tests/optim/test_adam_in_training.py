@@ -53,26 +53,6 @@ def test_groups_names_and_closures(optimizer_class: type[Adam] | type[AMSGrad]) 
 
 @each_class
 @each_path
-def test_clipping_bounds_what_one_gradient_does(
-    optimizer_class: type[Adam] | type[AMSGrad], foreach: bool | None
-) -> None:
-    parameters = parameters_of()
-    optimizer = optimizer_class(parameters.values(), foreach=foreach)
-
-    def clipped_step() -> None:
-        for p in parameters.values():
-            if p.grad is not None:
-                p.grad *= 1e6
-        torch.nn.utils.clip_grad_norm_(parameters.values(), 0.5)
-        optimizer.step()
-
-    run(parameters, optimizer, step=clipped_step)
-    largest = max(float(s["exp_avg_sq"].max()) for s in optimizer.state.values())
-    assert 0 < largest <= 0.5**2
-
-
-@each_class
-@each_path
 def test_under_a_grad_scaler(
     optimizer_class: type[Adam] | type[AMSGrad], foreach: bool | None
 ) -> None:

@@ -4,11 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from comm_hooks import Differences, Exchange
-from comm_hooks.optim.adam import AMSGrad
 from comm_hooks.optim.published.ef21 import CDAdam
 from tests.optim.references import OPERATORS, Estimate, Exact, Operator
 from tests.optim.replicas import MIN_NUMEL, SHAPES, advance, fresh, gradient, start
@@ -64,30 +62,6 @@ def test_matches_the_reference(
     for name in SHAPES:
         # 30 float32 steps of the order of 0.01
         np.testing.assert_allclose(histories[0][-1][name], expected[name], rtol=2e-5, atol=1e-4)
-
-
-def distance_to(peer: str, bias_correction: bool) -> float:
-    """Return how far CDAdam without compression is from AMSGrad on the mean gradient."""
-    parameters, others = fresh(), fresh()
-    ours = make(parameters.items(), "identity", True, bias_correction)
-    theirs: torch.optim.Optimizer
-    if peer == "torch":
-        theirs = torch.optim.AdamW(others.values(), amsgrad=True, **HYPER)
-    else:
-        theirs = AMSGrad(others.values(), bias_correction=bias_correction, **HYPER)
-    for step in range(STEPS):
-        advance(ours, parameters, [step])
-        for name, parameter in others.items():
-            local = [gradient(name, step, rank) for rank in range(dist.get_world_size())]
-            parameter.grad = torch.from_numpy(np.mean(local, axis=0)).float()
-        theirs.step()
-    pairs = zip(parameters.values(), others.values(), strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs)
-
-
-@pytest.mark.parametrize(("peer", "corrected"), [("torch", True), ("own", True), ("own", False)])
-def test_without_compression_this_is_amsgrad(ranks_of: RanksOf, peer: str, corrected: bool) -> None:
-    assert max(ranks_of(2).run(distance_to, peer, corrected)) < 1e-5
 
 
 def follow(sharded: bool) -> dict[str, float]:

@@ -112,25 +112,6 @@ def test_matches_the_reference(
             np.testing.assert_allclose(replica[name], expected[name], atol=2e-5)
 
 
-def against_adamw() -> float:
-    parameters = [[nn.Parameter(torch.from_numpy(start(n)).float()) for n in SHAPES] for _ in "ab"]
-    ours = CompressedAdam(parameters[0], Exchange(Sign()), freeze_step=STEPS, **HYPER)
-    theirs = torch.optim.AdamW(parameters[1], **HYPER)
-    world = dist.get_world_size()
-    for step in range(STEPS):
-        for pair, name in zip(zip(*parameters, strict=True), SHAPES, strict=True):
-            local = [torch.from_numpy(gradient(name, step, r)).float() for r in range(world)]
-            pair[0].grad = local[dist.get_rank()]
-            pair[1].grad = torch.stack(local).mean(0)
-        ours.step()
-        theirs.step()
-    return max(float((a - b).abs().max()) for a, b in zip(*parameters, strict=True))
-
-
-def test_warm_up_is_adamw(ranks_of: RanksOf) -> None:
-    assert max(ranks_of(4).run(against_adamw)) < 1e-5
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from torch import nn
 from comm_hooks import ErrorFeedback, Exchange, TopK
 from comm_hooks.compressors import Compressor
 from comm_hooks.compressors.dct import DCTTopK
-from comm_hooks.optim import demo
+from comm_hooks.optim.published import demo
 from comm_hooks.optim.published.demo import DeMo
 from comm_hooks.randomness import Draw
 from tests.optim.replicas import (

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from comm_hooks import Exchange, TopK
@@ -15,7 +14,6 @@ from tests.optim.replicas import (
     LR_DECAY,
     MIN_NUMEL,
     SHAPES,
-    fresh,
     gradient,
     largest_of_blocks,
     start,
@@ -145,19 +143,3 @@ def test_clips_by_the_number_of_ranks(
     norms, steps = ranks_of(2).run(norms_of_updates, scale)[0]
     assert norms == pytest.approx([norm, norm], rel=1e-4)
     assert steps == taken
-
-
-def learn_with_groups() -> tuple[bool, bool]:
-    parameters = fresh()
-    (first, one), *rest = parameters.items()
-    before = {name: p.detach().clone() for name, p in parameters.items()}
-    optimizer = make([{"params": [(first, one)], "lr": 0.0}, {"params": rest}])
-    for name, parameter in parameters.items():
-        parameter.grad = torch.from_numpy(gradient(name, 0, dist.get_rank())).float()
-    optimizer.step()
-    moved = [not torch.equal(before[name], p) for name, p in rest]
-    return torch.equal(before[first], one), all(moved)
-
-
-def test_groups_have_their_own_learning_rates(ranks_of: RanksOf) -> None:
-    assert ranks_of(2).run(learn_with_groups) == [(True, True)] * 2

@@ -11,7 +11,7 @@ from torch import nn
 from comm_hooks import Differences, ErrorFeedback, Exchange
 from comm_hooks.optim.published.ef21 import EF21
 from tests.optim.references import OPERATORS, Estimate, Exact, Operator
-from tests.optim.replicas import MIN_NUMEL, SHAPES, advance, fresh, gradient, start
+from tests.optim.replicas import MIN_NUMEL, SHAPES, gradient, start
 from tests.optim.scenarios import RanksOf, Values, history, rarely, same
 
 STEPS = 30
@@ -57,26 +57,6 @@ def test_matches_the_reference(
     for name in SHAPES:
         # 30 float32 steps of the order of 0.02, times 10 with momentum
         np.testing.assert_allclose(histories[0][-1][name], expected[name], rtol=1e-5, atol=1e-4)
-
-
-def distance_to_sgd() -> float:
-    parameters, others = fresh(), fresh()
-    ours = make(parameters.items(), "identity", False, 0.9)
-    theirs = torch.optim.SGD(others.values(), lr=LR, momentum=0.9)
-    for step in range(STEPS):
-        advance(ours, parameters, [step])
-        for name, parameter in others.items():
-            local = [gradient(name, step, rank) for rank in range(dist.get_world_size())]
-            parameter.grad = torch.from_numpy(np.mean(local, axis=0)).float()
-            with torch.no_grad():
-                parameter.mul_(1 - LR * DECAY)
-        theirs.step()
-    pairs = zip(parameters.values(), others.values(), strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs)
-
-
-def test_without_compression_this_is_sgd(ranks_of: RanksOf) -> None:
-    assert max(ranks_of(2).run(distance_to_sgd)) < 1e-4
 
 
 def descend(memory: str) -> float:

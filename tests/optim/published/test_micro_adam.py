@@ -88,39 +88,6 @@ def test_matches_the_reference(
             np.testing.assert_allclose(replica[name], expected[name], atol=2e-5)
 
 
-def against_adamw() -> float:
-    ours, theirs = fresh(), fresh()
-    exchange = Exchange(TopK(1.0, BLOCK, 32), None, "all_gather", min_numel=MIN_NUMEL)
-    optimizer = MicroAdam(ours.items(), exchange, window=STEPS, **HYPER)
-    adamw = torch.optim.AdamW(theirs.values(), **HYPER)
-    for step in range(STEPS):
-        for name in SHAPES:
-            ours[name].grad = theirs[name].grad = torch.from_numpy(gradient(name, step, 0)).float()
-        optimizer.step()
-        adamw.step()
-    return max(float((ours[n] - theirs[n]).detach().abs().max()) for n in SHAPES)
-
-
-def test_a_dense_and_endless_window_is_adamw(ranks_of: RanksOf) -> None:
-    assert max(ranks_of(1).run(against_adamw)) < 2e-6
-
-
-def steady_step() -> float:
-    parameter = nn.Parameter(torch.zeros(20, 20))
-    exchange = Exchange(TopK(1.0), None, "all_gather", min_numel=1)
-    optimizer = MicroAdam([parameter], exchange, lr=1.0, window=10)
-    for _ in range(40):
-        before = parameter.detach().clone()
-        parameter.grad = torch.full_like(parameter, 3.0)
-        optimizer.step()
-    return float((before - parameter).mean())
-
-
-def test_a_constant_gradient_moves_by_lr_however_short_the_window(ranks_of: RanksOf) -> None:
-    # Corrected for all steps instead of those in the window it would be 6.53.
-    assert ranks_of(1).run(steady_step)[0] == pytest.approx(1.0, rel=1e-4)
-
-
 def kept_bytes(collective: str, value_bits: int) -> float:
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(16)])
     torch.manual_seed(dist.get_rank())
