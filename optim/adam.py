@@ -7,7 +7,7 @@ from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, state_dtype, widened
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.optim.moments import averages_, count_step, values, zeros
+from comm_hooks.optim.moments import averages_, count_step, prepared, values
 from comm_hooks.requirements import require_flag
 
 
@@ -61,16 +61,14 @@ class _Adam(BatchedOptimizer):
             self._update_foreach(parameters, group)
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        state = self.state[parameter]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        dtype = state_dtype(parameter.dtype)
-        for name in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * self._amsgrad:
-            # Each for itself, so that AMSGrad can go on from a checkpoint of Adam.
-            zeros([state], name, [parameter], dtype)
+        state, dtype = self.state[parameter], state_dtype(parameter.dtype)
+        keys = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * self._amsgrad
+        # Each if it is missing, so that AMSGrad can go on from a checkpoint of Adam.
+        prepared([state], [parameter], dtype, *keys)
+        for key in keys:
             # From torch's optimizers, or from a model in another dtype.
-            if state[name].dtype != dtype:
-                state[name] = state[name].to(dtype)
+            if state[key].dtype != dtype:
+                state[key] = state[key].to(dtype)
         return state
 
     def _update_one(self, parameter: torch.Tensor, group: Group) -> None:

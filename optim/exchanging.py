@@ -17,6 +17,7 @@ from comm_hooks.optim.already_averaged import AveragingCheck
 from comm_hooks.optim.base import (
     ExactStateOptimizer,
     Group,
+    States,
     Tensors,
     held,
     names_of,
@@ -29,7 +30,7 @@ from comm_hooks.optim.hyperparameters import (
     check_hyperparameters,
     check_own_settings,
 )
-from comm_hooks.optim.moments import descend_
+from comm_hooks.optim.moments import descend_, momentum_, prepared, zeros
 from comm_hooks.requirements import require_kind
 from comm_hooks.shards import local_gradients, local_shards, require_part_for_all, shard_groups
 
@@ -219,18 +220,25 @@ class ExchangingOptimizer(ExactStateOptimizer):
         for own, group in self._groups():
             descend_(held(group), directions[own], group)
 
+    def _descend_with_momentum(self, directions: Tensors, states: States) -> None:
+        """Move the parameters as :meth:`_descend` does, with each group's ``momentum`` if any."""
+        for own, group in self._groups():
+            updates = directions[own]
+            if group["momentum"]:
+                buffers = zeros(states[own], "momentum_buffer", updates)
+                updates = momentum_(buffers, updates, group["momentum"])
+            descend_(held(group), updates, group)
+
     def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return one tensor per parameter under the parameters' names, or else their numbers."""
         return dict(zip(self.names(), tensors, strict=True))
 
     def _states(self, *keys: str) -> list[dict[str, torch.Tensor]]:
         """Return each parameter's state, made at first with float32 zeros under ``keys``."""
-        states = [self.state[p] for p in self._parameters()]
-        for parameter, state in zip(self._parameters(), states, strict=True):
-            if not state:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                for key in keys:
-                    state[key] = torch.zeros_like(parameter, dtype=torch.float32)
+        parameters = self._parameters()
+        states = [self.state[p] for p in parameters]
+        new = [i for i, state in enumerate(states) if not state]
+        prepared([states[i] for i in new], [parameters[i] for i in new], torch.float32, *keys)
         return states
 
     def _gradients(self) -> Tensors:

@@ -5,7 +5,7 @@ from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, state_dtype
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.optim.moments import along_, count_step, normalized_average_, values
+from comm_hooks.optim.moments import along_, count_step, normalized_average_, prepared, values
 
 
 class LaProp(BatchedOptimizer):
@@ -78,13 +78,9 @@ class LaProp(BatchedOptimizer):
 
     def _age(self, parameter: torch.Tensor) -> int:
         """Return the steps a parameter has taken, making its state at first."""
-        state = self.state[parameter]
-        if "step" not in state:
-            dtype = state_dtype(parameter.dtype)
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
-        elif state["exp_avg_sq"].stride() != state["exp_avg"].stride():
+        state, dtype = self.state[parameter], state_dtype(parameter.dtype)
+        prepared([state], [parameter], dtype, "exp_avg", "exp_avg_sq")
+        if state["exp_avg_sq"].stride() != state["exp_avg"].stride():
             # Loaded from a model that lay in memory in another order; fused kernels do not look.
             state["exp_avg_sq"] = torch.empty_like(state["exp_avg"]).copy_(state["exp_avg_sq"])
         return int(state["step"])

@@ -15,6 +15,18 @@ def values(states: States, key: str) -> Tensors:
     return [state[key] for state in states]
 
 
+def prepared(
+    states: States, parameters: Sequence[torch.Tensor], dtype: torch.dtype, *keys: str
+) -> States:
+    """Return states with a ``step`` and, under ``keys``, zeros like the parameters if missing."""
+    for state in states:
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+    for key in keys:
+        zeros(states, key, parameters, dtype)
+    return states
+
+
 def count_step(states: States) -> None:
     """Add 1 to every state's ``step``."""
     torch._foreach_add_(values(states, "step"), 1)

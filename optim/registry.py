@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from comm_hooks.config import check_options, parse_spec, unknown
+from comm_hooks.config import check_options, unknown
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.adam import Adam, AMSGrad
 from comm_hooks.optim.laprop import LaProp
@@ -323,26 +323,3 @@ def find(name: str) -> OptimizerEntry:
     if entry is None:
         raise ValueError(unknown("optimizer", name, OPTIMIZERS))
     return entry
-
-
-def parse_optimizer(spec: object) -> tuple[OptimizerEntry, Options]:
-    """Return the entry and the checked options of a specification.
-
-    Args:
-        spec: ``name:option=value`` or ``{"type": name, option: value}``; see
-            :func:`~comm_hooks.config.parse_spec`.
-
-    Raises:
-        ValueError: for unknown names and options, with the nearest known ones, and for values of
-            other types.
-
-    Example::
-
-        >>> entry, options = parse_optimizer("diloco:local_steps=30")
-        >>> entry.averages, options
-        ('exchange', {'local_steps': 30})
-    """
-    name, options = parse_spec(spec, "optimizer")
-    entry = find(name)
-    entry.check(options)
-    return entry, options

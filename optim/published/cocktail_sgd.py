@@ -4,9 +4,9 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.base import Tensors, block, held
+from comm_hooks.optim.base import Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.moments import count_step, descend_, momentum_, values, zeros
+from comm_hooks.optim.moments import count_step, values
 from comm_hooks.requirements import require_flag
 
 
@@ -96,10 +96,5 @@ class CocktailSGD(ExchangingOptimizer):
             arrived = torch._foreach_mul(pending, 1.0)
             torch._foreach_copy_(pending, gradients)
             gradients = list(arrived)
-        for own, group in self._groups():
-            updates = gradients[own]
-            if group["momentum"]:
-                buffers = zeros(states[own], "momentum_buffer", updates)
-                updates = momentum_(buffers, updates, group["momentum"])
-            descend_(held(group), updates, group)
+        self._descend_with_momentum(gradients, states)
         count_step(states)

@@ -8,15 +8,7 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import Group, States, Tensors, block, held
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.moments import (
-    adamw_,
-    averages_,
-    count_step,
-    descend_,
-    momentum_,
-    values,
-    zeros,
-)
+from comm_hooks.optim.moments import adamw_, averages_, count_step, values
 
 
 class DifferencesOptimizer(ExchangingOptimizer):
@@ -193,9 +185,4 @@ class EF21(DifferencesOptimizer):
         if not self._aggregate(gradients, states):
             return
         count_step(states)
-        for own, group in self._groups():
-            direction = values(states[own], "aggregate")
-            if group["momentum"]:
-                buffers = zeros(states[own], "momentum_buffer", direction)
-                direction = momentum_(buffers, direction, group["momentum"])
-            descend_(held(group), direction, group)
+        self._descend_with_momentum(values(states, "aggregate"), states)

@@ -5,7 +5,7 @@ from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, state_dtype, widened
 from comm_hooks.optim.hyperparameters import check_freeze_step, check_hyperparameters
-from comm_hooks.optim.moments import average_, average_squares_, count_step, values, zeros
+from comm_hooks.optim.moments import average_, average_squares_, count_step, prepared, values
 from comm_hooks.optim.published.one_bit import step_
 
 
@@ -88,10 +88,8 @@ class FrozenVarianceAdam(BatchedOptimizer):
     def _update(self, parameters: Tensors, group: Group) -> None:
         dtype = state_dtype(parameters[0].dtype)
         states = [self.state[p] for p in parameters]
-        for state in states:
-            state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
-        m = zeros(states, "exp_avg", parameters, dtype)
-        v = zeros(states, "exp_avg_sq", parameters, dtype)
+        prepared(states, parameters, dtype, "exp_avg", "exp_avg_sq")
+        m, v = values(states, "exp_avg"), values(states, "exp_avg_sq")
         x, u = widened(parameters, dtype), widened([p.grad for p in parameters], dtype)
 
         count_step(states)

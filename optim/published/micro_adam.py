@@ -8,7 +8,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.optim.base import Group, Tensors, block, held
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.moments import adamw_, averages_, count_step, descend_, values, zeros
+from comm_hooks.optim.moments import adamw_, averages_, count_step, descend_, prepared, values
 from comm_hooks.optim.published.sparse_window import SparseWindow
 from comm_hooks.requirements import require_choice, require_positive
 
@@ -193,10 +193,7 @@ class MicroAdam(ExchangingOptimizer):
         for parameter in self._parameters():
             state = self.state[parameter]
             if self.exchange.settings.exempts(parameter.shape):
-                if "step" not in state:
-                    state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                for key in ("exp_avg", "exp_avg_sq"):
-                    zeros([state], key, [parameter], torch.float32)
+                prepared([state], [parameter], torch.float32, "exp_avg", "exp_avg_sq")
                 continue
             numel = parameter.numel()
             if numel not in nbytes:

@@ -210,22 +210,10 @@ class LocalLAMB(LocalAMSGrad):
         self,
         params: ParamsT,
         *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         phi: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        bound: str = "server",
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            bias_correction=True,
-            bound=bound,
-        )
+        super().__init__(params, bias_correction=True, **settings)
         self.phi = (lambda norms: norms) if phi is None else phi
         norms = torch.stack([torch.linalg.vector_norm(p.detach().float()) for p in self._v_hat])
         scales = self.phi(norms)

@@ -13,6 +13,7 @@ from comm_hooks.compressors import Compressor
 from comm_hooks.optim.published.fetch_sgd import SKETCH, FetchSGD, median
 from comm_hooks.randomness import derive_key, fork
 from comm_hooks.wire.summed_header import summed_header_nbytes
+from tests.optim.references import check
 from tests.optim.replicas import (
     LR_DECAY,
     MIN_NUMEL,
@@ -111,10 +112,7 @@ def test_matches_the_reference(
     replicas = ranks_of(2).run(train, make, options, STEPS)
     expected, closest = reference(compressor, rows, masking, ranks=2)
     assert closest > 1e-6, "equal estimates: this reference cannot be followed"
-    for replica in replicas:
-        for name in SHAPES:
-            assert np.array_equal(replica[name], replicas[0][name]), "replicas must not drift"
-            np.testing.assert_allclose(replica[name], expected[name], atol=2e-5)
+    check(replicas, expected, atol=2e-5)
 
 
 def sgd_with_feedback(ranks: int) -> np.ndarray:

@@ -25,6 +25,7 @@ from comm_hooks import (
 from comm_hooks.compressors import Compressor
 from comm_hooks.optim.published.marina import COIN, Marina
 from comm_hooks.randomness import derive_key, random_unit
+from tests.optim.references import check
 from tests.optim.replicas import equal, snapshot
 from tests.optim.scenarios import RanksOf, rarely
 
@@ -135,10 +136,7 @@ def test_matches_the_reference(ranks_of: RanksOf, compressor: Compressor, p: flo
     replicas = ranks_of(2).run(train, compressor, p)
     expected, compressed = reference(compressor, p, ranks=2)
     assert STEPS * (1 - p) * 0.6 < compressed < STEPS - 1
-    for replica in replicas:
-        for name in NAMES:
-            assert np.array_equal(replica[name], replicas[0][name]), "replicas must not drift"
-            np.testing.assert_allclose(replica[name], expected[name], atol=2e-5)
+    check(replicas, expected, atol=2e-5)
 
 
 def poisoned_steps(poisoned_calls: tuple[int, ...], p: float) -> tuple[bool, bool, float, int]:

@@ -33,6 +33,7 @@ from comm_hooks.optim.rounds import (
     Participation,
     SparseLoCo,
 )
+from tests.optim.references import check
 from tests.optim.rounds.problem import (
     SHAPES,
     Arrays,
@@ -64,13 +65,6 @@ def train(kind: type[LocalRounds], exchange: dict[str, Any], options: dict[str, 
         set_gradients(parameters, step, dist.get_rank())
         rounds.step()
     return values(parameters)
-
-
-def check(replicas: list[Arrays], expected: Arrays, atol: float = 3e-5) -> None:
-    for replica in replicas:
-        for name in SHAPES:
-            assert np.array_equal(replica[name], replicas[0][name]), "replicas must agree"
-            np.testing.assert_allclose(replica[name], expected[name], atol=atol)
 
 
 def average_rounds(
@@ -150,6 +144,7 @@ def test_fed_avg(ranks_of: RanksOf) -> None:
     check(
         replicas,
         average_rounds(3, lambda r, n, s, x: x - 0.1 * gradient(n, s, r, x), combine),
+        atol=3e-5,
     )
 
 
@@ -302,7 +297,7 @@ def test_fed_lamb_with_more_clients_than_ranks(ranks_of: RanksOf) -> None:
         for name in SHAPES:
             moments.end(name, drawn)
         shared = {n: np.mean([m[n] for m in models], axis=0) for n in SHAPES}
-    check(ranks_of(2).run(train_clients), shared)
+    check(ranks_of(2).run(train_clients), shared, atol=3e-5)
 
 
 class AdamW:
@@ -335,7 +330,7 @@ def test_diloco(ranks_of: RanksOf) -> None:
         momentum[name] = 0.9 * momentum[name] + delta
         return x - 0.7 * (delta + 0.9 * momentum[name])
 
-    check(replicas, average_rounds(2, inner.local, combine))
+    check(replicas, average_rounds(2, inner.local, combine), atol=3e-5)
 
 
 class MuonAdamW(AdamW):
@@ -367,7 +362,7 @@ def test_mu_lo_co(ranks_of: RanksOf) -> None:
         momentum[name] = 0.6 * momentum[name] + delta
         return x - 0.7 * (delta + 0.6 * momentum[name])
 
-    check(replicas, average_rounds(2, inner.local, combine))
+    check(replicas, average_rounds(2, inner.local, combine), atol=3e-5)
 
 
 def test_sparse_loco(ranks_of: RanksOf) -> None:
@@ -387,7 +382,7 @@ def test_sparse_loco(ranks_of: RanksOf) -> None:
             sent.append(delta)
         return x - 0.9 * np.mean(sent, axis=0)
 
-    check(replicas, average_rounds(2, inner.local, combine))
+    check(replicas, average_rounds(2, inner.local, combine), atol=3e-5)
 
 
 def state_of(phi: Callable[[torch.Tensor], torch.Tensor] | None = None) -> bool:
