@@ -1,4 +1,4 @@
-"""A part of the ranks as a world of its own: one node, or the same place in every node."""
+"""A subgroup of the ranks as a transport: one node, or the same place in every node."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,19 +10,19 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Group, Request, Result, Round
 
 
-class PartOfRanks(Transport):
-    """A group of a transport's ranks as a world of its own, with ranks from 0.
+class Subgroup(Transport):
+    """A subgroup of the ranks of a transport, with ranks from 0.
 
     Args:
         transport: of all ranks.
-        group: which of them.
+        group: the subgroup.
 
     Example::
 
         >>> from comm_hooks.collectives import Simulated
         >>> from comm_hooks.collectives.requests import Group
         >>> rank_5 = Simulated(8)[5]  # of two nodes with ranks 0 to 3 and 4 to 7
-        >>> across = PartOfRanks(rank_5, Group("across", ranks_per_node=4))
+        >>> across = Subgroup(rank_5, Group("across", ranks_per_node=4))
         >>> across.rank, across.world_size
         (1, 2)
     """
@@ -51,7 +51,7 @@ class PartOfRanks(Transport):
         return self._transport.start(replace(request, group=self._group))
 
     def within(self, round_: Round[Result]) -> Round[Result]:
-        """Return a round of the part as a piece of a round of all ranks, which goes on after it."""
+        """Return a round of the subgroup as a part of a round of all ranks."""
         try:
             request = next(round_)
             while True:
