@@ -134,7 +134,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         require_callable(self, "join", self.join)
 
     def prepare(self, exchange: Exchange) -> None:
-        exchange.provenance = self.releases
+        exchange.state.provenance = self.releases
 
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
         """Enter a round into the ledger, draw its clients and return those of each rank."""

@@ -299,7 +299,7 @@ class LocalRounds(SavedRounds):
             if self.look_ahead:  # nothing has been done since, so nothing is undone
                 self._model.restore()
         self._model.note()
-        self.exchange.settle()
+        self.exchange.wait()
 
     def stats(self) -> dict[str, float]:
         """Return what this rank moved since the start; see :meth:`~comm_hooks.Exchange.stats`.

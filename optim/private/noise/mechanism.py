@@ -154,9 +154,9 @@ class GaussianMechanism(Settled, Unrepeatable):
         self._secret = Secret() if secret is None else secret
         self._shared_secret: Secret | None = None
         self._step = 0
-        self.releases = exchange.provenance = Releases(only=place)
-        exchange.only_owners_remember = place == "central"
-        exchange.owes_sums = True
+        self.releases = exchange.state.provenance = Releases(only=place)
+        exchange.state.only_shards = place == "central"
+        exchange.state.is_of_sums = True
         self._parts = _parts_of(exchange)
         exchange.agree_on(
             {
@@ -272,7 +272,7 @@ def _parts_of(exchange: Exchange) -> dict[str, Any]:
         "memory": exchange.memory,
         "the memory's settings": repr(exchange.memory),
         "transport": exchange.transport,
-        "provenance": exchange.provenance,
+        "provenance": exchange.state.provenance,
     }
 
 
