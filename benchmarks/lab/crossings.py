@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import CompressionState, Exchange, compression_hook, skip_hook
 from comm_hooks.collectives import Transport
-from comm_hooks.config import COMPRESSORS, build_compressor, build_memory
+from comm_hooks.config import COMPRESSORS, build
 
 Options = dict[str, Any]
 Traffic = Callable[[int], tuple[int, int]]
@@ -123,10 +123,10 @@ def build_exchange(
     own = {key: value for key, value in options.items() if key in _EXCHANGE_OPTIONS}
     memory = {_MEMORY_OPTIONS[key]: options[key] for key in options if key in _MEMORY_OPTIONS}
     others = {*_EXCHANGE_OPTIONS, *_MEMORY_OPTIONS, "memory"}
-    compressor = build_compressor(name, **{k: v for k, v in options.items() if k not in others})
+    compressor = build("compressor", name, **{k: v for k, v in options.items() if k not in others})
     return Exchange(
         compressor,
-        build_memory(options.get("memory", "auto"), compressor, **memory),
+        build("memory", options.get("memory", "auto"), compressor=compressor, **memory),
         seed=seed,
         transport=transport,
         **own,

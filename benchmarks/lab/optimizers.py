@@ -17,9 +17,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from benchmarks.lab.crossings import Options, Traffic
 from benchmarks.lab.runs import Settings
-from comm_hooks import Exchange
+from comm_hooks import Exchange, config
 from comm_hooks.collectives import Transport
-from comm_hooks.config import build_compressor
 from comm_hooks.optim import (
     DGC,
     EF21,
@@ -235,7 +234,7 @@ def _published(
     if memory != {"type": "error_feedback"}:  # which compressors get that need it
         needs["memory"] = memory["type"]
     # A compressor's own defaults go without saying.
-    usual = build_compressor(crossing)
+    usual = config.build("compressor", crossing)
     chosen = {key: value for key, value in block.items() if getattr(usual, key, None) != value}
     return OptimizerEntry(build, options, note, crossing, chosen, needs)
 

@@ -136,7 +136,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         require_callable(self, "join", self.join)
 
     def prepare(self, exchange: Exchange) -> None:
-        exchange.provenance = self.releases
+        exchange.state.provenance = self.releases
 
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
         """Draw a round's clients and return who plays whom; the ledger has its entry then."""

@@ -141,6 +141,9 @@ class LocalRounds(SavedRounds):
     published: ClassVar[Mapping[str, Any]]
     """The exchange that a kind of rounds was published with."""
 
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Keys of :attr:`published` without which no exchange can be used."""
+
     # GradScaler then calls step() on every rank, also on one that overflowed: its step does not
     # count for the parameters, but it does for when to exchange.
     _step_supports_amp_scaling = True
@@ -296,7 +299,7 @@ class LocalRounds(SavedRounds):
             if self.look_ahead:  # nothing has been done since, so nothing is undone
                 self._model.restore()
         self._model.note()
-        self.exchange.settle()
+        self.exchange.wait()
 
     def stats(self) -> dict[str, float]:
         """Return what this rank moved since the start; see :meth:`~comm_hooks.Exchange.stats`.

@@ -29,7 +29,7 @@ from comm_hooks.optim.private import (
     ScaleThenPrivatize,
 )
 from comm_hooks.optim.private.optimizers.ada_dps import AdaS
-from comm_hooks.optim.private.optimizers.dp_rmsprop import DPRMSProp
+from comm_hooks.optim.private.optimizers.dp_sgd import DPRMSProp
 from comm_hooks.optim.private.optimizers.public_baselines import PDADPMD, DPAdamPub, DPRPub
 from comm_hooks.optim.private.optimizers.public_knowledge import (
     mean_tf_idf,

@@ -164,9 +164,9 @@ class GaussianMechanism(Settled, Unrepeatable):
         self._secret = Secret() if secret is None else secret
         self._shared_secret: Secret | None = None
         self._step = 0
-        self.releases = exchange.provenance = Releases(only=place)
-        exchange.only_owners_remember = place == "central"
-        exchange.owes_sums = True
+        self.releases = exchange.state.provenance = Releases(only=place)
+        exchange.state.only_shards = place == "central"
+        exchange.state.is_of_sums = True
         self._parts = _parts_of(exchange)
         agreed = asdict(self.settings)
         exchange.agree_on({"placement": agreed.pop("place"), **agreed})
@@ -277,7 +277,7 @@ def _parts_of(exchange: Exchange) -> dict[str, Any]:
         "memory": exchange.memory,
         "the memory's settings": repr(exchange.memory),
         "transport": exchange.transport,
-        "provenance": exchange.provenance,
+        "provenance": exchange.state.provenance,
     }
 
 
