@@ -13,7 +13,6 @@ from comm_hooks.launchers.environment import (
     detect_environment,
 )
 from comm_hooks.launchers.launch.job import Job
-from comm_hooks.launchers.launch.mpi import meeting_point
 from comm_hooks.launchers.network import Endpoint, find_route, is_loopback, parse_endpoint
 from comm_hooks.launchers.output import complain, refusing, require_positive
 from comm_hooks.launchers.preflight.check import Limits, check
@@ -100,7 +99,7 @@ def _find_party(
     """Return who meets where: what the launcher says, or what the options do."""
     process = detect_environment(os.environ)
     # Refuses what cannot be, in the words of comm-hooks launch.
-    Job((), processes=nproc, nodes=(nnodes, nnodes), node_rank=node_rank)
+    Job((), nproc=nproc, nodes=(nnodes, nnodes), node_rank=node_rank)
     if process.launcher is None or (nnodes > 1 and process.launcher == "srun"):
         if nnodes == 1:
             return _Party(None, 0, 1, "0", nproc, LauncherEnvironment(), hosts=True, speaks=True)
@@ -123,7 +122,7 @@ def _find_party(
         head = Endpoint(os.environ["MASTER_ADDR"], port)
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return _Party(
-        meeting_point(head, process),
+        process.meeting_point(head),
         process.rank,
         process.world_size,
         process.node,
