@@ -1,21 +1,18 @@
-"""The optimizers that can be compared, and how each gets at what other ranks have.
+"""The optimizers that can be compared, and the published exchange of each.
 
 To add one, add an entry to :data:`OPTIMIZERS`: a function that builds it, and the names of its
 options. One that owns the exchange says through which compressor it was published.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from benchmarks.lab.crossings import Options, Traffic
+from benchmarks.lab.communication import Options
 from benchmarks.lab.runs import Settings
 from comm_hooks import Exchange
 from comm_hooks.collectives import Transport
@@ -56,32 +53,6 @@ Named = Iterable[tuple[str, nn.Parameter]]
 Build = Callable[[Named, Any, Settings, Options], Any]
 
 
-class Trainer(NamedTuple):
-    """A model ready to train: what a step needs, and what tells the bytes it moved."""
-
-    ddp: DistributedDataParallel
-    optimizer: Any  # an Optimizer, whose step() is not annotated for closures that return tensors
-    traffic: Traffic
-
-    @property
-    def scheduled(self) -> Optimizer:
-        """The optimizer whose learning rate is warmed up."""
-        if isinstance(self.optimizer, SAFL):
-            return self.optimizer.server  # the adaptive one of the two
-        return self.optimizer
-
-    def shared_model(self) -> AbstractContextManager[None]:
-        """Show, for a while, the model that is to be judged: the server's where there is one."""
-        if isinstance(self.optimizer, LocalRounds):
-            return self.optimizer.server_parameters()
-        return contextlib.nullcontext()
-
-    def finish(self) -> None:
-        """Exchange what has not been yet, so that what was trained is what is judged."""
-        if isinstance(self.optimizer, LocalRounds | ZeroOneAdam):
-            self.optimizer.synchronize()
-
-
 @dataclass(frozen=True)
 class OptimizerEntry:
     """One optimizer, and how it gets at the gradients of other ranks."""
@@ -89,9 +60,9 @@ class OptimizerEntry:
     build: Build
     options: Mapping[str, Kind]
     note: str = ""
-    crossing: str = ""
+    communication: str = ""
     """The compressor it exchanges through unless told otherwise; empty: gradients cross before."""
-    crossing_options: Options = field(default_factory=dict)
+    communication_options: Options = field(default_factory=dict)
     """Of that compressor."""
     needs: Options = field(default_factory=dict)
     """Of the exchange, whatever the compressor."""
@@ -101,7 +72,7 @@ class OptimizerEntry:
     @property
     def exchanges(self) -> bool:
         """Whether it exchanges by itself; otherwise gradients cross before its steps."""
-        return bool(self.crossing) or self.makes_exchange
+        return bool(self.communication) or self.makes_exchange
 
 
 def _adam_like(settings: Settings, options: Options) -> Options:
@@ -227,7 +198,7 @@ def _published(
             methods are compared at similar bytes.
     """
     block = {**kind.published, **measured}
-    crossing, memory = block.pop("compressor"), block.pop("memory", "error_feedback")
+    communication, memory = block.pop("compressor"), block.pop("memory", "error_feedback")
     memory = {"type": memory} if isinstance(memory, str) else memory
     collective = block.pop("collective", None)
     needs = {"collective": collective} if collective else {}
@@ -235,9 +206,9 @@ def _published(
     if memory != {"type": "error_feedback"}:  # which compressors get that need it
         needs["memory"] = memory["type"]
     # A compressor's own defaults go without saying.
-    usual = build_compressor(crossing)
+    usual = build_compressor(communication)
     chosen = {key: value for key, value in block.items() if getattr(usual, key, None) != value}
-    return OptimizerEntry(build, options, note, crossing, chosen, needs)
+    return OptimizerEntry(build, options, note, communication, chosen, needs)
 
 
 _ADAM: Mapping[str, Kind] = {"lr": float}
@@ -279,15 +250,15 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
         _local(AdamW, fused=True),
         _LOCAL,
         note="LocalRounds: local AdamW, compressed deltas",
-        crossing="topk",
-        crossing_options=_DELTAS,
+        communication="topk",
+        communication_options=_DELTAS,
     ),
     "local_laprop": OptimizerEntry(
         _local(LaProp),
         _LOCAL,
         note="LocalRounds: local LaProp, compressed deltas",
-        crossing="topk",
-        crossing_options=_DELTAS,
+        communication="topk",
+        communication_options=_DELTAS,
     ),
     "compressed_adam": _published(
         CompressedAdam,

@@ -1,11 +1,10 @@
-"""What ``comm-hooks advise`` predicts, against what training takes in a network of capped links.
+"""The predictions of ``comm-hooks advise`` against training in a network of capped links.
 
     python -m benchmarks.netns.check_predictions                  # about 20 minutes, needs root
     python -m benchmarks.netns.check_predictions --ranks 2 --rates 100mbit --methods all_reduce,sign
 
-Trains the GPT of ``python -m benchmarks.compare``.  Steps with and without exchange take turns, so that a
-machine that is busy with other things slows both down alike.  A step ends when the slowest rank has
-ended it.
+Trains the GPT of ``python -m benchmarks.compare``. Steps with and without exchange take turns, so
+that other load slows both. A step ends when the slowest rank has ended it.
 """
 
 import itertools
@@ -20,18 +19,19 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.lab.methods import Method, parse_method, parse_methods
+from benchmarks.lab.methods import Pair, parse_method, parse_methods
 from benchmarks.lab.model import GPT, VOCABULARY
-from benchmarks.lab.optimizers import Trainer
-from benchmarks.lab.processes import lines_from_bed
+from benchmarks.lab.processes import lines_from_testbed
 from benchmarks.lab.runs import Settings
-from benchmarks.lab.training import closure_of, connect
+from benchmarks.lab.tasks.whole_text import text_loss
+from benchmarks.lab.training import Client, closure_of
+from benchmarks.lab.worker import connect, largest
 from benchmarks.netns.links import NetnsError
 from comm_hooks.launchers.advise.advice import Case
 from comm_hooks.launchers.advise.cost_model import predict
 from comm_hooks.launchers.advise.links import measure_links, network_of
 from comm_hooks.launchers.advise.ranks import joined
-from comm_hooks.launchers.advise.rehearsal import Rehearsals, of_slowest_rank, slowest
+from comm_hooks.launchers.advise.rehearsal import Rehearsals, of_slowest_rank
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.output import BAD_INPUT, SKIPPED
 from comm_hooks.launchers.place import find_place
@@ -104,10 +104,10 @@ def _measure_in_bed(ranks: int, rate: str, methods: str) -> Iterator[dict[str, A
     if rate in _SLOW:
         specs = [spec for spec in specs if spec not in _UNCOMPRESSED]
     module = "benchmarks.netns.check_predictions"
-    return map(json.loads, lines_from_bed(ranks, rate, module, ",".join(specs)))
+    return map(json.loads, lines_from_testbed(ranks, rate, module, ",".join(specs)))
 
 
-def _compare(methods: list[Method]) -> Iterator[dict[str, Any]]:
+def _compare(methods: list[Pair]) -> Iterator[dict[str, Any]]:
     """Predict and measure each method. Collective."""
     device = torch.device("cpu")
     settings = Settings()
@@ -119,10 +119,10 @@ def _compare(methods: list[Method]) -> Iterator[dict[str, Any]]:
     _time_steps(control, settings, _WARM_UP_STEPS)
     for method in methods:
         trainer = connect(method, settings)
-        period = getattr(trainer.optimizer, "local_steps", 1)
+        period = getattr(trainer.steps.optimizer, "local_steps", 1)
         _time_steps(trainer, settings, max(_WARM_UP_STEPS, period))
         plan = of_slowest_rank(rehearsals.plan(method))
-        optimizer = slowest(rehearsals.optimizer_seconds())
+        optimizer = largest(rehearsals.optimizer_seconds())
         without, measured = _time_in_turns([control, trainer], settings, period)
         case = Case(Step(shapes, 1e3 * without), network, optimizer)
         yield {
@@ -133,7 +133,7 @@ def _compare(methods: list[Method]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _time_in_turns(trainers: list[Trainer], settings: Settings, period: int) -> list[float]:
+def _time_in_turns(trainers: list[Client], settings: Settings, period: int) -> list[float]:
     """Return the seconds of a step of each trainer: the median over periods of their means."""
     means: list[list[float]] = [[] for _ in trainers]
     for _ in range(max(_LEAST_PERIODS, _LEAST_STEPS // period)):
@@ -145,15 +145,16 @@ def _time_in_turns(trainers: list[Trainer], settings: Settings, period: int) -> 
     return [statistics.median(of_trainer) for of_trainer in means]
 
 
-def _time_steps(trainer: Trainer, settings: Settings, count: int) -> list[float]:
+def _time_steps(client: Client, settings: Settings, count: int) -> list[float]:
     """Return the seconds of each of ``count`` steps on the slower rank."""
     windows = torch.randint(VOCABULARY, (settings.batch, settings.window))
+    batch = windows[:, :-1], windows[:, 1:]
     durations = []
     for _ in range(count):
         dist.barrier()
         started = time.perf_counter()
-        trainer.optimizer.step(closure_of(trainer, windows))
-        durations.append(slowest(time.perf_counter() - started))
+        client.steps.step(closure_of(text_loss, client.model, batch))
+        durations.append(largest(time.perf_counter() - started))
     return durations
 
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.lab.processes import lines_from_bed
+from benchmarks.lab.processes import lines_from_testbed
+from benchmarks.lab.worker import largest
 from benchmarks.netns.links import NetnsError
 from benchmarks.studies.cli import Option
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
@@ -23,7 +24,6 @@ from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.launchers.advise.cost_model import Collective
 from comm_hooks.launchers.advise.links import measure_links, network_of
 from comm_hooks.launchers.advise.ranks import joined
-from comm_hooks.launchers.advise.rehearsal import slowest
 from comm_hooks.launchers.place import find_place
 
 MODULE = "benchmarks.studies.scale.collectives"
@@ -47,7 +47,7 @@ def measure(
         print("|---|---|---|---|---|---|---|", flush=True)
         for count in counts:
             for rate in rates.split(","):
-                for line in lines_from_bed(count, rate, MODULE, rate):
+                for line in lines_from_testbed(count, rate, MODULE, rate):
                     print(line, flush=True)
     except ValueError as error:
         typer.echo(f"collectives: {error}", err=True)
@@ -98,7 +98,7 @@ def _times(transport: TorchDistributed, request: AllReduce | AllGather | AllToAl
         dist.barrier()
         started = time.perf_counter()
         transport.perform(request)
-        times.append(slowest(time.perf_counter() - started))
+        times.append(largest(time.perf_counter() - started))
     return times
 
 
