@@ -1,5 +1,5 @@
 # make demo   train a small GPT once per method and compare them (6 minutes)
-# make test   lint, type-check and test
+# make test   lint, type-check and test (8 minutes); make test-core, test-optim, …: one area
 # make test-slow  the tests that `make test` leaves out: whole studies, audits, several nodes (half an hour)
 # make bench  print the tables of operators, wire format, per-sample gradients, noise, streams, checks
 #             and of what is queued on a GPU
@@ -28,21 +28,31 @@ unexport PYTHONDONTWRITEBYTECODE
 # Python compiles what it imports; pip would compile all that it installs, most of which nobody does.
 PIP_OPTIONS := --quiet --no-compile
 
-.PHONY: demo test test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults audit-faults third-party release-check clean
+AREAS := frameworks deepspeed optim private core launchers benchmarks docs doctests
+
+.PHONY: demo test $(AREAS:%=test-%) test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults audit-faults third-party release-check clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.compare --steps 110
 
-# Half as many processes again as cores, since many tests wait for ranks to start or to time out; files
-# in their order, so that slow ones are not among the last.
-WORKERS = $(shell $(BIN)/python -c "import os; print(os.cpu_count() * 3 // 2)")
+# An area is a process of its own: it collects its own tests, and its ranks live until it ends.
+FILES_frameworks := tests/frameworks --ignore tests/frameworks/deepspeed tests/checkpoints
+FILES_deepspeed := tests/frameworks/deepspeed tests/collectives
+FILES_optim := tests/optim --ignore tests/optim/private
+FILES_private := tests/optim/private
+FILES_core := tests/compressors tests/memory tests/wire tests/kernels tests/gpu $(wildcard tests/test_*.py)
+FILES_launchers := tests/launchers tests/faults tests/fuzz
+FILES_benchmarks := tests/benchmarks
+FILES_docs := tests/docs tests/examples
+FILES_doctests := --doctest-modules comm_hooks benchmarks
+# Half as many areas at once again as there are cores: many tests wait for ranks to start or time out.
+JOBS = $(shell $(BIN)/python -c "import os; print(os.cpu_count() * 3 // 2)")
 
-test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
+test: $(READY)
+	$(MAKE) --no-print-directory --keep-going --output-sync --jobs $(JOBS) $(AREAS:%=test-%) lint
 
-test-slow: $(READY)
-	$(BIN)/python -m pytest -n logical --no-loadscope-reorder -m slow
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -n logical -m "hypothesis and not slow"
+$(AREAS:%=test-%): test-%: $(READY)
+	$(BIN)/python -m pytest -q -m "not slow" $(FILES_$*)
 
 lint: $(READY)
 	$(BIN)/ruff check .

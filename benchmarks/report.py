@@ -21,9 +21,9 @@ from plotly.subplots import make_subplots
 from rich.console import Console
 from rich.text import Text
 
+from benchmarks.lab.clock import MOST_RANGE, MOST_STARVED, roughly
 from benchmarks.lab.runs import BASELINE, CONTROL, Figures, Point, Run, RunSpec, parse_run
 from benchmarks.lab.tables import format_bytes, make_table
-from comm_hooks.launchers.clock import MOST_RANGE, MOST_STARVED, roughly
 from comm_hooks.launchers.output import make_console, refusing
 
 NOISE = 0.03
@@ -32,7 +32,7 @@ LAST_SHARE = 0.05
 """The loss of a log is the mean over the records of this last share of its steps."""
 
 _COLUMNS = ("method", "loss", "vs all_reduce", "drift", "ms/step", "sent/step", "sent", "note")
-_FIELDS = {"step": int, "bytes_sent": int, "bytes_received": int, "seconds": (int, float)}
+_FIELDS = ("step", "bytes_sent", "bytes_received", "seconds")
 _MOST = 2**63
 _AXES = ("steps", "MB sent per rank", "seconds of training")
 
@@ -81,12 +81,11 @@ def _read(path: Path) -> Iterator[Run]:
 
 
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
-    for name, kind in _FIELDS.items():
-        value = record.get(name)
-        if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value < _MOST:
+    for name in _FIELDS:
+        value: Any = record.get(name)
+        if type(value) not in (int, float) or not 0 <= value < _MOST:
             raise ValueError(f"{name} must be a number from 0 to 2^63, got {value!r}")
-    loss = record.get("loss")
-    if isinstance(loss, bool) or not isinstance(loss, (int, float, type(None))):
+    if type(loss := record.get("loss")) not in (int, float, type(None)):
         raise ValueError(f"loss must be a number, got {loss!r}")
     return record
 

@@ -1,10 +1,10 @@
 """Names and objects: one registry for Python, JSON configurations and the command line."""
 
-import dataclasses
 import difflib
 import inspect
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 from comm_hooks.compressors import (
     SRHT,
@@ -45,119 +45,158 @@ MEMORIES: dict[str, type[Memory]] = {
 }
 
 
-def build_compressor(name: str, **options: Any) -> Compressor:
-    """Return the compressor of that name.
+Spec = str | Mapping[str, Any]
+"""A named thing with options: ``"name:option=value"`` or ``{"type": name, option: value}``."""
+
+
+def parse_spec(spec: object, kind: str = "specification") -> tuple[str, dict[str, Any]]:
+    """Return the name and the options of a specification.
+
+    A specification is the text ``name:option=value:option=value`` or the mapping
+    ``{"type": name, option: value}``.  A value of the text is ``true``, ``false``, ``none``, a
+    number, a fraction such as ``1/64``, or else a word.  An option with a dot is an option of the
+    thing before the dot: ``memory=error_feedback:memory.bits=4``.
 
     Args:
-        name: a key of :data:`COMPRESSORS`.
-        options: the compressor's own arguments.
+        spec: the specification.
+        kind: what it specifies, for messages.
+
+    Raises:
+        ValueError: for text or a mapping without a name, for an option without a value, and for
+            anything else than text and mappings.
+
+    Example::
+
+        >>> parse_spec("topk:density=1/64:memory=error_feedback:memory.bits=4")
+        ('topk', {'density': 0.015625, 'memory': {'type': 'error_feedback', 'bits': 4}})
+        >>> parse_spec({"type": "quantize", "bits": 4})
+        ('quantize', {'bits': 4})
+    """
+    if isinstance(spec, Mapping):
+        options = {str(key): value for key, value in spec.items() if key != "type"}
+        if "type" not in spec:
+            raise ValueError(
+                f"{kind} as a mapping needs its name under 'type'; got only "
+                f"{', '.join(map(repr, options)) or 'an empty one'}{instead_of('type', options)}"
+            )
+        name = spec["type"]
+    elif isinstance(spec, str):
+        name, *settings = spec.split(":")
+        options = {}
+        for setting in settings:
+            key, _, value = setting.partition("=")
+            if not key or not value:
+                raise ValueError(
+                    f"{kind} {in_one_line(spec)}: options are written {name}:option=value, got "
+                    f"{in_one_line(setting)}"
+                )
+            _set(options, key.split("."), _parse_value(value))
+    else:
+        raise ValueError(f"{kind} must be a name or a mapping, got {in_one_line(spec)}")
+    if not isinstance(name, str):
+        raise ValueError(f"{kind} must have a name of text under 'type', got {in_one_line(name)}")
+    return name, options
+
+
+def _set(options: dict[str, Any], path: list[str], value: Any) -> None:
+    """Set the option at a path; a name that is there already becomes the ``type`` of a mapping."""
+    first, *rest = path
+    if not rest:
+        options[first] = value
+        return
+    inner = options.get(first, {})
+    options[first] = dict(inner) if isinstance(inner, Mapping) else {"type": inner}
+    _set(options[first], rest, value)
+
+
+def _parse_value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text in words:
+        return words[text]
+    numerator, slash, denominator = text.partition("/")
+    try:
+        if slash:
+            return float(numerator) / float(denominator)
+        return int(text) if re.fullmatch(r"[+-]?\d{1,4000}", text) else float(text)
+    except (ValueError, ZeroDivisionError):
+        return text
+
+
+@overload
+def build(kind: Literal["compressor"], spec: object, **options: Any) -> Compressor: ...
+@overload
+def build(kind: Literal["downlink"], spec: object, **options: Any) -> Compressor | None: ...
+@overload
+def build(
+    kind: Literal["memory"], spec: object, *, compressor: Compressor, **options: Any
+) -> Memory | None: ...
+def build(kind: str, spec: Any, *, compressor: Compressor | None = None, **options: Any) -> Any:
+    """Return the compressor or memory of a specification; an object and None as they are.
+
+    Args:
+        kind: ``"compressor"``; ``"downlink"``, the compressor of the way back; or ``"memory"``.
+        spec: see :func:`parse_spec`, with a key of :data:`COMPRESSORS` or :data:`MEMORIES` for a
+            name.  A memory may be ``"auto"``, error feedback where the compressor is biased and
+            tolerates it, or ``"none"``.
+        compressor: of a memory, for ``"auto"``.
+        options: more options.
 
     Raises:
         ValueError: for an unknown name or option, with the nearest known one, and for values that
-            the compressor refuses.
+            the class refuses.
 
     Example::
 
-        >>> build_compressor("topk", density=0.01)
-        TopK(density=0.01, block_size=4096, value_bits=16, index_code='elias_fano', overlap=0.0)
+        >>> build("compressor", "topk:density=1/4", value_bits=1).density
+        0.25
+        >>> build("memory", {"type": "error_feedback", "bits": 4}, compressor=TopK())
+        ErrorFeedback(bits=4)
     """
-    known = option_names(name)
-    for option in options:
-        if option not in known:
-            raise ValueError(unknown(f"option of {name}", option, known))
-    return COMPRESSORS[name](**options)
-
-
-def build_downlink(
-    downlink: Compressor | str | Mapping[str, Any] | None,
-) -> Compressor | None:
-    """Return the compressor of the way back that a name stands for; one or None as it is.
-
-    Args:
-        downlink: a key of :data:`COMPRESSORS`, or a mapping with such a name as ``"compressor"``
-            and the compressor's own arguments beside it.
-
-    Raises:
-        ValueError: for an unknown name or option, with the nearest known one.
-
-    Example::
-
-        >>> build_downlink({"compressor": "quantize", "bits": 4})
-        Quantize(bits=4, block_size=256, stochastic=False)
-    """
-    if isinstance(downlink, str):
-        downlink = {"compressor": downlink}
-    if not isinstance(downlink, Mapping):
-        return downlink
-    if "compressor" not in downlink:
-        raise ValueError(
-            f"downlink as a mapping needs a 'compressor', one of {', '.join(COMPRESSORS)}"
-            f"{instead_of('compressor', downlink)}"
-        )
-    options = {key: value for key, value in downlink.items() if key != "compressor"}
-    return build_compressor(downlink["compressor"], **options)
-
-
-def option_names(name: str) -> list[str]:
-    """Return the names of the arguments of a compressor, given its own name."""
-    if not isinstance(name, str) or name not in COMPRESSORS:
-        raise ValueError(unknown("compressor", name, COMPRESSORS))
-    return [field.name for field in dataclasses.fields(COMPRESSORS[name])]  # type: ignore[arg-type]
-
-
-def build_memory(
-    memory: Memory | str | Mapping[str, Any] | None, compressor: Compressor, **options: Any
-) -> Memory | None:
-    """Return the memory that a name stands for; a memory or None as it is.
-
-    ``"auto"`` is error feedback where the compressor is biased and tolerates it, else nothing;
-    ``"none"`` is nothing.
-
-    Args:
-        memory: a key of :data:`MEMORIES`, ``"auto"`` or ``"none"``, or a mapping with such a name
-            as ``"type"`` and the memory's own arguments beside it.
-        options: the memory's own arguments.
-
-    Raises:
-        ValueError: for an unknown name or option, with the nearest known one.
-    """
-    if isinstance(memory, Mapping):
-        if "type" not in memory:
-            raise ValueError(
-                f"memory as a mapping needs its name under 'type', one of {', '.join(MEMORIES)}; "
-                f"got only {', '.join(map(repr, memory)) or 'an empty one'}"
-                f"{instead_of('type', memory)}"
-            )
-        options = {**{k: v for k, v in memory.items() if k != "type"}, **options}
-        memory = memory["type"]
-    if memory == "auto":
-        memory = "error_feedback" if fitting_memory(compressor) else "none"
-    if memory is not None and not isinstance(memory, (str, Memory)):
-        raise ValueError(f"memory must be a name, a mapping or a Memory, got {memory!r}")
-    if not isinstance(memory, str) or memory == "none":
+    is_memory = kind == "memory"
+    classes: Mapping[str, type] = MEMORIES if is_memory else COMPRESSORS
+    name = None
+    if spec is not None and not isinstance(spec, Memory if is_memory else Compressor):
+        name, given = parse_spec(spec, kind)
+        options = {**given, **options}
+    if is_memory and name == "auto":
+        assert compressor is not None
+        name = "error_feedback" if fitting_memory(compressor) else "none"
+    if name is None or (is_memory and name == "none"):
         if options:
             raise ValueError(
-                f"{', '.join(map(repr, options))} cannot be set: memory is {memory!r}, not one of "
-                f"{', '.join(MEMORIES)} by name"
+                f"{', '.join(map(repr, options))} cannot be set: {kind} is {in_one_line(spec)}, "
+                f"not one of {', '.join(classes)} by name"
             )
-        return None if isinstance(memory, str) else memory
-    if memory not in MEMORIES:
-        raise ValueError(unknown("memory", memory, ["auto", "none", *MEMORIES]))
-    known = list(inspect.signature(MEMORIES[memory]).parameters)
+        return None if name else spec
+    if name not in classes:
+        raise ValueError(unknown(kind, name, [*["auto", "none"] * is_memory, *classes]))
+    check_options(name, options, inspect.signature(classes[name]).parameters)
+    return classes[name](**options)
+
+
+def check_options(owner: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ``ValueError`` for the first unknown option, with the nearest known one."""
+    known = list(known)
     for option in options:
         if option not in known:
-            raise ValueError(unknown(f"option of {memory}", option, known))
-    return MEMORIES[memory](**options)
+            raise ValueError(unknown(f"option of {owner}", option, known))
+
+
+def option_names(name: object) -> list[str]:
+    """Return the names of the options of a compressor, given its own name."""
+    if not isinstance(name, str) or name not in COMPRESSORS:
+        raise ValueError(unknown("compressor", name, COMPRESSORS))
+    return list(inspect.signature(COMPRESSORS[name]).parameters)
 
 
 def instead_of(missing: str, keys: Iterable[object]) -> str:
-    """Return the end of a message about a missing key: what stands there and may have meant it."""
+    """Return the end of a message about a missing key: the most similar key that is there."""
     similar = difflib.get_close_matches(missing, map(str, keys), n=1, cutoff=0.6)
     return f". There is {similar[0]!r}: did you mean {missing!r}?" if similar else ""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:
-    """Return the message for a name that nobody knows, with the nearest that somebody does."""
+    """Return the message for an unknown name, with the nearest known one."""
     known = list(known)
     written = name if isinstance(name, str) else in_one_line(name)
     nearest = difflib.get_close_matches(written, known, n=1, cutoff=0.5)

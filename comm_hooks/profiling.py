@@ -2,7 +2,7 @@
 
 On a GPU they show when work was queued, and its kernels lie below them in a trace's timeline.  On
 gloo a hook's exchange runs in a thread of its own, which a profiler sees that was told to look at
-all threads (``docs/watching.md``).
+all threads (``docs/tracking.md``).
 """
 
 from torch.profiler import record_function

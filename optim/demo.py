@@ -62,6 +62,7 @@ class DeMo(ExchangingOptimizer):
         density=1 / 128,
         memory={"type": "error_feedback", "decay": 0.999},
     )
+    needs = ("memory",)
 
     def __init__(
         self,

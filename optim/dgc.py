@@ -63,6 +63,7 @@ class DGC(ExchangingOptimizer):
     """
 
     published = block(compressor="topk", density=0.001, memory="momentum_correction")
+    needs = ("memory",)
 
     def __init__(
         self,

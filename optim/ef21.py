@@ -38,6 +38,8 @@ class DifferencesOptimizer(ExchangingOptimizer):
         ValueError: if the exchange's memory is not one that sends changes.
     """
 
+    needs = ("memory",)
+
     def __init__(
         self, params: ParamsT, exchange: Exchange, defaults: Group, **settings: Any
     ) -> None:

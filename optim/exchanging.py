@@ -96,6 +96,9 @@ class ExchangingOptimizer(ExactStateOptimizer):
     published: ClassVar[Mapping[str, Any]]
     """The exchange of its authors, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
 
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Keys of :attr:`published` without which no exchange can be used."""
+
     _averaging_ruled_out = False
     """Whether it has been made sure that nobody else averages them."""
 

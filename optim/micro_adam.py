@@ -97,6 +97,7 @@ class MicroAdam(ExchangingOptimizer):
         memory={"type": "error_feedback", "bits": 4, "stochastic": True},
         collective="sharded",
     )
+    needs = ("memory", "collective")
 
     def __init__(
         self,

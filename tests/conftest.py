@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 hypothesis.settings.register_profile(
-    "default", deadline=None, max_examples=25, derandomize=True, print_blob=True
+    "default", deadline=None, max_examples=10, derandomize=True, print_blob=True
 )
 # Others at every run, for `make test-slow`.
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200, print_blob=True)
@@ -46,9 +46,9 @@ def _seed() -> None:
     random.seed(0)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def _all_ranks() -> Iterator[dict[int, Ranks]]:
-    """Running ranks by number; a module's own, since the groups that tests make keep threads."""
+    """Running ranks by number, started once."""
     started: dict[int, Ranks] = {}
     yield started
     for ranks in started.values():
@@ -64,9 +64,12 @@ def ranks_of(
 
     def ranks_of(world_size: int) -> Ranks:
         used.append(world_size)
-        if world_size not in _all_ranks or not _all_ranks[world_size].alive:
-            _all_ranks[world_size] = Ranks(world_size)
-        return _all_ranks[world_size]
+        ranks = _all_ranks.get(world_size)
+        if ranks is None or not ranks.usable:
+            if ranks is not None:
+                ranks.close()
+            ranks = _all_ranks[world_size] = Ranks(world_size)
+        return ranks
 
     failures = request.session.testsfailed
     yield ranks_of

@@ -1,7 +1,7 @@
 """Real ranks for tests: processes joined by gloo or NCCL, kept alive between tests.
 
 Starting a process costs seconds, most of them for importing torch.  So one set of ranks serves all
-tests of a module that need that many, and all ranks are forked from one process that has imported
+tests of a run that need that many, and all ranks are forked from one process that has imported
 what they need.  A test that fails or hangs gets its ranks killed; the next one starts new ones.
 """
 
@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_SECONDS = 240
+# Process groups keep threads and connections, which tests leave behind.
+CALLS_BEFORE_RENEWAL = 200
 ROOT = Path(__file__).parents[1]
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -63,6 +65,7 @@ class Ranks:
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
+        self._calls = 0
         self._store = tempfile.NamedTemporaryFile(prefix="ranks-")  # noqa: SIM115
         self._connections: list[Connection] = []
         self._processes = []
@@ -89,6 +92,7 @@ class Ranks:
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Outcome]:
         """Like :meth:`run`, for tests that expect exceptions."""
+        self._calls += 1
         for connection in self._connections:
             connection.send((function, args))
         outcomes: dict[int, Outcome] = {}
@@ -107,8 +111,10 @@ class Ranks:
         return [outcomes[rank] for rank in range(self.world_size)]
 
     @property
-    def alive(self) -> bool:
-        return bool(self._processes) and all(p.is_alive() for p in self._processes)
+    def usable(self) -> bool:
+        """Whether all processes live, and have not run so many functions that they are slow."""
+        alive = bool(self._processes) and all(p.is_alive() for p in self._processes)
+        return alive and self._calls < CALLS_BEFORE_RENEWAL
 
     def close(self) -> None:
         for process in self._processes:

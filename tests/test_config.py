@@ -3,13 +3,13 @@
 import pytest
 
 from comm_hooks import SRHT, ErrorFeedback, TopK
-from comm_hooks.config import COMPRESSORS, build_compressor, build_memory
+from comm_hooks.config import COMPRESSORS, build, parse_spec
 from comm_hooks.exchange import ExchangeSettings
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_every_name_builds_with_its_defaults(name: str) -> None:
-    assert type(build_compressor(name)) is COMPRESSORS[name]
+    assert type(build("compressor", name)) is COMPRESSORS[name]
 
 
 def test_the_fixed_names_are_there() -> None:
@@ -18,7 +18,7 @@ def test_the_fixed_names_are_there() -> None:
 
 
 def test_options_reach_the_compressor() -> None:
-    assert build_compressor("topk", density=0.01, value_bits=1) == TopK(0.01, value_bits=1)
+    assert build("compressor", "topk", density=0.01, value_bits=1) == TopK(0.01, value_bits=1)
 
 
 @pytest.mark.parametrize(
@@ -55,25 +55,26 @@ def test_bad_configurations_are_refused_with_one_line(
     name: str, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        build_compressor(name, **options)
+        build("compressor", name, **options)
     assert "\n" not in str(caught.value)
 
 
 def test_memory_by_name() -> None:
-    assert isinstance(build_memory("auto", TopK()), ErrorFeedback)
-    assert build_memory("auto", SRHT()) is None
-    assert build_memory("none", TopK()) is None
-    assert build_memory(None, TopK()) is None
+    assert isinstance(build("memory", "auto", compressor=TopK()), ErrorFeedback)
+    assert build("memory", "auto", compressor=SRHT()) is None
+    assert build("memory", "none", compressor=TopK()) is None
+    assert build("memory", None, compressor=TopK()) is None
     memory = ErrorFeedback(bits=4)
-    assert build_memory(memory, TopK()) is memory
+    assert build("memory", memory, compressor=TopK()) is memory
     with pytest.raises(ValueError, match="unknown memory 'feedback': did you mean"):
-        build_memory("feedback", TopK())
+        build("memory", "feedback", compressor=TopK())
 
 
 def test_a_memory_may_be_a_mapping() -> None:
-    memory = build_memory({"type": "error_feedback", "bits": 4, "decay": 0.5}, TopK())
+    spec = {"type": "error_feedback", "bits": 4, "decay": 0.5}
+    memory = build("memory", spec, compressor=TopK())
     assert repr(memory) == "ErrorFeedback(bits=4, decay=0.5)"
-    assert build_memory({"type": "none"}, TopK()) is None
+    assert build("memory", {"type": "none"}, compressor=TopK()) is None
 
 
 def test_an_exchange_from_one_flat_block() -> None:
@@ -114,9 +115,12 @@ def test_an_exchange_from_one_flat_block() -> None:
             {"compressor": "topk", "min_numels": 1},
             "ds.json.min_numels: .* did you mean 'min_numel'",
         ),
-        ({"compressor": ["topk"]}, r"ds.json.compressor: unknown compressor \['topk'\]"),
+        (
+            {"compressor": ["topk"]},
+            r"compressor must be a name or a mapping, got \['topk'\]",
+        ),
         ({"compressor": "topk", "exempt_bits": 16.0}, "ds.json: Exchange: exempt_bits must be"),
-        ({"compressor": 3}, "ds.json.compressor: unknown compressor 3: known are"),
+        ({"compressor": 3}, "ds.json.compressor: compressor must be a name or a mapping, got 3"),
         ({"compressor": "top_k"}, "ds.json.compressor: unknown compressor 'top_k': did you mean"),
         (
             {"compressor": "topk", "densty": 1},
@@ -147,3 +151,47 @@ def test_bad_blocks_name_the_place(block: dict[str, object], message: str) -> No
     with pytest.raises(ValueError, match=message) as caught:
         ExchangeSettings.from_dict(block, path="ds.json")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "options"),
+    [
+        ("topk", "topk", {}),
+        (
+            "topk:density=1/64:value_bits=1:overlap=1e-2",
+            "topk",
+            {"density": 1 / 64, "value_bits": 1, "overlap": 0.01},
+        ),
+        (
+            "sign:block_size=none:scale=rms:x=true",
+            "sign",
+            {"block_size": None, "scale": "rms", "x": True},
+        ),
+        (
+            "topk:downlink=topk:downlink.density=1/4",
+            "topk",
+            {"downlink": {"type": "topk", "density": 0.25}},
+        ),
+        ({"type": "quantize", "bits": 4}, "quantize", {"bits": 4}),
+    ],
+)
+def test_text_and_mappings_specify_the_same(
+    spec: object, name: str, options: dict[str, object]
+) -> None:
+    assert parse_spec(spec) == (name, options)
+    assert parse_spec({"type": name, **options}) == (name, options)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("topk:density", "compressor 'topk:density': options are written topk:option=value, got"),
+        ("topk:=4", "options are written topk:option=value"),
+        ({"typ": "topk"}, "needs its name under 'type'.* There is 'typ': did you mean 'type'"),
+        ({"type": ["topk"]}, "compressor must have a name of text under 'type', got"),
+        (3.5, "compressor must be a name or a mapping, got 3.5"),
+    ],
+)
+def test_what_is_no_specification_is_refused(spec: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_spec(spec, "compressor")

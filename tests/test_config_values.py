@@ -16,8 +16,7 @@ from comm_hooks.collectives import Simulated
 from comm_hooks.config import (
     COMPRESSORS,
     MEMORIES,
-    build_compressor,
-    build_memory,
+    build,
 )
 from comm_hooks.exchange import ExchangeSettings
 
@@ -126,7 +125,7 @@ def test_any_block(block: Any) -> None:
 @settings(max_examples=400)
 def test_any_arguments_of_a_compressor(name: Any, options: dict[str, Any]) -> None:
     try:
-        build_compressor(name, **options)
+        build("compressor", name, **options)
     except ValueError as error:
         says(str(error))
 
@@ -138,7 +137,7 @@ def test_any_arguments_of_a_compressor(name: Any, options: dict[str, Any]) -> No
 @settings(max_examples=400)
 def test_any_arguments_of_a_memory(memory: Any, options: dict[str, Any]) -> None:
     try:
-        build_memory(memory, TopK(), **options)
+        build("memory", memory, compressor=TopK(), **options)
     except ValueError as error:
         says(str(error))
 

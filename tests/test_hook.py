@@ -25,8 +25,8 @@ from comm_hooks import (
     register,
     skip_hook,
 )
-from comm_hooks.config import build_compressor, build_memory
-from comm_hooks.exchange.resuming import seal_own
+from comm_hooks.config import build
+from comm_hooks.exchange.saved_state import seal_own
 from comm_hooks.exchange.sparse import average_sparse
 from tests.ranks import Ranks
 
@@ -166,8 +166,8 @@ def train_and_account(mode: str, compressor: Any, collective: str) -> dict[str, 
     errors = {}
     exchange = state.exchange
     assert exchange.memory
-    assert exchange.remembered.server
-    workers, shards = exchange.memory.state_dict(), exchange.remembered.server.state_dict()
+    assert exchange.state.server_memory
+    workers, shards = exchange.memory.state_dict(), exchange.state.server_memory.state_dict()
     for name, total in true.items():
         if name in workers:
             flat = total.contiguous().flatten()
@@ -372,8 +372,8 @@ def resume(as_registered: bool, compressor: str, granularity: str, collective: s
         }
         if as_registered:
             return ddp, register(ddp, compressor, **settings)
-        made = build_compressor(compressor)
-        state = CompressionState(made, build_memory("auto", made), **settings)
+        made = build("compressor", compressor)
+        state = CompressionState(made, build("memory", "auto", compressor=made), **settings)
         ddp.register_comm_hook(state, compression_hook)
         return ddp, state
 

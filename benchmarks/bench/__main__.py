@@ -14,6 +14,7 @@ from benchmarks.bench.plots import write_plots
 from benchmarks.bench.rates import bits_per_second, parse_rates
 from benchmarks.bench.results import Bench, read_results, write_results
 from benchmarks.bench.table import print_table, write_markdown
+from benchmarks.lab.output import SKIPPED, Interruption
 from benchmarks.lab.processes import available_cores
 from benchmarks.lab.runner import (
     Comparison,
@@ -29,12 +30,7 @@ from benchmarks.lab.runner import (
 )
 from benchmarks.lab.runs import Settings
 from benchmarks.netns import why_not
-from comm_hooks.launchers.output import (
-    SKIPPED,
-    Interruption,
-    make_console,
-    refusing,
-)
+from comm_hooks.launchers.output import make_console, refusing
 
 _MAX_RANKS = 200
 _BUSY = 0.5  # of the cores in use before anything is started

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.bench.results import Block
-from benchmarks.lab.methods import Stepper
+from benchmarks.lab.methods import period_of
 from benchmarks.lab.runs import Settings
 from benchmarks.lab.tasks import Task
 from benchmarks.lab.training import Client, batch_generator, closure_of
@@ -40,12 +40,10 @@ class Runner:
     @property
     def period(self) -> int:
         """Steps from one exchange to the next."""
-        assert isinstance(self._client.steps, Stepper)
-        return getattr(self._client.steps.optimizer, "local_steps", 1)
+        return period_of(self._client)
 
     def take(self, steps: int) -> None:
         """Take so many steps."""
-        assert self._client.model is not None
         for _ in range(steps):
             batch = next(self._batches)
             self._client.steps.step(closure_of(self._task.loss, self._client.model, batch))

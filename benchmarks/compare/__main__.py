@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from benchmarks.lab.output import Interruption
 from benchmarks.lab.processes import run_method
 from benchmarks.lab.runner import (
     QUICK_STEPS,
@@ -21,7 +22,7 @@ from benchmarks.lab.runner import (
 )
 from benchmarks.lab.runs import Run, Settings
 from benchmarks.report import print_table, write_page
-from comm_hooks.launchers.output import Interruption, make_console, refusing
+from comm_hooks.launchers.output import make_console, refusing
 
 # Both controls and the recommended method first: they make the first comparison.
 DEFAULT_METHODS = "all_reduce,none,low_communication,sign+local_variance_adam,topk"

@@ -15,9 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersg
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from comm_hooks import CompressionState, Exchange, compression_hook, skip_hook
+from comm_hooks import CompressionState, Exchange, ExchangeSettings, compression_hook, skip_hook
 from comm_hooks.collectives import Transport
-from comm_hooks.config import COMPRESSORS, build_compressor, build_memory
+from comm_hooks.config import COMPRESSORS
 
 Options = dict[str, Any]
 Traffic = Callable[[int], tuple[int, int]]
@@ -101,36 +101,18 @@ def stats_traffic(stats: Callable[[], Mapping[str, Any]]) -> Traffic:
 
 # More than any model here has, so that DDP never makes a second bucket.
 _ONE_BUCKET = {"bucket_cap_mb": 1 << 20}
-_MEMORY_OPTIONS = {"memory_bits": "bits", "memory_decay": "decay", "memory_momentum": "momentum"}
-_EXCHANGE_OPTIONS = {
-    "collective",
-    "min_numel",
-    "min_ndim",
-    "exempt_bits",
-    "granularity",
-    "ranks_per_node",
-}
 
 
 def build_exchange(
     name: str, options: Options, seed: int, transport: Transport | None = None
 ) -> Exchange:
-    """Return the exchange of these options: the compressor's, the memory's and its own.
+    """Return the exchange with these settings, and options of the compressor among them.
 
     Raises:
-        ValueError: in the core's own words.
+        ValueError: for unknown options and values out of range.
     """
-    own = {key: value for key, value in options.items() if key in _EXCHANGE_OPTIONS}
-    memory = {_MEMORY_OPTIONS[key]: options[key] for key in options if key in _MEMORY_OPTIONS}
-    others = {*_EXCHANGE_OPTIONS, *_MEMORY_OPTIONS, "memory"}
-    compressor = build_compressor(name, **{k: v for k, v in options.items() if k not in others})
-    return Exchange(
-        compressor,
-        build_memory(options.get("memory", "auto"), compressor, **memory),
-        seed=seed,
-        transport=transport,
-        **own,
-    )
+    settings = ExchangeSettings.of(name, seed=seed, **options)
+    return Exchange(settings, transport=transport)
 
 
 def _compressed(name: str) -> Communication:

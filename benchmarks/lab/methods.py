@@ -29,13 +29,14 @@ from benchmarks.lab.communication import (
     stats_traffic,
 )
 from benchmarks.lab.model import GPT
-from benchmarks.lab.optimizers import OPTIMIZERS, Kind
+from benchmarks.lab.optimizers import NOTES, exchange_of, needs_of
 from benchmarks.lab.runs import BASELINE, CONTROL, Settings
 from benchmarks.lab.training import Client, Closure, NamedParameters
 from comm_hooks import Exchange, Identity, skip_hook
 from comm_hooks.collectives import Simulated, Transport
-from comm_hooks.config import COMPRESSORS, unknown
+from comm_hooks.config import COMPRESSORS, check_options, parse_spec, unknown
 from comm_hooks.optim import SAFL, LocalRounds, ZeroOneAdam
+from comm_hooks.optim.registry import OPTIMIZERS, Defaults, OptimizerEntry, lookup
 
 
 @dataclass
@@ -88,36 +89,59 @@ class Pair:
     optimizer_options: Options
 
     @property
+    def entry(self) -> OptimizerEntry:
+        """The optimizer in the registry."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
     def note(self) -> str:
         """One line on what the figures alone do not tell."""
+        note = NOTES.get(self.optimizer, "")
+        if self.entry.averages == "own":
+            return note
         if self.communication in COMPRESSORS:
             exchange = build_exchange(self.communication, self.communication_options, seed=0)
             communication = f"{exchange.compressor}, {exchange.memory or 'no error feedback'}"
         else:
             communication = COMMUNICATION[self.communication].note
-        entry = OPTIMIZERS[self.optimizer]
-        if entry.makes_exchange:
-            return entry.note
-        return f"{communication}; {entry.note}" if entry.note else communication
+        return f"{communication}; {note}" if note else communication
+
+    def build(
+        self,
+        named: NamedParameters,
+        settings: Settings,
+        exchange: Exchange | None = None,
+        transport: Transport | None = None,
+    ) -> Any:
+        """Return the optimizer, with the settings of a comparison unless it has its own."""
+        defaults = Defaults(
+            settings.learning_rate,
+            settings.betas,
+            settings.weight_decay,
+            settings.steps,
+            settings.warmup,
+        )
+        own = {"transport": transport} if self.entry.averages == "own" else {}
+        given = exchange if self.entry.averages == "exchange" else None
+        options = {**self.optimizer_options, **own}
+        return self.entry.build(named, given, defaults=defaults, **options)
 
     def check(self, settings: Settings) -> None:
         """Raise ``ValueError`` if the method cannot train with these settings."""
-        entry = OPTIMIZERS[self.optimizer]
-        if entry.makes_exchange:
+        if self.entry.averages == "own":
             # Whether it can meet its budget depends on the model.
             with torch.device("meta"):
                 model = GPT(settings.model)
-            transport = Simulated(settings.nproc)[0]
-            entry.build(model.named_parameters(), transport, settings, self.optimizer_options)
+            self.build(list(model.named_parameters()), settings, None, Simulated(settings.nproc)[0])
             return
         # As many parameters as the fewest-layered model has, so that it can be cut into fragments,
         # half of them matrices.
         shapes = [(1, 1), (1,)] * 6 * settings.model.layers
         named = [(str(i), nn.Parameter(torch.ones(shape))) for i, shape in enumerate(shapes)]
         exchange = None
-        if entry.communication:
+        if self.entry.averages == "exchange":
             exchange = build_exchange(self.communication, self.communication_options, 0)
-        entry.build(named, exchange, settings, self.optimizer_options)
+        self.build(named, settings, exchange)
 
     @property
     def needs_ddp(self) -> bool:
@@ -142,13 +166,8 @@ class Pair:
         Raises:
             ValueError: for a hook that only DDP can run.
         """
-        entry = OPTIMIZERS[self.optimizer]
         parameters = [p for _, p in named]
-        if entry.makes_exchange:
-            optimizer = entry.build(named, transport, settings, self.optimizer_options)
-            stepper = Stepper(optimizer, parameters, stats_traffic(optimizer.exchange.stats))
-            stepper.clip_norm = clip_norm
-            return _client(stepper, agrees=True)
+        exchanges = self.entry.averages != "before"
         if self.needs_ddp:
             raise ValueError(f"method {self.spec!r}: {self.communication} needs DDP")
         if self.communication in COMPRESSORS:
@@ -157,8 +176,9 @@ class Pair:
             )
         else:
             exchange = Exchange(Identity(), transport=transport)
-        own = exchange if entry.communication else None
-        optimizer = entry.build(named, own, settings, self.optimizer_options)
+        optimizer = self.build(named, settings, exchange, transport)
+        if self.entry.averages == "own":
+            exchange = optimizer.exchange
 
         def average() -> None:
             gradients = {str(i): p.grad for i, p in enumerate(parameters) if p.grad is not None}
@@ -169,10 +189,10 @@ class Pair:
             optimizer,
             parameters,
             stats_traffic(exchange.stats),
-            average=None if alone or entry.exchanges else average,
+            average=None if alone or exchanges else average,
             clip_norm=clip_norm,
         )
-        return _client(stepper, agrees=entry.exchanges or not alone)
+        return _client(stepper, agrees=exchanges or not alone)
 
     def connect(
         self,
@@ -189,23 +209,21 @@ class Pair:
             clip_norm: see :class:`Stepper`.
             ddp_arguments: for ``DistributedDataParallel``, in place of the method's own.
         """
-        communication, entry = COMMUNICATION[self.communication], OPTIMIZERS[self.optimizer]
+        communication = COMMUNICATION[self.communication]
         ddp = DistributedDataParallel(model, **{**communication.ddp_arguments, **ddp_arguments})
         named = list(model.named_parameters())
-        exchange = None
-        if not entry.exchanges:
+        exchanges, exchange = self.entry.averages != "before", None
+        if not exchanges:
             traffic = communication.connect(ddp, self.communication_options, settings.seed)
         else:
             ddp.register_comm_hook(None, skip_hook)
-            if entry.communication:
-                exchange = build_exchange(
-                    self.communication, self.communication_options, settings.seed
-                )
-        optimizer = entry.build(named, exchange, settings, self.optimizer_options)
-        if entry.exchanges:
+        if self.entry.averages == "exchange":
+            exchange = build_exchange(self.communication, self.communication_options, settings.seed)
+        optimizer = self.build(named, settings, exchange)
+        if exchanges:
             traffic = stats_traffic((exchange or optimizer.exchange).stats)
         stepper = Stepper(optimizer, [p for _, p in named], traffic, clip_norm=clip_norm)
-        return _client(stepper, agrees=self.communication != CONTROL or entry.exchanges, model=ddp)
+        return _client(stepper, agrees=self.communication != CONTROL or exchanges, model=ddp)
 
 
 def _client(stepper: Stepper, *, agrees: bool, model: nn.Module | None = None) -> Client:
@@ -216,6 +234,13 @@ def _client(stepper: Stepper, *, agrees: bool, model: nn.Module | None = None) -
     waits = isinstance(optimizer, LocalRounds | ZeroOneAdam)
     finish = optimizer.synchronize if waits else None
     return Client(stepper, stepper, scheduled, agrees, rounds, finish, model)
+
+
+def period_of(client: Client) -> int:
+    """Return the steps from one exchange of a method to the next."""
+    assert isinstance(client.steps, Stepper)
+    period: int = getattr(client.steps.optimizer, "local_steps", 1)
+    return period
 
 
 def parse_methods(specs: str) -> list[Pair]:
@@ -235,99 +260,63 @@ def parse_methods(specs: str) -> list[Pair]:
 def parse_method(spec: str) -> Pair:
     """Parse one method; see :func:`parse_methods`."""
     # A "+" before a name joins the halves; one inside a number (1e+3) does not.
-    first, *rest = re.split(r"\+(?=[A-Za-z_])", spec)
-    if len(rest) > 1:
+    first, *others = re.split(r"\+(?=[A-Za-z_])", spec)
+    if len(others) > 1:
         raise ValueError(f"method {spec!r}: at most one optimizer may follow the '+'")
-    communication, given = _parse_half(first)
-    optimizer, optimizer_given = _parse_half(rest[0]) if rest else ("adamw", {})
-    if (
-        not rest
-        and _known(communication, COMMUNICATION) is None
-        and _known(communication, OPTIMIZERS)
-    ):
-        optimizer, optimizer_given, given = communication, given, {}
-        alone = OPTIMIZERS[_known(optimizer, OPTIMIZERS) or ""]
-        communication = alone.communication or (CONTROL if alone.makes_exchange else BASELINE)
-    communication = _find("method", communication, COMMUNICATION, {**COMMUNICATION, **OPTIMIZERS})
-    optimizer = _find("optimizer", optimizer, OPTIMIZERS, OPTIMIZERS)
-    entry = OPTIMIZERS[optimizer]
-    if entry.makes_exchange and rest:
+    name, given = parse_spec(first, "method")
+    optimizer, own = parse_spec(others[0], "optimizer") if others else ("adamw", {})
+    if not others and _known(name) is None and lookup(name):
+        optimizer, own, name, given = name, given, "", {}
+    entry = lookup(optimizer)
+    if entry is None:
+        raise ValueError(unknown("optimizer", optimizer, OPTIMIZERS))
+    communication = _known(name) if name else _default(entry)
+    if communication is None:
+        raise ValueError(unknown("method", name, {**COMMUNICATION, **OPTIMIZERS}))
+    if entry.averages == "own" and others:
         raise ValueError(
-            f"method {spec!r}: {optimizer} chooses how it exchanges: name it without a '+'"
+            f"method {spec!r}: {entry.name} chooses how it exchanges: name it without a '+'"
         )
-    if entry.communication and communication not in COMPRESSORS:
+    if entry.averages == "exchange" and communication not in COMPRESSORS:
         raise ValueError(
-            f"method {spec!r}: {optimizer} exchanges by itself and needs a compressor before the "
+            f"method {spec!r}: {entry.name} exchanges by itself and needs a compressor before the "
             f"'+': {', '.join(COMPRESSORS)}"
         )
-    pair_communication, pair_optimizer = _PAIRS.get((communication, optimizer), ({}, {}))
-    own = entry.communication_options if communication == entry.communication else {}
-    needed = {**entry.needs, **own, **pair_communication}
+    needed, usual = _PAIRS.get((communication, entry.name), ({}, {}))
     options = {**COMMUNICATION[communication].defaults, **needed, **given}
+    if entry.averages == "exchange":
+        published, settings = exchange_of(entry)
+        options = {**(settings if communication == published else needs_of(entry)), **options}
     if communication in COMPRESSORS:
         build_exchange(communication, options, seed=0)  # raises ValueError
     else:
-        kinds = dict.fromkeys(COMMUNICATION[communication].defaults, int)
-        _check_options(communication, options, kinds)
-    optimizer_options = {**pair_optimizer, **optimizer_given}
-    _check_options(optimizer, optimizer_options, entry.options)
-    return Pair(spec, communication, options, optimizer, optimizer_options)
+        check_options(communication, options, COMMUNICATION[communication].defaults)
+        for key, value in options.items():
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{communication}:{key} must be a positive integer, got {value!r}")
+    own = {**usual, **own}
+    if "bits" in own:
+        own["bits_per_parameter"] = own.pop("bits")
+    if own.pop("muon", False):
+        own["inner"] = "muon"
+    rate = own.get("lr", 1.0)
+    entry.check(own)
+    if not 0 < rate < math.inf:
+        raise ValueError(f"{entry.name}:lr must be positive, got {rate!r}")
+    return Pair(spec, communication, options, entry.name, own)
 
 
-def _parse_half(text: str) -> tuple[str, Options]:
-    name, *settings = text.split(":")
-    options: Options = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not (key and equals and value):
-            raise ValueError(f"{text!r}: options are written {name}:option=value")
-        options[key] = _parse_value(value)
-    return name, options
+def _default(entry: OptimizerEntry) -> str:
+    """Return the communication method of an optimizer that is named alone."""
+    if entry.averages == "exchange":
+        return exchange_of(entry)[0]
+    return CONTROL if entry.averages == "own" else BASELINE
 
 
-def _parse_value(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    numerator, slash, denominator = text.partition("/")
-    try:
-        if slash:
-            return float(numerator) / float(denominator)
-        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-    except (ValueError, ZeroDivisionError):
-        return text
-
-
-def _known(name: str, known: Mapping[str, object]) -> str | None:
-    """Return the name as it is known, whatever its underscores."""
-    return next((k for k in known if k.replace("_", "") == name.replace("_", "")), None)
-
-
-def _find(kind: str, name: str, known: Mapping[str, object], listed: Mapping[str, object]) -> str:
-    found = _known(name, known) if name else None
-    if found is None:
-        raise ValueError(unknown(kind, name, listed))
-    return found
-
-
-def _check_name(kind: str, name: str, known: Mapping[str, object]) -> None:
-    if name not in known:
-        raise ValueError(unknown(kind, name, known))
-
-
-def _check_options(owner: str, options: Options, kinds: Mapping[str, Kind]) -> None:
-    for name, value in options.items():
-        if not kinds:
-            raise ValueError(f"{owner} takes no options, got {name!r}")
-        _check_name(f"option of {owner}", name, kinds)
-        kind = kinds[name]
-        if kind is bool:
-            fits, wanted = isinstance(value, bool), "true or false"
-        else:
-            # type() and not isinstance(): True is an instance of int.
-            fits = type(value) in (int, kind) and 0 < value < math.inf
-            wanted = f"a positive {kind.__name__}"
-        if not fits:
-            raise ValueError(f"{owner}:{name} must be {wanted}, got {value!r}")
+def _known(name: str) -> str | None:
+    """Return a communication method by its name, whatever its underscores."""
+    plain = name.replace("_", "")
+    return next((known for known in COMMUNICATION if known.replace("_", "") == plain), None)
 
 
 # Settings of a pair beyond the defaults of its halves: of communication, of the optimizer.

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogFormatter, MaxNLocator, NullFormatter
 
 from benchmarks.lab.outcomes import Outcome
 from benchmarks.lab.runs import BASELINE, CONTROL, Point, Run
-from benchmarks.lab.tables import format_bytes
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, without black, which is for
 # what the others are measured by, and without yellow, which is hard to see on white; and two of

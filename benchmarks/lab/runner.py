@@ -18,14 +18,15 @@ from rich.text import Text
 import comm_hooks
 from benchmarks.lab.corpus import Corpus, check_length, load_corpus
 from benchmarks.lab.events import Event
+from benchmarks.lab.machine import processor
 from benchmarks.lab.methods import Pair, parse_methods
 from benchmarks.lab.model import GPT, GPTConfig, count
+from benchmarks.lab.output import INTERRUPTED, prepare_folder
 from benchmarks.lab.processes import Watch, available_cores, threads_per_rank
 from benchmarks.lab.progress import open_display
 from benchmarks.lab.runs import Run, Settings
 from benchmarks.lab.tables import format_bytes
-from comm_hooks.launchers.machine import processor
-from comm_hooks.launchers.output import FAILED, INTERRUPTED, prepare_folder
+from comm_hooks.launchers.output import FAILED
 
 QUICK_STEPS = 60
 """Fewer steps compare nothing: most of them would be warm-up."""

@@ -159,9 +159,10 @@ def judge(task: Task, model: nn.Module, round_: int, sent: int, curve: list[Poin
 
 
 def closure_of(
-    loss_of: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch
+    loss_of: Callable[[nn.Module, Batch], Tensor], model: nn.Module | None, batch: Batch
 ) -> Closure:
     """Return the function that computes the gradients of a batch and returns its loss."""
+    assert model is not None
 
     def closure() -> Tensor:
         model.zero_grad()

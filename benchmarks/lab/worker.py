@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.lab.clock import Starvation, quartile_range
 from benchmarks.lab.events import Report, reporting
 from benchmarks.lab.methods import Pair, parse_method
 from benchmarks.lab.model import GPT
@@ -32,7 +33,6 @@ from benchmarks.lab.tasks import Task
 from benchmarks.lab.tasks.whole_text import whole_text
 from benchmarks.lab.training import Client, Plan, train_rank
 from comm_hooks.collectives import TorchDistributed
-from comm_hooks.launchers.clock import Starvation, quartile_range
 
 
 class StepMeter:

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.lab.output import SKIPPED
 from benchmarks.netns import NetnsError
-from comm_hooks.launchers.output import BAD_INPUT, SKIPPED, complain
+from comm_hooks.launchers.output import BAD_INPUT, complain
 
 TABLES = {
     "quality": "mean squared errors of compressors against theory",

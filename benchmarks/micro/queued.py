@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.micro.timing import print_head
 from comm_hooks import ErrorFeedback, Exchange
-from comm_hooks.config import build_compressor
-from comm_hooks.launchers.advise.rehearsal import Alone
-from comm_hooks.wire.header import Judgments
+from comm_hooks.config import build
+from comm_hooks.launchers.advise.echo import Echo
+from comm_hooks.wire.header import PendingChecks
 
 # Compressor, collective, options.
-CASES: list[tuple[str, str, Mapping[str, Any]]] = [
+CASES: list[tuple[str, Any, Mapping[str, Any]]] = [
     ("identity", "all_reduce", {}),
     ("random_k", "all_reduce", {}),
     ("srht", "all_reduce", {}),
@@ -38,7 +38,7 @@ _RANKS = 2
 _STEPS = 4  # the first ones agree on settings
 
 
-class _WithoutClock(Alone):
+class _WithoutClock(Echo):
     """Nothing takes time where there are no data."""
 
     def clock(self) -> float:
@@ -61,14 +61,14 @@ class _Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count(compressor: str, collective: str, options: Mapping[str, Any]) -> int:
+def count(compressor: str, collective: Any, options: Mapping[str, Any]) -> int:
     """Return how many operations a bucket takes, once ranks have agreed on settings.
 
     Raises:
         RuntimeError: if something of it reads what is computed (``NotImplementedError``, too).
     """
     device = torch.device("meta")
-    coder = build_compressor(compressor, **options)
+    coder = build("compressor", compressor, **options)
     exchange = Exchange(
         coder,
         ErrorFeedback() if coder.contractive else None,
@@ -79,7 +79,7 @@ def count(compressor: str, collective: str, options: Mapping[str, Any]) -> int:
     )
     shapes = [(384, 384), (384, 384), (384,), (384,)]
     tensors = {str(i): torch.empty(shape, device=device) for i, shape in enumerate(shapes)}
-    with mock.patch.object(Judgments, "add"):
+    with mock.patch.object(PendingChecks, "add"):
         for _ in range(_STEPS):
             with _Counting() as counting:
                 exchange.average_(tensors)

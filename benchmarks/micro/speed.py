@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from benchmarks.lab.machine import processor
 from benchmarks.micro.timing import medians, print_head, times_in_turns
 from comm_hooks import (
     SRHT,
@@ -26,7 +27,6 @@ from comm_hooks import (
     Sign,
     TopK,
 )
-from comm_hooks.launchers.machine import processor
 from comm_hooks.memory.rows import Rows
 from comm_hooks.randomness import Draw
 

@@ -21,7 +21,7 @@ from benchmarks.quality.options import RESULTS, Batches, Ranks, Tasks, Tokens, p
 from benchmarks.quality.page import make_page
 from benchmarks.quality.runs import Found, make_method, make_tuning
 from benchmarks.quality.settings import COSINE, Setting, build
-from comm_hooks.launchers.advise import shares
+from comm_hooks.launchers.advise.quality import FILE
 from comm_hooks.launchers.output import complain, refusing
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -149,7 +149,7 @@ def _write(results: Path, tries: int) -> None:
         return
     (results.parent / "quality.md").write_text(make_page(found))
     if results == RESULTS:
-        shares.FILE.write_text(to_json(make_cells(found)))
+        FILE.write_text(to_json(make_cells(found)))
 
 
 if __name__ == "__main__":

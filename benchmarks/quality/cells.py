@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from benchmarks.quality.runs import Found, Quality, controls, quality_of
 from benchmarks.quality.settings import COSINE
-from comm_hooks.launchers.advise.shares import Cell
+from comm_hooks.launchers.advise.quality import Cell
 
 _DIVERGED = -10.0
 """The quality of a method that diverged."""

@@ -10,7 +10,7 @@ from benchmarks.quality.settings import COSINE, PRESETS, Setting
 _HEAD = """\
 # Quality
 
-The share of the worth of exchanging that a method keeps: (none - method) / (none - all-reduce), in held-out
+The quality that a method keeps of an exchange: (none - method) / (none - all-reduce), in held-out
 loss at equal tokens, all three with AdamW, or all three with Muon (`low_communication` with
 LaProp, which is AdamW that divides before it averages, or with Muon). Every method has its own
 learning rate, found by the same line search on the first seed (factors of two, until the best lies

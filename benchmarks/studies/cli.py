@@ -30,7 +30,9 @@ from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
+from benchmarks.lab.machine import processor  # noqa: E402
 from benchmarks.lab.outcomes import Advance, Method, Outcome  # noqa: E402
+from benchmarks.lab.output import INTERRUPTED, Interruption, prepare_folder  # noqa: E402
 from benchmarks.lab.plots import draw_sections  # noqa: E402
 from benchmarks.lab.progress import Display, open_display  # noqa: E402
 from benchmarks.lab.runs import Point, RunStore  # noqa: E402
@@ -38,14 +40,7 @@ from benchmarks.lab.search import Tuning  # noqa: E402
 from benchmarks.lab.tables import Columns, tabulate  # noqa: E402
 from benchmarks.lab.tasks import TASKS, Task, build_task  # noqa: E402
 from comm_hooks.config import unknown  # noqa: E402
-from comm_hooks.launchers.machine import processor  # noqa: E402
-from comm_hooks.launchers.output import (  # noqa: E402
-    INTERRUPTED,
-    Interruption,
-    make_console,
-    prepare_folder,
-    refusing,
-)
+from comm_hooks.launchers.output import make_console, refusing  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -217,9 +217,9 @@ class TorchDistributed(Transport):
         except StopIteration as stop:
             return completed(stop.value)
         if self._worker is None:
-            self._beside = self._gloo_ranks()
-            self._worker = RoundWorker(self._beside)
-        self._beside.connect(request)
+            self._worker_ranks = self._gloo_ranks()
+            self._worker = RoundWorker(self._worker_ranks)
+        self._worker_ranks.connect(request)
         return self._worker.submit(round_, request)
 
     def _goes_by_gloo(self, request: Request) -> bool:

@@ -35,13 +35,11 @@ class Agreement:
     Attributes:
         settings: what the users of the exchange have added to its own settings.
         reached: whether ranks have compared all of it.
-        loaded_at: the step that was restored last, if one was.
     """
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
         self.reached = False
-        self.loaded_at: int | None = None
         self._owner: weakref.ref[Owner] | None = None
 
     def __copy__(self) -> "Agreement":
@@ -78,21 +76,16 @@ class Agreement:
         yield from compare_settings(config, self.owner, ranks)
         self.reached = True
 
-    def is_due(self, step: int, verify_every: int, *, is_new: bool) -> bool:
-        """Return whether ranks compare fingerprints in this step, beside their stamps."""
-        # What has just been loaded is looked at, too.
-        return verify_every > 0 and (is_new or step == self.loaded_at or step % verify_every == 0)
+    def stamp(self, digest_: int, step: int, loads: int) -> Stamp:
+        """Return the stamp of all payloads of a bucket in a step.
 
-    def stamp(self, digest_: int, step: int) -> Stamp:
-        """Return what the payloads of a bucket have in common in a step."""
+        Args:
+            digest_: of the settings and of the bucket.
+            step, loads: see :class:`~comm_hooks.wire.stamp.Stamp`.
+        """
         owner = self.owner
-        return Stamp(
-            digest_,
-            step,
-            # Exchanges since the start or the last load, and which of the two it was.
-            loads=2 * (step - (self.loaded_at or 0)) + (self.loaded_at is not None),
-            hyperparameters=digest(owner.hyperparameters()) if owner else 0,
-        )
+        hyperparameters = digest(owner.hyperparameters()) if owner else 0
+        return Stamp(digest_, step, loads, hyperparameters)
 
     def with_fingerprint(self, stamp: Stamp, replica: Sequence[torch.Tensor] | None) -> Stamp:
         """Return a stamp with the fingerprint of what must be bit-identical on all ranks.

@@ -51,7 +51,7 @@ class Buckets:
     def of(
         self,
         tensors: Mapping[str, torch.Tensor],
-        beside: Mapping[str, torch.Tensor] | None = None,
+        extras: Mapping[str, torch.Tensor] | None = None,
     ) -> Bucket:
         """Return the bucket of these tensors by name; see :meth:`~comm_hooks.Exchange.average_`.
 
@@ -64,7 +64,7 @@ class Buckets:
             require_dense_floats(tensor)
         exempts = self._settings.exempts
         segments = [Segment(n, tuple(t.shape), exempts(t.shape)) for n, t in tensors.items()]
-        segments += [Segment(n, tuple(t.shape), True, True) for n, t in (beside or {}).items()]
+        segments += [Segment(n, tuple(t.shape), True, True) for n, t in (extras or {}).items()]
         return self.of_segments(segments, next(iter(tensors.values())).device)
 
     def of_parameters(

@@ -13,13 +13,13 @@ from comm_hooks.kernels.residual import Residual
 from comm_hooks.memory.base import Memory
 from comm_hooks.memory.rows import Rows
 from comm_hooks.randomness import Keys, derive_key, derive_keys
-from comm_hooks.wire.header import Judgments
+from comm_hooks.wire.header import PendingChecks
 from comm_hooks.wire.stamp import Stamp
 
 
 @dataclass(frozen=True)
 class RoundContext:
-    """On what terms a bucket is averaged in one step.
+    """On what context a bucket is averaged in one step.
 
     Attributes:
         stamp: what all payloads must have in common.
@@ -29,7 +29,7 @@ class RoundContext:
         limit: the largest element that the receiver of the mean can hold; what is above it is
             remembered.
         noise_hook: clips and adds noise on the way.
-        judgments: where what an accelerator has found in headers waits to be judged.
+        checks: where what an accelerator has found in headers waits to be judged.
     """
 
     stamp: Stamp
@@ -38,7 +38,7 @@ class RoundContext:
     verify: bool = False
     limit: float | None = None
     noise_hook: NoiseHook | None = None
-    judgments: Judgments = field(default_factory=Judgments)
+    checks: PendingChecks = field(default_factory=PendingChecks)
 
 
 class Message:
@@ -52,10 +52,10 @@ class Message:
         vectors: of this rank.
         keys: of each of their parts, one key per row.
         own_key: this rank's and round's own, for memories that draw.
-        terms: of the round.
+        context: of the round.
 
     Raises:
-        ValueError: if what is remembered is not finite (only with ``terms.verify``): one such
+        ValueError: if what is remembered is not finite (only with ``context.verify``): one such
             number would make all gradients NaN for ever.
 
     Attributes:
@@ -67,26 +67,26 @@ class Message:
     """
 
     def __init__(
-        self, vectors: Workspace, keys: Sequence[Keys], own_key: int, terms: RoundContext
+        self, vectors: Workspace, keys: Sequence[Keys], own_key: int, context: RoundContext
     ) -> None:
         self.matrices = [part.matrix for part in vectors.parts()]
         self.keys = keys
-        self.stamp = terms.stamp
+        self.stamp = context.stamp
         self.residuals: list[Residual | None] | None = None
         self._vectors = vectors
-        self._memory, self._scale, self._limit = terms.memory, terms.scale, terms.limit
+        self._memory, self._scale, self._limit = context.memory, context.scale, context.limit
         self._own_key = own_key
         self._norms: list[torch.Tensor] | None = None
         if self._memory:
-            self._compensate(self._memory, verify=terms.verify)
+            self._compensate(self._memory, verify=context.verify)
 
     @classmethod
-    def of(cls, vectors: Workspace, terms: RoundContext, *, seed: int, rank: int) -> Message:
-        """Return a rank's message with the keys that follow from a seed, in the terms' step."""
-        step = terms.stamp.step
+    def of(cls, vectors: Workspace, context: RoundContext, *, seed: int, rank: int) -> Message:
+        """Return a rank's message with the keys that follow from a seed, in the context' step."""
+        step = context.stamp.step
         keys = [derive_keys(seed, step, part.names) for part in vectors.parts()]
         # Of now: by the time the memory draws, the owner may have gone on to the next step.
-        return cls(vectors, keys, derive_key(seed, step, f"memory of rank {rank}"), terms)
+        return cls(vectors, keys, derive_key(seed, step, f"memory of rank {rank}"), context)
 
     @property
     def health(self) -> torch.Tensor:
@@ -106,7 +106,7 @@ class Message:
         if self.residuals:
             self.residuals = [None] * len(self.residuals)
 
-    def settle(self, accept: torch.Tensor) -> None:
+    def commit(self, accept: torch.Tensor) -> None:
         """Remember what this rank did not send, which is what the groups hold by now.
 
         To be called once; ``accept`` is a boolean scalar: whether all ranks' vectors were finite.
@@ -116,7 +116,7 @@ class Message:
                 self._memory.retain(rows, active & accept, self._scale, self._own_key)
 
     def give_back(self, *, ranks: int = 1, factor: float = 1.0) -> None:
-        """Keep the elements of the mean, which the groups hold by now, within the terms' limit.
+        """Keep the elements of the mean, which the groups hold by now, within the context' limit.
 
         What is above it is remembered, on all ranks alike, and arrives later.  A mean that is not
         finite is left alone.

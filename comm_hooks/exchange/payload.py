@@ -124,12 +124,12 @@ class PayloadFormat:
         """Return a view of a payload (nbytes,) without its header, float32."""
         return payload[self._header.nbytes : self._end].view(torch.float32)
 
-    def check(self, payloads: Tensor, terms: RoundContext, *, senders: str = "rank") -> Tensor:
+    def check(self, payloads: Tensor, context: RoundContext, *, senders: str = "rank") -> Tensor:
         """Check the headers; return 0 if all ranks' vectors were finite, else NaN.
 
         See :meth:`~comm_hooks.wire.header.Header.check`.
         """
-        return self._header.check(payloads, terms.stamp, terms.judgments, senders)
+        return self._header.check(payloads, context.stamp, context.checks, senders)
 
     @record_function(DECODE)
     def decode_sum(

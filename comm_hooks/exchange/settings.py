@@ -11,11 +11,10 @@ from comm_hooks.compressors.base import Compressor, Granularity
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.config import (
     COMPRESSORS,
-    build_compressor,
-    build_downlink,
-    build_memory,
+    build,
     instead_of,
     option_names,
+    parse_spec,
     unknown,
 )
 from comm_hooks.memory.base import Memory
@@ -161,15 +160,17 @@ class ExchangeSettings:
         self._check_residuals(downlink)
 
     @classmethod
-    def of(cls, compressor: Compressor | str, /, **options: Any) -> ExchangeSettings:
+    def of(
+        cls, compressor: Compressor | str | Mapping[str, Any], /, **options: Any
+    ) -> ExchangeSettings:
         """Return settings from names as well as objects.
 
         Args:
-            compressor: an object, or a key of :data:`~comm_hooks.config.COMPRESSORS`.
-            options: the settings above; the compressor's own, if it is given by name; ``memory``
-                and ``downlink`` also by name or as a mapping (see
-                :func:`~comm_hooks.config.build_memory` and
-                :func:`~comm_hooks.config.build_downlink`).
+            compressor: an object, or a specification of one and of the settings
+                (:func:`~comm_hooks.config.parse_spec`).
+            options: the settings above; the compressor's own, if it is a specification;
+                ``memory`` and ``downlink`` may be specifications
+                (:func:`~comm_hooks.config.build`).
 
         Raises:
             ValueError: for anything unknown, with the nearest that is known, and for values and
@@ -181,7 +182,10 @@ class ExchangeSettings:
             TopK(density=0.01, block_size=4096, value_bits=16, index_code='elias_fano', overlap=0.0)
         """
         settings = [field.name for field in fields(cls)[1:]]
-        own = option_names(compressor) if isinstance(compressor, str) else []
+        own: list[str] = []
+        if isinstance(compressor, str | Mapping):
+            compressor, given = parse_spec(compressor, "compressor")
+            options, own = {**given, **options}, option_names(compressor)
         strangers = [key for key in options if key not in settings and key not in own]
         if strangers and not isinstance(compressor, str):
             raise ValueError(
@@ -194,13 +198,13 @@ class ExchangeSettings:
                 unknown(kind, strangers[0], ["compressor", *own, *settings]), strangers[0]
             )
         if isinstance(compressor, str):
-            compressor = build_compressor(compressor, **_only(own, options))
+            compressor = build("compressor", compressor, **_only(own, options))
         try:
-            memory = build_memory(options.get("memory", "auto"), compressor)
+            memory = build("memory", options.get("memory", "auto"), compressor=compressor)
         except ValueError as error:
             raise _SettingError(str(error), "memory") from None
         try:
-            downlink = build_downlink(options.get("downlink"))
+            downlink = build("downlink", options.get("downlink"))
         except ValueError as error:
             raise _SettingError(str(error), "downlink") from None
         named = {"memory": memory, "downlink": downlink}
@@ -211,8 +215,7 @@ class ExchangeSettings:
         """Return the settings that a block of a JSON configuration describes.
 
         Args:
-            block: ``compressor``, a key of :data:`~comm_hooks.config.COMPRESSORS`, and beside it
-                whatever :meth:`of` takes.
+            block: ``compressor``, a specification, and the options of :meth:`of`.
             path: where the block stands in the configuration, for messages.
 
         Raises:
@@ -230,11 +233,14 @@ class ExchangeSettings:
                 f"{path}.compressor: missing; choose from {', '.join(COMPRESSORS)}"
                 f"{instead_of('compressor', block)}"
             )
-        name = block["compressor"]
-        if not isinstance(name, str) or name not in COMPRESSORS:
-            raise ValueError(f"{path}.compressor: {unknown('compressor', name, COMPRESSORS)}")
         try:
-            return cls.of(name, **{str(k): v for k, v in block.items() if k != "compressor"})
+            name, own = parse_spec(block["compressor"], "compressor")
+            option_names(name)
+        except ValueError as error:
+            raise ValueError(f"{path}.compressor: {error}") from None
+        try:
+            given = {str(k): v for k, v in block.items() if k != "compressor"}
+            return cls.of(name, **{**own, **given})
         except _SettingError as error:
             where = f"{path}.{error.setting}" if error.setting.isprintable() else path
             raise ValueError(f"{where}: {error}") from None

@@ -51,7 +51,7 @@ class Memory(ABC):
         return duplicate
 
     @abstractmethod
-    def for_server(self) -> "Remainder":
+    def for_server(self) -> "ResidualMemory":
         """Return an empty memory for the server, which compresses the mean once more."""
 
     @abstractmethod
@@ -227,7 +227,7 @@ class Memory(ABC):
         return stored.float()
 
 
-class Remainder(Memory):
+class ResidualMemory(Memory):
     """A memory of what is still to be sent, and of nothing else: what a server can have."""
 
     def vectors(self, state: Mapping[str, Tensor], numels: Mapping[str, int]) -> dict[str, Tensor]:

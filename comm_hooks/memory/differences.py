@@ -53,7 +53,7 @@ class Differences(Memory):
     def for_server(self) -> ErrorFeedback:
         # The server's changes are to the sum of the changes it was sent: what it left out of the
         # latter is the difference between the two, which error feedback keeps.
-        return _Remainder()
+        return _EagerFeedback()
 
     def active(self, norms: Tensor) -> Tensor:
         # That a gradient has become zero is a change which the receivers must hear of.
@@ -69,7 +69,7 @@ class Differences(Memory):
         replace_(estimates, sent.add_(estimates), accept)
 
 
-class _Remainder(ErrorFeedback):
+class _EagerFeedback(ErrorFeedback):
     """What the server has not passed on yet, which it also sends when no new changes come in."""
 
     def active(self, norms: Tensor) -> Tensor:

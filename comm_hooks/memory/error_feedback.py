@@ -6,7 +6,7 @@ from torch import Tensor
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.memory.base import Remainder
+from comm_hooks.memory.base import ResidualMemory
 from comm_hooks.memory.named_rows import replace_
 from comm_hooks.memory.rows import Rows
 from comm_hooks.randomness import Draw, Keys, derive_keys
@@ -22,7 +22,7 @@ def fitting_memory(compressor: Compressor) -> "ErrorFeedback | None":
     return ErrorFeedback() if compressor.bounds_residuals and not compressor.unbiased else None
 
 
-class ErrorFeedback(Remainder):
+class ErrorFeedback(ResidualMemory):
     """Keeps the compression error of every parameter and adds it to the next vector.
 
     Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.  Per round and parameter:

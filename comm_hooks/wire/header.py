@@ -9,7 +9,7 @@ from torch import Tensor
 from comm_hooks.wire.stamp import Stamp
 
 
-class Judgments:
+class PendingChecks:
     """What headers said that an accelerator holds, until they are judged.
 
     They are copied while it goes on computing, and judged in the order of their rounds, whatever
@@ -19,9 +19,9 @@ class Judgments:
     def __init__(self) -> None:
         self._pending: list[tuple[int, Tensor, torch.Event, Callable[[Tensor], None]]] = []
 
-    def __reduce__(self) -> tuple[type["Judgments"], tuple[()]]:
+    def __reduce__(self) -> tuple[type["PendingChecks"], tuple[()]]:
         # Events and pinned memory are this process's own.
-        return Judgments, ()
+        return PendingChecks, ()
 
     @staticmethod
     def must_wait(found: Tensor) -> bool:
@@ -36,7 +36,7 @@ class Judgments:
         event.record()
         self._pending.append((step, copy, event, judge))
 
-    def settle(self, *, before: int | None = None) -> None:
+    def wait(self, *, before: int | None = None) -> None:
         """Judge, and wait for, what was found in earlier steps, or in all.
 
         Raises:
@@ -51,11 +51,11 @@ class Judgments:
 
 
 class Header(ABC):
-    """Written by every rank before its payload, and judged alike by all ranks.
+    """The header that every rank writes before its payload; all ranks check it the same way.
 
-    On the CPU at once.  On an accelerator what does not fit makes the result NaN, and is told in
-    the next step (:class:`Judgments`): optimizers that look at what they get skip this one, as a
-    ``GradScaler`` does; a plain one makes its parameters NaN.
+    On the CPU they check it at once.  On an accelerator a payload that does not fit turns the mean
+    into NaN, and the next step raises (:class:`PendingChecks`): optimizers that check the gradient
+    skip the step, as a ``GradScaler`` does; a plain one makes its parameters NaN.
 
     Args:
         ranks: those that take part, as users count them, in their order.
@@ -83,7 +83,7 @@ class Header(ABC):
         """
 
     def check(
-        self, payloads: Tensor, stamp: Stamp, judgments: Judgments, senders: str = "rank"
+        self, payloads: Tensor, stamp: Stamp, checks: PendingChecks, senders: str = "rank"
     ) -> Tensor:
         """Check that payloads belong together; return 0 if all vectors were finite, else NaN.
 
@@ -91,7 +91,7 @@ class Header(ABC):
             payloads: as they have arrived: (N, nbytes), uint8, in rank order, or (1, nbytes) that
                 were summed.
             stamp: of this rank.
-            judgments: where to put what is judged later.
+            checks: where to put what is judged later.
             senders: what an error calls the ranks.
 
         Raises:
@@ -99,10 +99,10 @@ class Header(ABC):
                 receivers, if one is damaged.
         """
         found, health = self._read(payloads)
-        if not judgments.must_wait(found):
+        if not checks.must_wait(found):
             self._judge(found, stamp, senders)
             return health
-        judgments.add(found, stamp.step, lambda copy: self._judge(copy, stamp, senders))
+        checks.add(found, stamp.step, lambda copy: self._judge(copy, stamp, senders))
         return torch.where(self._fits(found, stamp), health, torch.nan)
 
     @abstractmethod

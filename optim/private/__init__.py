@@ -25,8 +25,7 @@ from comm_hooks.optim.private.optimizers.descent import NoisedOptimizer
 from comm_hooks.optim.private.optimizers.dp2 import DP2
 from comm_hooks.optim.private.optimizers.dp_adam import DPAdam, DPAdamBC, suggested_gamma
 from comm_hooks.optim.private.optimizers.dp_micro_adam import DPMicroAdam
-from comm_hooks.optim.private.optimizers.dp_rmsprop import DPRMSProp
-from comm_hooks.optim.private.optimizers.dp_sgd import DPSGD
+from comm_hooks.optim.private.optimizers.dp_sgd import DPSGD, DPRMSProp
 from comm_hooks.optim.private.optimizers.public_baselines import PDADPMD, DPAdamPub, DPRPub
 from comm_hooks.optim.private.optimizers.public_knowledge import (
     PublicGradients,

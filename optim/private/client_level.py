@@ -14,7 +14,6 @@ from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.noise_hook import NoiseHook
 from comm_hooks.memory.base import Memory
-from comm_hooks.optim.observed import observed
 from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.errors import PrivacyError, Settled
 from comm_hooks.optim.private.gradients.clipping import clip_factors, sample_norms
@@ -137,9 +136,8 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         require_callable(self, "join", self.join)
 
     def prepare(self, exchange: Exchange) -> None:
-        exchange.provenance = self.releases
+        exchange.state.provenance = self.releases
 
-    @observed("clients")
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
         """Draw a round's clients and return who plays whom; the ledger has its entry then."""
         if self._secret is None:
@@ -229,7 +227,6 @@ class _PrivateCollection(Collection):
         judge(Scheme.of(exchange, "aggregate", "client"))
         self._pending: tuple[dict[str, torch.Tensor], Memory | None] | None = None
 
-    @observed("contribution")
     def add(self, turn: Turn, contribution: Contribution | None, memory: Memory | None) -> None:
         self._send()
         message = {name: torch.zeros_like(t) for name, t in self.total.items()}
@@ -237,7 +234,6 @@ class _PrivateCollection(Collection):
             message = dict(zip(message, contribution.delta, strict=True))
         self._pending = (message, memory)
 
-    @observed("clients' release")
     def finish(self) -> Aggregate:
         participation = self._participation
         self._guard.noise_std = participation.noise_multiplier * participation.max_norm
@@ -283,7 +279,6 @@ class _ClientGuard(NoiseHook):
         self._sum: list[torch.Tensor] | None = None
         self.noise_std: float | None = None
 
-    @observed("client's message")
     def clip_(self, message: Sequence[torch.Tensor]) -> None:
         norm = sample_norms([tensor.reshape(1, -1) for tensor in message])
         torch._foreach_mul_(list(message), clip_factors(norm, self._max_norm)[0])
@@ -291,7 +286,6 @@ class _ClientGuard(NoiseHook):
             # 0 x infinity is NaN: what overflowed would go past the bound.
             tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
-    @observed("clients' noise")
     def add_noise_(self, total: Sequence[torch.Tensor]) -> None:
         if self._sum is None:
             self._sum = [tensor.clone() for tensor in total]

@@ -17,7 +17,6 @@ from comm_hooks.collectives.simulated import Simulated
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import check_agreement
-from comm_hooks.optim.observed import observed
 from comm_hooks.optim.private.accounting import (
     Accountant,
     GaussianEvent,
@@ -113,7 +112,6 @@ class PrivacyEngine:
         self._steps_left: dict[GaussianEvent, int] = {}
         self._most_units = 0
 
-    @observed("training")
     def make_private(
         self,
         *,
@@ -291,7 +289,6 @@ class PrivacyEngine:
         check_agreement(transport.perform(AllGatherObject(changed)), transport.ranks)
         optimizer.change(**changed)
 
-    @observed("participation")
     def private_participation(
         self,
         *,
@@ -487,7 +484,6 @@ class PrivacyEngine:
 
         return enter
 
-    @observed("entry")
     def _record(self, event: GaussianEvent) -> None:
         self._opened().record(event)
 

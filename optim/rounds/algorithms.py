@@ -6,12 +6,13 @@ All arguments and limits that they do not describe are those of
 ranks.
 """
 
+import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
@@ -19,6 +20,7 @@ from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.optim.adam import Adam, AMSGrad
 from comm_hooks.optim.base import block
 from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.laprop import LaProp
 from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import ClientSampling
@@ -131,6 +133,65 @@ class DiLoCo(LocalRounds):
         )
 
 
+class LocalAdamW(LocalRounds):
+    """Local AdamW and the average of sparse, one-bit deltas, with outer momentum if asked.
+
+    :class:`LocalRounds` with AdamW inside and SGD as the server.
+
+    Args:
+        exchange: any.
+        lr, betas, weight_decay: of the inner AdamW.
+        fragments, look_ahead: see :class:`LocalRounds`.
+        outer_lr, outer_momentum: the server's.
+
+    Example::
+
+        >>> from comm_hooks import ErrorFeedback, Exchange, TopK
+        >>> from comm_hooks.optim.rounds.algorithms import LocalAdamW
+        >>> exchange = Exchange(TopK(density=1 / 16, value_bits=1), ErrorFeedback())
+        >>> rounds = LocalAdamW(model.named_parameters(), exchange, lr=1e-3, local_steps=8)
+    """
+
+    published = block(
+        compressor="topk", density=1 / 16, value_bits=1, index_code="rice", exempt_bits=16
+    )
+
+    _make_inner: ClassVar[Callable[..., Optimizer]] = functools.partial(AdamW, fused=True)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        exchange: Exchange,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.1,
+        local_steps: int = 8,
+        fragments: int = 1,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        look_ahead: float = 0.0,
+    ) -> None:
+        settings: Any = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        check_hyperparameters(self, **settings, outer_lr=outer_lr)
+        require_within(self, "outer_momentum", outer_momentum, "[0, 1)")
+        members: Any = list(params)  # iterated over twice
+        super().__init__(
+            type(self)._make_inner(members, **settings),
+            exchange,
+            SGD(members, lr=outer_lr, momentum=outer_momentum),
+            local_steps=local_steps,
+            fragments=fragments,
+            look_ahead=look_ahead,
+        )
+
+
+class LocalLaProp(LocalAdamW):
+    """:class:`LocalAdamW` with :class:`~comm_hooks.optim.LaProp` inside."""
+
+    _make_inner = LaProp
+
+
 def _nesterov(members: Any, lr: float, momentum: float) -> SGD:
     return SGD(members, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
@@ -240,6 +301,7 @@ class SparseLoCo(LocalRounds):
         value_bits=2,
         memory={"type": "error_feedback", "decay": 0.95},
     )
+    needs = ("memory",)
 
     def __init__(
         self,

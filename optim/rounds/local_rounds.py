@@ -20,7 +20,6 @@ from comm_hooks.optim.already_averaged import (
 )
 from comm_hooks.optim.base import parameters_of
 from comm_hooks.optim.frozen import trains
-from comm_hooks.optim.observed import observed
 from comm_hooks.optim.rounds.checks import check_rounds, check_shared_decay, cut
 from comm_hooks.optim.rounds.participation import (
     Aggregate,
@@ -141,6 +140,9 @@ class LocalRounds(SavedRounds):
 
     published: ClassVar[Mapping[str, Any]]
     """The exchange that a kind of rounds was published with."""
+
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Keys of :attr:`published` without which no exchange can be used."""
 
     # GradScaler then calls step() on every rank, also on one that overflowed: its step does not
     # count for the parameters, but it does for when to exchange.
@@ -297,7 +299,7 @@ class LocalRounds(SavedRounds):
             if self.look_ahead:  # nothing has been done since, so nothing is undone
                 self._model.restore()
         self._model.note()
-        self.exchange.settle()
+        self.exchange.wait()
 
     def stats(self) -> dict[str, float]:
         """Return what this rank moved since the start; see :meth:`~comm_hooks.Exchange.stats`.
@@ -476,7 +478,6 @@ class LocalRounds(SavedRounds):
             return PlainCollection(self.exchange, delta, statistics)
         return self.participation.collection(self.exchange, delta, statistics)
 
-    @observed("round")
     def _conclude(self, fragment: Sequence[int], aggregate: Aggregate) -> None:
         """Name the clients that are missing, and let the server take its step with the mean."""
         if aggregate.missing:

@@ -137,8 +137,8 @@ class PlainCollection(Collection):
         flags = torch.tensor(own, device=delta[0].device, dtype=torch.float32)
         message = dict(zip(self.total, delta, strict=True))
         # The exchange tells its workspaces apart by the names in them.
-        beside = {f"<contributors with {next(iter(self.total))}>": flags}
-        self.exchange.average_(message, beside=beside, memory=memory)
+        extras = {f"<contributors with {next(iter(self.total))}>": flags}
+        self.exchange.average_(message, extras=extras, memory=memory)
         torch._foreach_mul_(delta, self.exchange.transport.world_size)
         is_in = (flags * self.exchange.transport.world_size > 0.5).tolist()
         self._contributed += [

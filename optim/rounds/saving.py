@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from comm_hooks.callers import warn_program
+from comm_hooks.checkpoints.sealing import SEAL, require_seal, sealed
 from comm_hooks.exchange import Exchange
-from comm_hooks.exchange.resuming import check_complete, check_whole, seal_own
-from comm_hooks.exchange.sealing import SEAL, require_seal, sealed
+from comm_hooks.exchange.saved_state import check_complete, check_whole, seal_own
 from comm_hooks.optim.base import names_of, parameters_of, require_distinct_names
 from comm_hooks.optim.frozen import FrozenParameters, trains
 from comm_hooks.optim.rounds.clients import ClientStates

@@ -26,7 +26,6 @@ SLOW = (
     "docs/frameworks/mpi.md",
     "docs/launching.md",
     "docs/private.md",
-    "docs/report.md",
 )
 
 
@@ -37,7 +36,7 @@ class _World:
         self._ranks: Ranks | None = None
 
     def ranks(self) -> Ranks:
-        if self._ranks is None or not self._ranks.alive:
+        if self._ranks is None or not self._ranks.usable:
             self._ranks = Ranks(1)
         return self._ranks
 

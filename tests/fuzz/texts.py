@@ -12,7 +12,7 @@ import torch
 from benchmarks.audit.configuration import read_configuration
 from benchmarks.report.reading import read_runs
 from comm_hooks.collectives import Simulated
-from comm_hooks.config import build_compressor, build_memory
+from comm_hooks.config import build
 from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.optim.private.accounting.ledger import Ledger
 from tests.fuzz.fuzzing import Draw
@@ -106,7 +106,7 @@ def compressors(data: bytes) -> None:
     settings = dict(settings) if isinstance(settings, dict) else {}
     name, memory = settings.pop("compressor", "topk"), settings.pop("memory", "auto")
     options = {str(key): value for key, value in settings.items()}
-    build_memory(memory, build_compressor(name, **options))
+    build("memory", memory, compressor=build("compressor", name, **options))
 
 
 _WORLD = Simulated(1)

@@ -15,7 +15,7 @@ def nccl_ranks() -> Iterator[Callable[[int], Ranks]]:
     started: dict[int, Ranks] = {}
 
     def ranks_of(world_size: int) -> Ranks:
-        if world_size not in started or not started[world_size].alive:
+        if world_size not in started or not started[world_size].usable:
             started[world_size] = Ranks(world_size, BACKEND)
         return started[world_size]
 

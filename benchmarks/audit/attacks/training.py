@@ -26,14 +26,14 @@ def audit_training(
     r"""Attack a whole training, sampling included, by one-run auditing.
 
     1. canary j is sample j of rank j mod N, is in the dataset by a fair coin, and has a gradient of
-       norm C in a coordinate of its own; the samples j of the other ranks are its model_parallel_groups,
+       norm C in a coordinate of its own; the samples j of the other ranks are its others,
        always in the dataset, with gradients of norm C in one coordinate that they share;
     2. T steps with Poisson sampling on every rank, started again half way;
     3. two scores for each canary: with x_t what was released at its coordinate in step t, y_t at
-       its model_parallel_groups', both over C, and v the variance of the noise,
+       its others', both over C, and v the variance of the noise,
 
        * the likelihood ratio, sum_t log(1 - q + q exp((x_t - 1/2) / v));
-       * sum_t p_t x_t, with p_t the probability, given y_t, that all model_parallel_groups were drawn in
+       * sum_t p_t x_t, with p_t the probability, given y_t, that all others were drawn in
          step t: if masks are the same on all ranks, then so was the canary;
 
     4. :func:`~benchmarks.audit.audit_one_run` guesses, and what is claimed is the
@@ -53,12 +53,12 @@ def audit_training(
     seen = _play(stages, coins, steps) / configuration.max_grad_norm
     variance = configuration.judge().variance_of_sum or 1.0
     variance *= configuration.noise_multiplier**2
-    own, model_parallel_groups = seen[:, 0], seen[:, 1]
+    own, others = seen[:, 0], seen[:, 1]
     exponent = (own - 0.5) / variance + math.log(rate)
     scores = [torch.logaddexp(exponent, torch.tensor(math.log1p(-rate * (1 - 1e-9)))).sum(0)]
     if ranks > 1 and rate < 1:
         all_of_them = ranks - 1
-        odds = all_of_them * (model_parallel_groups - all_of_them / 2) / variance
+        odds = all_of_them * (others - all_of_them / 2) / variance
         drawn = torch.sigmoid(odds + math.log(rate / (1 - rate)))
         scores.append((drawn * own).sum(0))
     accountant = configuration.build_accountant()
@@ -86,7 +86,7 @@ def audit_training(
 
 
 def _play(stages: Stages, included: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return what is released at canaries' and model_parallel_groups' places, (steps, 2, canaries)."""
+    """Return what is released at canaries' and others' places, (steps, 2, canaries)."""
     configuration = stages.configuration
     ranks = configuration.world_size
     canaries = len(included)

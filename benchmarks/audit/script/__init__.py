@@ -2,7 +2,7 @@
 
 ``audit`` says what is run and what must hold.  ``run`` starts the processes of one run.  In them,
 ``observer`` watches what the script does to its model (``watched``), at which of its lines
-(``places``), and at which methods of the library (:mod:`comm_hooks.optim.observed`); ``planting``
+(``places``), and at which methods of the library (:mod:`benchmarks.audit.events`); ``planting``
 changes a sample, of a step's batch (``draws``), of what the data set is made of (``sources``), or
 a client's (``clients``).  ``twins`` compares runs that must be alike, ``noise`` judges those that
 must not.

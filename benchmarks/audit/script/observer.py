@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from benchmarks.audit.events import observing
 from benchmarks.audit.script.clients import Clients
 from benchmarks.audit.script.draws import Draws
 from benchmarks.audit.script.places import Places
@@ -28,7 +29,6 @@ from benchmarks.audit.script.planting import Plant
 from benchmarks.audit.script.sources import Sources
 from benchmarks.audit.script.watched import Watched, digest_of, flat
 from comm_hooks.compressors.identity import Identity
-from comm_hooks.optim.observed import observing
 from comm_hooks.optim.private.accounting import GaussianEvent
 from comm_hooks.optim.private.accounting.ledger import Ledger
 from comm_hooks.optim.private.dp_optimizer import DPOptimizer

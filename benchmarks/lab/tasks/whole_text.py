@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ class WholeText(Task):
         Every rank reads all windows rather than a share of them: where replicas differ, a share
         each would score every replica on other text. Collective in a process group.
         """
-        gpt: GPT = getattr(model, "module", model)  # type: ignore[assignment]
+        gpt: Any = getattr(model, "module", model)
         totals = torch.zeros(2, dtype=torch.float64)
         starts = self.held_out.indices
         for part in starts.split(_EVAL_BATCH):

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import SGD, Adam, Optimizer
@@ -30,7 +30,7 @@ from comm_hooks.optim.private import (
     ScaleThenPrivatize,
 )
 from comm_hooks.optim.private.optimizers.ada_dps import AdaS
-from comm_hooks.optim.private.optimizers.dp_rmsprop import DPRMSProp
+from comm_hooks.optim.private.optimizers.dp_sgd import DPRMSProp
 from comm_hooks.optim.private.optimizers.public_baselines import PDADPMD, DPAdamPub, DPRPub
 from comm_hooks.optim.private.optimizers.public_knowledge import (
     mean_tf_idf,
@@ -76,7 +76,7 @@ def _dp2(given: Given, settings: Tuned) -> Optimizer:
     )
 
 
-def _ada_dps(preconditioner: str, ideal: bool = False) -> Make:
+def _ada_dps(preconditioner: Literal["rmsprop", "adam"], ideal: bool = False) -> Make:
     def make(given: Given, settings: Tuned) -> Optimizer:
         return AdaDPS(
             given.parameters,

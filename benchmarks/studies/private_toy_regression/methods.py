@@ -32,8 +32,7 @@ from comm_hooks.optim.private.noise.secret import Secret
 from comm_hooks.optim.private.optimizers.ada_dps import AdaDPS, AdaS
 from comm_hooks.optim.private.optimizers.dp2 import DP2
 from comm_hooks.optim.private.optimizers.dp_adam import DPAdam, DPAdamBC
-from comm_hooks.optim.private.optimizers.dp_rmsprop import DPRMSProp
-from comm_hooks.optim.private.optimizers.dp_sgd import DPSGD
+from comm_hooks.optim.private.optimizers.dp_sgd import DPSGD, DPRMSProp
 from comm_hooks.optim.private.optimizers.scale_then_privatize import ScaleThenPrivatize
 
 Named = list[tuple[str, nn.Parameter]]

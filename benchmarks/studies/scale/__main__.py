@@ -1,15 +1,13 @@
 """The command, see ``--help``: its options, its tables and its plots."""
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from rich.progress import Progress
 from rich.table import Table
-from rich.text import Text
 
+from benchmarks.lab.outcomes import Advance
 from benchmarks.lab.tables import format_bytes, make_table
 from benchmarks.studies import cli
 from benchmarks.studies.scale.methods import Method, make_methods
@@ -22,7 +20,6 @@ from benchmarks.studies.scale.predicted import (
 )
 from benchmarks.studies.scale.training import Setup, Trained, train
 from comm_hooks.config import unknown
-from comm_hooks.launchers.output import Interruption, make_console
 
 PARTS = ("simulated", "predicted")
 _RATES = (0.05, 0.2, 0.8)
@@ -73,7 +70,7 @@ def scale(
         ),
     ],
     only: Annotated[str, cli.Option(f"One part: {' or '.join(PARTS)}.", "")],
-) -> cli.Run:
+) -> cli.Measurement:
     """Compare ways to exchange at more and more ranks.
 
     Simulated ranks learn digits, each from samples of its own and with a residual of its own, with
@@ -92,48 +89,42 @@ def scale(
     methods = make_methods(density, ratio)
     setup = Setup(steps, samples)
 
-    def run(place: cli.Place) -> None:
-        console = make_console()
-        record: dict[str, Any] = {}
-        interruption = Interruption()
+    def rows(advance: Advance) -> Iterator[Trained | Predicted]:
         if only != "predicted":
-            started = time.monotonic()
-            finished: list[Trained] = []
-            bars = Progress(console=console, disable=not console.is_terminal)
-            runs = len(_RATES) + len(ranks) * seeds
-            with interruption, bars as progress:
-                bar = progress.add_task("scale", total=len(methods) * runs * steps)
-                for trained in _train_all(
-                    setup, methods, ranks, tuned_at, seeds, lambda: progress.advance(bar)
-                ):
-                    finished.append(trained)
-                    done = f"error {100 * trained.error:.2f} %, {trained.seconds:.0f} s"
-                    console.print(Text(f"{trained.method}, {trained.ranks} ranks: {done}"))
-            for table in trained_tables(finished):
-                console.print(table)
-            tuning = {"density": density, "ratio": ratio, "tuned_at": tuned_at, "seeds": seeds}
-            record["simulated"] = {
-                "settings": {**asdict(setup), **tuning},
-                "complete": not interruption.happened,
-                "seconds": round(time.monotonic() - started),
-                "runs": [asdict(each) for each in finished],
-            }
+            yield from _train_all(setup, methods, ranks, tuned_at, seeds, advance)
         if only != "simulated":
-            assumptions = Assumptions()
-            rows = predict_all(assumptions, MODELS, gigabits, sorted(set(predicted_ranks)))
-            for table in predicted_tables(rows):
-                console.print(table)
-            record["predicted"] = {
-                "measured": False,
-                "assumptions": asdict(assumptions),
-                "models": [asdict(model) for model in MODELS],
-                "break_even": break_even(rows),
-                "steps": [asdict(row) for row in rows],
-            }
-        cli.write_record(place, record, console, [])
-        cli.end(place, interruption)
+            yield from predict_all(Assumptions(), MODELS, gigabits, sorted(set(predicted_ranks)))
 
-    return run
+    def record(rows: list[Trained | Predicted]) -> dict[str, Any]:
+        trained, predicted = _split(rows)
+        found: dict[str, Any] = {}
+        if trained:
+            tuning = {"density": density, "ratio": ratio, "tuned_at": tuned_at, "seeds": seeds}
+            found["simulated"] = {
+                "settings": {**asdict(setup), **tuning},
+                "runs": [asdict(each) for each in trained],
+            }
+        if predicted:
+            found["predicted"] = {
+                "measured": False,
+                "assumptions": asdict(Assumptions()),
+                "models": [asdict(model) for model in MODELS],
+                "break_even": break_even(predicted),
+                "steps": [asdict(row) for row in predicted],
+            }
+        return found
+
+    def tables(rows: list[Trained | Predicted]) -> list[Table]:
+        trained, predicted = _split(rows)
+        return trained_tables(trained) + predicted_tables(predicted)
+
+    work = len(methods) * (len(_RATES) + len(ranks) * seeds) * steps
+    return cli.Measurement(work, rows, tables, record)
+
+
+def _split(rows: Sequence[Trained | Predicted]) -> tuple[list[Trained], list[Predicted]]:
+    trained = [row for row in rows if isinstance(row, Trained)]
+    return trained, [row for row in rows if isinstance(row, Predicted)]
 
 
 def _train_all(
@@ -142,7 +133,7 @@ def _train_all(
     counts: list[int],
     tuned_at: int,
     seeds: int,
-    advance: Callable[[], None],
+    advance: Advance,
 ) -> Iterator[Trained]:
     """Choose each method's learning rate, then train with every number of ranks."""
     for method in methods:
@@ -205,6 +196,8 @@ def _percent(shares: Sequence[float | None]) -> str:
 
 def predicted_tables(rows: Sequence[Predicted]) -> list[Table]:
     """Return a table per model and link, and the break-even points of all."""
+    if not rows:
+        return []
     tables = []
     counts = sorted({row.ranks for row in rows})
     for model, gigabits in dict.fromkeys((row.model, row.gigabits) for row in rows):

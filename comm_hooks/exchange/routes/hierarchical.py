@@ -84,18 +84,18 @@ class Hierarchical(Route):
         """The size of what each rank of the node gets from each other: a multiple of 8."""
         return -(-(self._header.nbytes + 4 * sum(self._numels)) // 8) * 8
 
-    def travel(self, terms: RoundContext) -> Round[None]:
+    def reduce(self, context: RoundContext) -> Round[None]:
         norm = torch.linalg.vector_norm(self._work)
         # 0 if all elements are finite, else NaN.
         outgoing = self._cut()
-        self._header.write_(outgoing, terms.stamp, norm - norm)
+        self._header.write_(outgoing, context.stamp, norm - norm)
         received = yield from self._node.within(_ask(AllToAll(outgoing)))
-        health = self._header.check(received, terms.stamp, terms.judgments)
+        health = self._header.check(received, context.stamp, context.checks)
         mean = self._body(received).mean(0)
         fill_nan_(mean, health)
         shards = mean.split(self._numels)
         self._shards.load(shards)
-        yield from self._across.within(self._between.travel(terms))
+        yield from self._across.within(self._between.reduce(context))
         self._shards.store(shards)
         gathered = yield from self._node.within(_ask(AllGather(mean.view(torch.uint8))))
         self._join(gathered.view(torch.float32))

@@ -31,12 +31,12 @@ class OneShot(CompressedRoute):
         payload = torch.empty(self._format.nbytes, dtype=torch.uint8, device="meta")
         return self.request(payload).traffic(self._transport.world_size)
 
-    def travel(self, terms: RoundContext) -> Round[None]:
-        transport, noise_hook, work = self._transport, terms.noise_hook, self._layout.work
-        message = Message.of(self._layout, terms, seed=self._seed, rank=transport.rank)
+    def reduce(self, context: RoundContext) -> Round[None]:
+        transport, noise_hook, work = self._transport, context.noise_hook, self._layout.work
+        message = Message.of(self._layout, context, seed=self._seed, rank=transport.rank)
         reply, payloads = yield from self._send(self._format.encode(message), noise_hook)
-        health = transport.alike("health", reply, lambda: self._format.check(payloads, terms))
-        message.settle(torch.isfinite(health))
+        health = transport.alike("health", reply, lambda: self._format.check(payloads, context))
+        message.commit(torch.isfinite(health))
 
         def average() -> torch.Tensor:
             self._average(message, payloads, noise_hook)

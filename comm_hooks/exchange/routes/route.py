@@ -27,7 +27,7 @@ class Route(ABC):
         return 0
 
     @abstractmethod
-    def travel(self, terms: RoundContext) -> Round[None]:
+    def reduce(self, context: RoundContext) -> Round[None]:
         """Replace the workspace's vectors by their mean over ranks; by NaN if one is not finite."""
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from comm_hooks.optim.observed import observed
 from comm_hooks.optim.private.accounting.events import (
     GaussianEvent,
     merged,
@@ -89,7 +88,6 @@ class Ledger:
         [GaussianEvent(noise_multiplier=1.0, sample_rate=0.01, steps=2)]
     """
 
-    @observed("ledger")
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,

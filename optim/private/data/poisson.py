@@ -16,7 +16,6 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from comm_hooks.optim.observed import observed
 from comm_hooks.optim.private.data.tickets import Tickets
 from comm_hooks.optim.private.errors import Settled
 from comm_hooks.optim.private.noise.secret import Secret, Unrepeatable
@@ -90,7 +89,6 @@ class PoissonSampler(Settled, Unrepeatable, Sampler[list[int]]):
         """Return the number of batches of one iteration."""
         return self.steps
 
-    @observed("draw")
     def __iter__(self) -> Iterator[list[int]]:
         """Yield lists of indices in increasing order."""
         for _ in range(self.steps):
@@ -139,7 +137,6 @@ class PoissonLoader(DataLoader[Any]):
         ...     assert inputs.shape[1:] == (8,)
     """
 
-    @observed("loader")
     def __init__(
         self,
         dataset: Dataset[Any],

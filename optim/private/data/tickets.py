@@ -7,7 +7,6 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from comm_hooks.optim.observed import observed
 from comm_hooks.optim.private.errors import PrivacyError
 
 
@@ -46,12 +45,10 @@ class Tickets:
     def __init__(self) -> None:
         self._waiting: deque[Ticket] = deque()
 
-    @observed("iteration")
     def start(self) -> None:
         """Begin another iteration: what is left of the one before is never used."""
         self._waiting.clear()
 
-    @observed("batch")
     def issue(self, batch: Any) -> Ticket:
         """Add a batch that was drawn just now, and return its ticket."""
         leaves = _tensors(batch)
@@ -96,7 +93,6 @@ class Tickets:
             )
         return turn
 
-    @observed("step")
     def spend(self, ticket: Ticket) -> None:
         """Make sure that a batch is not used again."""
         if ticket in self._waiting:

@@ -11,7 +11,6 @@ import torch
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.noise_hook import NoiseHook
-from comm_hooks.optim.observed import observed
 from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.errors import PrivacyError, Settled, resettle
 from comm_hooks.optim.private.noise.discrete import (
@@ -165,9 +164,9 @@ class GaussianMechanism(Settled, Unrepeatable):
         self._secret = Secret() if secret is None else secret
         self._shared_secret: Secret | None = None
         self._step = 0
-        self.releases = exchange.provenance = Releases(only=place)
-        exchange.only_owners_remember = place == "central"
-        exchange.owes_sums = True
+        self.releases = exchange.state.provenance = Releases(only=place)
+        exchange.state.only_shards = place == "central"
+        exchange.state.is_of_sums = True
         self._parts = _parts_of(exchange)
         agreed = asdict(self.settings)
         exchange.agree_on({"placement": agreed.pop("place"), **agreed})
@@ -206,7 +205,6 @@ class GaussianMechanism(Settled, Unrepeatable):
         """
         return self.exchange.transport.run(self.round(sums))
 
-    @observed("release")
     def round(self, sums: Mapping[str, torch.Tensor]) -> Round[Released]:
         """Return a round that releases; see :meth:`release`, and ``Exchange.round``."""
         self.require_unchanged()
@@ -254,7 +252,6 @@ class GaussianMechanism(Settled, Unrepeatable):
             return Grid.of(self.noise_multiplier, sensitivity, elements).std
         return self.noise_multiplier * sensitivity
 
-    @observed("noise")
     def _add_noise_(
         self, tensors: Sequence[torch.Tensor], sensitivity: float, elements: int, stream: Stream
     ) -> None:
@@ -280,7 +277,7 @@ def _parts_of(exchange: Exchange) -> dict[str, Any]:
         "memory": exchange.memory,
         "the memory's settings": repr(exchange.memory),
         "transport": exchange.transport,
-        "provenance": exchange.provenance,
+        "provenance": exchange.state.provenance,
     }
 
 

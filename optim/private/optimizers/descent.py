@@ -1,10 +1,10 @@
-"""Optimizers on noised gradients: the contract with the mechanism, and what they are made of."""
+"""Optimizers on noised gradients: their contract with the mechanism, descent and preconditioner."""
 
-from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from comm_hooks.config import unknown
 from comm_hooks.optim.base import (
@@ -13,31 +13,45 @@ from comm_hooks.optim.base import (
     Group,
     Tensors,
     names_of,
+    parameters_of,
     state_dtype,
     widened,
 )
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.optim.moments import descend_, momentum_, zeros
+from comm_hooks.optim.moments import (
+    average_,
+    average_squares_,
+    descend_,
+    momentum_,
+    roots,
+    zeros,
+)
 from comm_hooks.optim.private.gradients.clipping import PublicTransform
+from comm_hooks.requirements import require_callable
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "momentum", "nesterov", "weight_decay")
+
+Factors = tuple[Tensors, Tensors | None]
+"""Scale and shift of gradients; without a shift nothing is added."""
 
 PublicTensors = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 """One for each parameter: by name, or in the order of the parameter groups."""
 
+Accumulator = Literal["rmsprop", "adam", "adagrad"]
+
 
 class NoisedOptimizer(ExactStateOptimizer):
-    """An optimizer whose ``p.grad`` is a noised mean of clipped per-sample gradients.
+    """An optimizer for a noised mean of clipped per-sample gradients in ``p.grad``.
 
-    Everything it keeps is post-processing of what was released, so it may be saved and shown, as
-    long as the gradients really are noised: :class:`~comm_hooks.optim.private.PrivacyEngine` sees
-    to it.  Any :class:`torch.optim.Optimizer` can take this place; this class is for those that
+    Its state is post-processing of released gradients, so it may be saved and shown, as long as
+    :class:`~comm_hooks.optim.private.PrivacyEngine` (or your own code) noises the gradients.  Any
+    :class:`torch.optim.Optimizer` can take its place; this class is for optimizers that
 
     * use the variance of the noise (:attr:`noise_variance`), or
     * transform every sample's gradient before it is clipped (:meth:`transform`).
 
-    What follows holds for those of this library; they tell where they differ.  The step is
-    deterministic, so ranks that start alike and hold the same gradients stay alike, bit for bit.
+    The following holds for the subclasses of this library; each documents its differences.  The
+    step is deterministic: ranks with equal parameters, state and gradients stay equal bit for bit.
 
     Args:
         params: parameters, named parameters or parameter groups; a group may have its own value of
@@ -49,28 +63,28 @@ class NoisedOptimizer(ExactStateOptimizer):
         weight_decay: decoupled (AdamW), times ``lr``.  It depends on the parameters, not on the
             data: it costs no privacy, and is neither clipped nor noised.
 
-    State per parameter: what a class lists, shaped like it, float32 or wider, and ``step``, a
-    number on the CPU that counts the parameter's own steps.  float16 and bfloat16 parameters are
-    updated in float32 and rounded once.
+    State per parameter: the tensors that a class lists, shaped like the parameter, float32 or
+    wider, and ``step``, a number on the CPU that counts the parameter's own steps.  float16 and
+    bfloat16 parameters are updated in float32 and rounded once.
 
     Raises:
         ValueError: for hyperparameters out of range; for sparse or complex gradients; for a state
             of another optimizer.
 
     Not supported: a learning rate that is a tensor, ``torch.compile`` of the step, sharded
-    parameters (DTensors).  Gradients that are not finite are not looked for.
+    parameters (DTensors).  Gradients are not checked for NaN and infinity.
 
     Attributes:
         noise_variance: of the noise in one coordinate of ``p.grad``, set before every step; None
             where compression made it unknown.
-        needs_noise_variance: whether a step cannot do without.
+        needs_noise_variance: whether a step requires it.
     """
 
     needs_noise_variance: ClassVar[bool] = False
     noise_variance: float | None = None
 
     def transform(self) -> PublicTransform | None:
-        """Return what to do to every sample's gradient of the coming step; None for nothing.
+        """Return the transform of every sample's gradient in the coming step; None for none.
 
         Called once per step, before the first sample, with one tensor for each parameter in the
         order of the parameter groups.
@@ -78,12 +92,166 @@ class NoisedOptimizer(ExactStateOptimizer):
         return None
 
 
-class BatchedNoisedOptimizer(BatchedOptimizer, NoisedOptimizer):
-    """A noised optimizer that computes in float32 or wider; a subclass gives :meth:`_move`."""
+class Preconditioner:
+    """Scales gradients by public knowledge: A, and M where it is computed as in Adam.
+
+    With ghat a public gradient, v = beta2 v + (1 - beta2) ghat^2 ("adagrad": v = v + ghat^2),
+    m = beta1 m + (1 - beta1) ghat, and A = sqrt(v) + eps; or A is the side information.  A
+    gradient g becomes g / A, with "adam" (beta1 g + (1 - beta1) m) / A.
+
+    Args:
+        owner: the optimizer, for error messages.
+        public_gradients: returns gradients of public data at the present parameters.
+        side_information: A, the same for all steps.
+        accumulator: how A and m follow from public gradients.
+
+    State per parameter: ``public_exp_avg_sq`` (v), ``public_exp_avg`` (m) for "adam".
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        public_gradients: Callable[[], PublicTensors] | None,
+        side_information: PublicTensors | None = None,
+        accumulator: Accumulator = "rmsprop",
+    ) -> None:
+        name = type(owner).__name__
+        require_accumulator(owner, accumulator, get_args(Accumulator))
+        if (public_gradients is None) == (side_information is None):
+            raise ValueError(f"{name}: pass either public_gradients or side_information")
+        if public_gradients is not None:
+            require_public_gradients(owner, public_gradients)
+        self._accumulator = accumulator
+        self._public_gradients = public_gradients
+        self._side_information = side_information
+        self._fixed: dict[torch.Tensor, torch.Tensor] = {}
+
+    def attach(self, optimizer: BatchedOptimizer) -> None:
+        """Assign side information to the parameters of an optimizer.
+
+        Raises:
+            ValueError: for side information that does not fit the parameters, or is not positive.
+        """
+        if self._side_information is not None:
+            self._fixed = in_order(
+                optimizer, "side_information", self._side_information, default=1.0
+            )
+            if not all(bool((value > 0).all()) for value in self._fixed.values()):
+                raise ValueError(
+                    f"{type(optimizer).__name__}: side_information must be positive: it divides "
+                    "gradients"
+                )
+
+    def observe(self, optimizer: BatchedOptimizer) -> dict[torch.Tensor, torch.Tensor]:
+        """Update A and m by public gradients at the present parameters; return those gradients."""
+        if self._public_gradients is None:
+            return {}
+        public = in_order(optimizer, "public_gradients", self._public_gradients())
+        for group in optimizer.param_groups:
+            parameters, (beta1, *_, beta2) = group["params"], group["betas"]
+            gradients = [public[p] for p in parameters]
+            squares = buffers(optimizer, parameters, "public_exp_avg_sq")
+            if self._accumulator == "adagrad":
+                torch._foreach_addcmul_(squares, gradients, gradients)
+                continue
+            average_squares_(squares, gradients, beta2)
+            if self._accumulator == "adam":
+                average_(buffers(optimizer, parameters, "public_exp_avg"), gradients, beta1)
+        return public
+
+    def factors(self, optimizer: BatchedOptimizer, parameters: Tensors, group: Group) -> Factors:
+        """Return scale and shift for parameters of one group."""
+        if self._fixed:
+            return [1 / self._fixed[p] for p in parameters], None
+        divisors = roots(buffers(optimizer, parameters, "public_exp_avg_sq"), group["eps"])
+        scales = list(torch._foreach_reciprocal(divisors))
+        if self._accumulator != "adam":
+            return scales, None
+        beta1 = group["betas"][0]
+        shifts = torch._foreach_mul(buffers(optimizer, parameters, "public_exp_avg"), scales)
+        torch._foreach_mul_(shifts, 1 - beta1)
+        torch._foreach_mul_(scales, beta1)
+        return scales, list(shifts)
+
+
+class Descent(BatchedOptimizer, NoisedOptimizer):
+    """Heavy-ball descent along the noised gradients; the published algorithms are made of it.
+
+    With u a parameter's direction, theta = (1 - lr weight_decay) theta - lr b, where
+    b = momentum b + u; with ``nesterov`` u + momentum b takes the place of b.
+
+    An algorithm adds a scaling of gradients (:meth:`_factors`), before they are clipped or after
+    they were noised, other directions (:meth:`_directions`), or another step (:meth:`_move`).
+
+    Args:
+        params: parameters, named parameters or parameter groups.
+        preconditioner: computes the scaling from public knowledge.
+        **defaults: hyperparameters of the groups.
+    """
 
     _beta_count: ClassVar[int] = 2
+    _positive: ClassVar[tuple[str, ...]] = ("eps",)
+    _scales_before_clipping: ClassVar[bool] = False
+    _is_observed = False
 
-    @abstractmethod
+    def __init__(
+        self, params: ParamsT, preconditioner: Preconditioner | None = None, **defaults: Any
+    ) -> None:
+        super().__init__(params, defaults)
+        self._preconditioner = preconditioner
+        if preconditioner is not None:
+            preconditioner.attach(self)
+
+    @torch.no_grad()
+    def transform(self) -> PublicTransform | None:
+        """Return the transform of every sample's gradient in the coming step; None for none.
+
+        Raises:
+            ValueError: for public gradients that do not fit the parameters or are not finite.
+        """
+        if not self._scales_before_clipping:
+            return None
+        if not self._is_observed:
+            self._observe()
+            self._is_observed = True
+        scales: Tensors = []
+        shifts: Tensors = []
+        for group in self.param_groups:
+            factors = self._factors(group["params"], group)
+            if factors is None:
+                return None
+            scales += factors[0]
+            shifts += factors[1] or []
+        return PublicTransform(scales, shifts or None)
+
+    def _observe(self) -> None:
+        """Evaluate public gradients, once per step, before anything else has changed."""
+        if self._preconditioner is not None:
+            self._preconditioner.observe(self)
+
+    def _factors(self, parameters: Tensors, group: Group) -> Factors | None:
+        """Return scale and shift for parameters of one group; None for no scaling."""
+        if self._preconditioner is None:
+            return None
+        return self._preconditioner.factors(self, parameters, group)
+
+    def _directions(self, parameters: Tensors, gradients: Tensors, group: Group) -> Tensors:
+        """Return the directions of parameters of one group, device and dtype.
+
+        Args:
+            parameters: all have a gradient.
+            gradients: theirs, float32 or wider; not to be overwritten.
+            group: with the hyperparameters.
+        """
+        factors = None if self._scales_before_clipping else self._factors(parameters, group)
+        if factors is None:
+            return gradients
+        scales, shifts = factors
+        directions = list(torch._foreach_mul(gradients, scales))
+        if shifts is not None:
+            torch._foreach_add_(directions, shifts)
+        return directions
+
     def _move(self, x: Tensors, gradients: Tensors, parameters: Tensors, group: Group) -> None:
         """Take a step.
 
@@ -93,6 +261,14 @@ class BatchedNoisedOptimizer(BatchedOptimizer, NoisedOptimizer):
             parameters: the keys of their states.
             group: with the hyperparameters.
         """
+        directions = self._directions(parameters, gradients, group)
+        if momentum := group.get("momentum"):
+            b = momentum_(buffers(self, parameters, "momentum_buffer"), directions, momentum)
+            if group.get("nesterov"):
+                directions = list(torch._foreach_add(directions, b, alpha=momentum))
+            else:
+                directions = b
+        descend_(x, directions, group)
 
     def _update(self, parameters: Tensors, group: Group) -> None:
         dtype = state_dtype(parameters[0].dtype)
@@ -104,166 +280,28 @@ class BatchedNoisedOptimizer(BatchedOptimizer, NoisedOptimizer):
     def _check_group(self, settings: Group) -> None:
         known = {key: settings[key] for key in _HYPERPARAMETERS if key in settings}
         check_hyperparameters(self, beta_count=self._beta_count, **known)
+        check_positive(self, **{key: settings[key] for key in self._positive if key in settings})
 
-    def _buffers(self, parameters: Iterable[torch.Tensor], name: str) -> Tensors:
-        """Return a tensor of each parameter's state; zeros at first."""
-        found = []
-        for parameter in parameters:
-            dtype = state_dtype(parameter.dtype)
-            found += zeros([self.state[parameter]], name, [parameter], dtype)
-        return found
+    def _check_step(self, gradients: Sequence[torch.Tensor]) -> None:
+        super()._check_step(gradients)
+        if not self._scales_before_clipping:
+            self._observe()
+        elif not self._is_observed:
+            raise RuntimeError(
+                f"{type(self).__name__}: transform() was not called for this step, so p.grad is in "
+                "another space: let PrivacyEngine compute it"
+            )
+        self._is_observed = False
 
     def _steps(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the number of a parameter's steps, a tensor on the CPU."""
         return self.state[parameter].setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
     def _count(self, parameters: Tensors) -> list[int]:
-        """Count a step, and return how many each parameter has taken."""
+        """Count a step, and return the number of steps of each parameter."""
         counts = [self._steps(p) for p in parameters]
         torch._foreach_add_(counts, 1)
         return [int(count) for count in counts]
-
-
-class Descent(BatchedNoisedOptimizer):
-    """Heavy-ball descent along directions that a subclass makes of the gradients.
-
-    With u a parameter's direction, theta = (1 - lr weight_decay) theta - lr b, where
-    b = momentum b + u; with ``nesterov`` u + momentum b takes the place of b.  ``eps`` must be
-    positive.
-    """
-
-    def _directions(self, parameters: Tensors, gradients: Tensors, group: Group) -> Tensors:
-        """Return where to go, for parameters of one group, device and dtype: the gradients.
-
-        Args:
-            parameters: all have a gradient.
-            gradients: theirs, float32 or wider; not to be overwritten.
-            group: with the hyperparameters.
-        """
-        return gradients
-
-    def _begin_step(self) -> None:
-        """Do what comes once per step, when it is sure to be taken and nothing has changed yet."""
-
-    def _check_group(self, settings: Group) -> None:
-        super()._check_group(settings)
-        if "eps" in settings:
-            check_positive(self, eps=settings["eps"])
-
-    def _check_step(self, gradients: Sequence[torch.Tensor]) -> None:
-        super()._check_step(gradients)
-        self._begin_step()
-
-    def _move(self, x: Tensors, gradients: Tensors, parameters: Tensors, group: Group) -> None:
-        directions = self._directions(parameters, gradients, group)
-        if momentum := group.get("momentum"):
-            buffers = momentum_(self._buffers(parameters, "momentum_buffer"), directions, momentum)
-            if group.get("nesterov"):
-                directions = list(torch._foreach_add(directions, buffers, alpha=momentum))
-            else:
-                directions = buffers
-        descend_(x, directions, group)
-
-    def _in_order(
-        self, what: str, values: PublicTensors, *, default: float | None = None
-    ) -> Tensors:
-        """Return a public tensor for each parameter, in its shape and dtype and on its device.
-
-        Args:
-            what: the values' name in messages.
-            values: by parameter name, or in the order of the parameter groups; shapes may be such
-                as broadcast to the parameters'.
-            default: fills the tensors of those parameters that are not named; None if all must be.
-
-        Raises:
-            ValueError: for values that do not fit the parameters, or are not finite.
-        """
-        owner, parameters = type(self).__name__, self._parameters()
-        names = names_of(self.param_groups)
-        if isinstance(values, Mapping):
-            if not all("param_names" in group for group in self.param_groups):
-                raise ValueError(
-                    f"{owner}: {what} goes by names: pass model.named_parameters() as params"
-                )
-            for name in values:
-                if name not in names:
-                    raise ValueError(f"{owner}: {what}: {unknown('parameter', name, names)}")
-            missing = [name for name in names if name not in values]
-            if missing and default is None:
-                raise ValueError(f"{owner}: {what} has no tensor for {', '.join(missing)}")
-            found = [
-                values.get(name, torch.tensor(default or 0.0, dtype=torch.float32))
-                for name in names
-            ]
-        else:
-            found = list(values)
-            names = [f"tensor {place}" for place in range(len(found))]
-            if len(found) != len(parameters):
-                raise ValueError(
-                    f"{owner}: {what} has {len(found)} tensors for {len(parameters)} parameters"
-                )
-        ordered = []
-        for name, value, parameter in zip(names, found, parameters, strict=True):
-            value = value.detach().to(parameter.device, state_dtype(parameter.dtype))
-            try:
-                value = value.broadcast_to(parameter.shape)
-            except RuntimeError:
-                raise ValueError(
-                    f"{owner}: {what}: {name} has shape {tuple(value.shape)}, the parameter "
-                    f"{tuple(parameter.shape)}"
-                ) from None
-            ordered.append(value)
-        # One number read back from the device, not one for each parameter.
-        device = parameters[0].device
-        if not torch.stack([v.isfinite().all().to(device) for v in ordered]).all():
-            bad = [n for n, v in zip(names, ordered, strict=True) if not v.isfinite().all()]
-            raise ValueError(f"{owner}: {what}: not finite in {', '.join(bad)}")
-        return ordered
-
-
-class TransformedDescent(Descent):
-    """A :class:`Descent` whose gradients are transformed before they are clipped.
-
-    A subclass implements :meth:`_transform`.  ``p.grad`` is then in the transformed space.
-    """
-
-    _is_transformed = False
-
-    @abstractmethod
-    def _transform(self, parameters: Tensors, group: Group) -> tuple[Tensors, Tensors | None]:
-        """Return scale and shift for parameters of one group."""
-
-    def _prepare(self) -> bool:
-        """Do what comes once per step, before it; return whether there is anything to transform."""
-        return True
-
-    @torch.no_grad()
-    def transform(self) -> PublicTransform | None:
-        """Return what to do to every sample's gradient of the coming step; None for nothing.
-
-        Raises:
-            ValueError: if it would not be finite.
-        """
-        if not self._is_transformed:
-            self._is_needed = self._prepare()
-            self._is_transformed = True
-        if not self._is_needed:
-            return None
-        scales: Tensors = []
-        shifts: Tensors = []
-        for group in self.param_groups:
-            scale, shift = self._transform(group["params"], group)
-            scales += scale
-            shifts += shift or []
-        return PublicTransform(scales, shifts or None)
-
-    def _begin_step(self) -> None:
-        if not self._is_transformed:
-            raise RuntimeError(
-                f"{type(self).__name__}: transform() was not called for this step, so p.grad is in "
-                "another space: let PrivacyEngine compute it"
-            )
-        self._is_transformed = False
 
 
 def check_positive(owner: object, **values: Any) -> None:
@@ -272,3 +310,86 @@ def check_positive(owner: object, **values: Any) -> None:
     for name, value in values.items():
         if not value:
             raise ValueError(f"{type(owner).__name__}: {name} must be positive, got {value!r}")
+
+
+def require_accumulator(owner: object, name: object, known: Sequence[str]) -> None:
+    """Raise ``ValueError`` for an unknown name of a preconditioner."""
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"{type(owner).__name__}: {unknown('preconditioner', name, known)}")
+
+
+def require_public_gradients(owner: object, public_gradients: object) -> None:
+    """Raise ``ValueError`` unless public gradients can be computed anew in every step."""
+    why = ": gradients change with the parameters"
+    require_callable(owner, "public_gradients", public_gradients, why)
+
+
+def buffers(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor], name: str
+) -> Tensors:
+    """Return a tensor of each parameter's state; zeros at first."""
+    found = []
+    for parameter in parameters:
+        dtype = state_dtype(parameter.dtype)
+        found += zeros([optimizer.state[parameter]], name, [parameter], dtype)
+    return found
+
+
+def in_order(
+    optimizer: torch.optim.Optimizer,
+    what: str,
+    values: PublicTensors,
+    *,
+    default: float | None = None,
+) -> dict[torch.Tensor, torch.Tensor]:
+    """Return a public tensor for each parameter, in its shape and dtype and on its device.
+
+    Args:
+        optimizer: of the parameters.
+        what: the name of the values in messages.
+        values: by parameter name, or in the order of the parameter groups; their shapes must
+            broadcast to those of the parameters.
+        default: fills the tensors of parameters that are not named; None to require all names.
+
+    Raises:
+        ValueError: for values that do not fit the parameters, or are not finite.
+    """
+    owner, groups = type(optimizer).__name__, optimizer.param_groups
+    parameters, names = parameters_of(groups), names_of(groups)
+    if isinstance(values, Mapping):
+        if not all("param_names" in group for group in groups):
+            raise ValueError(
+                f"{owner}: {what} goes by names: pass model.named_parameters() as params"
+            )
+        for name in values:
+            if name not in names:
+                raise ValueError(f"{owner}: {what}: {unknown('parameter', name, names)}")
+        missing = [name for name in names if name not in values]
+        if missing and default is None:
+            raise ValueError(f"{owner}: {what} has no tensor for {', '.join(missing)}")
+        fill = torch.tensor(default or 0.0, dtype=torch.float32)
+        found = [values.get(name, fill) for name in names]
+    else:
+        found = list(values)
+        names = [f"tensor {place}" for place in range(len(found))]
+        if len(found) != len(parameters):
+            raise ValueError(
+                f"{owner}: {what} has {len(found)} tensors for {len(parameters)} parameters"
+            )
+    ordered = []
+    for name, value, parameter in zip(names, found, parameters, strict=True):
+        value = value.detach().to(parameter.device, state_dtype(parameter.dtype))
+        try:
+            value = value.broadcast_to(parameter.shape)
+        except RuntimeError:
+            raise ValueError(
+                f"{owner}: {what}: {name} has shape {tuple(value.shape)}, the parameter "
+                f"{tuple(parameter.shape)}"
+            ) from None
+        ordered.append(value)
+    # One number read back from the device, not one for each parameter.
+    device = parameters[0].device
+    if not torch.stack([v.isfinite().all().to(device) for v in ordered]).all():
+        bad = [n for n, v in zip(names, ordered, strict=True) if not v.isfinite().all()]
+        raise ValueError(f"{owner}: {what}: not finite in {', '.join(bad)}")
+    return dict(zip(parameters, ordered, strict=True))

@@ -1,21 +1,25 @@
-"""DP^2: a preconditioner that is late, and so has less noise."""
+"""DP^2: a delayed preconditioner, which has less noise."""
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.config import unknown
 from comm_hooks.optim.base import Group, Tensors
 from comm_hooks.optim.moments import average_squares_, roots
-from comm_hooks.optim.private.optimizers.descent import TransformedDescent, check_positive
+from comm_hooks.optim.private.optimizers.descent import (
+    Descent,
+    Factors,
+    buffers,
+    check_positive,
+    require_accumulator,
+)
 from comm_hooks.requirements import require_positive
 
-_ACCUMULATORS = ("rmsprop", "adagrad")
 
-
-class DP2(TransformedDescent):
-    r"""DP^2: phases of DP-SGD, and phases with the preconditioner that they measured.
+class DP2(Descent):
+    r"""DP^2: phases of DP-SGD alternate with phases that use the measured preconditioner.
 
     Needs no public data: averages over ``sgd_steps`` noised gradients have ``sgd_steps`` times less
     noise in their variance than one of them, and the geometry of the gradients changes slowly.
@@ -34,16 +38,15 @@ class DP2(TransformedDescent):
     1. g = (sum_i clip(g_i / D, C') + N(0, sigma^2 C'^2)) / B;
     2. theta = (1 - lr weight_decay) theta - lr lr_ratio g.
 
-    Clipping and noise are the business of others: they ask :meth:`transform` and leave the noised
-    mean in ``p.grad``.  They know one C.  clip(g, C') with noise sigma C' is clip_ratio times
+    The clipper and the mechanism clip and add noise: they call :meth:`transform` and leave the
+    noised mean in ``p.grad``.  They use one C.  clip(g, C') with noise sigma C' is clip_ratio times
     clip(g / clip_ratio, C) with noise sigma C, so the ratio is part of the scale, and undone after
-    the noise: every step has the sensitivity C and the noise sigma C in its own space, and costs
-    what a step of DP-SGD costs.
+    the noise: every step has the sensitivity C and the noise sigma C in its own space, and costs as
+    much privacy as a step of DP-SGD.
 
     Source: Li, Zaheer, Liu, Reddi, McMahan & Smith, "Differentially Private Adaptive Optimization
     with Delayed Preconditioners", ICLR 2023, Algorithm 1.  As in the published code, G grows in the
-    first phase only.  There the divisor is the actual batch size, and both phases are as long as
-    each other.
+    first phase only.  That code divides by the actual batch size, and both phases are equally long.
 
     Args:
         params, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
@@ -65,11 +68,11 @@ class DP2(TransformedDescent):
 
     Example::
 
-        >>> from comm_hooks.optim.private.optimizers.dp2 import DP2
+        >>> from comm_hooks.optim.private import DP2
         >>> optimizer = DP2(
         ...     model.named_parameters(), lr=0.1, lr_ratio=0.01, clip_ratio=50.0, sgd_steps=1
         ... )
-        >>> for step in range(2):  # what the engine does
+        >>> for step in range(2):  # the engine does this
         ...     print("DP-SGD" if optimizer.transform() is None else "preconditioned")
         ...     for p in model.parameters():
         ...         p.grad = 0.01 * torch.randn_like(p)
@@ -79,6 +82,7 @@ class DP2(TransformedDescent):
     """
 
     _beta_count = 1
+    _scales_before_clipping: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -97,44 +101,38 @@ class DP2(TransformedDescent):
         require_positive(self, "sgd_steps", sgd_steps)
         require_positive(self, "preconditioned_steps", preconditioned_steps)
         check_positive(self, lr_ratio=lr_ratio, clip_ratio=clip_ratio)
-        if not isinstance(preconditioner, str) or preconditioner not in _ACCUMULATORS:
-            raise ValueError(
-                f"{type(self).__name__}: {unknown('preconditioner', preconditioner, _ACCUMULATORS)}"
-            )
+        require_accumulator(self, preconditioner, ("rmsprop", "adagrad"))
         self.lr_ratio = lr_ratio
         self.clip_ratio = clip_ratio
         self.sgd_steps = sgd_steps
         self.preconditioned_steps = preconditioned_steps
         self.preconditioner = preconditioner
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _place(self) -> int:
         """Return how many steps of the present pair of phases have been taken."""
         taken = max(int(self._steps(p)) for p in self._parameters())
         return taken % (self.sgd_steps + self.preconditioned_steps)
 
-    def _prepare(self) -> bool:
-        return self._place() >= self.sgd_steps
-
-    def _transform(self, parameters: Tensors, group: Group) -> tuple[Tensors, None]:
-        divisors = roots(self._buffers(parameters, "exp_avg_sq"), group["eps"])
+    def _factors(self, parameters: Tensors, group: Group) -> Factors | None:
+        if self._place() < self.sgd_steps:
+            return None
+        divisors = roots(buffers(self, parameters, "exp_avg_sq"), group["eps"])
         torch._foreach_mul_(divisors, self.clip_ratio)
         return list(torch._foreach_reciprocal(divisors)), None
 
-    def _begin_step(self) -> None:
-        super()._begin_step()
+    def _check_step(self, gradients: Sequence[torch.Tensor]) -> None:
+        super()._check_step(gradients)
         self._at = self._place()
 
     def _directions(self, parameters: Tensors, gradients: Tensors, group: Group) -> Tensors:
         self._count(parameters)
         if self._at >= self.sgd_steps:
             return list(torch._foreach_mul(gradients, self.clip_ratio * self.lr_ratio))
-        sums = self._buffers(parameters, "accumulated")
+        sums = buffers(self, parameters, "accumulated")
         torch._foreach_add_(sums, gradients)
         if self._at == self.sgd_steps - 1:
-            seconds = self._buffers(parameters, "exp_avg_sq")
+            seconds = buffers(self, parameters, "exp_avg_sq")
             torch._foreach_div_(sums, self.sgd_steps)
             if self.preconditioner == "adagrad":
                 torch._foreach_addcmul_(seconds, sums, sums)

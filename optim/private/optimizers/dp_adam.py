@@ -1,4 +1,4 @@
-"""Adam on noised gradients, with and without a correction for what the noise does to v."""
+"""Adam on noised gradients, with and without the noise's share in the second moment."""
 
 import math
 from collections.abc import Sequence
@@ -10,19 +10,21 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.optim.base import Group, Tensors
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.moments import average_, average_squares_, corrected, decay_
-from comm_hooks.optim.private.optimizers.descent import BatchedNoisedOptimizer
+from comm_hooks.optim.private.optimizers.descent import Descent, buffers
 
 # Adam's usual eps is 1e-8; this is its square, for floors under a root.
 _SMALLEST_GAMMA = 1e-16
 
 
-class MomentsOptimizer(BatchedNoisedOptimizer):
-    """Updates parameters by Adam's moments; a subclass may divide by something else."""
+class MomentsOptimizer(Descent):
+    """Adam's step; a subclass may use another divisor."""
+
+    _positive: ClassVar[tuple[str, ...]] = ()
 
     def _divisors(
         self, seconds: Tensors, steps: list[int], members: Tensors, group: Group
     ) -> Tensors:
-        """Turn v / (1 - beta2^t), in place, into what m / (1 - beta1^t) is divided by.
+        """Turn v / (1 - beta2^t), in place, into the divisor of m / (1 - beta1^t).
 
         Args:
             seconds: one tensor per parameter of ``members``.
@@ -37,7 +39,7 @@ class MomentsOptimizer(BatchedNoisedOptimizer):
     def _move(self, x: Tensors, gradients: Tensors, parameters: Tensors, group: Group) -> None:
         beta1, beta2 = group["betas"]
         steps = self._count(parameters)
-        m, v = self._buffers(parameters, "exp_avg"), self._buffers(parameters, "exp_avg_sq")
+        m, v = buffers(self, parameters, "exp_avg"), buffers(self, parameters, "exp_avg_sq")
         average_(m, gradients, beta1)
         average_squares_(v, gradients, beta2)
         divisors = self._divisors(corrected(v, beta2, steps), steps, parameters, group)
@@ -57,8 +59,9 @@ class DPAdam(MomentsOptimizer):
 
     This is :class:`torch.optim.AdamW`, which can be used as well.  v estimates the second moment of
     the gradient *plus* Phi, the variance of the noise.  Where Phi is much the larger, v_hat is Phi
-    in all coordinates and nothing adapts: what is left is :class:`DPSGD` with momentum beta1 and
-    the learning rate lr (1 - beta1) / ((1 - beta1^t) sqrt(Phi)).  :class:`DPAdamBC` subtracts Phi.
+    in all coordinates and nothing adapts: the step is that of :class:`DPSGD` with momentum beta1
+    and the learning rate lr (1 - beta1) / ((1 - beta1^t) sqrt(Phi)).  :class:`DPAdamBC` subtracts
+    Phi.
 
     Source: Adam is Kingma & Ba, ICLR 2015; decoupled weight decay is Loshchilov & Hutter, ICLR
     2019; the relation to DP-SGD is Tang, Shpilevskiy & Lecuyer, "DP-AdamBC", section 3, equation 3.
@@ -75,7 +78,7 @@ class DPAdam(MomentsOptimizer):
 
         >>> from comm_hooks.optim.private import DPAdam
         >>> optimizer = DPAdam(model.named_parameters(), lr=1e-3)
-        >>> for p in model.parameters():  # what the engine does
+        >>> for p in model.parameters():  # the engine does this
         ...     p.grad = 0.01 * torch.randn_like(p)
         >>> optimizer.step()
     """
@@ -89,13 +92,11 @@ class DPAdam(MomentsOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 class DPAdamBC(MomentsOptimizer):
-    r"""Adam on the noised gradient, with the noise's share subtracted from the second moment.
+    r"""Adam on the noised gradient, which subtracts the noise's share from the second moment.
 
     With g the noised mean of clipped gradients in ``p.grad``, Phi the variance of the noise in one
     of its coordinates (``noise_variance``), and m = v = phi = 0 at first:
@@ -105,19 +106,19 @@ class DPAdamBC(MomentsOptimizer):
     3. m_hat = m / (1 - beta1^t), v_hat = v / (1 - beta2^t), phi_hat = phi / (1 - beta2^t);
     4. theta = (1 - lr weight_decay) theta - lr m_hat / sqrt(max(v_hat - phi_hat, gamma)).
 
-    phi_hat is Phi as long as that does not change; when it does (a schedule of the noise or of the
-    clipping norm, another number of ranks), it is what the noise really contributed to v_hat.  So
+    phi_hat is Phi as long as Phi does not change; when it does (a schedule of the noise or of the
+    clipping norm, another number of ranks), phi_hat is the contribution of the noise to v_hat.  So
     v_hat - phi_hat is unbiased for the second moment of the gradient without noise.  It is far from
     exact in a single coordinate: the noise in v_hat has the relative standard deviation
     sqrt(2 / n), n = (1 - beta2^t)^2 (1 + beta2) / ((1 - beta2) (1 - beta2^(2t))), 3 % after many
-    steps with beta2 = 0.999.  Coordinates whose gradients are weaker than that are at the mercy of
-    the floor gamma; see :func:`suggested_gamma`.
+    steps with beta2 = 0.999.  In coordinates with weaker gradients the floor gamma decides; see
+    :func:`suggested_gamma`.
 
-    The engine sets ``noise_variance`` before every step to the variance that it really added;
-    without an engine set it yourself.  With noise multiplier sigma, clipping norm C and one noise
-    for all ranks it is (sigma C / B)^2: 2.441e-8 for sigma = 0.4, C = 0.1 and B = 256.  B must be
-    what the gradient was divided by: the authors' code takes 256 where that was 255, and what is
-    left over, 1.9e-10, is as large as their gamma.
+    The engine sets ``noise_variance`` before every step to the variance of the added noise; without
+    an engine set it yourself.  With noise multiplier sigma, clipping norm C and one noise for all
+    ranks it is (sigma C / B)^2: 2.441e-8 for sigma = 0.4, C = 0.1 and B = 256.  B must be the
+    divisor of the gradient: the authors' code takes 256 where the gradient was divided by 255, and
+    the difference, 1.9e-10, is as large as their gamma.
 
     Unlike the authors' code, no moments of gradients without noise are kept (a checkpoint of theirs
     leaks them), and weight decay never enters the moments.
@@ -138,8 +139,8 @@ class DPAdamBC(MomentsOptimizer):
         ValueError: in the first step for gradients that are mostly exact zeros.
 
     Not supported: gradients that went through top-k or another compressor that picks elements by
-    their size.  What it sends of pure noise is far from N(0, Phi) (the largest 1 % have the mean
-    square 8.45 Phi) and the rest is zero, so no one number corrects v.  Also AMSGrad.
+    their size.  Its selection of pure noise is far from N(0, Phi) (the largest 1 % have the mean
+    square 8.45 Phi) and the other elements are zero, so no one number corrects v.  Also AMSGrad.
 
     Example::
 
@@ -163,16 +164,14 @@ class DPAdamBC(MomentsOptimizer):
         gamma: float | None = None,
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "gamma": gamma, "weight_decay": weight_decay}
-        )
+        super().__init__(params, lr=lr, betas=betas, gamma=gamma, weight_decay=weight_decay)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict()`` returned; see :class:`NoisedOptimizer`."""
         if any("noise_avg" not in state for state in state_dict["state"].values()):
             raise ValueError(
-                "DPAdamBC: the state has no noise_avg, so that nobody knows how much noise is in "
-                "exp_avg_sq: it was saved by another optimizer"
+                "DPAdamBC: the state has no noise_avg, so the noise in exp_avg_sq is unknown: it "
+                "was saved by another optimizer"
             )
         super().load_state_dict(state_dict)
 
@@ -190,8 +189,8 @@ class DPAdamBC(MomentsOptimizer):
         super()._check_step(gradients)
         if self.noise_variance is None:
             raise RuntimeError(
-                "DPAdamBC: noise_variance is not known, but it is what DPAdamBC subtracts: train "
-                "with a PrivacyEngine and a compressor that keeps the noise Gaussian, or set "
+                "DPAdamBC: noise_variance is not known, and DPAdamBC subtracts it: train with a "
+                "PrivacyEngine and a compressor that keeps the noise Gaussian, or set "
                 "optimizer.noise_variance to the variance in one coordinate of p.grad"
             )
         check_hyperparameters(self, noise_variance=self.noise_variance)
@@ -232,21 +231,21 @@ class DPAdamBC(MomentsOptimizer):
 def suggested_gamma(
     noise_variance: float, beta2: float = 0.999, *, steps: int | None = None, alpha: float = 0.05
 ) -> float:
-    r"""Return how far the noise may move DP-AdamBC's second moment in one coordinate.
+    r"""Return a bound of the noise in DP-AdamBC's second moment in one coordinate.
 
-    A floor below it makes steps whose size the noise decides.  After t steps with the variance Phi,
-    v_hat - Phi is off by less than this with a probability of at least 1 - alpha:
+    With a lower floor the noise decides the size of steps.  After t steps with the variance Phi,
+    v_hat - Phi is off by less than the bound with a probability of at least 1 - alpha:
 
         xi = (1 - beta2) / (1 - beta2^t) max(nu sqrt(2 ln(2 / alpha)), 2 b ln(2 / alpha)),
         nu = 4 Phi sqrt((1 - beta2^(2t)) / (1 - beta2^2)),  b = 4 Phi.
 
-    With the defaults it is 0.243 Phi; four times what is measured (1.96 standard deviations are
-    0.062 Phi), since the bound is not tight: the paper's proof gets along with half of nu.  The
+    With the defaults it is 0.243 Phi, four times the measured deviation (1.96 standard deviations
+    are 0.062 Phi), since the bound is not tight: half of nu would do in the paper's proof.  The
     authors tuned gamma between 0.004 Phi and 0.84 Phi, depending on the task; so should you.
 
     Source: Tang, Shpilevskiy & Lecuyer, "DP-AdamBC", section 4, Proposition 3 (proof in appendix C,
-    where products of gradient and noise are left out: it holds for gradients that are small beside
-    the noise, which are those that need a floor).  Its two cases are the two arguments of max.
+    where products of gradient and noise are left out: it holds for gradients much smaller than the
+    noise, which need a floor).  Its two cases are the two arguments of max.
 
     Args:
         noise_variance: Phi.
@@ -259,7 +258,7 @@ def suggested_gamma(
 
     Example::
 
-        >>> from comm_hooks.optim.private.optimizers.dp_adam import suggested_gamma
+        >>> from comm_hooks.optim.private import suggested_gamma
         >>> f"{suggested_gamma((0.4 * 0.1 / 256) ** 2):.3e}"
         '5.933e-09'
     """

@@ -18,7 +18,7 @@ from comm_hooks.randomness import Draw, derive_keys
 from comm_hooks.requirements import require_choice, require_positive
 
 _RESIDUALS: dict[int, Compressor] = {4: Quantize(bits=4, stochastic=True), 32: Identity()}
-"""How what was left out is kept, by ``residual_bits``."""
+"""The format of the residual, by ``residual_bits``."""
 
 _LAYOUT = ("density", "window", "value_bits", "residual_bits", "block_size", "min_numel")
 """The settings without which a state cannot be read."""
@@ -27,9 +27,9 @@ _LAYOUT = ("density", "window", "value_bits", "residual_bits", "block_size", "mi
 class DPMicroAdam(MomentsOptimizer):
     r"""Adam on the largest elements of the noised gradient, in less than one byte per parameter.
 
-    Instead of moments it keeps the last ``window`` sparsified gradients and, in 4 bits, what was
-    left out of them.  With g the noised mean of clipped gradients in ``p.grad``, in step t and for
-    one parameter:
+    Instead of moments it keeps the last ``window`` sparsified gradients and, in 4 bits, the
+    residual.  With g the noised mean of clipped gradients in ``p.grad``, in step t and for one
+    parameter:
 
     1. a = g + Q^-1(e);
     2. V = the ``ceil(density x block)`` elements of a of largest magnitude in each block, the
@@ -41,17 +41,17 @@ class DPMicroAdam(MomentsOptimizer):
        the rows, or with ``bias_correction="published"`` over all t steps;
     5. theta = (1 - lr weight_decay) theta - lr m_hat / (sqrt(v_hat) + eps).
 
-    The fewer elements are kept, the more noise waits in e beside the signal.  With gradients of
-    noise alone, of standard deviation s, that of e settles at 4.7 s with a density of 1 % (after
-    200 steps), at 14 s with 0.3 % (1000 steps) and at 47 s with 0.1 % (2000 steps).
+    The fewer elements are kept, the more noise collects in e.  With gradients of noise alone, of
+    standard deviation s, that of e settles at 4.7 s with a density of 1 % (after 200 steps), at
+    14 s with 0.3 % (1000 steps) and at 47 s with 0.1 % (2000 steps).
 
     Parameters of at most one dimension or with fewer than ``min_numel`` elements are left to
     :class:`~comm_hooks.optim.private.DPAdam`.
 
-    The gradient must arrive densely and be the same on all ranks, which compute this step alike:
-    the rounding is drawn from t and the parameter's place in the optimizer.  There is nothing to
-    exchange and no residual of one rank's own, so the window and the residual may be saved and
-    shown; for a MicroAdam that compresses what travels see :class:`~comm_hooks.optim.MicroAdam`.
+    The gradient must be dense and the same on all ranks, which then compute the same step: the
+    rounding is drawn from t and the parameter's place in the optimizer.  Nothing is exchanged and
+    no rank has a residual of its own, so the window and the residual may be saved and shown; for a
+    MicroAdam that compresses messages see :class:`~comm_hooks.optim.MicroAdam`.
 
     Source: Hudisteanu, Cyffers & Kalinin, "DP-MicroAdam: Private and Frugal Algorithm for Training
     and Fine-tuning", Algorithms 1 and 2; MicroAdam is Modoranu et al., NeurIPS 2024.  What differs:
@@ -60,11 +60,11 @@ class DPMicroAdam(MomentsOptimizer):
       nearest; its code keeps e in float32, and dense buffers beside it.
     * Step 4 corrects the bias for the rows that are in the window, so that a gradient that does not
       change moves parameters by lr.  Their 1 - beta^t counts gradients that have left it, which
-      shrinks m_hat and, further, the root of v_hat.  Whatever the gradients, their steps are
+      shrinks m_hat and, further, the root of v_hat.  For all gradients, their steps are
       (1 - beta1^w) sqrt(1 - beta2^t) / ((1 - beta1^t) sqrt(1 - beta2^w)) times ours, with w rows in
       the window: with 10 rows and the default betas 1 until t = 10, then 2.01 at t = 100, 3.75 at
-      400, 5.19 at 1000, and 6.53 in the end.  Their learning rates need as large a factor here,
-      which no constant is: to repeat their runs, take ``bias_correction="published"``.
+      400, 5.19 at 1000, and 6.53 in the end.  No constant factor of the learning rate makes up for
+      that: to repeat their runs, take ``bias_correction="published"``.
     * Blocks of ``block_size`` are sparsified one by one; their code does so with whole tensors.
     * Their code divides the gradient by the size of the batch that was drawn, which the accountant
       does not cover; here the divisor is the engine's, and public.
@@ -78,8 +78,8 @@ class DPMicroAdam(MomentsOptimizer):
         density: the fraction of elements that is kept of each block, in (0, 1].
         window: rows, at least 1.
         bias_correction: ``"window"`` or ``"published"``, see step 4.
-        value_bits: of each value in the window: 4, 16 (bfloat16) or 32 (float32).  What rounding
-            drops goes into the residual.
+        value_bits: of each value in the window: 4, 16 (bfloat16) or 32 (float32).  The rounding
+            error goes into the residual.
         residual_bits: of each element of the residual: 4, or 32 (float32), which rounds nothing.
         block_size: the largest block, 1 to 65536 elements.
         min_numel: parameters with fewer elements have dense moments.
@@ -101,8 +101,8 @@ class DPMicroAdam(MomentsOptimizer):
 
     With ``residual_bits=32`` the residual takes 4.
 
-    Not counted is what a step takes only while it lasts: some float32 copies of at most
-    ``BATCH`` elements, or one parameter, at a time.
+    The temporary memory of a step is not counted: some float32 copies of at most ``BATCH``
+    elements, or of one parameter.
 
     Not supported: AMSGrad.  A gradient that is not finite would stay in the residual.
 
@@ -110,7 +110,7 @@ class DPMicroAdam(MomentsOptimizer):
 
         >>> from comm_hooks.optim.private import DPMicroAdam
         >>> optimizer = DPMicroAdam(model.named_parameters(), lr=1e-3, density=0.05, min_numel=64)
-        >>> for p in model.parameters():  # what the engine does
+        >>> for p in model.parameters():  # the engine does this
         ...     p.grad = 0.01 * torch.randn_like(p)
         >>> optimizer.step()
         >>> optimizer.state[model.weight]["window"].dtype
@@ -135,19 +135,17 @@ class DPMicroAdam(MomentsOptimizer):
     ) -> None:
         super().__init__(
             params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "density": density,
-                "window": window,
-                "bias_correction": bias_correction,
-                "value_bits": value_bits,
-                "residual_bits": residual_bits,
-                "block_size": block_size,
-                "min_numel": min_numel,
-            },
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            density=density,
+            window=window,
+            bias_correction=bias_correction,
+            value_bits=value_bits,
+            residual_bits=residual_bits,
+            block_size=block_size,
+            min_numel=min_numel,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -173,7 +171,7 @@ class DPMicroAdam(MomentsOptimizer):
 
     def _move(self, x: Tensors, gradients: Tensors, parameters: Tensors, group: Group) -> None:
         dense: list[int] = []
-        alike: dict[tuple[int, int], list[int]] = {}
+        batches: dict[tuple[int, int], list[int]] = {}
         for index, parameter in enumerate(parameters):
             numel = parameter.numel()
             if parameter.dim() <= 1 or numel < group["min_numel"]:
@@ -187,7 +185,7 @@ class DPMicroAdam(MomentsOptimizer):
                 # All zero, it stands for zeros.
                 nbytes = _RESIDUALS[group["residual_bits"]].payload_nbytes(numel)
                 state["residual"] = octets.new_zeros(nbytes)
-            alike.setdefault((numel, int(state["step"])), []).append(index)
+            batches.setdefault((numel, int(state["step"])), []).append(index)
 
         def of(places: list[int]) -> tuple[Tensors, Tensors, Tensors]:
             chosen = [[every[place] for place in places] for every in (x, gradients, parameters)]
@@ -195,7 +193,7 @@ class DPMicroAdam(MomentsOptimizer):
 
         if dense:
             super()._move(*of(dense), group)
-        for (numel, steps), members in alike.items():
+        for (numel, steps), members in batches.items():
             count = max(1, BATCH // numel)
             for first in range(0, len(members), count):
                 self._move_sparsified(*of(members[first : first + count]), steps, group)
@@ -226,7 +224,7 @@ class DPMicroAdam(MomentsOptimizer):
         descend_(x, shaped, group)
 
     def _places(self, members: Tensors) -> tuple[str, ...]:
-        """Return where parameters stand among all of the optimizer, as names."""
+        """Return the places of parameters among all of the optimizer, as names."""
         place = {parameter: index for index, parameter in enumerate(self._parameters())}
         return tuple(str(place[member]) for member in members)
 

@@ -1,4 +1,4 @@
-"""What else public gradients can be used for: the methods that AdaDPS is compared with."""
+"""Other uses of public gradients: the methods with which AdaDPS is compared."""
 
 import math
 from collections.abc import Callable
@@ -8,12 +8,18 @@ from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.base import Group, Tensors
 from comm_hooks.optim.moments import average_, corrected
-from comm_hooks.optim.private.optimizers.ada_dps import AdaS, Preconditioned, require_gradients
-from comm_hooks.optim.private.optimizers.descent import Descent, PublicTensors
+from comm_hooks.optim.private.optimizers.descent import (
+    Descent,
+    Preconditioner,
+    PublicTensors,
+    buffers,
+    in_order,
+    require_public_gradients,
+)
 from comm_hooks.requirements import require_positive, require_within
 
 
-class DPRPub(AdaS):
+class DPRPub(Descent):
     r"""DP-R-Pub: RMSProp on noised gradients, with a preconditioner from public ones.
 
     AdaDPS in the other order, noise first.  With g the noised mean in ``p.grad`` and ghat the
@@ -36,8 +42,7 @@ class DPRPub(AdaS):
 
     Example::
 
-        >>> from comm_hooks.optim.private.optimizers.public_baselines import DPRPub
-        >>> from comm_hooks.optim.private.optimizers.public_knowledge import PublicGradients
+        >>> from comm_hooks.optim.private import DPRPub, PublicGradients
         >>> public = PublicGradients(
         ...     model, lambda model, batch: model(batch).square().mean(), [torch.ones(4, 8)]
         ... )
@@ -58,8 +63,8 @@ class DPRPub(AdaS):
         require_within(self, "beta", beta, "[0, 1)")
         super().__init__(
             params,
-            lr,
-            public_gradients=public_gradients,
+            Preconditioner(self, public_gradients),
+            lr=lr,
             betas=(0.0, beta),
             eps=eps,
             momentum=momentum,
@@ -67,7 +72,7 @@ class DPRPub(AdaS):
         )
 
 
-class DPAdamPub(Preconditioned):
+class DPAdamPub(Descent):
     r"""DP-Adam-Pub: Adam on a mixture of noised and public gradients, divided by public ones.
 
     With g the noised mean in ``p.grad`` and ghat the gradient of a public batch:
@@ -82,15 +87,14 @@ class DPAdamPub(Preconditioned):
     Args:
         params, lr, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
         public_gradients: called once per step; see :class:`~comm_hooks.optim.private.AdaDPS`.
-        betas: beta1, beta2 and beta3, each in [0, 1); the paper does not say which.
+        betas: beta1, beta2 and beta3, each in [0, 1); the paper gives no values.
         eps: added to the denominator; positive.
 
     State per parameter: ``step``, ``exp_avg`` (m), ``public_exp_avg_sq`` (v).
 
     Example::
 
-        >>> from comm_hooks.optim.private.optimizers.public_baselines import DPAdamPub
-        >>> from comm_hooks.optim.private.optimizers.public_knowledge import PublicGradients
+        >>> from comm_hooks.optim.private import DPAdamPub, PublicGradients
         >>> public = PublicGradients(
         ...     model, lambda model, batch: model(batch).square().mean(), [torch.ones(4, 8)]
         ... )
@@ -109,19 +113,19 @@ class DPAdamPub(Preconditioned):
         eps: float = 1e-3,
         weight_decay: float = 0.0,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, public_gradients, None, "rmsprop")
+        self._squares = Preconditioner(self, public_gradients)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
-    def _begin_step(self) -> None:
-        self._observed = self._observe()
+    def _observe(self) -> None:
+        self._public = self._squares.observe(self)
 
     def _directions(self, parameters: Tensors, gradients: Tensors, group: Group) -> Tensors:
         beta1, beta2, beta3 = group["betas"]
-        public = [self._observed[p] for p in parameters]
+        public = [self._public[p] for p in parameters]
         steps = self._count(parameters)
-        firsts = self._buffers(parameters, "exp_avg")
+        firsts = buffers(self, parameters, "exp_avg")
         average_(firsts, list(torch._foreach_lerp(public, gradients, beta1)), beta2)
-        divisors = corrected(self._buffers(parameters, "public_exp_avg_sq"), beta3, steps)
+        divisors = corrected(buffers(self, parameters, "public_exp_avg_sq"), beta3, steps)
         torch._foreach_sqrt_(divisors)
         torch._foreach_add_(divisors, group["eps"])
         torch._foreach_mul_(divisors, [1 - beta2**t for t in steps])
@@ -137,8 +141,8 @@ class PDADPMD(Descent):
     2. u = alpha g + (1 - alpha) ghat;
     3. theta = (1 - lr weight_decay) theta - lr b, with b = momentum b + u.
 
-    It starts with private gradients alone and ends with public ones, which have no noise.  After
-    ``total_steps`` private gradients would be paid for and not used: do not go on.
+    It starts with private gradients alone and ends with public ones, which have no noise.  Stop
+    after ``total_steps``: from there on private gradients are paid for and not used.
 
     Source: Amid et al., "Public Data-Assisted Mirror Descent for Private Model Training", 2021: the
     first-order approximation of mirror descent with the public loss as the mirror map.  ghat is not
@@ -147,14 +151,13 @@ class PDADPMD(Descent):
     Args:
         params, lr, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
         public_gradients: called once per step; see :class:`~comm_hooks.optim.private.AdaDPS`.
-        total_steps: how many steps the run has, at least 1.
+        total_steps: the number of steps of the run, at least 1.
 
     State per parameter: ``step`` (t), ``momentum_buffer`` (b) with momentum.
 
     Example::
 
-        >>> from comm_hooks.optim.private.optimizers.public_baselines import PDADPMD
-        >>> from comm_hooks.optim.private.optimizers.public_knowledge import PublicGradients
+        >>> from comm_hooks.optim.private import PDADPMD, PublicGradients
         >>> public = PublicGradients(
         ...     model, lambda model, batch: model(batch).square().mean(), [torch.ones(4, 8)]
         ... )
@@ -171,23 +174,20 @@ class PDADPMD(Descent):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
     ) -> None:
-        require_gradients(self, public_gradients)
+        require_public_gradients(self, public_gradients)
         require_positive(self, "total_steps", total_steps)
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
         self.total_steps = total_steps
         self._public_gradients = public_gradients
 
-    def _begin_step(self) -> None:
-        public = self._in_order("public_gradients", self._public_gradients())
-        self._observed = dict(zip(self._parameters(), public, strict=True))
+    def _observe(self) -> None:
+        self._public = in_order(self, "public_gradients", self._public_gradients())
 
     def _directions(self, parameters: Tensors, gradients: Tensors, group: Group) -> Tensors:
         directions = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             count = self._steps(parameter)
-            over = min(int(count) / self.total_steps, 1.0)
-            directions.append(
-                self._observed[parameter].lerp(gradient, math.cos(math.pi / 2 * over))
-            )
+            alpha = math.cos(math.pi / 2 * min(int(count) / self.total_steps, 1.0))
+            directions.append(self._public[parameter].lerp(gradient, alpha))
             count += 1
         return directions

@@ -1,4 +1,4 @@
-"""Public knowledge: gradients of data that nobody has to protect, and what features are like."""
+"""Public knowledge: gradients of public data, and scales of features."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -19,12 +19,11 @@ def token_frequency(counts: torch.Tensor, *, floor: float = 0.01) -> torch.Tenso
     larger steps.  For option 2 (i) of AdaDPS (Li et al., ICML 2022, Section 4).
 
     **The counts must be public**: from another corpus, or from a word list.  Counts from the
-    training data are private; the paper's authors take them from there, and no accountant covers
-    that.
+    training data, which the paper's authors use, are private, and no accountant covers them.
 
     Args:
         counts: how often each of V tokens occurs in public text, shape (V,); any unit.
-        floor: the least A, in (0, 1]: no gradient is made longer than 1 / floor times.
+        floor: the least A, in (0, 1]: gradients grow by a factor of 1 / floor at most.
 
     Returns:
         float32, shape (V,).  It fits the columns of a linear layer's weight, (classes, V), as it
@@ -36,7 +35,7 @@ def token_frequency(counts: torch.Tensor, *, floor: float = 0.01) -> torch.Tenso
 
     Example::
 
-        >>> from comm_hooks.optim.private.optimizers.public_knowledge import token_frequency
+        >>> from comm_hooks.optim.private import token_frequency
         >>> token_frequency(torch.tensor([500, 50, 1, 0]))
         tensor([1.0000, 0.1000, 0.0100, 0.0100])
     """
@@ -51,8 +50,7 @@ def tf_idf(scores: torch.Tensor, *, floor: float = 0.01) -> torch.Tensor:
     A_j = min(1, floor max scores / scores_j): ``floor`` for the highest score, and 1 for all below
     ``floor`` times that.  The higher a token scores, the larger its steps.  For option 2 (ii) of
     AdaDPS (Li et al., ICML 2022, Section 6.1.2).  The published code multiplies gradients by 10
-    times the scores, which is the same, but for the bound, up to a factor of the learning rate and
-    the clipping norm.
+    times the scores: the same up to the bound and a factor of learning rate and clipping norm.
 
     **The scores must be public**, see :func:`token_frequency`; :func:`mean_tf_idf` computes them
     from public documents.
@@ -70,7 +68,7 @@ def tf_idf(scores: torch.Tensor, *, floor: float = 0.01) -> torch.Tensor:
 
     Example::
 
-        >>> from comm_hooks.optim.private.optimizers.public_knowledge import tf_idf
+        >>> from comm_hooks.optim.private import tf_idf
         >>> tf_idf(torch.tensor([0.1, 0.2, 5.0, 0.0]), floor=0.02)
         tensor([1.0000, 0.5000, 0.0200, 1.0000])
     """
@@ -97,7 +95,7 @@ def mean_tf_idf(documents: torch.Tensor) -> torch.Tensor:
 
     Example::
 
-        >>> from comm_hooks.optim.private.optimizers.public_knowledge import mean_tf_idf
+        >>> from comm_hooks.optim.private import mean_tf_idf
         >>> mean_tf_idf(torch.tensor([[2, 2, 0], [4, 0, 0]]))
         tensor([0.0000, 0.1733, 0.0000])
     """
@@ -133,10 +131,10 @@ def _require_floor(owner: str, floor: float) -> None:
 
 
 class PublicGradients:
-    """The mean gradient of one public batch after the other, without end.
+    """Computes the mean gradient of one public batch after the other, without end.
 
-    What ``public_gradients`` of :class:`~comm_hooks.optim.private.AdaDPS` and the baselines calls
-    once per step.  ``p.grad`` and the hooks of DDP are left alone.
+    Pass it as ``public_gradients`` of :class:`~comm_hooks.optim.private.AdaDPS` or a baseline,
+    which call it once per step.  ``p.grad`` and the hooks of DDP are left alone.
 
     Ranks must see the same batches: let the loader shuffle with a generator whose seed they share.
     The data must be public, and similar to the private data; 1 % as much is enough in the paper's
@@ -153,7 +151,7 @@ class PublicGradients:
 
     Example::
 
-        >>> from comm_hooks.optim.private.optimizers.public_knowledge import PublicGradients
+        >>> from comm_hooks.optim.private import PublicGradients
         >>> gradients = PublicGradients(
         ...     model, lambda model, batch: model(batch).square().mean(), [torch.ones(4, 8)]
         ... )

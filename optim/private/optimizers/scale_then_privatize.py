@@ -1,22 +1,24 @@
-"""Scale-then-privatize: clip and add noise in the space in which Adam walks."""
+"""Scale-then-privatize: clip and add noise in the space of Adam's steps."""
 
 import math
 import warnings
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.base import Group, Tensors
 from comm_hooks.optim.moments import average_, average_squares_, corrected
-from comm_hooks.optim.private.optimizers.descent import TransformedDescent, check_positive
+from comm_hooks.optim.private.optimizers.descent import Descent, Factors, buffers
 
 
-class ScaleThenPrivatize(TransformedDescent):
-    r"""Adam that scales gradients by its own, earlier estimate before they are clipped and noised.
+class ScaleThenPrivatize(Descent):
+    r"""Adam that scales gradients by its own earlier moments before they are clipped and noised.
 
-    Needs no public data: the scale comes from what was released before.  A step, g_i being the
+    Needs no public data: the scale comes from gradients that were released before.  With g_i the
     gradient of sample i, C the clipping norm, sigma the noise multiplier, B the public divisor and
-    v_hat = v / (1 - beta2^t) that of the step before (0 at first):
+    v_hat = v / (1 - beta2^t) that of the step before (0 at first), a step is
 
     1. s = 1 / (sqrt(v_hat) + scale_eps);
     2. h = (sum_i clip(s g_i, C) + N(0, sigma^2 C^2)) / B;
@@ -25,22 +27,20 @@ class ScaleThenPrivatize(TransformedDescent):
     5. theta = (1 - lr weight_decay) theta
        - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps).
 
-    Step 2 is done by the clipper of per-sample gradients and by the mechanism: they call
-    :meth:`transform` and leave h in ``p.grad``.  The guarantee is that of DP-SGD with the same C,
-    sigma and sampling.
+    The clipper of per-sample gradients and the mechanism do step 2: they call :meth:`transform`
+    and leave h in ``p.grad``.  The guarantee is that of DP-SGD with the same C, sigma and sampling.
 
     C belongs to the scaled space, in which gradients of d coordinates have norms of the order of
-    sqrt(d), and 1 / ``scale_eps`` is the most that a coordinate is enlarged by.  Both must be
-    tuned together: where C is small, clipping makes g smaller than the gradients are, so v shrinks
-    and s grows, until all coordinates are scaled by 1 / ``scale_eps`` alike and this is DP-Adam
-    with the clipping norm C ``scale_eps``.  And sigma C / B must stay below 1: the noise of g is
-    sigma C / B times (sqrt(v_hat) + ``scale_eps``), so above that it feeds the v that it is made
-    from, which grows without end.  A warning says so where :attr:`noise_variance` is known.
+    sqrt(d), and a coordinate is multiplied by 1 / ``scale_eps`` at most.  Tune both together: where
+    C is small, clipping shrinks g and so v, and s grows, until all coordinates are scaled by
+    1 / ``scale_eps`` and this is DP-Adam with the clipping norm C ``scale_eps``.  And sigma C / B
+    must stay below 1: the noise of g is sigma C / B times (sqrt(v_hat) + ``scale_eps``), so from 1
+    on the noise makes v grow without end.  A warning says so where :attr:`noise_variance` is known.
 
     Source: Ganesh, McMahan & Thakurta, "On Design Principles for Private Adaptive Optimizers",
     2025, Algorithm 8 (with bias-corrected v in step 1); the idea is AdaDPS's and DP^2's (Li et al.,
-    2022 and 2023).  The baseline of that name in the published code of DP-MicroAdam never scales
-    before clipping: it only divides noised gradients by s, which is another algorithm.
+    2022 and 2023).  The baseline of that name in the published code of DP-MicroAdam is another
+    algorithm: it never scales before clipping, and only divides noised gradients by s.
 
     Args:
         params, lr, betas, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
@@ -54,12 +54,14 @@ class ScaleThenPrivatize(TransformedDescent):
 
     Example::
 
-        >>> from comm_hooks.optim.private.optimizers.scale_then_privatize import ScaleThenPrivatize
+        >>> from comm_hooks.optim.private import ScaleThenPrivatize
         >>> optimizer = ScaleThenPrivatize(model.named_parameters(), lr=1e-3, scale_eps=1e-2)
         >>> round(float(optimizer.transform().scale[0].max()))
         100
     """
 
+    _positive: ClassVar[tuple[str, ...]] = ("eps", "scale_eps")
+    _scales_before_clipping: ClassVar[bool] = True
     _has_warned = False
 
     def __init__(
@@ -73,25 +75,14 @@ class ScaleThenPrivatize(TransformedDescent):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "scale_eps": scale_eps,
-                "weight_decay": weight_decay,
-            },
+            params, lr=lr, betas=betas, eps=eps, scale_eps=scale_eps, weight_decay=weight_decay
         )
 
-    def _check_group(self, settings: Group) -> None:
-        super()._check_group(settings)
-        check_positive(self, scale_eps=settings["scale_eps"])
-
-    def _transform(self, parameters: Tensors, group: Group) -> tuple[Tensors, None]:
+    def _factors(self, parameters: Tensors, group: Group) -> Factors:
         return list(torch._foreach_reciprocal(self._unscales(parameters, group))), None
 
-    def _begin_step(self) -> None:
-        super()._begin_step()
+    def _check_step(self, gradients: Sequence[torch.Tensor]) -> None:
+        super()._check_step(gradients)
         if not self._has_warned and (self.noise_variance or 0.0) >= 1:
             self._has_warned = True
             std = math.sqrt(self.noise_variance or 0.0)
@@ -99,11 +90,11 @@ class ScaleThenPrivatize(TransformedDescent):
                 f"ScaleThenPrivatize: the noise in p.grad has a standard deviation of {std:.3g}: "
                 "from 1 on the second moment grows without end; take a larger batch, or a smaller "
                 "max_grad_norm or noise_multiplier",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def _unscales(self, parameters: Tensors, group: Group) -> Tensors:
-        """Return 1 / s, from what was known before the step."""
+        """Return 1 / s, from the moments before the step."""
         unscales = self._roots(parameters, group)
         torch._foreach_add_(unscales, group["scale_eps"])
         return unscales
@@ -111,7 +102,7 @@ class ScaleThenPrivatize(TransformedDescent):
     def _roots(self, parameters: Tensors, group: Group) -> Tensors:
         """Return sqrt(v_hat), new tensors."""
         steps = [max(1, int(self._steps(p))) for p in parameters]
-        found = corrected(self._buffers(parameters, "exp_avg_sq"), group["betas"][1], steps)
+        found = corrected(buffers(self, parameters, "exp_avg_sq"), group["betas"][1], steps)
         torch._foreach_sqrt_(found)
         return found
 
@@ -119,9 +110,9 @@ class ScaleThenPrivatize(TransformedDescent):
         beta1, beta2 = group["betas"]
         unscaled = list(torch._foreach_mul(gradients, self._unscales(parameters, group)))
         steps = self._count(parameters)
-        firsts = self._buffers(parameters, "exp_avg")
+        firsts = buffers(self, parameters, "exp_avg")
         average_(firsts, unscaled, beta1)
-        average_squares_(self._buffers(parameters, "exp_avg_sq"), unscaled, beta2)
+        average_squares_(buffers(self, parameters, "exp_avg_sq"), unscaled, beta2)
         divisors = self._roots(parameters, group)
         torch._foreach_add_(divisors, group["eps"])
         torch._foreach_mul_(divisors, [1 - beta1**t for t in steps])

@@ -1,6 +1,6 @@
 """The audit of scripts: faults are found, correct ones are not accused, and what it says.
 
-All the scripts of ``script_faults`` take minutes: ``python -m tests.benchmarks.audit.script_faults``
+The scripts of ``script_faults`` take minutes: ``python -m tests.benchmarks.audit.script_faults``
 audits them.  Here are a few, and the parts.
 """
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from comm_hooks.optim.private.optimizers.dp_rmsprop import DPRMSProp
+from comm_hooks.optim.private.optimizers.dp_sgd import DPRMSProp
 from comm_hooks.optim.private.optimizers.public_baselines import PDADPMD, DPAdamPub, DPRPub
 from tests.optim.private.releases import (
     SHAPES,

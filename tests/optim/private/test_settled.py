@@ -110,7 +110,7 @@ def test_an_exchange_that_was_changed_releases_nothing(part: str, value: Any) ->
     model, optimizer, loader = private(engine, exchange=exchange)
     train(optimizer, loader)
     if part == "memory":
-        exchange.remembered.memory = value
+        exchange.state.memory = value
     elif hasattr(exchange, part):
         setattr(exchange, part, value)
     else:

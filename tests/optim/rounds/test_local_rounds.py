@@ -21,8 +21,8 @@ from comm_hooks import (
     Sign,
     TopK,
 )
+from comm_hooks.checkpoints.sealing import sealed
 from comm_hooks.compressors import Compressor
-from comm_hooks.exchange.sealing import sealed
 from comm_hooks.optim.rounds import LocalRounds
 from tests.optim.rounds.problem import (
     SHAPES,

@@ -1,4 +1,4 @@
-"""A seal on saved state: what was damaged or put together from several states is not loaded."""
+"""Seal a saved state with a digest, so that a damaged or mixed state is not loaded."""
 
 import hashlib
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ SEAL = "seal"
 
 
 def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with a digest of all that is in it.
+    """Return a state with a digest of its content.
 
     Args:
         state: plain values, tensors, and mappings and sequences of these.
 
     Example::
 
-        >>> from comm_hooks.exchange.sealing import require_seal, sealed
+        >>> from comm_hooks.checkpoints.sealing import require_seal, sealed
         >>> state = sealed({"step": 3, "memory": {"weight": torch.ones(4)}})
         >>> require_seal(state)
         >>> state["memory"]["weight"][0] = 2
@@ -31,12 +31,12 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_seal(state: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` unless a state is as :func:`sealed` returned it, on whatever device."""
+    """Raise ``ValueError`` unless the content of a state fits its seal, on any device."""
     if not isinstance(state.get(SEAL), str):
         raise ValueError("the state has no seal: it was not saved by state_dict(), or not whole")
     try:
         found = sealed(state)[SEAL]
-    except Exception:  # of whatever is no plain value
+    except Exception:  # for values that are not plain
         found = None
     if found != state[SEAL]:
         raise ValueError("the state is damaged: its content does not fit its seal")
@@ -49,7 +49,7 @@ def _digest(value: Any) -> str:
 
 
 def _add(digest: "hashlib.blake2b", value: Any) -> None:
-    """Add a value, with its kind and size, so that nothing can pass for something else."""
+    """Add a value, with its kind and size, so that different values differ."""
     if isinstance(value, torch.Tensor):
         digest.update(f"tensor {value.dtype} {tuple(value.shape)} ".encode())
         octets = value.detach().cpu().contiguous().flatten().view(torch.uint8)

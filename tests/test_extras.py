@@ -53,7 +53,7 @@ def test_it_is_averaged_exactly(compressor: Compressor, exempt_bits: int, granul
             counts = [{"counts": torch.tensor([rank * 1001.0, step, 1.0])} for rank in range(ranks)]
             expected = torch.stack([c["counts"] for c in counts]).mean(0)
             rounds = zip(exchanges, tensors, counts, strict=True)
-            world.run([e.round(t, beside=c) for e, t, c in rounds])
+            world.run([e.round(t, extras=c) for e, t, c in rounds])
             assert all(torch.equal(c["counts"], expected) for c in counts)
 
 

@@ -1,0 +1,348 @@
+"""The optimizers by name: how each reaches the other ranks, its options, and usual values of them.
+
+To add one, add an entry to :data:`OPTIMIZERS`; everything else is read off its class.
+"""
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from comm_hooks.config import check_options, parse_spec, unknown
+from comm_hooks.exchange import Exchange
+from comm_hooks.optim.adam import Adam, AMSGrad
+from comm_hooks.optim.cocktail_sgd import CocktailSGD
+from comm_hooks.optim.compressed_adam import CompressedAdam
+from comm_hooks.optim.demo import DeMo
+from comm_hooks.optim.dgc import DGC
+from comm_hooks.optim.ef21 import EF21, CDAdam
+from comm_hooks.optim.fetch_sgd import FetchSGD
+from comm_hooks.optim.frozen_variance_adam import FrozenVarianceAdam
+from comm_hooks.optim.laprop import LaProp
+from comm_hooks.optim.local_variance_adam import LocalVarianceAdam
+from comm_hooks.optim.low_communication import low_communication
+from comm_hooks.optim.marina import Marina
+from comm_hooks.optim.micro_adam import MicroAdam
+from comm_hooks.optim.moments import halve_ema_horizon
+from comm_hooks.optim.muon_adamw import MuonAdamW
+from comm_hooks.optim.one_bit_adam import OneBitAdam
+from comm_hooks.optim.one_bit_lamb import OneBitLamb
+from comm_hooks.optim.rounds.algorithms import (
+    SAFL,
+    DiLoCo,
+    FedAMS,
+    FedAvg,
+    FedLAMB,
+    LocalAdamW,
+    LocalLaProp,
+    MuLoCo,
+    SparseLoCo,
+)
+from comm_hooks.optim.zero_one_adam import ZeroOneAdam
+from comm_hooks.requirements import in_one_line, is_number
+
+Options = dict[str, Any]
+
+_BETAS = ("beta1", "beta2")
+_SIMPLE = (bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Values of a training, from which those of an optimizer's options follow.
+
+    Args:
+        lr, betas, weight_decay: of AdamW in this training.
+        steps: of the training.
+        warmup: steps over which the learning rate rises.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    steps: int = 1000
+    warmup: int = 100
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of an optimizer, as its signature has it.
+
+    Args:
+        name: of the keyword argument.
+        default: its value; ``inspect.Parameter.empty`` if it must be given.
+        kinds: the types that a value may have: bool, int, float, str, NoneType, or tuple for
+            ``betas``.
+    """
+
+    name: str
+    default: Any
+    kinds: tuple[type, ...]
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the option has no default."""
+        return self.default is inspect.Parameter.empty
+
+    def check(self, owner: str, value: Any) -> None:
+        """Raise ``ValueError`` for a value of another type; ranges are the optimizer's to check."""
+        if not any(_fits(value, kind) for kind in self.kinds):
+            words = {bool: "true or false", int: "an integer", float: "a number", str: "a word"}
+            words |= {type(None): "none", tuple: "two numbers"}
+            wanted = " or ".join(words[kind] for kind in self.kinds)
+            raise ValueError(f"{owner}: {self.name} must be {wanted}, got {in_one_line(value)}")
+
+
+def _fits(value: Any, kind: type) -> bool:
+    if kind is float:
+        return is_number(value)
+    if kind is tuple:
+        return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
+    # type() and not isinstance(): True is an instance of int.
+    return type(value) is kind
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """An optimizer of the registry.
+
+    Args:
+        name: in snake case.
+        make: its class, or a function that returns one.
+        usual: options for a training, where they differ from those of the signature.
+    """
+
+    name: str
+    make: Callable[..., torch.optim.Optimizer]
+    usual: Callable[[Defaults], Options]
+    options: Mapping[str, Option] = field(init=False)
+    """By name, in the order of the signature; without parameters and exchange."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", dict(_options(inspect.signature(self.make).parameters)))
+
+    @property
+    def averages(self) -> Literal["before", "exchange", "own"]:
+        """What averages over ranks.
+
+        Something ``before`` the step, such as a hook; the ``exchange`` that the optimizer is given
+        and owns; or an exchange of its ``own`` making.
+        """
+        parameters = inspect.signature(self.make).parameters
+        if "exchange" in parameters:
+            return "exchange"
+        return "own" if "transport" in parameters else "before"
+
+    @property
+    def published(self) -> Mapping[str, Any] | None:
+        """The exchange of its authors, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
+        return getattr(self.make, "published", None)
+
+    @property
+    def needs(self) -> Mapping[str, Any]:
+        """The published settings without which the optimizer refuses an exchange."""
+        return {key: (self.published or {})[key] for key in getattr(self.make, "needs", ())}
+
+    @property
+    def type_name(self) -> str:
+        """The name of the class or function, as DeepSpeed's ``optimizer.type`` has it."""
+        return self.make.__name__
+
+    @property
+    def works_in_rounds(self) -> bool:
+        """Whether ranks take several steps between two exchanges of a parameter."""
+        return "local_steps" in self.options or self.averages == "own"
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for unknown options, with the nearest, and values of other types.
+
+        ``beta1`` and ``beta2`` are options wherever ``betas`` are.
+        """
+        known = dict(self.options)
+        if "betas" in known:
+            known |= {name: Option(name, None, (float,)) for name in _BETAS}
+        check_options(self.name, options, known)
+        for name, value in options.items():
+            known[name].check(self.name, value)
+
+    def build(
+        self,
+        params: Any,
+        exchange: Exchange | None = None,
+        *,
+        defaults: Defaults | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return the optimizer.
+
+        Args:
+            params: named parameters.
+            exchange: for an optimizer that owns one.
+            defaults: of the training; None for the defaults of the signature.
+            options: in place of both; ``beta1`` or ``beta2`` of ``betas``.  An optimizer that makes
+                its own exchange takes ``transport`` and ``process_group``, too.
+
+        Raises:
+            ValueError: for unknown options, and whatever the optimizer refuses.
+        """
+        given = {k: options.pop(k) for k in ("transport", "process_group") if k in options}
+        self.check(options)
+        chosen = {**(self.usual(defaults) if defaults is not None else {}), **options}
+        own_betas = [chosen.pop(name, None) for name in _BETAS]
+        if own_betas != [None, None]:
+            betas = chosen.get("betas", self.options["betas"].default)
+            pairs = zip(own_betas, betas, strict=True)
+            chosen["betas"] = tuple(usual if own is None else own for own, usual in pairs)
+        arguments = [params] if exchange is None else [params, exchange]
+        return self.make(*arguments, **given, **chosen)
+
+
+def _options(parameters: Mapping[str, inspect.Parameter]) -> typing.Iterator[tuple[str, Option]]:
+    for name, parameter in parameters.items():
+        if name == "betas":
+            yield name, Option(name, parameter.default, (tuple,))
+        elif kinds := _kinds(parameter.annotation):
+            yield name, Option(name, parameter.default, kinds)
+
+
+def _kinds(annotation: Any) -> tuple[type, ...]:
+    """Return the simple types of an annotation; none if text and numbers cannot be of it."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    found = typing.get_args(annotation) if is_union else (annotation,)
+    simple = tuple(kind for kind in found if kind in _SIMPLE)
+    return (*simple, *(kind for kind in found if kind is type(None))) if simple else ()
+
+
+def _like_adamw(**options: Any) -> Callable[[Defaults], Options]:
+    """Return the usual options of an optimizer that has the settings of AdamW."""
+
+    def usual(defaults: Defaults) -> Options:
+        return {
+            "lr": defaults.lr,
+            "betas": defaults.betas,
+            "weight_decay": defaults.weight_decay,
+            **options,
+        }
+
+    return usual
+
+
+def _of_its_own(**options: Any) -> Callable[[Defaults], Options]:
+    """Return the usual options of an optimizer whose learning rate is another than AdamW's."""
+    return lambda defaults: options
+
+
+def _freezing(defaults: Defaults) -> Options:
+    frozen = {"freeze_step": defaults.warmup, "total_steps": defaults.steps}
+    return _like_adamw(**frozen)(defaults)
+
+
+def _zero_one_adam(defaults: Defaults) -> Options:
+    return _like_adamw(var_freeze_step=max(1, defaults.steps // 2))(defaults)
+
+
+def _local_variance_adam(defaults: Defaults) -> Options:
+    beta1, beta2 = defaults.betas
+    return {**_like_adamw()(defaults), "betas": (halve_ema_horizon(beta1), beta2)}
+
+
+def _low_communication(defaults: Defaults) -> Options:
+    return _like_adamw(total_steps=defaults.steps)(defaults)
+
+
+_MAKERS: Mapping[str, tuple[Callable[..., Any], Callable[[Defaults], Options]]] = {
+    # fused: a sixth of the step's time on a CPU
+    "adamw": (torch.optim.AdamW, _like_adamw(fused=True)),
+    "adam": (Adam, _like_adamw()),
+    "amsgrad": (AMSGrad, _like_adamw()),
+    "laprop": (LaProp, _like_adamw()),
+    "muon_adamw": (MuonAdamW, _like_adamw()),
+    "frozen_variance_adam": (FrozenVarianceAdam, _freezing),
+    "local_variance_adam": (LocalVarianceAdam, _local_variance_adam),
+    "low_communication": (low_communication, _low_communication),
+    "local_adamw": (LocalAdamW, _like_adamw()),
+    "local_laprop": (LocalLaProp, _like_adamw()),
+    "compressed_adam": (CompressedAdam, _freezing),
+    "one_bit_adam": (OneBitAdam, _freezing),
+    "one_bit_lamb": (OneBitLamb, _freezing),
+    "zero_one_adam": (ZeroOneAdam, _zero_one_adam),
+    "cd_adam": (CDAdam, _like_adamw()),
+    "micro_adam": (MicroAdam, _like_adamw()),
+    "fetch_sgd": (FetchSGD, _of_its_own(lr=0.05, density=0.01, rows=5, masking=True)),
+    "marina": (Marina, _of_its_own(lr=0.01, p=0.05)),
+    "ef21": (EF21, _of_its_own(lr=0.003, momentum=0.9)),
+    "dgc": (DGC, _of_its_own(lr=0.03, clip_norm=1.0)),
+    "demo": (DeMo, _of_its_own(lr=1e-3)),
+    "cocktail_sgd": (CocktailSGD, _of_its_own(lr=0.003, momentum=0.9)),
+    "safl": (SAFL, _like_adamw(local_steps=1, local_lr=0.1, amsgrad=False)),
+    "fed_avg": (FedAvg, _of_its_own(lr=0.03, local_steps=8)),
+    # As the paper has it, its first round has nothing but eps to divide by.
+    "fed_ams": (FedAMS, _of_its_own(bias_correction=True, bound="client", local_steps=8)),
+    "fed_lamb": (FedLAMB, _of_its_own(lr=1e-2, local_steps=8)),
+    "diloco": (DiLoCo, _like_adamw(local_steps=30)),
+    "mu_lo_co": (MuLoCo, _like_adamw(local_steps=30)),
+    "sparse_loco": (SparseLoCo, _like_adamw(local_steps=15)),
+}
+
+OPTIMIZERS: Mapping[str, OptimizerEntry] = {
+    name: OptimizerEntry(name, make, usual) for name, (make, usual) in _MAKERS.items()
+}
+"""All optimizers by name."""
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+_SPELLINGS = {_plain(s): n for n, entry in OPTIMIZERS.items() for s in (n, entry.type_name)}
+
+
+def lookup(name: str) -> OptimizerEntry | None:
+    """Return the entry of a name, or of a class's name; case and underscores do not matter.
+
+    Example::
+
+        >>> lookup("OneBitAdam").name, lookup("onebitadam").name, lookup("zero_adam")
+        ('one_bit_adam', 'one_bit_adam', None)
+    """
+    key = _SPELLINGS.get(_plain(name))
+    return OPTIMIZERS[key] if key is not None else None
+
+
+def find(name: str) -> OptimizerEntry:
+    """Return the entry of a name as :func:`lookup` does.
+
+    Raises:
+        ValueError: for an unknown name, with the nearest known one.
+    """
+    entry = lookup(name)
+    if entry is None:
+        raise ValueError(unknown("optimizer", name, OPTIMIZERS))
+    return entry
+
+
+def parse_optimizer(spec: object) -> tuple[OptimizerEntry, Options]:
+    """Return the entry and the checked options of a specification.
+
+    Args:
+        spec: ``name:option=value`` or ``{"type": name, option: value}``; see
+            :func:`~comm_hooks.config.parse_spec`.
+
+    Raises:
+        ValueError: for unknown names and options, with the nearest known ones, and for values of
+            other types.
+
+    Example::
+
+        >>> entry, options = parse_optimizer("diloco:local_steps=30")
+        >>> entry.averages, options
+        ('exchange', {'local_steps': 30})
+    """
+    name, options = parse_spec(spec, "optimizer")
+    entry = find(name)
+    entry.check(options)
+    return entry, options
