@@ -30,7 +30,7 @@ from benchmarks.lab.training import Client, closure_of
 from benchmarks.lab.worker import connect
 from benchmarks.netns.links import NetnsError
 from comm_hooks.launchers.advise import methods as advised
-from comm_hooks.launchers.advise.links import gather, joined, measure_links, network_of
+from comm_hooks.launchers.advise.links import gather, joined, measure_links
 from comm_hooks.launchers.advise.recommend import Case, make_row
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.environment import detect_environment
@@ -116,8 +116,7 @@ def _compare(methods: list[Pair]) -> Iterator[dict[str, Any]]:
     """Predict and measure each method. Collective."""
     device = torch.device("cpu")
     settings = Settings()
-    links, nodes = measure_links(device)
-    network = network_of(links, nodes, "gloo")
+    network, _ = measure_links(device, "gloo")
     shapes = tuple(tuple(p.shape) for p in GPT(settings.model).parameters())
     planner = advised.Planner(Step(shapes, milliseconds=1.0), network.ranks, device)
     control = connect(parse_method("none"), settings)

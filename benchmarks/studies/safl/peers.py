@@ -15,11 +15,11 @@ from comm_hooks.collectives import Transport
 from comm_hooks.compressors import Cocktail, Compressor, CountSketch, PermK, RandomK, Sign, TopK
 from comm_hooks.exchange import Collective, Exchange
 from comm_hooks.memory import Differences, ErrorFeedback
-from comm_hooks.optim.cocktail_sgd import CocktailSGD
-from comm_hooks.optim.ef21 import CDAdam
-from comm_hooks.optim.fetch_sgd import FetchSGD
-from comm_hooks.optim.marina import Marina
-from comm_hooks.optim.one_bit_adam import OneBitAdam
+from comm_hooks.optim.published.cocktail_sgd import CocktailSGD
+from comm_hooks.optim.published.ef21 import CDAdam
+from comm_hooks.optim.published.fetch_sgd import FetchSGD
+from comm_hooks.optim.published.marina import Marina
+from comm_hooks.optim.published.one_bit_adam import OneBitAdam
 
 MOMENTUM = 0.9
 ROWS = 3
