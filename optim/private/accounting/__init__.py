@@ -3,7 +3,6 @@
 from comm_hooks.optim.private.accounting.accountant import (
     DEFAULT_ORDERS,
     OPACUS_ORDERS,
-    TF_PRIVACY_ORDERS,
     Accountant,
     RDPAccountant,
 )
@@ -24,7 +23,6 @@ __all__ = [
     "OPACUS_ORDERS",
     "PLDAccountant",
     "RDPAccountant",
-    "TF_PRIVACY_ORDERS",
     "build_accountant",
     "max_steps",
     "merged",
