@@ -98,7 +98,7 @@ class Tickets:
             self._waiting.remove(ticket)
 
 
-class Claim:
+class StepBatch:
     """Keeps the part of its batch that a step has used.
 
     Args:

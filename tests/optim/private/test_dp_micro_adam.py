@@ -15,7 +15,7 @@ from comm_hooks import TopK
 from comm_hooks.compressors import Quantize
 from comm_hooks.optim.private.optimizers import dp_micro_adam
 from comm_hooks.optim.private.optimizers.dp_micro_adam import DPMicroAdam
-from comm_hooks.optim.sparse_window import SparseWindow
+from comm_hooks.optim.published.sparse_window import SparseWindow
 from comm_hooks.randomness import fork
 from tests.optim.private.saving import resumes_exactly
 from tests.optim.replicas import LR_DECAY, SHAPES, draw, fresh, largest_of_blocks, start
