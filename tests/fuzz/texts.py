@@ -61,7 +61,7 @@ _FILE = _File()
 
 
 def ledgers(data: bytes) -> None:
-    """The ledger: what was read is counted, and a second look reads the same."""
+    """The ledger: read twice, it has the same events."""
     path = _FILE.write(data)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

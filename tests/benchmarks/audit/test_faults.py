@@ -41,8 +41,7 @@ SHOWN = {
     *("clipping: by_mean_norm", "clipping: with_momentum"),
     *("noise: of_period_97", "noise: not_at_the_end", "noise: in_a_subspace", "noise: cut_at_3"),
     *("noise: rounded", "noise: the_same_for_parameters", "noise: with_the_signs_of_sums"),
-    *("memory: last_sum_again", "memory: forgets_the_longer_payload"),
-    *("memory: noise_after_feedback", "sampling: one_batch", "sampling: dealt_out_by_phases"),
+    *("memory: last_sum_again", "sampling: one_batch", "sampling: dealt_out_by_phases"),
     *("sampling: more_of_the_last", "sampling: never_empty", "sampling: in_pairs"),
     *("sampling: of_16_bits", "sampling: with_replacement", "sampling: ranks_turn_one_draw"),
 }

@@ -1,4 +1,4 @@
-"""The audit of scripts: faults are found, correct ones are not accused, and what it says.
+"""The audit of scripts: faults are found, correct ones are not accused; its messages.
 
 The scripts of ``script_faults`` take minutes: ``python -m tests.benchmarks.audit.script_faults``
 audits them.  Here are a few, and the parts.
@@ -89,7 +89,7 @@ def test_two_ranks_with_noise_of_their_own_are_not_accused() -> None:
     assert not audit.notes
 
 
-# What is said of scripts that cannot be audited
+# Scripts that cannot be audited
 
 
 def test_a_rank_that_dies_is_named_and_not_who_waited_for_it(tmp_path: Path) -> None:
