@@ -1,6 +1,12 @@
-"""What private training costs: accountants, and the noise or the steps that a budget allows."""
+"""Privacy accounting: epsilon of a history, and the noise or the steps of a budget."""
 
-from comm_hooks.optim.private.accounting.accountant import Accountant
+from comm_hooks.optim.private.accounting.accountant import (
+    DEFAULT_ORDERS,
+    OPACUS_ORDERS,
+    TF_PRIVACY_ORDERS,
+    Accountant,
+    RDPAccountant,
+)
 from comm_hooks.optim.private.accounting.calibration import (
     ACCOUNTANTS,
     build_accountant,
@@ -10,12 +16,6 @@ from comm_hooks.optim.private.accounting.calibration import (
 from comm_hooks.optim.private.accounting.claims import Claim, claim
 from comm_hooks.optim.private.accounting.events import GaussianEvent, merged
 from comm_hooks.optim.private.accounting.pld import PLDAccountant
-from comm_hooks.optim.private.accounting.rdp import (
-    DEFAULT_ORDERS,
-    OPACUS_ORDERS,
-    TF_PRIVACY_ORDERS,
-    RDPAccountant,
-)
 
 __all__ = [
     "ACCOUNTANTS",
