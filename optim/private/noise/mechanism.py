@@ -106,10 +106,9 @@ class GaussianMechanism(Settled, Unrepeatable):
         secret: Secret | None = None,
     ) -> None:
         require_kind(self, "exchange", exchange, Exchange)
-        for name, value in zip(
-            _SETTINGS, (noise_multiplier, max_grad_norm, expected_batch_size), strict=False
-        ):
-            require_within(self, name, value, "(0, inf)")
+        require_within(self, "noise_multiplier", noise_multiplier, "(0, inf)")
+        require_within(self, "max_grad_norm", max_grad_norm, "(0, inf)")
+        require_within(self, "expected_batch_size", expected_batch_size, "(0, inf)")
         require_choice(self, "place", place, PLACES)
         require_choice(self, "noise", noise, get_args(NoiseKind))
         if secret is not None:
