@@ -1,6 +1,5 @@
 """The command line: bad input gets one line and exit code 2, before anything is launched."""
 
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -97,17 +96,3 @@ def test_help_and_no_command_name_what_there_is() -> None:
     for arguments in ([], ["--help"]):
         assert "compare" in CliRunner().invoke(app, arguments).output
     assert "--hooks" in CliRunner().invoke(app, ["compare", "--help"]).stdout
-
-
-def test_without_its_extra_the_command_says_what_to_install() -> None:
-    script = """
-import importlib.util
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "rich" else find_spec(name, *rest)
-import comm_hooks.launchers.main
-"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stderr == (
-        'comm-hooks: the command line needs rich: pip install "comm-hooks[compare]"\n'
-    )
