@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 hypothesis.settings.register_profile(
-    "default", deadline=None, max_examples=25, derandomize=True, print_blob=True
+    "default", deadline=None, max_examples=10, derandomize=True, print_blob=True
 )
 # Others at every run, for `make test-slow`.
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200, print_blob=True)

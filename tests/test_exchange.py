@@ -27,6 +27,7 @@ from comm_hooks import (
 )
 from comm_hooks.collectives import Simulated
 from comm_hooks.exchange import ExchangeSettings
+from tests.compressors.catalog import representative
 
 WITH_FEEDBACK = [
     TopK(density=0.1),
@@ -44,7 +45,7 @@ ROUTES = [
     for compressor in [*WITH_FEEDBACK, *WITHOUT_FEEDBACK]
     for collective in ExchangeSettings(compressor, None).carriers()
 ]
-every_route = pytest.mark.parametrize(("compressor", "collective"), ROUTES, ids=str)
+every_route = pytest.mark.parametrize(("compressor", "collective"), representative(ROUTES))
 
 SHAPES = {"a": (64, 40), "b": (33,), "c": (64, 40), "d": (17, 101), "e": (3, 3), "f": (1, 2048)}
 Gradients = dict[str, torch.Tensor]
@@ -87,11 +88,11 @@ class World:
         total = torch.zeros(SHAPES[name]).flatten()
         for rank, exchange in enumerate(self.exchanges):
             assert exchange.memory
-            assert exchange.remembered.server
+            assert exchange.state.server_memory
             worker = exchange.memory.state_dict().get(name)
             if worker is not None:
                 total += worker / size
-            shard = exchange.remembered.server.state_dict().get(name)
+            shard = exchange.state.server_memory.state_dict().get(name)
             if shard is not None:
                 start = rank * shard.numel()
                 stop = min(start + shard.numel(), total.numel())
@@ -104,7 +105,7 @@ def mean(gradients: list[Gradients], name: str) -> torch.Tensor:
 
 
 @every_route
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("granularity", ["parameter", "bucket"])
 @pytest.mark.filterwarnings("ignore:world size is 1")
 def test_everybody_agrees_and_small_parameters_are_exact(
@@ -123,15 +124,14 @@ def test_everybody_agrees_and_small_parameters_are_exact(
 
 @pytest.mark.parametrize(
     ("compressor", "collective", "granularity"),
-    [
+    representative(
         (*route, granularity)
         for route in ROUTES
         if route[0].bounds_residuals
         for granularity in ("parameter", "bucket")
-    ],
-    ids=str,
+    ),
 )
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(
     size=st.integers(2, 4),
     buckets=st.lists(st.permutations("acdf").map("".join), min_size=2, max_size=6),
@@ -196,7 +196,7 @@ def test_one_rank_that_is_not_finite_spoils_the_round_for_all_and_no_residual(
     assert world.average(world.gradients("abcdef"))[0]["a"].isfinite().all()
 
 
-@pytest.mark.parametrize("compressor", WITHOUT_FEEDBACK, ids=repr)
+@pytest.mark.parametrize("compressor", representative(WITHOUT_FEEDBACK))
 def test_not_finite_is_seen_even_where_it_is_not_sent(compressor: Compressor) -> None:
     world = World(2, compressor)
     gradients = world.gradients("ac")
@@ -293,7 +293,7 @@ def test_shards_and_directions_draw_differently() -> None:
 
 def test_auto_takes_the_route_of_fewest_bytes() -> None:
     for compressor in (TopK(0.1), Sign(), CountSketch(0.1), PermK()):
-        for size, granularity in itertools.product((2, 3, 8), ("parameter", "bucket")):
+        for size, granularity in itertools.product((2, 5), ("parameter", "bucket")):
             sent = {}
             for collective in ("auto", *ExchangeSettings(compressor, None).carriers()):
                 world = World(size, compressor, collective=collective, granularity=granularity)
@@ -458,7 +458,7 @@ def test_another_ranks_state_is_refused() -> None:
 def test_a_memory_belongs_to_one_exchange_and_settings_to_any_number() -> None:
     memory = ErrorFeedback()
     one = Exchange(TopK(0.1), memory)
-    with pytest.raises(ValueError, match="this ErrorFeedback remembers for another exchange"):
+    with pytest.raises(ValueError, match="this ErrorFeedback belongs to another exchange"):
         Exchange(TopK(0.1), memory)
     several = [Exchange(one.settings), Exchange(one.settings)]
     assert len({id(e.memory) for e in (one, *several)}) == 3
@@ -528,7 +528,7 @@ def test_sketches_are_of_buckets_and_all_else_of_parameters(
 
 @pytest.mark.parametrize("granularity", ["auto", "parameter"])
 @pytest.mark.parametrize(
-    "sketch", [CountSketch(0.1), SRHT(0.1), GaussianSketch(0.1, block_size=8192)], ids=str
+    "sketch", representative([CountSketch(0.1), SRHT(0.1), GaussianSketch(0.1, block_size=8192)])
 )
 def test_the_noise_of_a_sketch_is_the_same_for_layers_of_small_and_large_gradients(
     sketch: Compressor, granularity: str

@@ -26,7 +26,7 @@ from comm_hooks import (
     skip_hook,
 )
 from comm_hooks.config import build
-from comm_hooks.exchange.resuming import seal_own
+from comm_hooks.exchange.saved_state import seal_own
 from comm_hooks.exchange.sparse import average_sparse
 from tests.ranks import Ranks
 
@@ -166,8 +166,8 @@ def train_and_account(mode: str, compressor: Any, collective: str) -> dict[str, 
     errors = {}
     exchange = state.exchange
     assert exchange.memory
-    assert exchange.remembered.server
-    workers, shards = exchange.memory.state_dict(), exchange.remembered.server.state_dict()
+    assert exchange.state.server_memory
+    workers, shards = exchange.memory.state_dict(), exchange.state.server_memory.state_dict()
     for name, total in true.items():
         if name in workers:
             flat = total.contiguous().flatten()

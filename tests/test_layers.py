@@ -18,16 +18,16 @@ LAYERS = [
     ("memory",),
     ("config",),
     ("collectives",),
+    ("checkpoints",),
     ("exchange",),
     # What registering an optimizer or a compressor takes in any framework.
     ("frameworks.own_exchange",),
-    ("checkpoints.optimizer_state",),
     ("shared_model",),
     ("frameworks.adaptive",),
     ("frameworks.ddp",),
     ("",),  # the package itself: what users import
     ("optim",),
-    ("checkpoints", "frameworks", "tracking"),
+    ("frameworks", "tracking"),
     ("launchers",),
 ]
 HEIGHTS = {f"comm_hooks.{n}".rstrip("."): h for h, names in enumerate(LAYERS) for n in names}

@@ -1,1 +1,1 @@
-"""Checkpoints: the state that every rank saves for itself, in files and in torch's distributed checkpoints."""
+"""Checkpoints of the state of each rank: one protocol, files and DCP storage."""

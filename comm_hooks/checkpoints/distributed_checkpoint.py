@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint``: every rank's own state in a checkpoint that all ranks write."""
+"""Save the state of every rank in a checkpoint of ``torch.distributed.checkpoint`` (DCP)."""
 
 import io
 import os
@@ -11,31 +11,22 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
-from comm_hooks.checkpoints.rank_files import RankState
-from comm_hooks.checkpoints.saved_state import (
-    RANKS,
-    STATE,
-    content_of,
-    exchange_of,
-    require_one_partition,
-    tell_all,
-)
-from comm_hooks.exchange import Exchange
-from comm_hooks.exchange.sealing import require_seal, sealed
+from comm_hooks.checkpoints.protocol import RankState, exchange_of
+from comm_hooks.checkpoints.restoring import Storage, entry_of, restore
 
 
 class RankStates:
-    """Puts what each rank must save for itself into a distributed checkpoint.
+    """Adds the state of every rank to a distributed checkpoint.
 
-    Such a checkpoint keeps one copy of what goes by one name, so residuals under one name would all
-    be those of one rank.  Here each rank's state is one tensor of bytes under a name of its own.
+    A checkpoint keeps one copy of each name, so residuals under one name would all be those of one
+    rank.  Here the state of each rank is one tensor of bytes under a name of its own.
 
     Args:
         state: a :class:`~comm_hooks.CompressionState`, an :class:`~comm_hooks.Exchange`, or rounds
             of local work.
 
-    Not supported: ``dcp.load`` itself, which wants to know all sizes before it reads: use
-    :meth:`load`; ranks without ``torch.distributed`` (MPI).
+    Not supported: ``dcp.load`` itself, which needs all sizes before it reads: use :meth:`load`;
+    ranks without ``torch.distributed`` (MPI).
 
     Example::
 
@@ -49,7 +40,7 @@ class RankStates:
         ...     RankStates(state).load("hook", folder)
     """
 
-    def __init__(self, state: RankState | Exchange) -> None:
+    def __init__(self, state: RankState) -> None:
         self._state = state
         self._transport = exchange_of(state).transport
 
@@ -57,8 +48,8 @@ class RankStates:
         """Return this rank's state as bytes, under the name of the rank; for ``dcp.save``.
 
         Raises:
-            ValueError: if ``dcp.save`` writes for fewer ranks than exchange, as it does where they
-                meet by MPI alone: each would write the whole checkpoint over the others'.
+            ValueError: if ``dcp.save`` writes for fewer ranks than exchange, as with MPI alone:
+                each rank would overwrite the checkpoint of the others.
         """
         writers = dist.get_world_size() if dist.is_initialized() else 1
         if writers < self._transport.world_size:
@@ -68,7 +59,7 @@ class RankStates:
                 "save_rank_file() and load_rank_files()"
             )
         file = io.BytesIO()
-        torch.save(sealed(content_of(self._state, self._transport)), file)
+        torch.save(entry_of(self._state), file)
         return {
             f"rank{self._transport.own_name}": torch.frombuffer(
                 bytearray(file.getvalue()), dtype=torch.uint8
@@ -78,20 +69,19 @@ class RankStates:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise ``ValueError``: see :meth:`load`."""
         raise ValueError(
-            "dcp.load() cannot load what ranks saved for themselves: call RankStates(state).load() "
+            "dcp.load() cannot load the states of single ranks: call RankStates(state).load() "
             "with the name and the checkpoint"
         )
 
     def load(self, name: str, checkpoint: str | os.PathLike[str] | StorageReader) -> None:
-        """Restore what the ranks saved; every rank must call it.
+        """Restore the states of all ranks; every rank must call it.
 
-        Among the same ranks as then each loads its own state, among others, in other nodes or with
-        another ``collective`` all load those of all that exchanged then
-        (:meth:`~comm_hooks.Exchange.load_state_dicts`).
+        Among the same ranks as then, each restores its own state; otherwise each rank reads those
+        of all former ranks (:func:`~comm_hooks.checkpoints.restoring.restore`).
 
         Args:
             name: under which this object was given to ``dcp.save``.
-            checkpoint: its folder, or what reads it.
+            checkpoint: a folder or a reader.
 
         Raises:
             ValueError: on all ranks alike, if states are missing, damaged, or do not fit.
@@ -100,43 +90,18 @@ class RankStates:
             reader = checkpoint
         else:
             reader = FileSystemReader(checkpoint)
-        problem = None
-        try:
-            self._load(name, reader)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            problem = str(error) or repr(error)
-        for other in tell_all(self._state, problem):
-            if other is not None:
-                raise ValueError(f"the states under {name!r} cannot be loaded: {other}")
-
-    def _load(self, name: str, reader: StorageReader) -> None:
-        prefix = f"{name}.rank"
-        found = {
-            int(key.removeprefix(prefix)): entry
-            for key, entry in reader.read_metadata().state_dict_metadata.items()
-            if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-        }
 
         def read(rank: int) -> dict[str, Any]:
-            if rank not in found:
-                raise ValueError(f"the checkpoint has states of ranks {sorted(found)} under it")
-            key = f"{prefix}{rank}"
-            octets: dict[str, Any] = {key: torch.empty(found[rank].size, dtype=torch.uint8)}
-            # Each rank for itself: those of a larger number of ranks read more.
+            key = f"{name}.rank{rank}"
+            entry = reader.read_metadata().state_dict_metadata.get(key)
+            if not isinstance(entry, TensorStorageMetadata):
+                raise FileNotFoundError(key)
+            octets: dict[str, Any] = {key: torch.empty(entry.size, dtype=torch.uint8)}
+            # Each rank for itself: on fewer ranks than before each reads several states.
             load(octets, storage_reader=reader, no_dist=True)
-            file = torch.load(io.BytesIO(octets[key].numpy().tobytes()), weights_only=True)
-            require_seal(file)
-            return dict(file)
+            file = io.BytesIO(octets[key].numpy().tobytes())
+            return torch.load(file, weights_only=True)
 
-        ranks = list(self._transport.ranks)
-        first, exchange = read(ranks[0]), exchange_of(self._state)
-        own, here = first, self._transport.own_name
-        if here != ranks[0] and (here in found or first[RANKS] == ranks):
-            own = read(here)
-        require_one_partition(first[RANKS], [own[RANKS]])
-        routes = exchange.settings.collective, exchange.ranks_per_node
-        saved = (first[STATE].get(key) for key in ("collective", "ranks_per_node"))
-        if first[RANKS] == ranks and tuple(saved) == routes:
-            self._state.load_state_dict(own[STATE])
-        else:
-            self._state.load_state_dicts([read(rank)[STATE] for rank in first[RANKS]])
+        storage = Storage("the checkpoint", lambda rank: f"the state {name}.rank{rank}", read)
+        if not restore(self._state, storage):
+            raise ValueError(f"the checkpoint has no states of ranks under {name!r}")

@@ -1,11 +1,10 @@
-"""What every rank saves of an optimizer that owns its exchange."""
+"""The state that every rank saves of an optimizer with an exchange."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from comm_hooks.exchange import Exchange
 from comm_hooks.shards import whole
 from comm_hooks.wire.checksum import fingerprint
 from comm_hooks.wire.stamp import digest
@@ -14,17 +13,16 @@ Tensors = Sequence[torch.Tensor]
 
 
 class OptimizerState:
-    """The state of an exchanging optimizer that every rank saves for itself.
+    """Saves the exchange of an optimizer, and the part of its state that differs between ranks.
 
-    That is its exchange's, and what of the optimizer's own differs between ranks: all of it where
-    ranks hold parts of the parameters (FSDP2).  The model and the optimizer's ``state_dict()``,
-    equal on all ranks, are saved once and loaded *before* this, which makes sure that they are
-    those that it was saved with.
+    All of the optimizer's state differs where ranks hold parts of the parameters (FSDP2).  Save the
+    model and the optimizer's ``state_dict()``, equal on all ranks, once, and load them *before*
+    this: a checksum compares them with those of the save.
 
     Args:
         optimizer: a :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
-        set_parameters: gives the model the values of the optimizer's parameters; by default they
-            are the model's.
+        set_parameters: copies values of the optimizer's parameters to the model; by default they
+            are the model's parameters.
 
     Example::
 
@@ -48,40 +46,39 @@ class OptimizerState:
         self._set_parameters = set_parameters or self._set_own_parameters
 
     @property
-    def exchange(self) -> Exchange:
-        """The optimizer's."""
-        exchange: Exchange = self.optimizer.exchange
-        return exchange
+    def exchange(self) -> Any:
+        """The :class:`~comm_hooks.Exchange` of the optimizer."""
+        return self.optimizer.exchange
 
     def stats(self) -> dict[str, float]:
         """Return what this rank moved; see :meth:`~comm_hooks.Exchange.stats`."""
-        return self.exchange.stats()
+        stats: dict[str, float] = self.exchange.stats()
+        return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank must save; plain values and tensors."""
-        return {**self.exchange.state_dict(), "optimizer": self.own()}
+        """Return the state of this rank as plain values and tensors."""
+        return {**self.exchange.state_dict(), "optimizer": self._part()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what this rank saved, or raise ``ValueError``, without a collective."""
-        self.check([state["optimizer"]])
+        """Restore the state that this rank saved, or raise ``ValueError``; no collective."""
+        self._check([state["optimizer"]])
         self.exchange.load_state_dict(state)
-        self.load_own(state["optimizer"])
+        self._load([state["optimizer"]])
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore what the ranks of a run with any number of them saved, without a collective."""
-        if len(states) == self.exchange.transport.world_size:
-            own = states[self.exchange.transport.rank]["optimizer"]
-            self.check([own])
-            self.exchange.load_state_dicts(states)
-            self.load_own(own)
-        else:
-            parts = [state["optimizer"] for state in states]
-            self.check(parts)
-            self.exchange.load_state_dicts(states)
-            self.load_parts(parts)
+        """Restore from the states of any number of former ranks; no collective.
 
-    def own(self) -> dict[str, Any]:
-        """Return what of the optimizer differs between ranks, and a checksum of all the rest."""
+        On another number of ranks the tensors that differ between ranks start from their mean.
+        """
+        transport = self.exchange.transport
+        same = len(states) == transport.world_size
+        parts = [s["optimizer"] for s in ([states[transport.rank]] if same else states)]
+        self._check(parts)
+        self.exchange.load_state_dicts(states)
+        self._load(parts)
+
+    def _part(self) -> dict[str, Any]:
+        """Return the state that differs between ranks, and a checksum of the rest."""
         optimizer = self.optimizer
         state: dict[str, Any] = {"type": type(optimizer).__name__, "checksum": self._checksum()}
         if not optimizer.is_synchronized:
@@ -94,36 +91,25 @@ class OptimizerState:
             state["own"] = [{key: s[key] for key in keys if key in s} for s in states]
         return state
 
-    def load_own(self, own: Mapping[str, Any]) -> None:
-        """Restore what :meth:`own` returned on this rank."""
-        if "optimizer" in own:
-            self.optimizer.load_state_dict(own["optimizer"])
-        if "parameters" in own:
-            self._set_parameters(own["parameters"])
-        self._set_own(own.get("own", []))
+    def _load(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Restore this rank's :meth:`_part`, or those of another number of ranks, in rank order."""
+        first = parts[0]
+        if "optimizer" in first:
+            self.optimizer.load_state_dict(first["optimizer"])
+        if "parameters" in first:
+            self._set_parameters(first["parameters"])
+        own = [_mean(saved) for saved in zip(*(p.get("own", []) for p in parts), strict=True)]
+        for parameter, saved in zip(self._parameters(), own, strict=bool(own)):
+            for key, value in saved.items():
+                self.optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
 
-    def load_parts(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Restore what :meth:`own` returned on another number of ranks, in rank order.
-
-        What was each rank's own starts from the mean.
-        """
-        if "optimizer" in parts[0]:
-            self.optimizer.load_state_dict(parts[0]["optimizer"])
-        self._set_own(
-            [_mean(saved) for saved in zip(*(p.get("own", []) for p in parts), strict=True)]
-        )
-
-    def check(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ``ValueError`` unless this model and optimizer are those that were saved.
-
-        Args:
-            parts: what :meth:`own` returned, on this rank or on all of another number of ranks.
-        """
+    def _check(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ``ValueError`` unless the parts were saved with this model and this optimizer."""
         here = type(self.optimizer).__name__
         if others := sorted({str(part.get("type")) for part in parts} - {here}):
             raise ValueError(f"it was saved by {', '.join(others)}, not by {here}")
         if "parameters" in parts[0] and len(parts) == 1:
-            return  # which brings all of it along
+            return  # it has the parameters and the optimizer
         if any("parameters" in part for part in parts):
             raise ValueError(
                 f"it was saved between synchronizations, when its {len(parts)} ranks had different "
@@ -143,11 +129,11 @@ class OptimizerState:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _has_shards(self) -> bool:
-        """Return whether parameters are parts of sharded ones, which no other rank here holds."""
+        """Return whether parameters are parts of DTensors."""
         return any(whole(p) is not p for p in self._parameters())
 
     def _checksum(self) -> int:
-        """Return a fingerprint of what is loaded before this: what ranks share."""
+        """Return a fingerprint of the tensors that ranks share; they are loaded before this."""
         parameters = self._parameters()
         tensors = [p.detach() for p in parameters]
         for parameter in [] if self._has_shards() else parameters:
@@ -165,11 +151,8 @@ class OptimizerState:
             for parameter, value in zip(self._parameters(), values, strict=True):
                 parameter.copy_(value)
 
-    def _set_own(self, own: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        for parameter, saved in zip(self._parameters(), own, strict=bool(own)):
-            for key, value in saved.items():
-                self.optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
 
-
-def _mean(saved: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _mean(saved: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
+    if len(saved) == 1:
+        return saved[0]
     return {key: torch.stack([s[key] for s in saved]).mean(0) for key in saved[0]}

@@ -1,10 +1,10 @@
-"""The exchange: one round after the other."""
+"""Exchange named tensors between ranks, one round after the other."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,20 +13,22 @@ import torch.distributed as dist
 
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Round
+from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.errors import PeerError
-from comm_hooks.exchange.agreement import compare_tensors
-from comm_hooks.exchange.bucket import Bucket
+from comm_hooks.exchange.agreement import Agreement, Owner, compare_tensors
+from comm_hooks.exchange.bucket import Bucket, Buckets
 from comm_hooks.exchange.layout import Layout, Segment
 from comm_hooks.exchange.message import RoundContext
 from comm_hooks.exchange.noise_hook import NoiseHook
 from comm_hooks.exchange.routes import RaggedShards, Route, choose_route
-from comm_hooks.exchange.saving import SavedExchange
+from comm_hooks.exchange.saved_state import Position
 from comm_hooks.exchange.settings import Collective, ExchangeSettings
-from comm_hooks.exchange.traffic import Traffic
+from comm_hooks.exchange.state import ExchangeState, Traffic
 from comm_hooks.memory.base import Memory
 from comm_hooks.requirements import require_kind
+from comm_hooks.wire.header import PendingChecks
 from comm_hooks.wire.stamp import WIRE_VERSION, Stamp, digest
 
 if TYPE_CHECKING:
@@ -35,40 +37,37 @@ if TYPE_CHECKING:
     from comm_hooks.exchange.settings import ExchangeOptions
 
 
-class Exchange(SavedExchange):
+class Exchange:
     """Averages named tensors over ranks through a compressor.
 
     A round on one bucket:
 
     1. copy the tensors into a float32 workspace, small and 1-D ones apart;
-    2. add what the memory kept of earlier rounds;
+    2. add the residuals of earlier rounds, from the memory;
     3. compress everything into one payload;
     4. move payloads between ranks;
     5. decompress and average them in rank order: the mean is bit-identical on all ranks;
-    6. let the memory keep what this rank did not send;
+    6. keep the new residuals in the memory;
     7. copy the mean back.
 
     If any element on any rank is not finite, every rank gets NaN everywhere, so that all of them
-    skip the step alike, and the memory stays as it was.
+    skip the step, and the memory does not change.
 
     Args:
-        compressor: what turns a parameter into a payload; or all of :class:`ExchangeSettings`.
-        memory, collective, seed: see :class:`ExchangeSettings`.  What a memory has seen belongs to
-            one exchange; to make several, give each a memory of its own, or all the same settings.
-        transport: how ranks reach each other; by default ``torch.distributed`` over
-            ``process_group``.
+        compressor: turns a parameter into a payload; or all of :class:`ExchangeSettings`.
+        memory, collective, seed: see :class:`ExchangeSettings`.  A memory belongs to one exchange;
+            to make several, give each a memory of its own, or all the same settings.
+        transport: connects the ranks; by default ``torch.distributed`` over ``process_group``.
         process_group: the group to average over; the default group if None.
         options: more of :class:`ExchangeSettings`, by name.
 
     Attributes:
-        provenance: who says what the state is made of, and judges states that are to be loaded;
-            private training does.
-        only_owners_remember: whether all rounds have a noise_hook at the owners' place, so that what
-            is remembered is theirs.
-        owes_sums: whether the owner of the exchange turns means into sums over ranks; what has not
-            been sent is then kept as such on another number of them.
+        settings: the settings, equal on all ranks.
+        state: the residuals and the step of this rank.
+        agreement: the settings of the owner that ranks compare.
+        buckets: the workspaces.
 
-    Memory: a float32 workspace of 4 bytes per element, beside what ``memory`` keeps.
+    Memory: a float32 workspace of 4 bytes per element, and the residuals in ``memory``.
 
     Raises:
         ValueError: for a combination that cannot work, before anything is sent; if the memory
@@ -114,13 +113,22 @@ class Exchange(SavedExchange):
             own_memory = settings.memory
         if transport is not None:
             require_kind(self, "transport", transport, Transport)
-        super().__init__(settings, own_memory, transport, process_group)
+        self.state = ExchangeState(own_memory)
+        self.agreement = Agreement()
+        self.settings = settings
+        self._transport = transport
+        self._process_group = process_group
         self._traffic = Traffic()
+        self._checks = PendingChecks()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
-        """Return an exchange between the same ranks, with a copy of what is remembered."""
-        duplicate = super().__deepcopy__(memo)
+        """Return an exchange between the same ranks, with a copy of the state."""
+        duplicate = memo[id(self)] = copy.copy(self)
+        duplicate.state = copy.copy(self.state)
+        duplicate.agreement = copy.copy(self.agreement)
+        duplicate.settings = self.settings
         duplicate._traffic = copy.copy(self._traffic)
+        duplicate._checks = PendingChecks()
         return duplicate
 
     @classmethod
@@ -133,7 +141,7 @@ class Exchange(SavedExchange):
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> Exchange:
-        """Return an exchange from names as well as objects.
+        """Return an exchange from names of compressors and memories as well as objects.
 
         Args:
             compressor, options: see :meth:`ExchangeSettings.of`.
@@ -153,18 +161,66 @@ class Exchange(SavedExchange):
         keywords = ", ".join(f"{name}={value!r}" for name, value in own.items())
         return f"Exchange({self.compressor!r}, {keywords})"
 
-    def agree_on(self, settings: Mapping[str, Any]) -> None:
-        """Add settings of the owner's that all ranks must have in common.
+    @property
+    def settings(self) -> ExchangeSettings:
+        """The settings, equal on all ranks."""
+        return self._settings
 
-        To be called before the first round.
+    @settings.setter
+    def settings(self, settings: ExchangeSettings) -> None:
+        self._settings = settings
+        self.buckets = Buckets(settings, self.state.numels)
+
+    @property
+    def owner(self) -> Owner | None:
+        """The optimizer or hook that uses this exchange, as long as it exists."""
+        return self.agreement.owner
+
+    @owner.setter
+    def owner(self, owner: Owner | None) -> None:
+        self.agreement.owner = owner
+
+    @property
+    def compressor(self) -> Compressor:
+        return self.settings.compressor
+
+    @property
+    def memory(self) -> Memory | None:
+        """The memory that keeps this rank's residuals."""
+        return self.state.memory
+
+    @property
+    def step(self) -> int:
+        """The number of exchanged steps."""
+        return self.state.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.state.step = step
+
+    @property
+    def transport(self) -> Transport:
+        if self._transport is None:
+            self._transport = TorchDistributed(self._process_group)
+        return self._transport
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """The number of ranks that share a node; None if it is unknown or does not matter."""
+        if self.settings.collective != "hierarchical":
+            return None
+        return self.settings.ranks_per_node or self.transport.ranks_per_node
+
+    def agree_on(self, settings: Mapping[str, Any]) -> None:
+        """Add settings that must be equal on all ranks; call it before the first round.
 
         Args:
-            settings: plain values by name; those that were added before stay.
+            settings: plain values by name, in addition to those of earlier calls.
         """
         self.agreement.add(settings)
 
     def config(self) -> dict[str, Any]:
-        """Return all that must be equal on all ranks, as plain values."""
+        """Return all settings that must be equal on all ranks, as plain values."""
         return {
             **self.settings.as_dict(),
             "ranks_per_node": self.ranks_per_node,
@@ -174,7 +230,7 @@ class Exchange(SavedExchange):
         }
 
     def agree(self) -> Round[None]:
-        """Make sure, once, that all ranks are configured alike."""
+        """Return a round that compares the settings of all ranks, at the first call only."""
         if self.agreement.reached:
             return
         yield from self.agreement.reach(self.config(), self.transport.ranks)
@@ -191,7 +247,7 @@ class Exchange(SavedExchange):
 
     def agree_now(self) -> None:
         """Run :meth:`agree` before the first round; blocking, and all ranks must call it."""
-        # Counted like one, so that a failure that is over is not taken for one of this.
+        # Counted as a round: a failure of an earlier round is not one of this.
         self.transport.begin_round()
         self.transport.run(self.agree())
 
@@ -199,7 +255,7 @@ class Exchange(SavedExchange):
         self,
         tensors: Mapping[str, torch.Tensor],
         *,
-        beside: Mapping[str, torch.Tensor] | None = None,
+        extras: Mapping[str, torch.Tensor] | None = None,
         compress: bool | Compressor = True,
         memory: Memory | None = None,
         scale: float = 1.0,
@@ -211,8 +267,8 @@ class Exchange(SavedExchange):
         process group use :meth:`average_`, which takes the same arguments.
         """
         yield from self.bucket_round(
-            self.buckets.of(tensors, beside),
-            [*tensors.values(), *(beside or {}).values()],
+            self.buckets.of(tensors, extras),
+            [*tensors.values(), *(extras or {}).values()],
             compress=compress,
             memory=memory,
             scale=scale,
@@ -221,9 +277,9 @@ class Exchange(SavedExchange):
         self.end_step()
 
     def end_step(self) -> None:
-        """Count a step: whatever comes next belongs to other gradients of the same parameters.
+        """Count a step: the next round belongs to other gradients of the same parameters.
 
-        For hooks, which exchange bucket by bucket; :meth:`average_` does it itself.
+        For hooks, which exchange bucket by bucket; :meth:`average_` calls it.
         """
         self.step += 1
 
@@ -231,7 +287,7 @@ class Exchange(SavedExchange):
         self,
         tensors: Mapping[str, torch.Tensor],
         *,
-        beside: Mapping[str, torch.Tensor] | None = None,
+        extras: Mapping[str, torch.Tensor] | None = None,
         compress: bool | Compressor = True,
         memory: Memory | None = None,
         noise_hook: NoiseHook | None = None,
@@ -241,21 +297,21 @@ class Exchange(SavedExchange):
         Args:
             tensors: parameter name -> floating-point tensor, the same names and shapes in the same
                 order on all ranks.  Those of :meth:`workspace` are not copied.
-            beside: more tensors, float32, in the same payload, which no compressor sees: flags,
-                counts and the like, averaged exactly.
-            compress: False averages exactly, for warm-up steps; a compressor takes the place of
-                the exchange's own in this round.
-            memory: takes the place of the exchange's own: another client's, say.
-            noise_hook: clips and adds noise on the way, for private training.
+            extras: more float32 tensors for the same payload, averaged exactly and never
+                compressed: flags, counts and the like.
+            compress: False averages exactly, for warm-up steps; a compressor replaces that of the
+                exchange in this round.
+            memory: replaces that of the exchange, for instance with the memory of another client.
+            noise_hook: clips and adds noise, for private training.
 
         Raises:
             ValueError: for tensors that are not dense and floating-point, and for a compressor
-                or a noise_hook that cannot go with the exchange's other settings.
+                or a noise_hook that does not fit the settings.
         """
         self.transport.run(
             self.round(
                 tensors,
-                beside=beside,
+                extras=extras,
                 compress=compress,
                 memory=memory,
                 noise_hook=noise_hook,
@@ -263,10 +319,10 @@ class Exchange(SavedExchange):
         )
 
     def workspace(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return contiguous float32 tensors of these names and shapes to make a message in.
+        """Return contiguous float32 tensors of these names and shapes to write a message to.
 
-        :meth:`average_` works on them without copying.  They hold anything at first, and again as
-        soon as another round averages tensors of any of these names.
+        :meth:`average_` works on them without copying.  Their initial content is undefined, also
+        after another round has averaged tensors of any of these names.
 
         Raises:
             ValueError: as :meth:`average_`.
@@ -283,7 +339,7 @@ class Exchange(SavedExchange):
         return dict(zip(tensors, self.buckets.of(tensors).layout.views, strict=True))
 
     def norm_bound(self, layout: Layout) -> float:
-        """Return the largest possible norm of a payload over that of what is in it.
+        """Return the largest possible ratio of the norms of a payload and of its vectors.
 
         See :meth:`~comm_hooks.compressors.base.Compressor.norm_bound`.
         """
@@ -317,9 +373,9 @@ class Exchange(SavedExchange):
             tensors: dense, of one floating-point dtype, shaped like the bucket's segments;
                 overwritten with the mean.
             compress, memory, noise_hook: see :meth:`average_`.
-            scale: the factor by which the tensors are scaled at present.
-            replica: what must be bit-identical on all ranks at this moment, of which now and then
-                they compare a fingerprint; by default what the exchange's owner says.
+            scale: the present scale of the tensors (loss scaling).
+            replica: tensors that must be bit-identical on all ranks at this moment; ranks compare
+                a fingerprint of them now and then.  By default those of the exchange's owner.
         """
         if isinstance(compress, Compressor):
             self.settings.check(compress)
@@ -333,17 +389,17 @@ class Exchange(SavedExchange):
         stamp = self._stamp(bucket)
         if verify:
             stamp = self.agreement.with_fingerprint(stamp, replica)
-        remembers = compress and not (noise_hook and noise_hook.place == "owner")
-        terms = RoundContext(
+        uses_memory = compress and not (noise_hook and noise_hook.place == "owner")
+        context = RoundContext(
             stamp,
-            memory=(memory or self.memory) if remembers else None,
+            memory=(memory or self.memory) if uses_memory else None,
             scale=scale,
             verify=verify,
             limit=largest_in(tensors[0].dtype),
             noise_hook=noise_hook,
-            judgments=self._judgments,
+            checks=self._checks,
         )
-        round_ = self._round(bucket, tensors, compress, terms)
+        round_ = self._round(bucket, tensors, compress, context)
         yield from self._reported(round_, round_number)
 
     def _round(
@@ -351,15 +407,15 @@ class Exchange(SavedExchange):
         bucket: Bucket,
         tensors: Sequence[torch.Tensor],
         compress: bool | Compressor,
-        terms: RoundContext,
+        context: RoundContext,
     ) -> Round[None]:
-        self._judgments.settle(before=self.step)
+        self._checks.wait(before=self.step)
         if not bucket.layout.work.numel():
             return  # parameters without elements
-        route = self._route(bucket, compress, terms.noise_hook)
+        route = self._route(bucket, compress, context.noise_hook)
         bucket.layout.load(tensors)
         self._count(route, tensors)
-        yield from route.travel(terms)
+        yield from route.reduce(context)
         bucket.layout.store(tensors)
 
     def reduce_scatter_round(
@@ -373,32 +429,32 @@ class Exchange(SavedExchange):
     ) -> Round[None]:
         """Return a round in which each rank gets the mean of one shard only.
 
-        The caller has called :meth:`agree_now`, and counts what an uncompressed round would have
-        sent (:meth:`count_traffic`).
+        The caller has called :meth:`agree_now`, and counts the bytes of an uncompressed round
+        (:meth:`count_traffic`).
 
         Args:
             shards: a bucket for each rank's shard, in rank order.
             tensors: of each bucket; see :meth:`bucket_round`.
-            output: shaped like the tensors of this rank's shard: ``factor`` times their mean.
+            output: receives ``factor`` times the mean of this rank's shard, in its shapes.
             scale: see :meth:`bucket_round`.
         """
         round_number = self.transport.begin_round()
         own, limit = self.transport.rank, largest_in(output[0].dtype) if output else None
         verify = self.verifies()
-        terms = [
+        context = [
             RoundContext(
                 self._stamp(bucket),
                 self.memory,
                 scale,
                 verify=verify,
                 limit=limit,
-                judgments=self._judgments,
+                checks=self._checks,
             )
             for bucket in shards
         ]
 
         def round_() -> Round[None]:
-            self._judgments.settle(before=self.step)
+            self._checks.wait(before=self.step)
             layouts = [bucket.layout for bucket in shards]
             for layout, of_shard in zip(layouts, tensors, strict=True):
                 layout.load(of_shard)
@@ -406,21 +462,22 @@ class Exchange(SavedExchange):
             compressors = [layout.compressors(self.compressor, exempt) for layout in layouts]
             route = RaggedShards(layouts, compressors, self.transport, self.settings.seed)
             self._traffic.sent += route.traffic
-            yield from route.travel(terms, factor=factor)
+            yield from route.reduce(context, factor=factor)
             layouts[own].store(output)
 
         yield from self._reported(round_(), round_number)
 
     def verifies(self, *, is_new: bool = False) -> bool:
-        """Return whether this step is one that makes sure of what ranks have in common.
+        """Return whether ranks compare a fingerprint of their replicas in this step.
 
         Args:
-            is_new: nobody has made sure of it yet.
+            is_new: whether they have not compared it yet.
         """
-        return self.agreement.is_due(self.step, self.settings.verify_every, is_new=is_new)
+        every, step = self.settings.verify_every, self.state.step
+        return every > 0 and (is_new or step == self.state.loaded_at or step % every == 0)
 
     def _reported(self, round_: Round[None], round_number: int) -> Round[None]:
-        """Return the round; if it fails on this rank, the other ranks are told."""
+        """Return the round, which tells the other ranks if it fails on this one."""
         step = self.step
         try:
             yield from round_
@@ -431,24 +488,24 @@ class Exchange(SavedExchange):
             raise
 
     def _stamp(self, bucket: Bucket) -> Stamp:
-        """Return what the payloads of a bucket in the present step have in common."""
+        """Return the stamp of all payloads of a bucket in the present step."""
         if bucket.digest is None:
             settings = {key: value for key, value in self.config().items() if key != "step"}
             bucket.digest = digest(settings, bucket.layout.segments)
-        return self.agreement.stamp(bucket.digest, self.step)
+        return self.agreement.stamp(bucket.digest, self.state.step, self.state.loads)
 
     def bytes_per_round(
         self,
         shapes: Mapping[str, Sequence[int]],
-        beside: Mapping[str, Sequence[int]] | None = None,
+        extras: Mapping[str, Sequence[int]] | None = None,
     ) -> int:
         """Return the bytes that this rank will send in a round over tensors of these shapes.
 
-        Sends nothing, and needs none of the tensors.
+        No collective, and no tensors needed.
 
         Args:
             shapes: of the tensors, by name.
-            beside: of what travels beside them; see :meth:`average_`.
+            extras: shapes of the extras; see :meth:`average_`.
 
         Example::
 
@@ -460,7 +517,7 @@ class Exchange(SavedExchange):
         """
         exempts = self.settings.exempts
         segments = [Segment(n, tuple(shape), exempts(shape)) for n, shape in shapes.items()]
-        segments += [Segment(n, tuple(shape), True, True) for n, shape in (beside or {}).items()]
+        segments += [Segment(n, tuple(shape), True, True) for n, shape in (extras or {}).items()]
         nowhere = torch.device("meta")
         bucket = Bucket(Layout(tuple(segments), nowhere, self.settings.granularity))
         return self._route(bucket, True, None).traffic
@@ -472,20 +529,20 @@ class Exchange(SavedExchange):
         self._traffic.between_nodes += route.traffic_between_nodes
 
     def count_traffic(self, nbytes: int, uncompressed: int) -> None:
-        """Add traffic that went past the compressor (sparse gradients)."""
+        """Add the traffic of sparse gradients and others that no compressor sees."""
         self._traffic.sent += nbytes
         self._traffic.uncompressed += uncompressed
 
     def stats(self) -> dict[str, float]:
-        """Return what this rank moved since the start.
+        """Return the traffic of this rank since the start, and the norm of its residuals.
 
         Keys: ``steps``; ``bytes_sent`` and ``bytes_received``, without transport headers, by the
-        ring algorithms of gloo and NCCL; ``bytes_uncompressed``, what an all-reduce in the
-        gradients' dtype would have sent; ``compression_ratio``, the latter over the bytes sent;
-        ``residual_norm``, of everything the memory keeps.  With ``collective="hierarchical"`` also
-        ``bytes_sent_between_nodes``, which is a part of ``bytes_sent``.
+        ring algorithms of gloo and NCCL; ``bytes_uncompressed`` of an all-reduce in the dtype of
+        the gradients; ``compression_ratio``, the latter over the bytes sent; ``residual_norm``.
+        With ``collective="hierarchical"`` also ``bytes_sent_between_nodes``, a part of
+        ``bytes_sent``.
         """
-        self.settle()
+        self.wait()
         traffic = self._traffic
         knows_nodes = self.settings.collective == "hierarchical"
         between = {"bytes_sent_between_nodes": traffic.between_nodes} if knows_nodes else {}
@@ -496,8 +553,96 @@ class Exchange(SavedExchange):
             **between,
             "bytes_uncompressed": traffic.uncompressed,
             "compression_ratio": traffic.ratio,
-            "residual_norm": self.remembered.norm(),
+            "residual_norm": self.state.residual_norm(),
         }
+
+    def wait(self) -> None:
+        """Wait until the headers of all payloads are checked, where an accelerator holds them.
+
+        The next step's rounds, :meth:`stats` and :meth:`state_dict` call it.
+
+        Raises:
+            PayloadError: on all ranks, if a payload did not fit: the mean of its round was NaN.
+        """
+        self._checks.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank: plain numbers and tensors, safe for ``weights_only``.
+
+        Residuals differ between ranks: save one file per rank.  All of them together can be loaded
+        on another number of ranks (:meth:`load_state_dicts`).
+        """
+        self.wait()
+        return self.state.state_dict(self._position())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that this rank saved; all ranks must load theirs.
+
+        Raises:
+            ValueError: if the state is damaged, or was saved by another rank, on another number of
+                ranks, with another kind of memory, with other parameters, with shards that this
+                exchange may not have, or, in private training, without noise; nothing is changed.
+        """
+        self.state.load_state_dict(state, self._position(), self._names())
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the states of *all* ranks, on any number of ranks.
+
+        On the same number of ranks each loads its own state.  On another number (or if there were
+        shards and may be none) all ranks start with the mean of all residuals, and add the
+        residuals of the shards: the residual of the mean over ranks stays the same, or that of the
+        sum in private training, since its divisor is public.
+
+        Args:
+            states: in rank order; the same on all ranks.
+
+        Raises:
+            ValueError: if states are missing, out of order, of different steps or of another kind
+                of memory; nothing is changed.
+        """
+        if self.settings.collective == "hierarchical":
+            self._require_ranks_per_node()
+        self.state.load_state_dicts(states, self._position(), self._names())
+
+    def continues(self, states: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether each rank can load the state that it saved itself.
+
+        Args:
+            states: of all former ranks, or some of them.
+        """
+        return self._position().continues(states)
+
+    def _position(self) -> Position:
+        return Position(
+            self.transport.rank,
+            self.transport.world_size,
+            self.settings.collective,
+            self.ranks_per_node,
+            can_shard="sharded" in self.settings.carriers(),
+        )
+
+    def _names(self) -> Collection[str] | None:
+        return self.owner.names() if self.owner else None
+
+    def _require_ranks_per_node(self) -> int:
+        """Return how many ranks share a node.
+
+        Raises:
+            ValueError: if it is unknown, or does not divide the number of ranks.
+        """
+        count, ranks = self.ranks_per_node, self.transport.world_size
+        if count is None:
+            raise ValueError(
+                "collective 'hierarchical': how many ranks share a node is not known. "
+                "LOCAL_WORLD_SIZE is not set (torchrun does that), or the process group does not "
+                "have equally many consecutive ranks on each node: pass ranks_per_node"
+            )
+        if ranks % count:
+            raise ValueError(
+                f"collective 'hierarchical': {ranks} ranks cannot be divided into nodes of "
+                f"{count}: ranks_per_node must divide the number of ranks"
+            )
+        return count
 
     def _route(
         self, bucket: Bucket, compress: bool | Compressor, noise_hook: NoiseHook | None
@@ -512,7 +657,7 @@ class Exchange(SavedExchange):
                 self.settings,
                 compressor,
                 self.transport,
-                self.remembered.server,
+                self.state.server_memory,
                 place=place,
                 ranks_per_node=self._require_ranks_per_node() if over_nodes else None,
             )
@@ -522,8 +667,8 @@ class Exchange(SavedExchange):
 def largest_in(dtype: torch.dtype) -> float | None:
     """Return the largest number that a dtype can hold; None if float32 has no larger ones.
 
-    A sparse compressor sends what has gathered over many steps at once: in float16, scaled by a
-    GradScaler, that may be too much although no gradient was.
+    A sparse compressor sends the sum of many steps at once: in float16, scaled by a GradScaler, it
+    may overflow although no gradient did.
     """
     largest = torch.finfo(dtype).max
     return largest if largest < torch.finfo(torch.bfloat16).max else None

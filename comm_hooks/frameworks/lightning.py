@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from comm_hooks.checkpoints.protocol import local_steps
 from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
-from comm_hooks.checkpoints.saved_state import local_steps
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.frameworks.ddp.hook import register
 from comm_hooks.shared_model import show_own_model, show_shared_model

@@ -83,9 +83,7 @@ def test_what_is_not_there_or_damaged_is_refused_on_all_ranks(
 ) -> None:
     (_, _), (_, kept) = ranks_of(2).run(save_and_resume, str(tmp_path), False)
     for outcome in ranks_of(2).outcomes(resume, str(tmp_path), "another"):
-        assert "under 'another' cannot be loaded: the checkpoint has states of ranks []" in str(
-            outcome.error
-        )
+        assert "has no states of ranks under 'another'" in str(outcome.error)
     residual = kept["0.weight"].numpy().tobytes()
     damaged = 0
     for file in tmp_path.glob("*.distcp"):
@@ -96,7 +94,7 @@ def test_what_is_not_there_or_damaged_is_refused_on_all_ranks(
             damaged += 1
     assert damaged == 1
     for outcome in ranks_of(2).outcomes(resume, str(tmp_path), "hook"):
-        assert "cannot be loaded: the state is damaged" in str(outcome.error)
+        assert "hook.rank1 cannot be read (the state is damaged" in str(outcome.error)
 
 
 def test_dcp_load_says_what_to_call() -> None:

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from comm_hooks import ErrorFeedback, Exchange, TopK
 from comm_hooks.checkpoints.distributed_checkpoint import RankStates
 from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
-from comm_hooks.exchange.resuming import seal_own
-from comm_hooks.exchange.sealing import sealed
+from comm_hooks.checkpoints.sealing import sealed
+from comm_hooks.exchange.saved_state import seal_own
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]

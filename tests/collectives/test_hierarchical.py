@@ -30,8 +30,8 @@ from comm_hooks import (
 from comm_hooks.collectives import Simulated, TorchDistributed
 from comm_hooks.compressors import Compressor
 from comm_hooks.exchange.layout import Segment
-from comm_hooks.exchange.resuming import seal_own
 from comm_hooks.exchange.routes import Hierarchical
+from comm_hooks.exchange.saved_state import seal_own
 from comm_hooks.memory import Memory
 from tests.ranks import Ranks
 

@@ -1,4 +1,12 @@
-"""Every compressor in the configurations that the contract tests go through."""
+"""Every compressor in the configurations that the contract tests go through.
+
+:data:`TRAITS` has one representative of each trait; :func:`representative` marks all others slow.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 
 from comm_hooks import (
     SRHT,
@@ -57,3 +65,30 @@ ALL: list[Compressor] = [
     Quantize(bits=1, block_size=32, stochastic=True),
     Identity(),
 ]
+
+LINEAR, SPARSE, PER_RANK, ONE_BIT, DENSE = (
+    CountSketch(ratio=0.1),
+    TopK(density=0.05),
+    PermK(),
+    Sign(),
+    Quantize(bits=4),
+)
+TRAITS: list[Compressor] = [LINEAR, SPARSE, PER_RANK, ONE_BIT, DENSE]
+
+
+def representative(cases: Iterable[Any]) -> list[Any]:
+    """Return the cases of a parametrization, slow but for the first of each trait's class.
+
+    Args:
+        cases: compressors, or tuples that begin with one; of equal tails the first counts.
+    """
+    seen: set[Any] = set()
+    marked = []
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        key = (type(values[0]), *values[1:])
+        is_fast = key not in seen and type(values[0]) in map(type, TRAITS)
+        seen.add(key)
+        name = "-".join(map(str, values))
+        marked.append(pytest.param(*values, id=name, marks=() if is_fast else pytest.mark.slow))
+    return marked

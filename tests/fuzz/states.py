@@ -24,8 +24,8 @@ from comm_hooks import (
     TopK,
 )
 from comm_hooks.checkpoints.rank_files import load_rank_files
+from comm_hooks.checkpoints.sealing import sealed
 from comm_hooks.collectives import Simulated
-from comm_hooks.exchange.sealing import sealed
 from comm_hooks.memory import Memory
 from comm_hooks.optim import LocalRounds, Participation
 from tests.fuzz.fuzzing import Draw, Finding

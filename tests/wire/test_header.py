@@ -17,11 +17,11 @@ from comm_hooks.collectives import Simulated
 from comm_hooks.collectives.requests import AllGather, AllToAll, Request
 from comm_hooks.errors import PayloadError
 from comm_hooks.wire.gathered_header import HEADER_NBYTES, GatheredHeader
-from comm_hooks.wire.header import Judgments
+from comm_hooks.wire.header import PendingChecks
 from comm_hooks.wire.stamp import Stamp, digest
 from comm_hooks.wire.summed_header import SummedHeader, summed_header_nbytes
 
-NOW = Judgments()
+NOW = PendingChecks()
 """Of what the CPU holds: nothing waits."""
 STAMP = Stamp(configuration=digest("settings"), step=7)
 
@@ -267,8 +267,8 @@ def on_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     def add(self: Any, found: torch.Tensor, step: int, judge: Callable[..., None]) -> None:
         self._pending.append((step, found.clone(), Past(), judge))
 
-    monkeypatch.setattr(Judgments, "must_wait", staticmethod(lambda found: True))
-    monkeypatch.setattr(Judgments, "add", add)
+    monkeypatch.setattr(PendingChecks, "must_wait", staticmethod(lambda found: True))
+    monkeypatch.setattr(PendingChecks, "add", add)
 
 
 @pytest.mark.usefixtures("on_accelerator")
@@ -279,16 +279,16 @@ def test_until_it_is_judged_what_does_not_fit_is_nan(kind: Any, other: Stamp | N
     payloads = torch.stack([payload_of([7], s, rank=rank) for rank, s in enumerate(of_ranks)])
     if kind is SummedHeader:
         payloads = summed(of_ranks)
-    judgments = Judgments()
-    health = kind(range(2), 0).check(payloads, STAMP, judgments)
+    checks = PendingChecks()
+    health = kind(range(2), 0).check(payloads, STAMP, checks)
     assert math.isnan(health) == (other is not None)
-    judgments.settle(before=STAMP.step)
+    checks.wait(before=STAMP.step)
     if other is None:
-        judgments.settle()
+        checks.wait()
     else:
         with pytest.raises(PayloadError):
-            judgments.settle()
-        judgments.settle()
+            checks.wait()
+        checks.wait()
 
 
 @pytest.mark.usefixtures("on_accelerator")
@@ -300,9 +300,9 @@ def test_until_it_is_judged_what_does_not_fit_is_nan(kind: Any, other: Stamp | N
         lambda step, exchange: step("c"),
         lambda step, exchange: exchange.stats(),
         lambda step, exchange: exchange.state_dict(),
-        lambda step, exchange: exchange.settle(),
+        lambda step, exchange: exchange.wait(),
     ],
-    ids=["the same bucket", "rebuilt", "another bucket", "stats", "state_dict", "settle"],
+    ids=["the same bucket", "rebuilt", "another bucket", "stats", "state_dict", "wait"],
 )
 def test_what_does_not_fit_is_told_in_the_next_step_whatever_comes(later: Any) -> None:
     world = Simulated(2)
@@ -324,9 +324,9 @@ def test_what_does_not_fit_is_told_in_the_next_step_whatever_comes(later: Any) -
 
 def test_an_exchange_is_copied_without_what_waits() -> None:
     exchange = Exchange(TopK(density=0.5), transport=Simulated(1)[0])
-    exchange._judgments._pending.append((0, torch.zeros(1), Past(), print))  # type: ignore[arg-type]
-    for other in (copy.deepcopy(exchange), pickle.loads(pickle.dumps(exchange._judgments))):
-        assert not getattr(other, "_judgments", other)._pending
+    exchange._checks._pending.append((0, torch.zeros(1), Past(), print))  # type: ignore[arg-type]
+    for other in (copy.deepcopy(exchange), pickle.loads(pickle.dumps(exchange._checks))):
+        assert not getattr(other, "_checks", other)._pending
 
 
 @pytest.mark.parametrize("place", [2, 24, 28, 40])

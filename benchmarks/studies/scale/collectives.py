@@ -16,7 +16,7 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.lab.clock import slowest
-from benchmarks.lab.processes import lines_from_bed
+from benchmarks.lab.processes import lines_from_testbed
 from benchmarks.netns.links import NetnsError
 from benchmarks.studies.cli import Option
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
@@ -46,7 +46,7 @@ def measure(
         print("|---|---|---|---|---|---|---|", flush=True)
         for count in counts:
             for rate in rates.split(","):
-                for line in lines_from_bed(count, rate, MODULE, rate):
+                for line in lines_from_testbed(count, rate, MODULE, rate):
                     print(line, flush=True)
     except ValueError as error:
         typer.echo(f"collectives: {error}", err=True)

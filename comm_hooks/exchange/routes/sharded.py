@@ -1,4 +1,4 @@
-"""Two legs: all-to-all to the owners of shards, who average and compress again; all-gather."""
+"""Two legs: an all-to-all to the owners of shards, and an all-gather of their means."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,11 +27,10 @@ class Sharded(CompressedRoute):
     Args:
         layout, compressors, transport, seed: see
             :class:`~comm_hooks.exchange.routes.route.CompressedRoute`.
-        memory: keeps what the second compression left out of the owned shards; like every memory
-            it belongs to this rank.
-        downlink: what compresses the means; by default ``compressors``.
-        exact_uplink: vectors reach the owners as they are, in float32, and only what the owners
-            send is compressed.
+        memory: keeps the residuals of the second compression, of the shard that this rank owns.
+        downlink: compressors of the means; by default ``compressors``.
+        exact_uplink: whether vectors are sent to the owners in float32, so that only the means are
+            compressed.
     """
 
     def __init__(
@@ -59,9 +58,9 @@ class Sharded(CompressedRoute):
         nbytes = self._uplink.nbytes + self._downlink.nbytes
         return (self._transport.world_size - 1) * nbytes
 
-    def travel(self, terms: RoundContext) -> Round[None]:
+    def reduce(self, context: RoundContext) -> Round[None]:
         ranks, own = self._transport.world_size, self._transport.rank
-        message = Message.of(self._layout, terms, seed=self._seed, rank=own)
+        message = Message.of(self._layout, context, seed=self._seed, rank=own)
         # Of each shard.
         uplink = [fork_all(part, range(ranks)) for part in message.keys]
         downlink = [fork_all(part, range(ranks, 2 * ranks)) for part in message.keys]
@@ -71,34 +70,34 @@ class Sharded(CompressedRoute):
             shards,
             [part.ravel() for part in uplink],
             message.health,
-            terms.stamp,
+            context.stamp,
             residuals=message.residuals,
             wholes=message.matrices,
         )
         owned = [part.matrix for part in self._owned.parts()]
-        received, health = yield from scatter(payloads, self._uplink, terms, final=False)
+        received, health = yield from scatter(payloads, self._uplink, context, final=False)
         # Noise belongs to the sum.
-        share = 1.0 if terms.noise_hook else 1 / ranks
+        share = 1.0 if context.noise_hook else 1 / ranks
         self._uplink.decode_sum(owned, received, [part[own] for part in uplink], alpha=share)
-        if terms.noise_hook:
-            terms.noise_hook.add_noise_(owned)
+        if context.noise_hook:
+            context.noise_hook.add_noise_(owned)
             torch._foreach_mul_(owned, 1 / ranks)
 
         own_keys = [part[own] for part in downlink]
-        of_owner = replace(terms, memory=self._memory, verify=False)
+        of_owner = replace(context, memory=self._memory, verify=False)
         passed_on = Message(self._owned, own_keys, int(own_keys[0][0]), of_owner)
         means = yield AllGather(self._downlink.encode(passed_on, health=health))
 
-        health = self._transport.alike(
+        health = self._transport.compute_once(
             "health",
             means,
-            lambda: self._downlink.check(means, terms, senders="the owner of shard"),
+            lambda: self._downlink.check(means, context, senders="the owner of shard"),
         )
         accept = torch.isfinite(health)
-        passed_on.settle(accept)
-        if terms.memory:
+        passed_on.commit(accept)
+        if context.memory:
             self._shards.join(shards)
-            message.settle(accept)
+            message.commit(accept)
         work = self._layout.work
 
         def join() -> torch.Tensor:
@@ -106,7 +105,7 @@ class Sharded(CompressedRoute):
             self._shards.join(shards)
             return work
 
-        mean = self._transport.alike("mean", means, join)
+        mean = self._transport.compute_once("mean", means, join)
         if mean is not work:
             work.copy_(mean)
         fill_nan_(work, health)
@@ -114,19 +113,19 @@ class Sharded(CompressedRoute):
 
 
 def scatter(
-    payloads: torch.Tensor, format_: PayloadFormat, terms: RoundContext, *, final: bool
+    payloads: torch.Tensor, format_: PayloadFormat, context: RoundContext, *, final: bool
 ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
-    """Return a round of the first leg, in which each rank gets what all others have for it.
+    """Return the first leg of a round, in which each rank gets all payloads for its shard.
 
     Args:
-        payloads: one for each rank, (N, nbytes), uint8; may be longer than what this rank gets.
-        format_: of the payloads that this rank gets.
-        terms: of the round, for what this rank owns.
-        final: whether the round ends with it.
+        payloads: one for each rank, (N, nbytes), uint8; may be longer than ``format_``.
+        format_: of the payloads for this rank.
+        context: of the round, for the shard of this rank.
+        final: whether the leg is the end of the round.
 
     Returns:
         The payloads of all ranks, and 0 if their vectors were finite, else NaN.
     """
     received = yield AllToAll(payloads, final=final)
     received = received[:, : format_.nbytes]
-    return received, format_.check(received, terms)
+    return received, format_.check(received, context)

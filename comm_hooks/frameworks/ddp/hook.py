@@ -17,7 +17,7 @@ from comm_hooks.collectives.base import after_all, completed
 from comm_hooks.collectives.requests import Round
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Collective, Exchange, ExchangeSettings
-from comm_hooks.exchange.resuming import seal_own
+from comm_hooks.exchange.saved_state import seal_own
 from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.exchange.sparse import average_sparse
 from comm_hooks.frameworks import adaptive

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from comm_hooks.checkpoints.protocol import exchange_of, has_clients
 from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
-from comm_hooks.checkpoints.saved_state import exchange_of, has_clients
 
 _FOLDER = "comm_hooks"
 _UNIVERSAL = "_universal"

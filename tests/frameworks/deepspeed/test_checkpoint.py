@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm_hooks.exchange.sealing import sealed
+from comm_hooks.checkpoints.sealing import sealed
 from tests.frameworks.deepspeed.common import (
     TOPK,
     config,

@@ -1,0 +1,72 @@
+"""The protocol of every object that saves a state of its own on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.model_parallel import gather_from_all
+
+
+class RankState(Protocol):
+    """An object with a state that differs between ranks, so that every rank saves its own.
+
+    :class:`~comm_hooks.Exchange`, :class:`~comm_hooks.CompressionState`,
+    :class:`~comm_hooks.optim.LocalRounds` and
+    :class:`~comm_hooks.checkpoints.optimizer_state.OptimizerState` offer it.  None of the three
+    methods uses a collective.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank as plain values and tensors, with its ``step``."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Restore the state that this rank saved, or raise ``ValueError``."""
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]], /) -> None:
+        """Restore from the states of all former ranks, in rank order, or raise ``ValueError``."""
+
+
+class SavedExchange(RankState, Protocol):
+    """The exchange of a :class:`RankState`: it knows the ranks."""
+
+    @property
+    def transport(self) -> Transport:
+        """Connects the ranks."""
+
+    @property
+    def owner(self) -> Any:
+        """The optimizer or hook that exchanges, or None."""
+
+    def continues(self, states: Sequence[Mapping[str, Any]], /) -> bool:
+        """Return whether each rank can load the state that it saved itself."""
+
+
+def exchange_of(state: Any) -> Any:
+    """Return the exchange of a :class:`RankState`: its ``exchange``, or the object itself."""
+    return getattr(state, "exchange", state)
+
+
+def has_clients(state: Any) -> bool:
+    """Return whether ranks play several clients in turn, and may take different steps."""
+    return getattr(state, "participation", None) is not None
+
+
+def local_steps(state: Any) -> int | None:
+    """Return the number of local steps of rounds; None if ranks may have taken different ones."""
+    return None if has_clients(state) else getattr(state, "steps", None)
+
+
+def gather_findings(state: RankState, finding: Any) -> list[Any]:
+    """Return the findings of all ranks of the run, in the same order on all of them.
+
+    Ranks that hold other parts of a sharded model (``model_parallel_groups`` of the state or of the
+    owner of its exchange) are included: a checkpoint is restored as a whole or not at all.
+
+    Args:
+        finding: of this rank, as plain values.
+    """
+    exchange: SavedExchange = exchange_of(state)
+    owner = state if hasattr(state, "model_parallel_groups") else exchange.owner
+    return gather_from_all(exchange.transport, getattr(owner, "model_parallel_groups", ()), finding)

@@ -1,0 +1,214 @@
+"""Restore the states of all ranks from any storage: one algorithm for files and for DCP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from comm_hooks.checkpoints.protocol import (
+    RankState,
+    SavedExchange,
+    exchange_of,
+    gather_findings,
+    local_steps,
+)
+from comm_hooks.checkpoints.sealing import require_seal, sealed
+from comm_hooks.collectives.requests import AllGatherObject
+
+_STATE, _RANKS, _LOCAL_STEPS = "state", "ranks", "local_steps"
+_MISSING = "is missing"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The place of the entries of all ranks.
+
+    Args:
+        name: of all of it, for messages.
+        name_of: returns the name of a rank's entry.
+        read: returns the entry of a rank; raises ``FileNotFoundError`` if there is none.
+    """
+
+    name: str
+    name_of: Callable[[int], str]
+    read: Callable[[int], Mapping[str, Any]]
+
+    def entry(self, rank: int) -> dict[str, Any] | str:
+        """Return the entry of a rank, or the problem with it in words."""
+        try:
+            entry = self.read(rank)
+            kinds = {_STATE: Mapping, _RANKS: list}
+            if not isinstance(entry, Mapping) or not all(
+                isinstance(entry.get(key), kind) for key, kind in kinds.items()
+            ):
+                return "is no file of comm_hooks"
+            require_seal(entry)
+            return dict(entry)
+        except FileNotFoundError:
+            return _MISSING
+        except Exception as error:  # the other ranks must hear of any error
+            return f"cannot be read ({first_line(error)})"
+
+
+def entry_of(state: RankState) -> dict[str, Any]:
+    """Return the entry that this rank stores: its state, the ranks, and a seal."""
+    ranks = list(exchange_of(state).transport.ranks)
+    return sealed({_STATE: state.state_dict(), _RANKS: ranks, _LOCAL_STEPS: local_steps(state)})
+
+
+def restore(state: RankState, storage: Storage, *, step: int | None = None) -> bool:
+    """Restore the states that all ranks stored.  Every rank must call it.
+
+    1. Every rank reads its own entry, and all ranks compare them, those that hold other parts of a
+       sharded model as well.
+    2. Among the same ranks as then, each restores its own state.
+    3. Among other ranks, or if the state of one of them does not fit the settings, each rank reads
+       the entries of all former ranks (``load_state_dicts``).
+
+    Args:
+        step: the number of exchanges at the save, if it is known.
+
+    Returns:
+        Whether there were entries.  If not, nothing is changed.
+
+    Raises:
+        ValueError: on all ranks alike, if entries are missing, damaged or of different checkpoints
+            (then nothing is changed), or do not fit.
+    """
+    exchange: SavedExchange = exchange_of(state)
+    transport = exchange.transport
+    ranks = list(transport.ranks)
+
+    def compare(finding: Any) -> list[Any]:
+        return transport.perform(AllGatherObject(finding))
+
+    own = storage.entry(transport.own_name)
+    found, problem, saved = compare(_finding(own)), None, None
+    try:
+        saved = _saved(found, ranks, storage, step)
+    except ValueError as error:
+        problem = str(error)
+    # Ranks that hold other parts of the model have found entries of their own.
+    outcomes = gather_findings(state, [problem, saved and saved[1]])
+    for other, _ in outcomes:
+        if other is not None:
+            raise ValueError(other)
+    if len({saved_step for _, saved_step in outcomes}) > 1:
+        raise ValueError(
+            f"{storage.name} has files of all ranks of some parts of the sharded model, and "
+            "of others none, or those of another step: all are needed, or none (remove the folder "
+            "to start residuals from zero)"
+        )
+    if saved is None:
+        return False
+    saved_ranks, _ = saved
+    if saved_ranks == ranks:
+        assert not isinstance(own, str)
+        if all(compare(exchange.continues([own[_STATE]]))):
+            problem = _problem_of(state.load_state_dict, own[_STATE])
+            if not any(compare(problem)):
+                raise_together(state, None)
+                return True
+    entries = [storage.entry(other) for other in saved_ranks]
+    try:
+        for of_one_rank in compare([_finding(entry) for entry in entries]):
+            _require_all(of_one_rank, found[0], storage)
+        complete = [entry[_STATE] for entry in entries if not isinstance(entry, str)]
+        problem = _problem_of(state.load_state_dicts, complete)
+    except ValueError as error:
+        problem = str(error)
+    raise_together(state, problem)
+    return True
+
+
+def raise_together(state: RankState, problem: str | None) -> None:
+    """Raise ``ValueError`` on all ranks if one of them has a problem."""
+    for other in gather_findings(state, problem):
+        if other is not None:
+            raise ValueError(other)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of the message of an error."""
+    return (str(error) or repr(error)).splitlines()[0]
+
+
+def _saved(
+    found: list[Any], ranks: list[int], storage: Storage, step: int | None
+) -> tuple[list[int], int] | None:
+    """Return the ranks and the step of a checkpoint; None if there is none.
+
+    Args:
+        found: the finding of each rank about its own entry.
+        ranks: that exchange now.
+
+    Raises:
+        ValueError: if the entries are of different checkpoints, or of another step.
+    """
+    if all(finding == _MISSING for finding in found):
+        return None
+    # The first rank's entry decides: others may be left from a run with more ranks.
+    if isinstance(found[0], str):
+        raise ValueError(f"{storage.name_of(ranks[0])} {found[0]}")
+    saved_ranks, saved_step, _ = found[0]
+    if step is not None and saved_step != step:
+        raise ValueError(
+            f"{storage.name} was saved after {saved_step} exchanges, but the checkpoint after "
+            f"{step}: it belongs to another one"
+        )
+    if saved_ranks == ranks:
+        _require_all(found, found[0], storage)
+    _require_one_partition(saved_ranks, [f[0] for f in found if f[1:] == found[0][1:]])
+    return saved_ranks, saved_step
+
+
+def _require_one_partition(group: Sequence[int], others: Iterable[Sequence[int]]) -> None:
+    """Raise ``ValueError`` if ranks of several former groups are mixed now.
+
+    Args:
+        group: the former group of the first rank.
+        others: the former groups of the other ranks.
+    """
+    for other in others:
+        if set(other).isdisjoint(group):
+            raise ValueError(
+                f"these ranks exchanged in several groups when they saved, ranks {list(group)} and "
+                f"ranks {list(other)} among them: the residuals of such groups cannot be put "
+                "together. Make the groups that there were"
+            )
+
+
+def _finding(entry: dict[str, Any] | str) -> Any:
+    """Return the plain values that ranks compare of an entry, or the problem with it."""
+    if isinstance(entry, str):
+        return entry
+    return [entry[_RANKS], entry[_STATE]["step"], entry.get(_LOCAL_STEPS)]
+
+
+def _require_all(findings: list[Any], expected: list[Any], storage: Storage) -> None:
+    """Raise ``ValueError`` unless the entries of all ranks of one checkpoint are there.
+
+    Args:
+        findings: one for each rank.
+        expected: the finding about the first rank's entry.
+    """
+    ranks = expected[0]
+    for rank, finding in zip(ranks, findings, strict=True):
+        if finding != expected:
+            problem = f"is of another checkpoint than rank {ranks[0]}'s"
+            raise ValueError(
+                f"{storage.name_of(rank)} {finding if isinstance(finding, str) else problem}: "
+                f"residuals of all {len(ranks)} ranks are needed, or none (remove the folder to "
+                "start them from zero)"
+            )
+
+
+def _problem_of(load: Callable[[Any], None], state: Any) -> str | None:
+    try:
+        load(state)
+    except Exception as error:  # the other ranks must hear of any error
+        if isinstance(error, ValueError):
+            return str(error)
+        return f"it does not fit ({first_line(error)})"
+    return None

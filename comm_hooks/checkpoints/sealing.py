@@ -1,0 +1,69 @@
+"""Seal a saved state with a digest, so that a damaged or mixed state is not loaded."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+SEAL = "seal"
+
+
+def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with a digest of its content.
+
+    Args:
+        state: plain values, tensors, and mappings and sequences of these.
+
+    Example::
+
+        >>> from comm_hooks.checkpoints.sealing import require_seal, sealed
+        >>> state = sealed({"step": 3, "memory": {"weight": torch.ones(4)}})
+        >>> require_seal(state)
+        >>> state["memory"]["weight"][0] = 2
+        >>> require_seal(state)
+        Traceback (most recent call last):
+        ...
+        ValueError: the state is damaged: its content does not fit its seal
+    """
+    content = {key: value for key, value in state.items() if key != SEAL}
+    return {**content, SEAL: _digest(content)}
+
+
+def require_seal(state: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless the content of a state fits its seal, on any device."""
+    if not isinstance(state.get(SEAL), str):
+        raise ValueError("the state has no seal: it was not saved by state_dict(), or not whole")
+    try:
+        found = sealed(state)[SEAL]
+    except Exception:  # for values that are not plain
+        found = None
+    if found != state[SEAL]:
+        raise ValueError("the state is damaged: its content does not fit its seal")
+
+
+def _digest(value: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    _add(digest, value)
+    return digest.hexdigest()
+
+
+def _add(digest: "hashlib.blake2b", value: Any) -> None:
+    """Add a value, with its kind and size, so that different values differ."""
+    if isinstance(value, torch.Tensor):
+        digest.update(f"tensor {value.dtype} {tuple(value.shape)} ".encode())
+        octets = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(octets.numpy().data)
+    elif isinstance(value, Mapping):
+        digest.update(f"mapping {len(value)} ".encode())
+        # In the order of names: some formats of checkpoints do not keep another.
+        for key in sorted(value, key=repr):
+            _add(digest, key)
+            _add(digest, value[key])
+    elif isinstance(value, list | tuple):
+        digest.update(f"sequence {len(value)} ".encode())
+        for item in value:
+            _add(digest, item)
+    else:
+        text = repr(value)
+        digest.update(f"{type(value).__name__} {len(text)} {text} ".encode())

@@ -1,0 +1,129 @@
+"""Residuals of all former ranks, put together for another number of ranks or nodes."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from comm_hooks.exchange.saved_state import State
+from comm_hooks.exchange.shards import shard_width
+from comm_hooks.memory.base import Memory, ResidualMemory
+
+Vectors = dict[str, torch.Tensor]
+
+
+def numels_in(states: Sequence[State]) -> dict[str, int]:
+    """Return the number of elements of each parameter in any of the states."""
+    return {name: numel for state in states for name, numel in state["numels"].items()}
+
+
+def shard_widths(numels: Mapping[str, int], count: int) -> dict[str, int]:
+    """Return the number of elements of one of ``count`` equal shards of each parameter."""
+    return {name: shard_width(numel, count) for name, numel in numels.items()}
+
+
+def merge_memories(
+    states: Sequence[State], memory: Memory, server_memory: ResidualMemory, scale: float
+) -> Vectors:
+    """Return one state of the memory, from which every new rank starts.
+
+    Args:
+        states: of all former ranks, in rank order.
+        memory, server_memory: of the saved kind.
+        scale: a factor for the residual of the mean over ranks.
+
+    Raises:
+        ValueError: if the states are of another kind of memory.
+    """
+    numels = numels_in(states)
+    count = states[0].get("ranks_per_node")
+    if count is None:
+        return _merge(states, memory, server_memory, numels, scale)
+    # Ranks at the same place in their node have the same shard of each parameter.
+    widths = shard_widths(numels, count)
+    shards = [
+        _as_floats(
+            _merge(states[place::count], memory, server_memory, widths, scale), memory, widths
+        )
+        for place in range(count)
+    ]
+    joined = {}
+    for key in dict.fromkeys(key for shard in shards for key in shard):
+        width, numel = (lengths[_parameter(key, memory)] for lengths in (widths, numels))
+        pieces = [shard.get(key, torch.zeros(width, dtype=torch.float32)) for shard in shards]
+        joined[key] = torch.cat(pieces)[:numel]
+    return _from_floats(joined, memory, numels)
+
+
+def cut_memory(
+    state: Mapping[str, torch.Tensor],
+    memory: Memory,
+    numels: Mapping[str, int],
+    place: int,
+    ranks_per_node: int,
+) -> Vectors:
+    """Return the part of a merged memory for the rank at ``place`` in each node.
+
+    Args:
+        state: from :func:`merge_memories`.
+        memory: of the saved kind.
+        numels: the number of elements of each whole parameter.
+        place, ranks_per_node: see :class:`~comm_hooks.exchange.routes.hierarchical.Hierarchical`.
+    """
+    widths = shard_widths(numels, ranks_per_node)
+    cut = {
+        key: cut_shard(row, place, widths[_parameter(key, memory)])
+        for key, row in _as_floats(state, memory, numels).items()
+    }
+    return _from_floats(cut, memory, widths)
+
+
+def cut_shard(vector: torch.Tensor, place: int, width: int) -> torch.Tensor:
+    """Return one of the shards of a vector, padded with zeros to its width."""
+    shard = vector[place * width : (place + 1) * width]
+    return torch.nn.functional.pad(shard, (0, width - len(shard)))
+
+
+def residuals_of_shards(
+    states: Sequence[State], server_memory: ResidualMemory, numels: Mapping[str, int]
+) -> Vectors:
+    """Return the residuals of the shard owners, joined: (numel,), float32 per parameter."""
+    # Rank j owned the j-th of as many equal ranges of each parameter.
+    widths = shard_widths(numels, len(states))
+    shards = [server_memory.vectors(state["server_memory"], widths) for state in states]
+    return {
+        name: torch.cat(
+            [
+                shard[name] if name in shard else torch.zeros(widths[name], dtype=torch.float32)
+                for shard in shards
+            ]
+        )[: numels[name]]
+        for name in dict.fromkeys(name for shard in shards for name in shard)
+    }
+
+
+def _merge(
+    states: Sequence[State],
+    memory: Memory,
+    server_memory: ResidualMemory,
+    numels: Mapping[str, int],
+    scale: float,
+) -> Vectors:
+    of_shards = residuals_of_shards(states, server_memory, numels)
+    return memory.merge([state["memory"] for state in states], of_shards, numels, scale=scale)
+
+
+def _parameter(key: str, memory: Memory) -> str:
+    (name,) = memory.parameters_in({key: torch.empty(0, dtype=torch.float32)})
+    return name
+
+
+def _as_floats(
+    state: Mapping[str, torch.Tensor], memory: Memory, numels: Mapping[str, int]
+) -> Vectors:
+    """Return the rows of a state with one float32 per element of a parameter."""
+    return memory.vectors(state, numels) if isinstance(memory, ResidualMemory) else dict(state)
+
+
+def _from_floats(rows: Vectors, memory: Memory, numels: Mapping[str, int]) -> Vectors:
+    """Undo :func:`_as_floats`."""
+    return memory.merge([], rows, numels) if isinstance(memory, ResidualMemory) else rows

@@ -1,0 +1,220 @@
+"""The state of an exchange on one rank: residuals, step and traffic."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from comm_hooks.exchange.merging import (
+    cut_memory,
+    cut_shard,
+    merge_memories,
+    numels_in,
+    residuals_of_shards,
+    shard_widths,
+)
+from comm_hooks.exchange.saved_state import (
+    Position,
+    State,
+    check_complete,
+    check_memory,
+    check_own,
+    check_whole,
+    seal_own,
+)
+from comm_hooks.memory.base import Memory
+
+
+@dataclass
+class Traffic:
+    """Counts bytes since the start, without transport headers.
+
+    Attributes:
+        sent: by this rank, and, by the ring algorithms of gloo and NCCL, received.
+        between_nodes: the part of ``sent`` that left the node.
+        uncompressed: the bytes of all-reduces in the dtype of the tensors.
+    """
+
+    sent: int = 0
+    between_nodes: int = 0
+    uncompressed: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """``uncompressed`` over ``sent``; 1 if nothing was sent."""
+        return self.uncompressed / self.sent if self.sent else 1.0
+
+
+class Provenance(Protocol):
+    """Describes the training that made a state, where not every state may be loaded."""
+
+    def saved(self) -> Mapping[str, Any]:
+        """Return the description as plain values; it is saved with the state."""
+
+    def check(self, found: object) -> None:
+        """Raise ``ValueError`` unless a state with this description, or None, may be loaded."""
+
+    def adopt(self, found: object) -> None:
+        """Record that a state with this description is being loaded."""
+
+
+class ExchangeState:
+    """What an exchange keeps between rounds, saves, and loads.
+
+    Args:
+        memory: keeps the residuals of this rank's vectors; None in an exchange without a memory.
+
+    Attributes:
+        memory: see above.
+        server_memory: keeps the residuals of the shard that this rank owns; None without a memory.
+        numels: the number of elements of each parameter that may have a residual.
+        step: the number of exchanged steps.
+        loaded_at: the step of the last loaded state; None if none was loaded.
+        provenance: describes and checks states; set by private training.
+        only_shards: whether the owners of shards hold all residuals; set by private training.
+        is_of_sums: whether the receiver turns means into sums over ranks: on another number of
+            ranks the sum of the residuals is kept, not their mean.
+
+    Raises:
+        ValueError: if the memory belongs to another exchange.
+    """
+
+    def __init__(self, memory: Memory | None) -> None:
+        if memory:
+            _take(memory, self)
+        self.memory = memory
+        self.server_memory = memory.for_server() if memory else None
+        self.numels: dict[str, int] = {}
+        self.step = 0
+        self.loaded_at: int | None = None
+        self.provenance: Provenance | None = None
+        self.only_shards = self.is_of_sums = False
+
+    def __copy__(self) -> ExchangeState:
+        """Return the same state with copies of the residuals."""
+        duplicate = object.__new__(ExchangeState)
+        duplicate.__dict__.update(self.__dict__)
+        duplicate.memory = copy.deepcopy(self.memory)
+        duplicate.server_memory = copy.deepcopy(self.server_memory)
+        duplicate.numels = dict(self.numels)
+        return duplicate
+
+    @property
+    def loads(self) -> int:
+        """Twice the steps since the start or the last load, plus 1 after a load."""
+        return 2 * (self.step - (self.loaded_at or 0)) + (self.loaded_at is not None)
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of all residuals, in unscaled gradient units."""
+        memories = [memory for memory in (self.memory, self.server_memory) if memory]
+        return float(sum(memory.norm() ** 2 for memory in memories) ** 0.5)
+
+    def state_dict(self, position: Position) -> dict[str, Any]:
+        """Return the state of the rank at this position as plain values and tensors."""
+        state = {**position.saved(), "step": self.step}
+        if self.provenance:
+            state["provenance"] = dict(self.provenance.saved())
+        if self.memory and self.server_memory:
+            state |= {
+                "memory_type": type(self.memory).__name__,
+                "memory": self.memory.state_dict(),
+                "server_memory": self.server_memory.state_dict(),
+                "numels": dict(self.numels),
+            }
+        return seal_own(state)
+
+    def load_state_dict(
+        self, state: State, position: Position, names: Collection[str] | None
+    ) -> None:
+        """Restore the state that the rank at this position saved.
+
+        Args:
+            names: of all parameters; None if they are unknown.
+
+        Raises:
+            ValueError: if the state does not fit; nothing is changed.
+        """
+        check_whole(state)
+        check_own(state, position)
+        self._check([state], names)
+        if self.memory and self.server_memory:
+            count = state.get("ranks_per_node") or 1
+            widths = shard_widths(state["numels"], count)
+            self.memory.load_state_dict(state["memory"], widths)
+            self.server_memory.load_state_dict(
+                state["server_memory"], shard_widths(widths, state["world_size"] // count)
+            )
+            self._note(state["numels"])
+        self._adopt([state])
+
+    def load_state_dicts(
+        self, states: Sequence[State], position: Position, names: Collection[str] | None
+    ) -> None:
+        """Restore the states of all former ranks, in rank order, on any number of ranks.
+
+        See :meth:`Exchange.load_state_dicts`.
+        """
+        check_complete(states)
+        if position.continues(states):
+            self.load_state_dict(states[position.rank], position, names)
+            return
+        self._check(states, names)
+        if self.memory and self.server_memory:
+            numels, ranks, rank = numels_in(states), position.world_size, position.rank
+            scale = len(states) / ranks if self.is_of_sums else 1.0
+            if self.only_shards:
+                whole = residuals_of_shards(states, self.server_memory, numels)
+                widths = shard_widths(numels, ranks)
+                owned = {name: cut_shard(row, rank, widths[name]) for name, row in whole.items()}
+                self.memory.load_state_dict({})
+                merged = self.server_memory.merge([], owned, widths, scale=scale)
+                self.server_memory.load_state_dict(merged, widths)
+            else:
+                merged = merge_memories(states, self.memory, self.server_memory, scale)
+                widths, count = numels, position.ranks_per_node
+                if count is not None:
+                    merged = cut_memory(merged, self.memory, numels, rank % count, count)
+                    widths = shard_widths(numels, count)
+                self.memory.load_state_dict(merged, widths)
+                self.server_memory.load_state_dict({})
+            self._note(numels)
+        self._adopt(states)
+
+    def _check(self, states: Sequence[State], names: Collection[str] | None) -> None:
+        for state in states:
+            check_memory(state, self.memory, names)
+            if self.provenance:
+                self.provenance.check(state.get("provenance"))
+
+    def _adopt(self, states: Sequence[State]) -> None:
+        for state in states if self.provenance else ():
+            assert self.provenance
+            self.provenance.adopt(state["provenance"])
+        self.step = self.loaded_at = states[0]["step"]
+
+    def _note(self, numels: Mapping[str, int]) -> None:
+        # In place: the buckets add to the same dictionary.
+        self.numels.clear()
+        self.numels.update(numels)
+
+
+_user_of: weakref.WeakKeyDictionary[Memory, weakref.ref[ExchangeState]]
+_user_of = weakref.WeakKeyDictionary()
+
+
+def _take(memory: Memory, state: ExchangeState) -> None:
+    """Give a memory to one state: residuals of two exchanges would be mixed.
+
+    Raises:
+        ValueError: if the memory belongs to another exchange.
+    """
+    user = _user_of.get(memory)
+    if user is not None and user() not in (None, state):
+        raise ValueError(
+            f"Exchange: this {type(memory).__name__} belongs to another exchange: give each its "
+            "own, or ExchangeSettings"
+        )
+    _user_of[memory] = weakref.ref(state)
