@@ -1,8 +1,7 @@
-# make demo   train a small GPT once per method and compare them (6 minutes)
+# make demo   train a small GPT once per method and compare them (5 minutes, a first table after 3)
 # make test   lint, type-check and test (8 minutes); make test-core, test-optim, …: one area
 # make test-slow  the tests that `make test` leaves out: whole studies, audits, several nodes (half an hour)
-# make bench  print the tables of operators, wire format, per-sample gradients, noise, streams, checks
-#             and of what is queued on a GPU
+# make bench  print the tables of small measurements: compressors, wire format, noise, checks ...
 # make bench-gpu  compare the GPU kernels with a copy, and train over NCCL (needs a GPU)
 # make links  train over capped links and compare (forty minutes; needs root)
 # make docs   build the documentation site into docs/_build
@@ -33,7 +32,7 @@ AREAS := frameworks deepspeed optim private core launchers benchmarks docs docte
 .PHONY: demo test $(AREAS:%=test-%) test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults audit-faults third-party release-check clean
 
 demo: $(READY)
-	$(BIN)/python -m benchmarks.compare --steps 110
+	$(BIN)/python -m benchmarks.compare --steps 90
 
 # An area is a process of its own: it collects its own tests, and its ranks live until it ends.
 FILES_frameworks := tests/frameworks --ignore tests/frameworks/deepspeed tests/checkpoints
@@ -60,13 +59,8 @@ lint: $(READY)
 	$(BIN)/mypy -p comm_hooks
 
 bench: $(READY)
-	$(BIN)/python benchmarks/operators.py
-	$(BIN)/python benchmarks/wire.py
-	$(BIN)/python benchmarks/per_sample_gradients.py
-	$(BIN)/python benchmarks/noise.py
-	$(BIN)/python benchmarks/streams.py
-	$(BIN)/python -m benchmarks.checks
-	$(BIN)/python -m benchmarks.queued
+	$(BIN)/python -m benchmarks.micro
+	$(BIN)/python -m benchmarks.micro checks queued
 
 bench-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu tests/kernels/triton

@@ -29,7 +29,7 @@ if not find_spec("dp_accounting"):
 if not find_spec("opacus"):
     collect_ignore += [
         "comm_hooks/optim/private/gradients/opacus.py",
-        "benchmarks/per_sample_gradients.py",
+        "benchmarks/micro/per_sample_gradients.py",
     ]
 if not find_spec("triton"):
     kernels = Path(__file__).parent / "comm_hooks/kernels/triton"

@@ -114,7 +114,6 @@ def _run_of_log(method: str, records: Sequence[Mapping[str, Any]], path: Path) -
     end = last["step"] - LAST_SHARE * steps
     run.figures = Figures(
         loss=statistics.fmean(record["loss"] for record in kept if record["step"] >= end),
-        drift=None,
         step_ms=1e3 * per_step["seconds"],
         sent_per_step=per_step["bytes_sent"],
         received_per_step=per_step["bytes_received"],

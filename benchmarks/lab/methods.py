@@ -265,12 +265,13 @@ def parse_method(spec: str) -> Pair:
         raise ValueError(f"method {spec!r}: at most one optimizer may follow the '+'")
     name, given = parse_spec(first, "method")
     optimizer, own = parse_spec(others[0], "optimizer") if others else ("adamw", {})
-    if not others and _known(name) is None and lookup(name):
-        optimizer, own, name, given = name, given, "", {}
+    is_alone = not others and _known(name) is None and lookup(name) is not None
+    if is_alone:
+        optimizer, own, given = name, given, {}
     entry = lookup(optimizer)
     if entry is None:
         raise ValueError(unknown("optimizer", optimizer, OPTIMIZERS))
-    communication = _known(name) if name else _default(entry)
+    communication = _default(entry) if is_alone else _known(name)
     if communication is None:
         raise ValueError(unknown("method", name, {**COMMUNICATION, **OPTIMIZERS}))
     if entry.averages == "own" and others:
@@ -316,7 +317,7 @@ def _default(entry: OptimizerEntry) -> str:
 def _known(name: str) -> str | None:
     """Return a communication method by its name, whatever its underscores."""
     plain = name.replace("_", "")
-    return next((known for known in COMMUNICATION if known.replace("_", "") == plain), None)
+    return next((k for k in COMMUNICATION if plain and k.replace("_", "") == plain), None)
 
 
 # Settings of a pair beyond the defaults of its halves: of communication, of the optimizer.

@@ -88,12 +88,12 @@ class Figures:
     """Measurements of a finished run in processes of its own. Bytes are those of rank 0."""
 
     loss: float  # at the end, mean over the replicas
-    drift: float | None  # the largest |p_r - p_0| / |p_0| over ranks; None if not measured
     step_ms: float  # median after the warm-up
     sent_per_step: float  # mean after the warm-up, as is received_per_step
     received_per_step: float
     bytes_sent: int  # in the whole run, warm-up included
     bytes_received: int
+    drift: float | None = None  # the largest |p_r - p_0| / |p_0| over ranks
     step_range_ms: float | None = None  # interquartile range of the steps
     starved: float | None = None  # largest share of time in which a rank waited for a core
 

@@ -11,7 +11,6 @@ from benchmarks.lab.runs import Point
 from benchmarks.lab.training import new_model
 from benchmarks.studies.private_training import (
     PrivatePlan,
-    PrivatePoint,
     default_delta,
     loader_over,
     train_privately,
@@ -51,14 +50,12 @@ def test_a_point_says_what_was_spent_until_there() -> None:
     assert [point.round for point in curve] == [2, 4, 6]
     accountant = build_accountant("rdp")
     for point in curve:
-        assert isinstance(point, PrivatePoint)
         event = GaussianEvent(1.5, 1 / 30, point.round)
         assert point.epsilon == accountant.epsilon([event], 3e-4)
         # Ranks and links are trusted.
         assert point.peer_epsilon is None
         assert point.bytes_sent == 0
     local = trained(placement="local")[-1]
-    assert isinstance(local, PrivatePoint)
     assert local.peer_epsilon == local.epsilon
 
 

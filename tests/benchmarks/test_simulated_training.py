@@ -13,13 +13,12 @@ from torch import nn
 
 from benchmarks.lab.methods import parse_method
 from benchmarks.lab.outcomes import Diverged
-from benchmarks.lab.runs import Point
-from benchmarks.lab.runs import Settings
+from benchmarks.lab.runs import Point, Settings
 from benchmarks.lab.schedules import constant, cosine
 from benchmarks.lab.simulated import FlatModel, train
-from benchmarks.lab.training import Client, NamedParameters, Plan, batch_generator, new_model
 from benchmarks.lab.tasks import Task
-from benchmarks.quality.clients import CLIP_NORM, make_client
+from benchmarks.lab.training import Client, NamedParameters, Plan, batch_generator, new_model
+from benchmarks.quality.runs import CLIP_NORM
 from comm_hooks.collectives import Transport
 from comm_hooks.wire.summed_header import summed_header_nbytes
 from tests.benchmarks.studying import digits, nothing
@@ -71,7 +70,7 @@ def run(task: Task, method: str, plan: Plan, lr: float, seed: int = 0) -> list[P
     settings = Settings(nproc=len(task.clients), steps=plan.rounds, learning_rate=lr)
 
     def build(named: NamedParameters, transport: Transport) -> Client:
-        return make_client(parse_method(method), named, transport, settings)
+        return parse_method(method).attach(named, settings, transport, CLIP_NORM)
 
     return train(task, build, plan, seed, nothing)
 

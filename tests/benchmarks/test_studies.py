@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from benchmarks.lab.outcomes import Advance, Method
 from benchmarks.lab.runs import Point, Tuned
-from benchmarks.lab.tables import make_table
 from benchmarks.studies.cli import Comparison, Place
 from benchmarks.studies.safl.peers import PEERS
 from tests.benchmarks.studying import straight
@@ -35,10 +34,6 @@ SMALL: dict[str, list[str]] = {
         *("--tries", "2", "--seeds", "2", "--points", "3", "--task-option", "classes_per_client=4"),
     ],
 }
-PLOTS = {
-    "safl": {"error-vs-rounds.png", "error-vs-bytes.png", "sketch-sizes.png"},
-    "fed_lamb": {"error-vs-rounds.png"},
-}
 # fed_lamb: three weight decays of FED-LAMB, two tries each.
 TRIES: dict[str, Callable[[dict[str, Any]], int]] = {
     "safl": lambda method: 2,
@@ -59,8 +54,8 @@ def small(study: str, out: Path) -> list[str]:
 def test_a_study_from_end_to_end(study: str, tmp_path: Path) -> None:
     result = invoke(study, *small(study, tmp_path))
     assert result.exit_code == 0, result.output
-    assert {path.name for path in tmp_path.iterdir()} == {f"{study}.json", *PLOTS[study]}
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in PLOTS[study])
+    assert {path.name for path in tmp_path.iterdir()} == {f"{study}.json", "curves.png"}
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((tmp_path / f"{study}.json").read_text())
     assert record["complete"]
     assert record["settings"]["seeds"] == 2
@@ -68,17 +63,15 @@ def test_a_study_from_end_to_end(study: str, tmp_path: Path) -> None:
     assert len(methods) == COUNT[study]
     for method in methods:
         assert len(method["tries"]) == TRIES[study](method), method["name"]
-        assert [run["seed"] for run in method["runs"]] == [0, 1]
-        ends = [run["curve"][-1] for run in method["runs"]]
+        ends = [curve[-1] for curve in method["curves"]]
+        assert len(ends) == 2
         assert method["errors"] == [end["error"] for end in ends]
         assert method["mean_error"] == pytest.approx(statistics.mean(method["errors"]))
         assert method["mean_loss"] == pytest.approx(statistics.mean(e["loss"] for e in ends))
-        best = min(method["tries"], key=lambda attempt: attempt["validation"])
-        chosen = {k: v for k, v in best.items() if k not in ("loss", "error", "validation")}
-        assert chosen == method["settings"]
-        assert best["validation"] == ends[0]["validation"]
-        assert best["loss"] == ends[0]["loss"]
-        assert len(method["runs"][0]["curve"]) == 3
+        best = min(method["tries"], key=lambda attempt: attempt["score"])
+        assert {k: v for k, v in best.items() if k != "score"} == method["settings"]
+        assert best["score"] == ends[0]["validation"]
+        assert len(method["curves"][0]) == 3
         assert f"{100 * method['mean_error']:.2f}" in result.stdout
         assert f"{method['mean_loss']:.3f}" in result.stdout
         # Seeds are different runs.
@@ -114,8 +107,9 @@ def test_an_interrupted_study_goes_on_where_it_was(
         comparison = Comparison(
             [method(name) for name in names],
             rounds=1,
-            make_tables=lambda done: [make_table("", ["method"], [[o.name] for o in done])],
-            write_plots=lambda done, out: [],
+            title="",
+            columns=lambda done: {"method": lambda outcome: outcome.name},
+            section=lambda outcome: None,
         )
         options = {"seeds": 2, "tries": 2, "methods": names, "points": points}
         comparison(Place("study", options, tmp_path))
@@ -131,10 +125,10 @@ def test_an_interrupted_study_goes_on_where_it_was(
     conducted("first", "second")
     assert len(made) == len(set(made)) == 6
     assert "Going on after 4 runs" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {"study.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"study.json", "curves.png"}
     record = json.loads((tmp_path / "study.json").read_text())
     assert record["complete"]
-    assert [len(m["tries"]) + len(m["runs"]) for m in record["methods"]] == [4, 4]
+    assert [len(m["tries"]) + len(m["curves"]) for m in record["methods"]] == [4, 4]
 
 
 def test_an_interrupted_study_tells_what_is_finished(
@@ -152,8 +146,9 @@ def test_an_interrupted_study_tells_what_is_finished(
         comparison = Comparison(
             [method("done"), method("interrupted")],
             rounds=1,
-            make_tables=lambda done: [make_table("", ["method"], [[o.name] for o in done])],
-            write_plots=lambda done, out: [],
+            title="",
+            columns=lambda done: {"method": lambda outcome: outcome.name},
+            section=lambda outcome: None,
         )
         comparison(Place("study", {"seeds": 1}, tmp_path))
 

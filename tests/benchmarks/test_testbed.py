@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.netns import NetnsError, Testbed, bed, parse_rate, why_not
+from benchmarks.netns import NetnsError, Testbed, parse_rate, testbed, why_not
 from benchmarks.netns.links import burst_bytes
 
 needs_bed = pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
@@ -158,7 +158,7 @@ def test_beds_do_not_meet() -> None:
 
 @needs_bed
 def test_nothing_is_left_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bed, "_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(testbed, "_GRACE_SECONDS", 0.5)
     network = Testbed(2)
     names = [network.switch, *network.namespaces]
     started: list[subprocess.Popen[str]] = []
@@ -218,7 +218,7 @@ def test_nothing_is_left_of_a_maker_that_is_killed() -> None:
 
 @needs_bed
 def test_ranks_do_not_outlive_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bed, "_AFTER_FAILURE_SECONDS", 0.2)
+    monkeypatch.setattr(testbed, "_AFTER_FAILURE_SECONDS", 0.2)
     with Testbed(2) as network:
         codes = network.wait(
             [network.start(0, ["sleep", "1000"]), network.start(1, ["sh", "-c", "exit 3"])]

@@ -7,19 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.quality import runs as quality
-from benchmarks.quality.methods import METHODS, controls
-from benchmarks.quality.page import share_of
+from benchmarks.lab.runs import RunStore
+from benchmarks.quality.__main__ import find
+from benchmarks.quality.runs import Found, bits_of, controls, quality_of
 from benchmarks.quality.settings import PRESETS, Setting
-from benchmarks.quality.tuning import Entry, Records, by_wanted
-from benchmarks.tried import Row, make_rows, read_records
 from tests.docs.pages import ROOT, Page
 
 # Records and pages change together: compared before a release.
 pytestmark = pytest.mark.slow
 
 RESULTS = Page(ROOT / "docs/results.md")
-RECORDS = ROOT / "benchmarks/results/tried"
+TRIED = (ROOT / "benchmarks/results/tried.md").read_text()
+QUALITY = find(RunStore(ROOT / "benchmarks/results/quality/records.jsonl"))
 
 
 def rows_by_method(page: Page) -> Iterator[tuple[str, list[str]]]:
@@ -29,14 +28,11 @@ def rows_by_method(page: Page) -> Iterator[tuple[str, list[str]]]:
             yield methods[0], row
 
 
-def as_in_results(row: Row, all_reduce: Row, seeds: int) -> list[str]:
-    """Return what the page has of a method: all cells but the first."""
-    kilobytes = row.sent_warm / 1e3
-    sent = f"{kilobytes:,.{1 if kilobytes < 100 else 0}f} kB" if kilobytes else "0"
-    gaps = [row.losses[seed] - all_reduce.losses[seed] for seed in row.losses]
-    gap, each = f"{sum(gaps) / len(gaps):+.3f}", ", ".join(f"{gap:+.3f}" for gap in gaps)
-    shown = [gap, each] if seeds > 1 else [gap]
-    return [f"{row.loss:.3f}", *([""] * len(shown) if row is all_reduce else shown), sent]
+def tried(steps: int) -> dict[str, list[str]]:
+    """Return the cells of the table of tried methods after that many steps, by method."""
+    section = TRIED.partition(f"\n## {steps} steps")[2].partition("\n## ")[0]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    return {method.strip().strip("`"): [cell.strip() for cell in row] for method, *row in lines}
 
 
 @pytest.mark.parametrize(
@@ -47,19 +43,22 @@ def as_in_results(row: Row, all_reduce: Row, seeds: int) -> list[str]:
     ],
 )
 def test_losses_are_those_of_the_records(steps: int, seeds: int, begin: str, end: str) -> None:
-    rows = {row.method: row for row in make_rows(read_records(RECORDS), steps)}
+    rows = tried(steps)
     section = RESULTS.path.read_text().partition(begin)[2].partition(end)[0]
     lines = [line for line in section.splitlines() if line.startswith("| `")]
     assert len(lines) >= 9
     for line in lines:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        row = rows[cells[0].strip("`")]
-        assert len(row.losses) >= seeds
-        assert cells[1:] == as_in_results(row, rows["all_reduce"], seeds)
+        method, loss, gap, *others = (cell.strip() for cell in line.strip("|").split("|"))
+        _, sent, mean, each, of_all_reduce, *_ = rows[method.strip("`")]
+        assert loss == mean
+        assert len(each.split(", ")) >= seeds
+        assert gap in (of_all_reduce, "")
+        kilobytes = float(sent.replace(",", ""))
+        shown = f"{kilobytes:,.{1 if kilobytes < 100 else 0}f} kB" if kilobytes else "0"
+        assert others[-1] == shown
 
 
 def test_shares_kept_are_those_of_the_records() -> None:
-    records = by_wanted(quality.read_records(ROOT / "benchmarks/results/quality/records.jsonl"))
     section = RESULTS.path.read_text().partition("\n## More ranks")[2].partition("\n## ")[0]
     titles = {preset.title: name for name, preset in PRESETS.items()}
     row = r"^\| (\d+) \(([\d.]+) bits\) \| (.*?)(, Muon)? \| (\d+) \| (\d+) \| (.*) \|$"
@@ -69,11 +68,10 @@ def test_shares_kept_are_those_of_the_records() -> None:
         setting = Setting(titles[title], int(ranks), int(batch), float(tokens))
         options = [f"bits={bits}"] * (bits != "0.09") + ["muon=true"] * bool(muon)
         method = ":".join(["low_communication", *options])
-        assert cells.split(" | ") == row_of(setting, method, records)[1:], title
+        assert cells.split(" | ") == row_of(setting, method, QUALITY)[1:], title
 
 
 def test_shares_of_other_methods_are_those_of_the_records() -> None:
-    records = by_wanted(quality.read_records(ROOT / "benchmarks/results/quality/records.jsonl"))
     section = RESULTS.path.read_text().partition("\n## More ranks")[2].partition("\n## ")[0]
     titles = {preset.title: name for name, preset in PRESETS.items()}
     row = r"^\| `(.*?)` \| ([\d.]+) \| (\d+) \| (.*?) \| (\d+) \| (.*) \|$"
@@ -81,20 +79,16 @@ def test_shares_of_other_methods_are_those_of_the_records() -> None:
     assert len(lines) >= 10
     for method, bits, ranks, title, tokens, cells in lines:
         setting = Setting(titles[title], int(ranks), 6, float(tokens))
-        assert [bits, *cells.split(" | ")] == row_of(setting, method, records), (method, title)
+        assert [bits, *cells.split(" | ")] == row_of(setting, method, QUALITY), (method, title)
 
 
-def row_of(setting: Setting, method: str, records: Records) -> list[str]:
-    """Return bits, the losses of all-reduce, none and the method, and the share kept."""
+def row_of(setting: Setting, method: str, found: Found) -> list[str]:
+    """Return bits, the losses of all-reduce, none and the method, and the quality kept."""
     none, all_reduce = controls(method)
-    entries = {
-        name: Entry(setting, name, METHODS[name], 3, range(3))
-        for name in (all_reduce, none, method)
-    }
-    found = {(setting, name): entry.finished(records) for name, entry in entries.items()}
-    losses = [f"{statistics.mean(r.judged for r in runs.values()):.3f}" for runs in found.values()]
-    bits = statistics.mean(run.bits for run in found[setting, method].values())
-    return [f"{bits:.2g}", *losses, str(share_of(setting, method, found))]
+    outcomes = [found[setting, name] for name in (all_reduce, none, method)]
+    losses = [f"{statistics.mean(outcome.losses):.3f}" for outcome in outcomes]
+    bits = statistics.mean(bits_of(run) for run in outcomes[-1].runs)
+    return [f"{bits:.2g}", *losses, str(quality_of(setting, method, found))]
 
 
 def test_noise_scales_are_those_of_the_record() -> None:
@@ -145,38 +139,34 @@ def test_choosing_has_the_ranges_of_the_results() -> None:
 
 
 def test_the_papers_are_counted() -> None:
-    page = Page(ROOT / "docs/papers.md")
-    sections = page.path.read_text().split("\n## ")
-    states = ("repeated small", "repeated", "not yet", "out of reach")
-    totals = dict.fromkeys(states, 0)
-    for section in sections[1:]:
-        found = dict.fromkeys(states, 0)
-        for line in section.splitlines():
-            cells = [cell.strip() for cell in line.split("|")[1:-1]]
-            if len(cells) >= 5 and cells[0] not in ("item", "---"):
-                state = cells[2].strip("* ")
-                found[next(s for s in states if state.startswith(s))] += 1
-        name = section.partition(" (")[0]
-        row = next(line for line in sections[0].splitlines() if line.startswith(f"| {name} "))
-        counts = [int(n) for n in re.findall(r"\| (\d+)", row)]
-        shown = [found[s] for s in ("repeated", "repeated small", "not yet", "out of reach")]
-        assert counts == [*shown, sum(shown)], name
-        totals = {s: totals[s] + found[s] for s in states}
-    row = next(line for line in sections[0].splitlines() if line.startswith("| all "))
-    shown = [totals[s] for s in ("repeated", "repeated small", "not yet", "out of reach")]
-    assert [int(n) for n in re.findall(r"\| (\d+)", row)] == [*shown, sum(shown)]
+    opening, *papers = (ROOT / "docs/papers.md").read_text().split("\n## ")
+    totals = [0] * 4
+    for paper in papers:
+        rows = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in paper.splitlines()]
+        small = sum(len(row) == 5 and row[2].startswith("repeated small") for row in rows)
+        repeated = sum(len(row) == 5 and row[2].startswith("repeated") for row in rows) - small
+        reach = re.search(r"^Out of reach: (.*?)\.$", paper, flags=re.MULTILINE | re.DOTALL)
+        counts = [repeated, small, reach[1].count(";") + 1 if reach else 0]
+        counts.append(sum(counts))
+        assert counted(opening, paper.partition(" (")[0]) == counts, paper[:40]
+        totals = [a + b for a, b in zip(totals, counts, strict=True)]
+    assert counted(opening, "all") == totals
+
+
+def counted(text: str, name: str) -> list[int]:
+    row = next(line for line in text.splitlines() if line.startswith(f"| {name} "))
+    return [int(n) for n in re.findall(r"\| (\d+)", row)]
 
 
 def test_what_does_less_well_is_that_of_the_records() -> None:
-    rows = {row.method: row for row in make_rows(read_records(RECORDS), 150)}
+    rows = tried(150)
     section = RESULTS.path.read_text().partition("\nWhat does less well")[2].partition("\n\n##")[0]
     lines = re.findall(r"^\| `(.+?)` \|.*\| (\S+) \|$", section, flags=re.MULTILINE)
     assert len(lines) >= 5
     for method, loss in lines:
-        assert len(rows[method].losses) >= 3, method
-        assert loss == f"{rows[method].loss:.3f}", method
-    controls = [f"{rows[name].loss:.3f}" for name in ("all_reduce", "none")]
-    assert re.findall(r"\d\.\d{3}", section)[:2] == controls
+        assert loss == rows[method][2], method
+    expected = [rows[name][2] for name in ("all_reduce", "none")]
+    assert re.findall(r"\d\.\d{3}", section)[:2] == expected
 
 
 def test_other_pages_repeat_figures_that_the_results_have() -> None:

@@ -198,7 +198,7 @@ def test_the_floor_that_larger_batches_lower() -> None:
     before, after = small["findings"], large["findings"]
     gains = {name: loss / after["final_loss"][name] for name, loss in before["final_loss"].items()}
     (ours,) = (method for method in large["methods"] if method["name"] == "AdaDPS")
-    curves = [{p["round"]: p["loss"] for p in run["curve"]} for run in ours["runs"]]
+    curves = [{p["round"]: p["loss"] for p in curve} for curve in ours["curves"]]
     late = statistics.mean(curve[2000] for curve in curves)
     text = " ".join((ROOT / "docs/papers.md").read_text().split())
     final = after["final_loss"]["AdaDPS"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.audit.configuration import read_configuration
-from benchmarks.report.reading import read_runs
+from benchmarks.report import read_runs
 from comm_hooks.collectives import Simulated
 from comm_hooks.config import build
 from comm_hooks.exchange import Exchange, ExchangeSettings

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.bench import run as command
+from benchmarks.bench import __main__ as command
 from benchmarks.bench.results import Result
-from benchmarks.lab.methods import Method
-from benchmarks.lab.runs import Figures, Run, Settings
-from comm_hooks.launchers.main import app
+from benchmarks.lab.methods import Pair
+from benchmarks.lab.runs import Figures, Run, RunSpec, Settings
 from tests.refusing import refusal
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks/results/bench"
@@ -44,13 +43,13 @@ def _nothing_may_be_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     ],
 )
 def test_a_bad_option_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
-    assert message in refusal(app, "python -m benchmarks.bench", "bench", *arguments)
+    assert message in refusal(command.app, "python -m benchmarks.bench", *arguments)
     assert not list(tmp_path.iterdir())
 
 
 def test_where_there_can_be_no_network_it_skips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "why_not", lambda: "no network namespaces: making them needs root")
-    result = CliRunner().invoke(app, ["bench"])
+    result = CliRunner().invoke(command.app, [])
     assert result.exit_code == 77
     assert result.stdout == ""
     assert result.stderr == (
@@ -61,14 +60,15 @@ def test_where_there_can_be_no_network_it_skips(monkeypatch: pytest.MonkeyPatch)
 def test_an_interruption_keeps_what_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_method(method: Method, settings: Settings, *rest: object, timeout: float) -> Result:
-        if method.spec == "none":
+    def run_method(pair: Pair, settings: Settings, *rest: object, timeout: float) -> Result:
+        if pair.spec == "none":
             raise KeyboardInterrupt
-        figures = Figures(2.5, 0.0, 1.0, 4.0, 4.0, 8, 8)
-        return Result(Run(method.spec, "", settings, [], figures))
+        figures = Figures(2.5, 1.0, 4.0, 4.0, 8, 8)
+        spec = RunSpec(pair.spec, {}, {"lr": 0.1}, 0)
+        return Result(Run(spec, figures=figures))
 
     monkeypatch.setattr(command, "run_method", run_method)
-    result = CliRunner().invoke(app, ["bench", "--hooks", "all_reduce,none,bf16", "--out", "r"])
+    result = CliRunner().invoke(command.app, ["--hooks", "all_reduce,none,bf16", "--out", "r"])
     assert result.exit_code == 130
     assert "interrupted, 1 of 3 methods finished" in result.stderr
     assert "all_reduce 2.500" in " ".join(result.stdout.split())
@@ -79,11 +79,11 @@ def test_an_interruption_keeps_what_is_finished(
 def test_results_are_drawn_again_from_their_record(tmp_path: Path) -> None:
     record = PUBLISHED / "results.json"
     (tmp_path / "results.json").write_bytes(record.read_bytes())
-    result = CliRunner().invoke(app, ["bench", "--redraw", "--out", str(tmp_path)])
+    result = CliRunner().invoke(command.app, ["--redraw", "--out", str(tmp_path)])
     assert result.exit_code == 0
     assert (tmp_path / "results.md").read_text() == (PUBLISHED / "results.md").read_text()
     assert (tmp_path / "loss-vs-time.png").exists()
     (tmp_path / "results.json").write_text("[1")
-    result = CliRunner().invoke(app, ["bench", "--redraw", "--out", str(tmp_path)])
+    result = CliRunner().invoke(command.app, ["--redraw", "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert "is not JSON" in result.stderr

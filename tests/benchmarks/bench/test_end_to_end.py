@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.bench import __main__ as command
 from benchmarks.bench import worker
-from benchmarks.lab import options, processes
 from benchmarks.lab.model import GPTConfig
+from benchmarks.lab.runs import Settings
 from benchmarks.netns import why_not
-from comm_hooks.launchers.main import app
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,11 +39,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     arguments = ["--rate", "10mbit", "--hooks", HOOKS, "--steps", STEPS, "--timing-steps", 2]
     arguments += ["--quick", "--data", data, "--out", folder / "out"]
     with pytest.MonkeyPatch.context() as patch:
-        small = GPTConfig(layers=2, width=64, heads=2, context=16)
-        patch.setattr(options, "_QUICK_MODEL", small)
-        # The network tells the ranks all that torchrun would; tests of the launch have torchrun.
-        patch.setattr(processes, "TORCHRUN", (sys.executable,))
-        result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
+        model = GPTConfig(layers=2, width=64, heads=2, context=16)
+        small = Settings(steps=STEPS, warmup=2, eval_every=2, eval_windows=8, model=model)
+        patch.setattr(command, "make_settings", lambda *given: small)
+        result = CliRunner().invoke(command.app, list(map(str, arguments)))
     assert result.exit_code == 1, result.output
     return folder / "out", result.stdout
 
@@ -52,10 +51,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def methods(outcome: tuple[Path, str]) -> dict[str, dict[str, Any]]:
     whole = json.loads((outcome[0] / "results.json").read_text())
     assert whole["rates"] == ["none", "10mbit"]
-    assert whole["facts"]["Command"].startswith(
-        "python -m benchmarks.bench --rate none,10mbit --hooks "
-    )
-    return {record["method"]: record for record in whole["methods"]}
+    return {record["spec"]["method"]: record for record in whole["methods"]}
 
 
 def test_a_method_that_fails_costs_its_own_row_only(
@@ -63,12 +59,12 @@ def test_a_method_that_fails_costs_its_own_row_only(
 ) -> None:
     folder, printed = outcome
     assert list(methods) == HOOKS.split(",")
-    assert methods[DIVERGING]["figures"] is None
+    assert "figures" not in methods[DIVERGING]
     assert methods[DIVERGING]["timings"] == []
     assert f"* {DIVERGING} failed: FloatingPointError: diverged" in " ".join(printed.split())
     assert "FloatingPointError" in (folder / "logs" / "1-bf16+adamw_lr=1e30.log").read_text()
     for name in HOOKS.split(",")[1:]:
-        assert methods[name]["failure"] is None
+        assert "failure" not in methods[name]
         assert [timing["rate"] for timing in methods[name]["timings"]] == ["none", "10mbit"]
         loss = methods[name]["figures"]["loss"]
         assert loss == methods[name]["curve"][-1]["loss"]
@@ -124,7 +120,7 @@ def test_nothing_of_it_is_left(outcome: tuple[Path, str]) -> None:
 
 
 def test_ctrl_c_removes_the_network(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "comm_hooks.launchers.main", "bench", "--hooks", "none"]
+    command = [sys.executable, "-m", "benchmarks.bench", "--hooks", "none"]
     command += ["--quick", "--steps", "1000000", "--out", str(tmp_path / "out")]
     with subprocess.Popen(
         command,
@@ -136,8 +132,7 @@ def test_ctrl_c_removes_the_network(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as bench:
         deadline = time.monotonic() + 120
-        # torchrun has made the folder of its worker's logs: the ranks are starting.
-        while not any(path.is_dir() for path in tmp_path.glob("comm-hooks-*/*")):
+        while not list(tmp_path.glob("comm-hooks-*/store")):  # the ranks are starting
             assert time.monotonic() < deadline
             assert bench.poll() is None
             time.sleep(0.1)

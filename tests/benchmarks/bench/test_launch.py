@@ -38,24 +38,20 @@ def run(tmp_path: Path, timeout: float, watch: Callable[[Event], None]) -> Resul
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_between_two_rates_is_named(tmp_path: Path) -> None:
-    pids: list[int] = []
-
-    def rank_of(pid: int) -> str:
-        variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        return dict(each.split("=", 1) for each in variables if each)["RANK"]
+    pids: dict[int, int] = {}
 
     def watch(event: Event) -> None:
         if event["event"] == "process":
-            pids.append(event["pid"])
+            pids[event["rank"]] = event["pid"]
         elif event["event"] == "timing":
-            os.kill(next(pid for pid in pids if rank_of(pid) == "1"), signal.SIGKILL)
+            os.kill(pids[1], signal.SIGKILL)
 
     result = run(tmp_path, 300, watch)
     assert result.run.failure == "rank 1 was ended by SIGKILL"
     assert result.run.figures is not None
     assert [timing.rate for timing in result.timings] == ["none"]
     assert len(pids) == 2
-    assert not any(map(is_running, pids))
+    assert not any(map(is_running, pids.values()))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +68,7 @@ def test_a_rank_that_is_killed_between_two_rates_is_named(tmp_path: Path) -> Non
 def test_ranks_that_say_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, failure: str
 ) -> None:
-    monkeypatch.setattr(launch.processes, "TORCHRUN", (sys.executable, "-c", script))
+    monkeypatch.setattr(launch.processes, "PYTHON", (sys.executable, "-c", script))
     timeout = 0.5 if "hung" in failure else 60
     result = run(tmp_path, timeout, lambda event: None)
     assert result.run.failure == failure

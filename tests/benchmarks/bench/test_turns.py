@@ -3,15 +3,13 @@
 import time
 from collections.abc import Callable
 from dataclasses import astuple
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.bench import turns
 from benchmarks.bench.results import Block
-from benchmarks.bench.turns import Runner, measure_all_reduce, take_turns
+from benchmarks.bench.turns import measure_all_reduce, take_turns
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -20,24 +18,29 @@ SLEEPS = (1, 20)
 Taken = tuple[list[str], list[list[Block]], int]
 
 
-def runner(name: str, log: list[str], local_steps: int, slow: bool) -> Runner:
+class Sleeper:
     """A runner whose steps sleep, and write to ``log``; rank r counts 10 + r bytes per step."""
 
-    def step(closure: object) -> None:
-        log.append(name)
-        time.sleep(SLEEPS[dist.get_rank()] / 1e3 if slow else 0.0)
+    def __init__(self, name: str, log: list[str], local_steps: int, slow: bool) -> None:
+        self.period = local_steps
+        self._name, self._log, self._slow = name, log, slow
+        self._steps = 0
 
-    optimizer = SimpleNamespace(step=step, local_steps=local_steps)
-    per_step = 10 + dist.get_rank()
-    trainer: Any = SimpleNamespace(optimizer=optimizer, traffic=lambda n: (per_step * n, 0))
-    return Runner(trainer, iter(lambda: torch.zeros(1, 2), None))
+    def take(self, steps: int) -> None:
+        for _ in range(steps):
+            self._log.append(self._name)
+            time.sleep(SLEEPS[dist.get_rank()] / 1e3 if self._slow else 0.0)
+            self._steps += 1
+
+    def sent(self) -> int:
+        return self._steps * (10 + dist.get_rank())
 
 
 def take(period: int, steps: int, budget: float) -> Taken:
     turns._BUDGET_SECONDS = budget
     log: list[str] = []
     beats: list[int] = []
-    runners = [runner("control", log, 1, False), runner("method", log, period, True)]
+    runners: Any = [Sleeper("control", log, 1, False), Sleeper("method", log, period, True)]
     blocks = take_turns(runners, runners[1].period, steps, lambda: beats.append(1))
     return log, blocks, len(beats)
 

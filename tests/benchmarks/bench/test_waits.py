@@ -5,15 +5,16 @@ import pytest
 from benchmarks.bench.results import Block, Candidate, Result, Timing
 from benchmarks.bench.table import wait_rows_of
 from benchmarks.bench.waits import halfway_loss, steps_until
-from benchmarks.lab.runs import Figures, Point, Run, Settings
+from benchmarks.lab.runs import Figures, Point, Run, RunSpec
 
 
 def curve(*losses: float) -> list[Point]:
-    return [Point(10 * i, loss, 0, 0, 0.0) for i, loss in enumerate(losses, start=1)]
+    return [Point(10 * i, loss, 0.5, 0) for i, loss in enumerate(losses, start=1)]
 
 
 def result(method: str, *losses: float, control: float = 200.0, own: float = 300.0) -> Result:
-    run = Run(method, "", Settings(), curve(*losses), Figures(losses[-1], 0.0, 1.0, 1.0, 1.0, 1, 1))
+    figures = Figures(losses[-1], 1.0, 1.0, 1.0, 1, 1)
+    run = Run(RunSpec(method, {}, {"lr": 0.1}, 0), curve(*losses), figures=figures)
     tuned, without = (Candidate(None, [Block(ms, 0.0, 0.0)] * 2) for ms in (own, control))
     return Result(run, [Timing("10mbit", 1e7, 1, without, [tuned])])
 
@@ -41,7 +42,7 @@ def test_halfway_needs_both_controls_and_a_gain() -> None:
     assert halfway_loss([none]) is None
     assert halfway_loss([exact]) is None
     assert halfway_loss([none, result("all_reduce", 3.0)]) is None
-    failed = Result(Run("all_reduce", "", Settings(), failure="diverged"))
+    failed = Result(Run(RunSpec("all_reduce", {}, {"lr": 0.1}, 0), failure="diverged"))
     assert halfway_loss([none, failed]) is None
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.lab.events import EventReader, StalledError, telling
+from benchmarks.lab.events import EventReader, StalledError, reporting
 
 
 @given(st.lists(st.text(), min_size=1, max_size=5), st.data())
@@ -18,8 +18,9 @@ def test_lines_are_read_once_they_are_whole(
     events = [{"event": text} for text in texts]
     written = "".join(json.dumps(event) + "\n" for event in events)
     cut = data.draw(st.integers(0, len(written)))
-    path = tmp_path_factory.mktemp("events") / "events.jsonl"
-    reader = EventReader(path)
+    folder = tmp_path_factory.mktemp("events")
+    path = folder / "events.jsonl"
+    reader = EventReader(folder)
     path.write_text(written[:cut])
     first = list(reader.new_events())
     assert first == events[: written[:cut].count("\n")]
@@ -31,7 +32,7 @@ def test_lines_are_read_once_they_are_whole(
 
 def test_what_was_told_before_the_end_is_read_after_it(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    reader = EventReader(path)
+    reader = EventReader(tmp_path)
 
     def is_running() -> bool:
         path.write_text('{"event": "last"}\n')
@@ -42,26 +43,31 @@ def test_what_was_told_before_the_end_is_read_after_it(tmp_path: Path) -> None:
 
 
 def test_silence_is_an_error(tmp_path: Path) -> None:
-    reader = EventReader(tmp_path / "events.jsonl")
+    reader = EventReader(tmp_path)
     with pytest.raises(StalledError, match="hung: no progress for 0"):
         list(reader.follow(lambda: True, 0.2))
     reader.close()
 
 
-def test_an_error_is_told_with_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")
-    reader = EventReader(tmp_path / "events.jsonl")
+def test_an_error_has_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = EventReader(tmp_path)
 
-    def fail() -> None:
-        with telling(tmp_path / "events.jsonl") as tell:
-            tell({"event": "step"})
+    def fail(rank: int) -> None:
+        monkeypatch.setenv("RANK", str(rank))
+        with reporting(tmp_path) as report:
+            report({"event": "step"})
             raise OSError("no disk\nat all")
 
-    with pytest.raises(OSError, match="no disk"):
-        fail()
-    assert list(reader.new_events()) == [
-        {"event": "process", "pid": os.getpid()},
-        {"event": "step"},
-        {"event": "error", "rank": 3, "reason": "OSError: no disk"},
-    ]
+    for rank in (0, 3):
+        with pytest.raises(OSError, match="no disk"):
+            fail(rank)
+    of_first, of_other = (
+        [
+            {"event": "process", "rank": rank, "pid": os.getpid()},
+            {"event": "step"},
+            {"event": "error", "rank": rank, "reason": "OSError: no disk"},
+        ]
+        for rank in (0, 3)
+    )
+    assert list(reader.new_events()) == [*of_first, of_other[0], of_other[2]]
     reader.close()

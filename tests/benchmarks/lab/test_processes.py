@@ -13,18 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.lab import events, processes
+from benchmarks.lab import events
 from benchmarks.lab.events import Event
 from benchmarks.lab.methods import parse_method
 from benchmarks.lab.model import GPTConfig
-from benchmarks.lab.processes import (
-    cause_of_failure,
-    find_killed_rank,
-    last_words,
-    run_method,
-)
+from benchmarks.lab.processes import cause_of_failure, last_words, run_method
 from benchmarks.lab.runs import Run, Settings
-from tests.torchrun import Torchrun
 
 ENDLESS = Settings(
     steps=1_000_000, eval_every=1_000_000, model=GPTConfig(layers=1, width=16, heads=2, context=16)
@@ -37,13 +31,13 @@ class Ranks:
     """Watches a run's events: remembers the workers, and does something at the first step."""
 
     def __init__(self, at_first_step: Callable[["Ranks"], None]) -> None:
-        self.pids: list[int] = []
+        self.pids: dict[int, int] = {}  # by rank
         self._at_first_step = at_first_step
         self._stepped = False
 
     def __call__(self, event: Event) -> None:
         if event["event"] == "process":
-            self.pids.append(event["pid"])
+            self.pids[event["rank"]] = event["pid"]
         elif event["event"] == "step" and not self._stepped:
             self._stepped = True
             self._at_first_step(self)
@@ -75,9 +69,9 @@ def test_a_rank_that_is_killed_is_named_and_the_others_end(tmp_path: Path) -> No
     ranks = Ranks(lambda ranks: os.kill(ranks.pids[1], signal.SIGKILL))
     run = run_endless(tmp_path, ranks)
     assert run.figures is None
-    assert run.failure in ("rank 0 was ended by SIGKILL", "rank 1 was ended by SIGKILL")
+    assert run.failure == "rank 1 was ended by SIGKILL"
     assert len(ranks.pids) == 2
-    assert not any(map(is_running, ranks.pids))
+    assert not any(map(is_running, ranks.pids.values()))
 
 
 @pytest.mark.slow
@@ -94,7 +88,7 @@ def test_ranks_that_hang_and_ignore_all_requests_are_killed(
     # A stopped process answers neither the end of its input nor SIGTERM.
     def stop(ranks: Ranks) -> None:
         nonlocal stopped
-        for pid in ranks.pids:
+        for pid in ranks.pids.values():
             os.kill(pid, signal.SIGSTOP)
         stopped = time.monotonic()
 
@@ -103,18 +97,15 @@ def test_ranks_that_hang_and_ignore_all_requests_are_killed(
     run = run_endless(tmp_path, ranks, timeout=240)
     assert run.failure == "hung: no progress for 240 s"
     assert len(ranks.pids) == 2
-    assert not any(map(is_running, ranks.pids))
+    assert not any(map(is_running, ranks.pids.values()))
 
 
-def test_a_run_that_diverges_says_so(
-    tmp_path: Path, torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "TORCHRUN", (str(torchrun.command),))
+def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
     ranks = Ranks(lambda ranks: None)
     run = run_endless(tmp_path, ranks, spec="all_reduce+adamw:lr=1e30")
     assert run.failure is not None
     assert run.failure.startswith("FloatingPointError: diverged: the loss is nan at step")
-    assert not any(map(is_running, ranks.pids))
+    assert not any(map(is_running, ranks.pids.values()))
 
 
 @pytest.mark.slow
@@ -126,7 +117,7 @@ def test_an_interruption_ends_the_ranks_before_it_is_passed_on(tmp_path: Path) -
     with pytest.raises(KeyboardInterrupt):
         run_endless(tmp_path, ranks)
     assert len(ranks.pids) == 2
-    assert not any(map(is_running, ranks.pids))
+    assert not any(map(is_running, ranks.pids.values()))
 
 
 @pytest.mark.slow
@@ -135,7 +126,7 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from tests.benchmarks.lab.test_processes import Ranks, run_endless
-run_endless(Path({str(tmp_path)!r}), Ranks(lambda ranks: print(*ranks.pids, flush=True)))
+run_endless(Path({str(tmp_path)!r}), Ranks(lambda ranks: print(*ranks.pids.values(), flush=True)))
 """
     command = [sys.executable, "-c", script]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # for what a killed process leaves
@@ -163,67 +154,38 @@ def test_the_command_ends_its_processes_and_files_when_asked_to_end(tmp_path: Pa
 
     arguments = ["--hooks", "all_reduce", "--quick", "--steps", "1000000", "--out", str(out)]
     with subprocess.Popen(
-        [sys.executable, "-m", "comm_hooks.launchers.main", "compare", *arguments],
+        [sys.executable, "-m", "benchmarks.compare", *arguments],
         env={**os.environ, "TMPDIR": str(scratch)},
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
     ) as process:
-        wait_until(lambda: len(workers()) == 3)  # torchrun and two ranks
+        wait_until(lambda: len(workers()) == 2)
         process.terminate()
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert errors == "python -m benchmarks.compare: interrupted, 0 of 1 methods finished\n"
     assert not workers()
     assert not list(scratch.glob("comm-hooks-*"))
-    assert not list(scratch.glob("torchelastic_*"))
 
 
-def test_the_last_words_are_those_of_the_worker_and_not_of_torchrun() -> None:
+def test_the_last_words_are_those_of_an_exception() -> None:
     log = """\
-[rank1]: Traceback (most recent call last):
-[rank1]:   File "worker.py", line 1, in <module>
-[rank1]: torch.linalg.LinAlgError: singular
-[rank1]: while exiting
-E1120 17:35:20.555000 5202 torch/distributed/elastic/multiprocessing/api.py:1002] failed
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-========
+Traceback (most recent call last):
+  File "worker.py", line 1, in <module>
+torch.linalg.LinAlgError: singular
+while exiting
 """
     assert last_words(log) == "torch.linalg.LinAlgError: singular"
     assert last_words("worker.py: error: unknown argument\n\n") == (
         "worker.py: error: unknown argument"
     )
-    assert last_words("") == "torchrun ended without a word"
+    assert last_words("") == "the ranks ended without a word"
 
 
-def test_a_rank_that_failed_by_itself_was_not_killed() -> None:
-    log = """\
-Failures:
-[1]:
-  rank      : 1 (local_rank: 1)
-  traceback : Signal 15 (SIGTERM) received by PID 5207
-Root Cause (first observed failure):
-[0]:
-  rank      : 0 (local_rank: 0)
-  exitcode  : {exit} (pid: 5206)
-  traceback : {traceback}
-"""
-    failed = log.format(exit=1, traceback="To enable traceback see: https://pytorch.org")
-    killed = log.format(exit=-11, traceback="Signal 11 (SIGSEGV) received by PID 5206")
-    assert find_killed_rank(failed) is None
-    assert find_killed_rank(killed) == (0, "SIGSEGV")
-
-
-def test_what_a_rank_told_before_it_was_aborted_is_the_cause() -> None:
-    aborted = """\
-Root Cause (first observed failure):
-[0]:
-  rank      : 0 (local_rank: 0)
-  exitcode  : -6 (pid: 5206)
-  traceback : Signal 6 (SIGABRT) received by PID 5206
-"""
-    assert cause_of_failure({}, aborted) == "rank 0 was ended by SIGABRT"
-    assert cause_of_failure({1: "closed"}, aborted) == "rank 0 was ended by SIGABRT"
-    assert cause_of_failure({1: "diverged", 0: "closed"}, aborted) == "diverged"
-    assert cause_of_failure({0: "diverged"}, "") == "diverged"
-    assert cause_of_failure({}, "ValueError: no") == "ValueError: no"
+def test_the_cause_is_the_first_report_unless_a_signal_ended_a_silent_rank() -> None:
+    aborted = {0: -signal.SIGABRT, 1: 1}
+    assert cause_of_failure({}, aborted, "") == "rank 0 was ended by SIGABRT"
+    assert cause_of_failure({1: "closed"}, aborted, "") == "rank 0 was ended by SIGABRT"
+    assert cause_of_failure({1: "diverged", 0: "closed"}, aborted, "") == "diverged"
+    assert cause_of_failure({}, {0: 1, 1: 0}, "ValueError: no") == "ValueError: no"

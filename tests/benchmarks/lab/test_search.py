@@ -2,18 +2,20 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from benchmarks.lab.outcomes import Advance, Diverged, Method
-from benchmarks.lab.runs import Point, Tuned
-from benchmarks.lab.progress import Display, open_display
-from benchmarks.lab.search import run_method, search
+from benchmarks.lab.outcomes import Advance, Diverged, Method, Outcome
+from benchmarks.lab.runs import Point, RunStore, Tuned
+from benchmarks.lab.search import Tuning, search
 
 
 @given(
@@ -75,7 +77,6 @@ def method_of(loss: Callable[[Tuned, int], float], **options: Any) -> Method:
     """A method whose runs have one point of that loss, or none if it is not finite."""
 
     def train(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
-        advance()
         value = loss(settings, seed)
         if not math.isfinite(value):
             raise Diverged
@@ -84,18 +85,23 @@ def method_of(loss: Callable[[Tuned, int], float], **options: Any) -> Method:
     return Method("method", {}, train, **options)
 
 
-@pytest.fixture
-def display() -> Iterator[Display]:
-    with open_display(Console(quiet=True), methods=1) as display:
-        yield display
+def tune(method: Method, tuning: Tuning) -> tuple[Outcome, RunStore]:
+    """Make all runs of a method."""
+    runs = RunStore(Path(tempfile.mkdtemp()) / "runs.jsonl")
+    while specs := tuning.next(method, runs):
+        for spec in specs:
+            runs.add(method.run(spec))
+    outcome = tuning.outcome(method, runs)
+    assert outcome is not None
+    return outcome, runs
 
 
-def test_the_best_settings_of_the_first_seed_are_run_on_all(display: Display) -> None:
+def test_the_best_settings_of_the_first_seed_are_run_on_all() -> None:
     def loss(settings: Tuned, seed: int) -> float:
         return abs(math.log2(settings["lr"])) + settings["decay"] + seed
 
     method = method_of(loss, start=0.25, variants=[{"decay": 2.0}, {"decay": 1.0}])
-    outcome = run_method(method, seeds=[0, 1, 2], tries=2, rounds=1, display=display, reached=str)
+    outcome, _ = tune(method, Tuning(tries=2, seeds=[0, 1, 2]))
     assert [run.settings for run in outcome.tries] == [
         {"lr": lr, "decay": decay} for decay in (2.0, 1.0) for lr in (0.25, 1.0)
     ]
@@ -105,31 +111,97 @@ def test_the_best_settings_of_the_first_seed_are_run_on_all(display: Display) ->
     assert outcome.mean_curve() == [Point(1, 2.0, pytest.approx(0.2), 100)]
 
 
-def test_settings_are_chosen_by_validation_data_where_there_are_such(display: Display) -> None:
+def test_settings_are_chosen_by_validation_data_where_there_are_such() -> None:
     def train(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
         distance = abs(math.log2(settings["lr"]))
         return [Point(1, loss=-distance, error=0.5, bytes_sent=0, validation=distance)]
 
-    method = Method("method", {}, train, start=0.25)
-    outcome = run_method(method, seeds=[0], tries=4, rounds=1, display=display, reached=str)
+    outcome, _ = tune(Method("method", {}, train, start=0.25), Tuning(tries=4, seeds=[0]))
     assert outcome.settings == {"lr": 1.0}
     assert outcome.losses == [0.0]
-    assert {attempt["validation"] for attempt in outcome.to_dict()["tries"]} == {0.0, 1.0, 2.0}
+    assert {attempt["score"] for attempt in outcome.to_dict()["tries"]} == {0.0, 1.0, 2.0}
 
 
-def test_settings_that_name_a_learning_rate_are_tried_as_they_are(display: Display) -> None:
+def test_settings_that_name_a_learning_rate_are_tried_as_they_are() -> None:
     method = method_of(lambda s, seed: s["lr"], start=1.0, variants=[{"lr": 3.0}, {"lr": 2.0}])
-    outcome = run_method(method, seeds=[0], tries=5, rounds=1, display=display, reached=str)
+    outcome, _ = tune(method, Tuning(tries=5, seeds=[0]))
     assert [run.settings["lr"] for run in outcome.tries] == [3.0, 2.0]
     assert outcome.settings == {"lr": 2.0}
 
 
-def test_a_method_that_always_diverges_is_reported_as_such(display: Display) -> None:
-    method = method_of(lambda s, seed: math.nan, start=1.0)
-    outcome = run_method(method, seeds=[0, 1], tries=3, rounds=1, display=display, reached=str)
+def test_a_method_that_always_diverges_is_reported_as_such() -> None:
+    outcome, runs = tune(method_of(lambda s, seed: math.nan, start=1.0), Tuning(3, [0, 1]))
     assert outcome.diverged
-    assert len(outcome.tries) == 6
-    assert len(outcome.runs) == 1
+    assert (len(outcome.tries), len(outcome.runs), len(runs)) == (6, 1, 6)
     record = outcome.to_dict()
     assert record["mean_loss"] is None
     json.dumps(record, allow_nan=False)
+
+
+def confirming(tries: int = 3, seeds: Sequence[int] = range(3)) -> Tuning:
+    return Tuning(tries, seeds, factor=2.0, more=4, confirm=True)
+
+
+@given(best=st.floats(1e-5, 10.0), tries=st.integers(1, 6), seeds=st.integers(1, 4))
+def test_every_method_is_tuned_by_the_same_rule_and_its_best_gets_all_seeds(
+    best: float, tries: int, seeds: int
+) -> None:
+    method = method_of(lambda s, seed: abs(math.log(s["lr"] / best)) - seed, start=1e-3)
+    outcome, runs = tune(method, confirming(tries, range(seeds)))
+    first = [run for run in runs if run.seed == 0]
+    assert tries <= len(first) <= tries + 4
+    assert tries < 3 or len(first) == tries + 4 or not outcome.is_at_edge
+    chosen = min(first, key=lambda run: run.loss)
+    assert [run.seed for run in outcome.runs] == list(range(seeds))
+    assert {run.settings["lr"] for run in outcome.runs} == {chosen.settings["lr"]}
+    assert len(runs) == len(first) + seeds - 1
+
+
+@given(
+    steps=st.lists(st.floats(0.0, 0.5), min_size=9, max_size=9),
+    luck=st.lists(st.floats(0.0, 1.0), min_size=27, max_size=27),
+)
+def test_no_rate_that_may_be_better_is_left_out_for_the_luck_of_the_first_seed(
+    steps: list[float], luck: list[float]
+) -> None:
+    def loss(settings: Tuned, seed: int) -> float:
+        place = round(math.log2(settings["lr"] / 1e-3)) % 9
+        return steps[place] + luck[3 * place + seed]
+
+    outcome, runs = tune(method_of(loss, start=1e-3), confirming())
+    assert len(outcome.runs) == 3
+    mean = statistics.mean(outcome.losses)
+    for rate in {run.settings["lr"] for run in runs}:
+        losses = [run.loss for run in runs if run.settings["lr"] == rate]
+        assert (len(losses) == 1 and losses[0] >= mean) or statistics.mean(losses) >= mean
+
+
+@pytest.mark.parametrize(
+    ("losses", "others", "chosen"),
+    [
+        # On the first seed 8e-3 is the best; on the others it is far worse than its neighbour.
+        ({4e-3: (0.9, 1.0), 8e-3: (0.8, 1.3), 2e-3: (0.99, 1.1)}, 2.0, 4e-3),
+        # Where the means lead to the edge, the search goes on.
+        ({4e-3: (0.9, 2.0), 2e-3: (1.0, 1.0), 1e-3: (0.95, 0.5), 5e-4: (1.2, 1.9)}, 3.0, 1e-3),
+        ({4e-3: (0.9, 0.9), 8e-3: (math.inf, 1.0)}, 2.0, 4e-3),
+    ],
+)
+def test_the_best_mean_counts(
+    losses: dict[float, tuple[float, ...]], others: float, chosen: float
+) -> None:
+    def loss(settings: Tuned, seed: int) -> float:
+        return losses[settings["lr"]][seed] if settings["lr"] in losses else others
+
+    outcome, runs = tune(method_of(loss, start=4e-3), confirming(seeds=range(2)))
+    assert outcome.settings == {"lr": chosen}
+    assert not outcome.is_at_edge
+    assert all(runs.get(replace(run.spec, seed=0)) for run in runs)
+
+
+def test_a_run_that_is_there_is_not_made_again() -> None:
+    method = method_of(lambda s, seed: abs(math.log(s["lr"] / 2e-3)), start=1e-3)
+    _, runs = tune(method, confirming())
+    assert confirming().next(method, runs) == []
+    assert [spec.seed for spec in confirming(seeds=range(4)).next(method, runs)] == [3]
+    elsewhere = replace(method, start=8e-3)
+    assert confirming().next(elsewhere, runs) == [], "tries count wherever they began"

@@ -1,8 +1,9 @@
-"""What one rank trains: the model, and which part of the text it may see."""
+"""The model of the comparison, the part of the text that each rank sees, and how it is judged."""
 
 import math
 from itertools import islice
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from benchmarks.lab.corpus import shard_bounds
 from benchmarks.lab.model import GPT, GPTConfig
 from benchmarks.lab.runs import Settings
-from benchmarks.lab.training import draw_batches
+from benchmarks.lab.tasks.whole_text import whole_text
+from benchmarks.lab.training import batch_generator
 
 TINY = GPTConfig(layers=2, width=16, heads=2, context=8)
 
@@ -19,13 +21,6 @@ def test_the_default_model_is_the_one_that_figures_are_quoted_for() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig())
     assert sum(parameter.numel() for parameter in model.parameters()) == 4_831_232
-
-
-def test_an_untrained_model_guesses() -> None:
-    torch.manual_seed(0)
-    windows = torch.randint(0, 256, (64, 129))
-    loss = GPT(GPTConfig(layers=2))(windows[:, :-1], windows[:, 1:])
-    assert abs(loss.item() - math.log(256)) < 0.1
 
 
 def test_a_prediction_depends_on_what_came_before_and_not_on_what_follows() -> None:
@@ -45,30 +40,41 @@ def test_a_prediction_depends_on_what_came_before_and_not_on_what_follows() -> N
     assert after == after_changed
 
 
-@given(
-    nproc=st.integers(1, 5),
-    length=st.integers(45, 2000),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_a_rank_sees_its_own_shard_and_nothing_else(nproc: int, length: int, seed: int) -> None:
+@given(nproc=st.integers(1, 5), length=st.integers(45, 2000), seed=st.integers(0, 2**32 - 1))
+def test_a_rank_sees_its_own_part_and_nothing_else(nproc: int, length: int, seed: int) -> None:
     settings = Settings(nproc=nproc, seed=seed, model=TINY)
     tokens = torch.empty(length, dtype=torch.uint8)
     for rank, (start, stop) in enumerate(shard_bounds(length, nproc)):
         tokens[start:stop] = rank
-    for rank in range(nproc):
-        for batch in islice(draw_batches(tokens, settings, rank), 3):
-            assert batch.shape == (settings.batch, settings.window)
-            assert batch.eq(rank).all()
+    task = whole_text(tokens, settings)
+    for rank, part in enumerate(task.clients):
+        generator = batch_generator(seed, rank, task.seeds_apart)
+        for inputs, targets in islice(part.batches(6, generator), 3):
+            assert inputs.shape == targets.shape == (6, 8)
+            assert inputs.eq(rank).all()
+            assert targets.eq(rank).all()
 
 
 def test_batches_follow_the_seed_and_differ_between_ranks() -> None:
     tokens = torch.randint(0, 256, (10_000,), dtype=torch.uint8)
-    # Ranks that draw alike would make two shards of equal text one.
+    # Ranks that draw the same places would make two parts of equal text one.
     tokens[5_000:] = tokens[:5_000]
+    task = whole_text(tokens, Settings(model=TINY))
 
     def first(seed: int, rank: int) -> torch.Tensor:
-        return next(draw_batches(tokens, Settings(seed=seed, model=TINY), rank))
+        generator = batch_generator(seed, rank, task.seeds_apart)
+        return next(task.clients[rank].batches(6, generator))[0]
 
     assert torch.equal(first(0, 0), first(0, 0))
     assert not torch.equal(first(0, 0), first(1, 0))
     assert not torch.equal(first(0, 0), first(0, 1))
+
+
+def test_an_untrained_model_guesses_all_of_the_text() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 256, (5_000,), dtype=torch.uint8)
+    task = whole_text(tokens, Settings(model=TINY))
+    assert len(task.held_out) == 96
+    judged = task.evaluate(task.make_model())
+    assert judged["loss"] == pytest.approx(math.log(256), abs=0.1)
+    assert judged["error"] > 0.98
