@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from benchmarks.lab.machine import processor
 from comm_hooks import (
     SRHT,
     Cocktail,
@@ -34,7 +35,6 @@ from comm_hooks import (
     Sign,
     TopK,
 )
-from comm_hooks.launchers.machine import processor
 from comm_hooks.memory.rows import Rows
 from comm_hooks.randomness import Draw
 

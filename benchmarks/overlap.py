@@ -17,7 +17,9 @@ import torch.distributed as dist
 import typer
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.lab.clock import slowest
 from benchmarks.lab.model import GPT, VOCABULARY
+from benchmarks.lab.output import SKIPPED
 from benchmarks.lab.processes import lines_from_bed
 from benchmarks.lab.runs import Settings
 from benchmarks.netns import NetnsError
@@ -25,8 +27,6 @@ from comm_hooks import register, skip_hook
 from comm_hooks.collectives.base import completed
 from comm_hooks.collectives.requests import Result, Round
 from comm_hooks.collectives.torch_distributed import TorchDistributed
-from comm_hooks.launchers.advise.rehearsal import slowest
-from comm_hooks.launchers.output import SKIPPED
 
 # Name -> arguments of register().
 METHODS: dict[str, dict[str, Any]] = {

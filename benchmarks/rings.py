@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 import typer
 
+from benchmarks.lab.output import SKIPPED
 from benchmarks.lab.processes import lines_from_bed
 from benchmarks.netns import NetnsError, parse_rate
 from comm_hooks.collectives import TorchDistributed
 from comm_hooks.collectives.requests import AllGather, AllReduce
-from comm_hooks.launchers.output import SKIPPED
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -30,12 +30,12 @@ from operator import itemgetter
 from pathlib import Path
 
 from benchmarks.lab.corpus import load_corpus
+from benchmarks.lab.machine import processor
 from benchmarks.lab.methods import parse_method, parse_methods
 from benchmarks.lab.options import describe_training, versions
 from benchmarks.lab.processes import available_cores, run_method, threads_per_rank
 from benchmarks.lab.runs import Figures, Run, Settings
 from benchmarks.report.reading import read_runs
-from comm_hooks.launchers.machine import processor
 
 RESULTS = Path(__file__).parent / "results"
 

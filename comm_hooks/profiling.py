@@ -2,7 +2,7 @@
 
 On a GPU a range shows when work was queued, and its kernels are below it in the timeline.  On gloo
 the exchange of a hook runs in a thread of its own, which the profiler must be told to record
-(``docs/watching.md``).
+(``docs/tracking.md``).
 """
 
 from torch.profiler import record_function

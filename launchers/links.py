@@ -1,12 +1,15 @@
-"""The speed of a link between two processes, over whatever joins them."""
+"""Measure a link between two processes, over any channel; read and print rates."""
 
 import itertools
+import re
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+_RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)?bit")
+_PREFIXES = {None: 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _PINGS = 30
 _FIRST_BYTES = 1 << 14
 _MOST_BYTES = 1 << 28
@@ -140,3 +143,37 @@ def make_rounds(nodes: int, all_pairs_up_to: int) -> list[list[tuple[int, int]]]
         rounds.append(sorted((min(p), max(p)) for p in pairs if -1 not in p))
         players = [players[0], players[-1], *players[1:-1]]
     return rounds
+
+
+def parse_rate(rate: str) -> float:
+    """Return the bits per second of a rate as ``tc`` writes it.
+
+    Raises:
+        ValueError: for anything that is not a positive number of bit, kbit, mbit or gbit.  (What
+            ``tc`` calls mbps is megabytes per second, so it is refused, too.)
+
+    Example::
+
+        >>> parse_rate("100mbit")
+        100000000.0
+    """
+    found = _RATE.fullmatch(rate)
+    if not found or float(found[1]) == 0:
+        raise ValueError(f"rate {rate!r}: write a number and a unit, such as 10mbit or 1gbit")
+    return float(found[1]) * _PREFIXES[found[2]]
+
+
+def format_rate(bits_per_second: float) -> str:
+    """Return a rate as networks have it.
+
+    Example::
+
+        >>> format_rate(94.3e6), format_rate(9.41e9), format_rate(56e3)
+        ('94 Mbit/s', '9.4 Gbit/s', '56 kbit/s')
+    """
+    if bits_per_second >= 999.5e6:
+        return f"{bits_per_second / 1e9:.1f} Gbit/s"
+    if bits_per_second < 1e5:
+        return f"{bits_per_second / 1e3:.0f} kbit/s"
+    megabits = bits_per_second / 1e6
+    return f"{megabits:.0f} Mbit/s" if megabits >= 10 else f"{megabits:.1f} Mbit/s"

@@ -1,17 +1,12 @@
-"""The ``comm-hooks`` command.
+"""The ``comm-hooks`` command: subcommands are imported on demand, and torch when one runs."""
 
-A subcommand's options are imported when it is asked for, and what does the work, torch among it,
-when it runs: ``commands.NAME``, then ``NAME.run``.
-"""
-
-import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
 from typing import Any
 
-_missing = [name for name in ("typer", "rich") if not importlib.util.find_spec(name)]
+# The extra "launch".
+_missing = [n for n in ("typer", "rich", "psutil", "yaml") if not importlib.util.find_spec(n)]
 if _missing:
     print(
         f"comm-hooks: the command line needs {', '.join(_missing)}: "
@@ -25,56 +20,34 @@ import typer.core  # noqa: E402
 import typer.main  # noqa: E402
 
 _COMMANDS = {
-    # The extra with what the command imports, and what it does.
-    "launch": ("launch", "Start a training script on this node of several."),
-    "preflight": ("launch", "Check that every node is ready, and that they reach each other."),
-    "advise": ("launch", "Say which method pays off for a step and a link."),
+    "launch": "Start a training script on this node of several.",
+    "preflight": "Check that every node is ready, and that they reach each other.",
+    "advise": "Say which method pays off for a step and a link.",
 }
 
 
 class _Commands(typer.core.TyperGroup):
-    """Imports only the subcommand that runs: nodes that train need no matplotlib."""
+    """Imports a subcommand from the module ``command`` of its package."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_COMMANDS)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        # What the commands say of themselves would take all that they import.
+        # Their docstrings would have to be imported.
         with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
+            formatter.write_dl(list(_COMMANDS.items()))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _COMMANDS:
             return None
-        path = f"comm_hooks.launchers.commands.{cmd_name}"
-        function = getattr(importlib.import_module(path), cmd_name)
-        # What follows a script's name belongs to the script, even if it looks like our option.
-        settings = {"allow_interspersed_args": False}
+        module = importlib.import_module(f"comm_hooks.launchers.{cmd_name}.command")
         single = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
-        single.command(cmd_name, context_settings=settings)(_explaining(cmd_name, function))
+        # Words after a script's name belong to the script, even if they look like our options.
+        settings = {"allow_interspersed_args": False}
+        single.command(cmd_name, context_settings=settings)(getattr(module, cmd_name))
         return typer.main.get_command(single)
-
-
-def _explaining(command: str, function: Callable[..., None]) -> Callable[..., None]:
-    """Return the command, which says what is missing if it cannot be imported."""
-
-    @functools.wraps(function)
-    def run(**arguments: Any) -> None:
-        try:
-            importlib.import_module(f"comm_hooks.launchers.{command}.run")
-        except ModuleNotFoundError as error:
-            missing = str(error.name).partition(".")[0]
-            if missing == "comm_hooks":
-                raise
-            extra, _ = _COMMANDS[command]
-            line = f'needs {missing}: pip install "comm-hooks[{extra}]"'
-            typer.echo(f"comm-hooks {command}: {line}", err=True)
-            raise typer.Exit(2) from None
-        function(**arguments)
-
-    return run
 
 
 app = typer.Typer(

@@ -16,6 +16,7 @@ from benchmarks.bench.rates import bits_per_second, parse_rates
 from benchmarks.bench.results import Bench, read_results, write_results
 from benchmarks.bench.table import print_table, write_markdown
 from benchmarks.lab.conducting import Comparison, print_facts
+from benchmarks.lab.machine import processor
 from benchmarks.lab.methods import parse_methods
 from benchmarks.lab.options import (
     count_parameters,
@@ -23,18 +24,12 @@ from benchmarks.lab.options import (
     make_settings,
     versions,
 )
+from benchmarks.lab.output import SKIPPED, Interruption, prepare_folder
 from benchmarks.lab.processes import available_cores, threads_per_rank
 from benchmarks.lab.runs import Settings
 from benchmarks.netns import why_not
 from benchmarks.netns.links import call
-from comm_hooks.launchers.machine import processor
-from comm_hooks.launchers.output import (
-    SKIPPED,
-    Interruption,
-    make_console,
-    prepare_folder,
-    refusing,
-)
+from comm_hooks.launchers.output import make_console, refusing
 
 _MAX_RANKS = 200
 _BUSY = 0.5  # of the cores in use before anything is started

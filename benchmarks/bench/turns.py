@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.bench.results import Block
+from benchmarks.lab.clock import slowest
 from benchmarks.lab.optimizers import Trainer
 from benchmarks.lab.training import closure_of
-from comm_hooks.launchers.advise.rehearsal import slowest
 
 _INTERFACE = "eth0"
 _LEAST_BLOCKS = 2

@@ -8,15 +8,16 @@ from rich.text import Text
 
 from benchmarks.compare.plots import write_plots
 from benchmarks.lab.conducting import Comparison, print_facts
+from benchmarks.lab.machine import processor
 from benchmarks.lab.methods import parse_methods
 from benchmarks.lab.options import describe_training, make_settings, versions
+from benchmarks.lab.output import Interruption, prepare_folder
 from benchmarks.lab.processes import available_cores, run_method, threads_per_rank
 from benchmarks.lab.runs import Run
 from benchmarks.report.conclusions import warn_of_few_steps
 from benchmarks.report.page import write_page
 from benchmarks.report.table import print_table
-from comm_hooks.launchers.machine import processor
-from comm_hooks.launchers.output import Interruption, make_console, prepare_folder, refusing
+from comm_hooks.launchers.output import make_console, refusing
 
 
 def compare(

@@ -14,10 +14,11 @@ from rich.text import Text
 from benchmarks.lab.corpus import Corpus, check_length, load_corpus
 from benchmarks.lab.events import Event
 from benchmarks.lab.methods import Method
+from benchmarks.lab.output import INTERRUPTED
 from benchmarks.lab.progress import open_display
 from benchmarks.lab.runs import Run, Settings
 from benchmarks.lab.tables import format_bytes
-from comm_hooks.launchers.output import FAILED, INTERRUPTED
+from comm_hooks.launchers.output import FAILED
 
 Result = TypeVar("Result")
 Watch = Callable[[Event], None]

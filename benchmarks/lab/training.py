@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from benchmarks.lab.clock import Starvation, quartile_range
 from benchmarks.lab.corpus import shard_bounds, window_starts
 from benchmarks.lab.events import Event
 from benchmarks.lab.methods import Method, parse_method
@@ -21,7 +22,6 @@ from benchmarks.lab.model import GPT
 from benchmarks.lab.optimizers import Trainer
 from benchmarks.lab.runs import Figures, Point, Settings
 from benchmarks.lab.schedules import SCHEDULES, warmed_up
-from comm_hooks.launchers.clock import Starvation, quartile_range
 
 _EVAL_BATCH = 16
 

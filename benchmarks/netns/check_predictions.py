@@ -20,27 +20,32 @@ import torch
 import torch.distributed as dist
 import typer
 
+from benchmarks.lab.clock import slowest
 from benchmarks.lab.methods import Method, parse_method, parse_methods
 from benchmarks.lab.model import GPT, VOCABULARY
 from benchmarks.lab.optimizers import Trainer
+from benchmarks.lab.output import SKIPPED
 from benchmarks.lab.processes import lines_from_bed
 from benchmarks.lab.runs import Settings
 from benchmarks.lab.training import closure_of, connect
 from benchmarks.netns.links import NetnsError
-from comm_hooks.launchers.advise.advice import Case
-from comm_hooks.launchers.advise.cost_model import predict
-from comm_hooks.launchers.advise.links import measure_links, network_of
-from comm_hooks.launchers.advise.ranks import joined
-from comm_hooks.launchers.advise.rehearsal import Rehearsals, of_slowest_rank, slowest
+from comm_hooks.launchers.advise import methods as advised
+from comm_hooks.launchers.advise.links import gather, joined, measure_links, network_of
+from comm_hooks.launchers.advise.recommend import Case, make_row
 from comm_hooks.launchers.advise.step import Step
-from comm_hooks.launchers.output import BAD_INPUT, SKIPPED
-from comm_hooks.launchers.place import find_place
-from comm_hooks.launchers.rates import parse_rate
+from comm_hooks.launchers.environment import detect_environment
+from comm_hooks.launchers.links import parse_rate
+from comm_hooks.launchers.output import BAD_INPUT
 
-METHODS = "all_reduce,bf16,topk,topk:collective=sharded,sign,count_sketch,local_adamw"
+METHODS = (
+    "all_reduce,identity:bits=16,topk,topk:collective=sharded,sign,count_sketch,low_communication"
+)
 RATES = "100mbit,1gbit,10mbit"
 RANKS = "2,4"
-_UNCOMPRESSED = ("all_reduce", "bf16")  # 10 to 20 s per step at 10 Mbit: nothing new is learnt
+_UNCOMPRESSED = (
+    "all_reduce",
+    "identity:bits=16",
+)  # 10 to 20 s per step at 10 Mbit: nothing new is learnt
 _SLOW = ("10mbit",)
 _TIMEOUT_SECONDS = 1800.0
 
@@ -91,11 +96,11 @@ def check(
 @app.command(hidden=True)
 def worker(methods: str) -> None:
     """Run one rank; rank 0 prints a JSON object per method."""
-    place = find_place()
+    process = detect_environment()
     torch.set_num_threads(1)
-    with joined(place, "gloo", _TIMEOUT_SECONDS):
+    with joined(process, "gloo", _TIMEOUT_SECONDS):
         for row in _compare([parse_method(spec) for spec in methods.split(",")]):
-            if place.rank == 0:
+            if process.rank == 0:
                 print(json.dumps(row), flush=True)
 
 
@@ -114,21 +119,22 @@ def _compare(methods: list[Method]) -> Iterator[dict[str, Any]]:
     links, nodes = measure_links(device)
     network = network_of(links, nodes, "gloo")
     shapes = tuple(tuple(p.shape) for p in GPT(settings.model).parameters())
-    rehearsals = Rehearsals(Step(shapes, milliseconds=1.0), network.ranks, device)
+    planner = advised.Planner(Step(shapes, milliseconds=1.0), network.ranks, device)
     control = connect(parse_method("none"), settings)
     _time_steps(control, settings, _WARM_UP_STEPS)
     for method in methods:
         trainer = connect(method, settings)
         period = getattr(trainer.optimizer, "local_steps", 1)
         _time_steps(trainer, settings, max(_WARM_UP_STEPS, period))
-        plan = of_slowest_rank(rehearsals.plan(method))
-        optimizer = slowest(rehearsals.optimizer_seconds())
+        candidate = advised.parse_method(method.spec)
+        plan = max(gather(planner.plan(candidate)), key=lambda each: each.arithmetic)
+        optimizer = max(gather(planner.adamw_seconds()))
         without, measured = _time_in_turns([control, trainer], settings, period)
         case = Case(Step(shapes, 1e3 * without), network, optimizer)
         yield {
             "method": method.spec,
             "control": 1e3 * without,
-            "predicted": 1e3 * predict(plan, case.compute, network).step,
+            "predicted": 1e3 * make_row(case, candidate, plan).seconds,
             "measured": 1e3 * measured,
         }
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from benchmarks.netns.links import NetnsError, call, shape
-from comm_hooks.launchers.endpoint import Endpoint
-from comm_hooks.launchers.place import Place
-from comm_hooks.launchers.rates import parse_rate
+from comm_hooks.launchers.environment import LauncherEnvironment
+from comm_hooks.launchers.links import parse_rate
+from comm_hooks.launchers.network import Endpoint
 
 _GUARD = Path(__file__).with_name("guard.py")
 # torchrun, asked to end, gives its workers this long.
@@ -178,7 +178,9 @@ class Testbed:
         interface = dict.fromkeys(
             ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "eth0"
         )
-        own = Place(rank=rank, world_size=self.ranks).variables(Endpoint(self.addresses[0]))
+        own = LauncherEnvironment(rank=rank, world_size=self.ranks).variables(
+            Endpoint(self.addresses[0])
+        )
         cores = len(os.sched_getaffinity(0))
         return {
             "OMP_NUM_THREADS": str(max(1, cores // self.ranks)),

@@ -20,7 +20,7 @@ from benchmarks.quality.page import make_page, write_picture
 from benchmarks.quality.runs import Record, Wanted, perform, read_records
 from benchmarks.quality.settings import COSINE, Setting, build
 from benchmarks.quality.tuning import Entry, by_wanted
-from comm_hooks.launchers.advise import shares
+from comm_hooks.launchers.advise.quality import FILE
 from comm_hooks.launchers.output import complain, refusing
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -153,7 +153,7 @@ def _write(results: Path, tries: int) -> None:
     (results.parent / "quality.md").write_text(make_page(entries, records))
     write_picture(entries, records, results / "share-vs-bits.png")
     if results == RESULTS:
-        shares.FILE.write_text(to_json(make_cells(entries, records)))
+        FILE.write_text(to_json(make_cells(entries, records)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from benchmarks.quality.page import share_of
 from benchmarks.quality.settings import COSINE, Setting
 from benchmarks.quality.shares import Share
 from benchmarks.quality.tuning import Entry, Records
-from comm_hooks.launchers.advise.shares import Cell
+from comm_hooks.launchers.advise.quality import Cell
 
 _DIVERGED = -10.0
 """The share of what ended in infinity."""

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.lab.clock import MOST_RANGE, MOST_STARVED
 from benchmarks.lab.options import QUICK_STEPS
 from benchmarks.lab.runs import BASELINE, Figures, LogSettings, Run, Settings
 from benchmarks.report.groups import Group, conditions_of, group_runs
 from benchmarks.report.logs import LAST_SHARE
-from comm_hooks.launchers.clock import MOST_RANGE, MOST_STARVED
 
 NOISE = 0.03
 """Differences in loss below this say nothing: another seed makes as much."""

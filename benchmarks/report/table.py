@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks.lab import tables
+from benchmarks.lab.clock import roughly
 from benchmarks.lab.runs import Figures, Run
 from benchmarks.report.conclusions import (
     is_distorted,
@@ -25,7 +26,6 @@ from benchmarks.report.groups import (
     mean_figures,
     seed_names,
 )
-from comm_hooks.launchers.clock import roughly
 
 _WIDE_CONSOLE = 110
 

@@ -30,19 +30,14 @@ from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
 from benchmarks.lab.kept_runs import KeptRuns  # noqa: E402
+from benchmarks.lab.machine import processor  # noqa: E402
 from benchmarks.lab.outcomes import Method, Outcome, Point  # noqa: E402
+from benchmarks.lab.output import INTERRUPTED, Interruption, prepare_folder  # noqa: E402
 from benchmarks.lab.progress import open_display  # noqa: E402
 from benchmarks.lab.search import run_method  # noqa: E402
 from benchmarks.lab.tasks import TASKS, Task, build_task  # noqa: E402
 from comm_hooks.config import unknown  # noqa: E402
-from comm_hooks.launchers.machine import processor  # noqa: E402
-from comm_hooks.launchers.output import (  # noqa: E402
-    INTERRUPTED,
-    Interruption,
-    make_console,
-    prepare_folder,
-    refusing,
-)
+from comm_hooks.launchers.output import make_console, refusing  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,19 @@
-"""``comm-hooks advise``: which method for this link, before anything is trained.
+"""``comm-hooks advise``: predict the step time of each method on a link, and recommend one.
 
-``step`` is what is asked about, ``ranks`` and ``links`` measure the network, ``rehearsal`` plays
-each method's arithmetic, ``cost_model`` makes a step time of both, ``shares`` knows what methods
-keep of what exchanging is worth, ``advice`` chooses, ``snippets`` says how to switch it on, and
-``run`` puts it together; ``report`` and ``plot`` are what people see.
+A prediction (:mod:`.cost_model`) adds up the payloads and the arithmetic of a method
+(:mod:`.methods`) and the links (:mod:`.links`).  A recommendation (:mod:`.recommend`) also needs
+the quality that the method kept where it was measured (:mod:`.quality`).
 """
 
-from comm_hooks.launchers.advise.step import Step, measure_step
+from typing import Any
 
 __all__ = ["Step", "measure_step"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name on demand: ``comm-hooks advise --help`` needs no PyTorch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from comm_hooks.launchers.advise import step
+
+    return getattr(step, name)

@@ -1,17 +1,16 @@
-"""How long a step takes: arithmetic, codec, and what crosses the wire, some of it at once.
+"""Predict the time of a training step from its arithmetic, its payloads and the network.
 
-The time of a collective on a link is ::
+A collective takes ::
 
     rounds * latency + bytes / (efficiency * bandwidth)
 
-with the bytes as :mod:`comm_hooks.collectives.requests` counts them, the latency and the bandwidth
-of a single transfer (so that headers and interrupts are in them), and for each collective two
-constants: how many transfers follow one another, and how well it uses the link.
+The bytes are those of :mod:`comm_hooks.collectives.requests`.  Latency and bandwidth are those of a
+single transfer, headers and interrupts included.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -22,15 +21,15 @@ Kind = Literal["all_reduce", "all_gather", "all_to_all"]
 Members = Literal["all", "node", "across"]
 
 TCP_SHARE = 1448 / 1514
-"""Of the bytes on an Ethernet link, those that are not headers: the best a transfer can do."""
+"""The share of the bytes on an Ethernet link that is not headers."""
 
 BACKWARD_SHARE = 2 / 3
-"""Of forward and backward: for each product of matrices forward there are two backward."""
+"""The share of forward and backward that is backward: two matrix products for each one forward."""
 
 _GLOO_EFFICIENCY: dict[Kind, tuple[float, float]] = {
-    # Bandwidth used over that of one transfer: with two ranks, with more.  Measured in network
-    # namespaces at 100 Mbit on 1 to 8 MiB.  Two ranks send acknowledgements against each other's
-    # data; in an all-to-all of more, several senders meet at one receiver.
+    # The bandwidth of a collective over that of one transfer: with two ranks, with more.  Measured
+    # between network namespaces at 100 Mbit/s with 1 to 8 MiB.  Two ranks send acknowledgements
+    # against each other's data; in a larger all-to-all several senders share one receiver.
     "all_reduce": (0.93, 0.93),
     "all_gather": (0.91, 0.93),
     "all_to_all": (0.95, 0.82),
@@ -39,27 +38,27 @@ _GLOO_EFFICIENCY: dict[Kind, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Link:
-    """One way between two ranks: bytes per second of one long transfer, seconds of a tiny one."""
+    """One direction between two ranks: bytes per second, and seconds for an empty message."""
 
     bandwidth: float
     latency: float
 
     def slowest(self, other: "Link") -> "Link":
-        """Return what a ring over both kinds of links is held up by."""
+        """Return the lower bandwidth and the higher latency of two links."""
         return Link(min(self.bandwidth, other.bandwidth), max(self.latency, other.latency))
 
 
 @dataclass(frozen=True)
 class Network:
-    """What joins the ranks.
+    """The links between all ranks.
 
     Attributes:
         ranks: N, at least 2.
         between: the slowest link between two nodes.
-        ranks_per_node: L; they share their node's link.
-        inside: the slowest link inside a node; None where every node has one rank.
-        backend: of ``torch.distributed``.  Gloo's constants are measured.  For NCCL full use of
-            the link and trees (a number of rounds that grows with log N) are assumed, not measured.
+        ranks_per_node: L; the ranks of a node share its link to other nodes.
+        inside: the slowest link inside a node; None with one rank per node.
+        backend: of ``torch.distributed``.  The constants of gloo are measured.  NCCL is assumed to
+            use the whole link, and trees with log2(N) rounds.
     """
 
     ranks: int
@@ -70,7 +69,7 @@ class Network:
 
     @property
     def ring(self) -> Link:
-        """The link that holds up a ring over all ranks, which enters and leaves each node once."""
+        """The slowest link of a ring over all ranks, which enters and leaves each node once."""
         if self.ranks <= self.ranks_per_node:
             return self.inside or self.between
         return self.between.slowest(self.inside) if self.inside else self.between
@@ -78,14 +77,13 @@ class Network:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a round.
+    """One collective.
 
     Attributes:
-        kind: what it does.
+        kind: all-reduce, all-gather or all-to-all.
         traffic: the bytes that each rank sends.
-        members: which ranks take part in one: ``"all"``; those of a ``"node"``; or those at the
-            same place in every node, ``"across"``, of which a node's ranks have one each at the
-            same time.
+        members: ``"all"`` ranks; the ranks of each ``"node"``; or ``"across"`` nodes the ranks with
+            the same place in their node, L such collectives at the same time.
     """
 
     kind: Kind
@@ -94,7 +92,7 @@ class Collective:
 
     @classmethod
     def of(cls, request: AllReduce | AllGather | AllToAll, ranks: int) -> "Collective":
-        """Return what a request costs between ``ranks`` ranks, those of its group."""
+        """Return the collective of a request between ``ranks`` ranks, those of its group."""
         kinds: dict[type, Kind] = {
             AllReduce: "all_reduce",
             AllGather: "all_gather",
@@ -104,7 +102,7 @@ class Collective:
         return cls(kinds[type(request)], request.traffic(ranks), members)
 
     def seconds(self, network: Network) -> float:
-        """Return how long it takes when nothing else uses the network."""
+        """Return the duration on an idle network."""
         ranks, link, load = self._path(network)
         if ranks < 2:
             return 0.0
@@ -115,7 +113,7 @@ class Collective:
         return self._rounds(ranks, network.backend) * link.latency + transfer
 
     def _path(self, network: Network) -> tuple[int, Link, float]:
-        """Return how many ranks take part, over which link, and how many transfers share it."""
+        """Return the number of ranks, their link, and the number of transfers that share it."""
         of_node = min(network.ranks_per_node, network.ranks)
         if self.members == "node":
             return of_node, network.inside or network.between, 1.0
@@ -124,13 +122,13 @@ class Collective:
         outside = network.ranks - of_node
         load = 1.0
         if self.kind == "all_to_all" and outside:
-            # Every rank of a node sends to every rank outside, over the one link of the node.
+            # Each rank of a node sends to each rank outside, over the one link of the node.
             load = of_node * outside / (network.ranks - 1)
         return network.ranks, network.ring, load
 
     def _rounds(self, ranks: int, backend: str) -> float:
         if self.kind == "all_to_all":
-            return 1  # all transfers are posted at once
+            return 1  # all transfers start at once
         hops = ranks - 1
         if backend == "nccl":
             hops = math.ceil(math.log2(ranks))
@@ -138,142 +136,132 @@ class Collective:
 
 
 def all_reduce(nbytes: int, ranks: int) -> Collective:
-    """Return the all-reduce of a payload of that many bytes."""
+    """Return the all-reduce of a payload of so many bytes."""
     payload = torch.empty(nbytes, dtype=torch.uint8, device="meta")
     return Collective.of(AllReduce(payload), ranks)
 
 
 @dataclass(frozen=True)
-class Exchanged:
-    """One round: what is computed before its collectives and after them, in seconds.
+class Round:
+    """One exchange.
 
-    ``ready`` says when it may begin, as a share of the backward pass: 1 is its end.
+    Attributes:
+        collectives: one after the other.
+        encode: seconds of arithmetic before the last collective.
+        decode: seconds of arithmetic after it.
+        ready: the share of the backward pass after which a hook starts the round; 1 is its end.
     """
 
     collectives: tuple[Collective, ...]
-    before: float = 0.0
-    after: float = 0.0
+    encode: float = 0.0
+    decode: float = 0.0
     ready: float = 1.0
 
-    def sent(self) -> int:
-        """Return the bytes that this rank sends."""
+    @property
+    def traffic(self) -> int:
+        """The bytes that this rank sends."""
         return sum(collective.traffic for collective in self.collectives)
 
+    def seconds(self, network: Network) -> float:
+        """Return the duration when nothing overlaps."""
+        return self.encode + self.decode + sum(c.seconds(network) for c in self.collectives)
 
-@dataclass(frozen=True)
-class Compute:
-    """A step's arithmetic in seconds, without any exchange."""
-
-    forward_backward: float
-    optimizer: float = 0.0
-
-    @classmethod
-    def of_step(cls, step: float, optimizer: float) -> "Compute":
-        """Split a step whose optimizer takes that long (but not more than the step)."""
-        optimizer = min(optimizer, step)
-        return cls(step - optimizer, optimizer)
+    def scaled(self, factor: float, ready: float = 1.0) -> "Round":
+        """Return the round of a vector that is longer by a factor."""
+        collectives = tuple(replace(c, traffic=round(factor * c.traffic)) for c in self.collectives)
+        return Round(collectives, factor * self.encode, factor * self.decode, ready)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one method does in ``steps`` steps.
+    """The exchanges and the arithmetic of one method.
 
     Attributes:
-        in_backward: rounds of each step that a DDP hook begins during the backward pass.
-        in_optimizer: rounds of all ``steps`` steps together, begun by the optimizer.
-        optimizer: seconds per step that the method's own optimizer computes, outside of
-            ``in_optimizer``; None: the optimizer is the user's.
-        state_bytes: what each rank keeps for the method beside the optimizer: residuals.
-        noise: seconds per step of all this arithmetic that may have been another load's.
+        hook_rounds: of each step, started by a DDP hook during the backward pass.
+        optimizer_rounds: of ``steps`` steps together, run by the optimizer after the backward pass.
+        steps: see ``optimizer_rounds``.
+        optimizer: seconds per step of the method's own optimizer; None: the user's optimizer stays.
     """
 
-    in_backward: tuple[Exchanged, ...] = ()
-    in_optimizer: tuple[Exchanged, ...] = ()
+    hook_rounds: tuple[Round, ...] = ()
+    optimizer_rounds: tuple[Round, ...] = ()
     steps: int = 1
     optimizer: float | None = None
-    state_bytes: int = 0
-    noise: float = 0.0
 
     @property
     def codec(self) -> float:
-        """Seconds per step that its rounds compute, before and after their collectives."""
-        blocking = sum(exchanged.before + exchanged.after for exchanged in self.in_optimizer)
-        hooked = sum(exchanged.before + exchanged.after for exchanged in self.in_backward)
-        return hooked + blocking / self.steps
-
-    def sent_per_step(self) -> float:
-        """Return the bytes that each rank sends per step, in the mean."""
-        regular = sum(exchanged.sent() for exchanged in self.in_backward)
-        return regular + sum(exchanged.sent() for exchanged in self.in_optimizer) / self.steps
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The seconds of a step: in all, and those that the device computes (codec included)."""
-
-    step: float
-    arithmetic: float
+        """Seconds per step of encoding and decoding."""
+        hooked = sum(r.encode + r.decode for r in self.hook_rounds)
+        return hooked + sum(r.encode + r.decode for r in self.optimizer_rounds) / self.steps
 
     @property
-    def waiting(self) -> float:
-        """Seconds in which there is nothing to do but wait for the network."""
-        return self.step - self.arithmetic
+    def arithmetic(self) -> float:
+        """Seconds per step of the codec and of the method's own optimizer."""
+        return self.codec + (self.optimizer or 0.0)
+
+    @property
+    def traffic(self) -> float:
+        """The bytes that each rank sends per step, on average."""
+        hooked = sum(r.traffic for r in self.hook_rounds)
+        return hooked + sum(r.traffic for r in self.optimizer_rounds) / self.steps
 
 
 def predict(
-    plan: Plan, compute: Compute, network: Network, *, afterwards: Sequence[Collective] = ()
-) -> Prediction:
-    """Return the mean time of a step.
+    plan: Plan,
+    network: Network,
+    *,
+    forward_backward: float,
+    optimizer: float = 0.0,
+    afterwards: Sequence[Collective] = (),
+) -> float:
+    """Return the average seconds of a step.
 
-    1. forward, then backward; a hook's round begins when its share of the backward pass is done;
-    2. encoding takes the device's time; the collectives of a round follow one another beside the
-       rest of the backward pass.  The network does one collective at a time, in order;
-    3. decoding takes the device's time, the last round's after its collectives;
-    4. the optimizer, whose rounds do not overlap with anything;
-    5. what comes ``afterwards`` in every step: under ZeRO the all-gather of parameters.
+    1. forward, then backward; a hook starts each round when its share of backward is done;
+    2. encoding takes the device's time; the network carries out one collective at a time, in order,
+       during the rest of backward;
+    3. decoding takes the device's time, for the last round after its collectives;
+    4. the optimizer, whose rounds overlap with nothing;
+    5. the collectives ``afterwards``: under ZeRO the all-gather of parameters.
 
     Args:
-        plan: what the method does.
-        compute: without any exchange.
+        plan: of the method.
         network: between the ranks.
+        forward_backward: seconds of forward and backward.
+        optimizer: seconds of the user's optimizer.
+        afterwards: collectives of each step that no method avoids.
 
     Example::
 
         >>> network = Network(2, Link(bandwidth=12.5e6, latency=1e-4))
-        >>> plan = Plan(in_backward=(Exchanged((all_reduce(20_000_000, ranks=2),)),))
-        >>> round(predict(plan, Compute(0.3), network).step, 2)
+        >>> plan = Plan(hook_rounds=(Round((all_reduce(20_000_000, ranks=2),)),))
+        >>> round(predict(plan, network, forward_backward=0.3), 2)
         2.02
     """
-    backward = BACKWARD_SHARE * compute.forward_backward
-    device = compute.forward_backward - backward
-    network_free, done = 0.0, 0.0
-    last_after = 0.0
-    for exchanged in sorted(plan.in_backward, key=lambda exchanged: exchanged.ready):
-        device += (exchanged.ready - done) * backward + last_after + exchanged.before
-        done = exchanged.ready
-        last_after = exchanged.after
-        for collective in exchanged.collectives:
+    backward = BACKWARD_SHARE * forward_backward
+    device = forward_backward - backward
+    network_free, done, decode = 0.0, 0.0, 0.0
+    for each in sorted(plan.hook_rounds, key=lambda each: each.ready):
+        device += (each.ready - done) * backward + decode + each.encode
+        done, decode = each.ready, each.decode
+        for collective in each.collectives:
             network_free = max(device, network_free) + collective.seconds(network)
     device += (1 - done) * backward
-    time = max(device, network_free) + last_after
-
-    optimizer = compute.optimizer if plan.optimizer is None else plan.optimizer
-    blocking = sum(
-        exchanged.before + exchanged.after + sum(c.seconds(network) for c in exchanged.collectives)
-        for exchanged in plan.in_optimizer
-    )
-    time += optimizer + blocking / plan.steps + sum(c.seconds(network) for c in afterwards)
-    return Prediction(time, compute.forward_backward + optimizer + plan.codec)
+    step = max(device, network_free) + decode
+    step += optimizer if plan.optimizer is None else plan.optimizer
+    step += sum(each.seconds(network) for each in plan.optimizer_rounds) / plan.steps
+    return step + sum(collective.seconds(network) for collective in afterwards)
 
 
 def ready_shares(sizes: Sequence[int], first_cap: int, cap: int) -> list[tuple[range, float]]:
-    """Return DDP's buckets and when each is ready, as a share of the backward pass.
+    """Return the buckets of DDP and the share of backward after which each is ready.
 
-    Gradients become ready last parameter first, each in time with its size.  DDP closes a bucket
-    once it holds ``cap`` bytes, the first one at ``first_cap``.
+    Gradients become ready last parameter first, each after a time proportional to its size.  DDP
+    closes a bucket that holds ``cap`` bytes, the first one at ``first_cap``.
 
     Args:
         sizes: bytes of each parameter, in the model's order.
+        first_cap: of the first bucket, bytes.
+        cap: of the other buckets, bytes.
 
     Returns:
         For each bucket the range of its parameters in *reversed* order, and its share.

@@ -1,16 +1,20 @@
-"""The links between ranks and inside nodes, each direction by itself, as ranks use them."""
+"""Join the ranks that a launcher started, and measure the links between them."""
 
+import datetime
+import functools
+import os
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from comm_hooks.collectives import TorchDistributed
-from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.launchers.advise.cost_model import Link, Network
-from comm_hooks.launchers.clock import synchronize
+from comm_hooks.launchers.advise.step import synchronize
+from comm_hooks.launchers.environment import LauncherEnvironment, detect_environment
 from comm_hooks.launchers.links import (
     answer,
     make_rounds,
@@ -18,12 +22,64 @@ from comm_hooks.launchers.links import (
     measure_delay,
     nodes_of,
 )
-from comm_hooks.launchers.place import find_place
+from comm_hooks.launchers.network import (
+    DEFAULT_PORT,
+    Endpoint,
+    loopback_interface,
+    wait_for_port,
+)
+
+T = TypeVar("T")
+
+
+@contextmanager
+def joined(process: LauncherEnvironment, backend: str, timeout: float) -> Iterator[None]:
+    """Join the process group of all ranks for a while.
+
+    Raises:
+        ValueError: if the other ranks cannot be reached within ``timeout`` seconds, or the
+            environment has no address of rank 0.
+    """
+    address = os.environ.get("MASTER_ADDR", "")
+    if not address and process.local_size == process.world_size:
+        address = "127.0.0.1"
+    if not address:
+        raise ValueError(
+            "the launcher does not say where rank 0 is: set MASTER_ADDR to its address "
+            "(and MASTER_PORT, unless it is 29500) on all ranks"
+        )
+    port = os.environ.get("MASTER_PORT", str(DEFAULT_PORT))
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)
+    if address in ("127.0.0.1", "localhost", "::1") and (interface := loopback_interface()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    try:
+        # c10d would fill the screen while it waits in vain.
+        if process.rank > 0 and (reason := wait_for_port(Endpoint(address, int(port)), timeout)):
+            raise ConnectionError(reason)
+        dist.init_process_group(
+            backend,
+            rank=process.rank,
+            world_size=process.world_size,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        device = "cuda" if backend == "nccl" else "cpu"
+        dist.all_reduce(torch.zeros(1, device=device))  # opens the connections
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"rank {process.rank} of {process.world_size} did not reach the others through "
+            f"{address}:{port} within {timeout:g} s ({reason}): start the command on every node, "
+            "open that port, or name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        ) from None
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One direction between two ranks."""
+    """One direction between two ranks; ``inside`` a node, or between nodes."""
 
     source: int
     target: int
@@ -32,9 +88,9 @@ class Measured:
 
 
 def edges_of(nodes: Sequence[Sequence[int]]) -> list[list[tuple[int, int, bool]]]:
-    """Return which pairs are measured, in turns of pairs that share no rank.
+    """Return the pairs of ranks to measure, in turns; a rank is in one pair of a turn at most.
 
-    The first ranks of neighbouring nodes, in a ring, then the first two ranks of every node.
+    The first ranks of neighbouring nodes, in a ring, then the first two ranks of each node.
     Each is (rank, rank, whether inside a node), and is measured in both directions.
 
     Example::
@@ -53,12 +109,9 @@ def measure_links(device: torch.device) -> tuple[list[Measured], list[list[int]]
 
     Collective: all ranks call it, and get the same.
     """
-    transport = TorchDistributed()
-    rank = transport.rank
-    nodes = nodes_of(
-        transport.perform(AllGatherObject(f"{socket.gethostname()} {find_place().node}"))
-    )
-    mine: list[Measured] = []
+    rank = dist.get_rank()
+    nodes = nodes_of(gather(f"{socket.gethostname()} {detect_environment().node}"))
+    own: list[Measured] = []
     for turn in edges_of(nodes):
         for one, other, inside in turn:
             for source, target in ((one, other), (other, one)):
@@ -66,17 +119,20 @@ def measure_links(device: torch.device) -> tuple[list[Measured], list[list[int]]
                     channel = _Peer(target, device)
                     latency = measure_delay(channel).latency
                     bandwidth = measure_bandwidth(channel, latency, repeat=3)
-                    mine.append(Measured(source, target, inside, Link(bandwidth, latency)))
+                    own.append(Measured(source, target, inside, Link(bandwidth, latency)))
                 elif rank == target:
                     answer(_Peer(source, device))
         dist.barrier()
-    everybody = transport.perform(AllGatherObject([asdict(measured) for measured in mine]))
-    found = [
-        Measured(**{**plain, "link": Link(**plain["link"])})
-        for of_rank in everybody
-        for plain in of_rank
-    ]
-    return found, nodes
+    return [measured for of_rank in gather(own) for measured in of_rank], nodes
+
+
+def gather(value: T) -> list[T]:
+    """Return the values of all ranks, in their order. Collective."""
+    values: list[Any] = [value]
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
 
 
 class _Peer:
@@ -111,18 +167,16 @@ class _Peer:
 def network_of(
     measured: Sequence[Measured], nodes: Sequence[Sequence[int]], backend: str
 ) -> Network:
-    """Return the network as the slowest of its links make it."""
-    slowest: Mapping[bool, Link | None] = {
-        inside: _slowest([m.link for m in measured if m.inside == inside])
-        for inside in (False, True)
-    }
-    between = slowest[False] or slowest[True]
-    assert between, "of two ranks or more some link was measured"
-    ranks = sum(map(len, nodes))
-    return Network(ranks, between, max(map(len, nodes)), slowest[True], backend)
-
-
-def _slowest(links: Sequence[Link]) -> Link | None:
-    if not links:
-        return None
-    return Link(min(link.bandwidth for link in links), max(link.latency for link in links))
+    """Return the network with the slowest of the measured links."""
+    between, inside = (
+        [m.link for m in measured if m.inside == is_inside] for is_inside in (False, True)
+    )
+    slowest = functools.partial(functools.reduce, Link.slowest)
+    assert measured, "two or more ranks have a link"
+    return Network(
+        ranks=sum(map(len, nodes)),
+        between=slowest(between or inside),
+        ranks_per_node=max(map(len, nodes)),
+        inside=slowest(inside) if inside else None,
+        backend=backend,
+    )

@@ -1,4 +1,4 @@
-"""What advice is given for: a model's parameters, and how long a step without exchange takes."""
+"""The model and its step: the shapes of the parameters, and the time without any exchange."""
 
 import json
 import math
@@ -12,8 +12,6 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from comm_hooks.launchers.clock import synchronize
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _LEAST_SIDE, _LEAST_MATRICES = 32, 64
@@ -133,6 +131,12 @@ def measure_step(model: nn.Module, step: Callable[[], object], *, repeat: int = 
     dtype = str(trained[0].dtype).removeprefix("torch.") if trained else "float32"
     shapes = tuple(tuple(parameter.shape) for parameter in trained)
     return Step(shapes, 1e3 * statistics.median(durations), dtype)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _without_exchange(model: nn.Module) -> AbstractContextManager[None]:

@@ -5,12 +5,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from comm_hooks.launchers.endpoint import DEFAULT_PORT, Endpoint
 from comm_hooks.launchers.launch.hostfile import Host
 from comm_hooks.launchers.launch.job import Job
-from comm_hooks.launchers.launch.network import Route, interface_address
 from comm_hooks.launchers.launch.steps import Command, Step, WriteFile, options, program
 from comm_hooks.launchers.launch.torchrun import interfaces
+from comm_hooks.launchers.network import DEFAULT_PORT, Endpoint, Route, interface_address
 
 ENVIRONMENT_FILE = Path("comm_hooks.deepspeed_env")
 """What the launcher exports on all nodes; written beside the job."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from comm_hooks.launchers.endpoint import Endpoint
+from comm_hooks.launchers.network import Endpoint
 
 LAUNCHERS = ("auto", "torchrun", "deepspeed", "mpirun", "mpich", "openmpi")
 

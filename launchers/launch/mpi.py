@@ -5,13 +5,12 @@ import subprocess
 import sys
 from typing import Literal
 
-from comm_hooks.launchers.endpoint import Endpoint
+from comm_hooks.launchers.environment import LauncherEnvironment
 from comm_hooks.launchers.launch.hostfile import Host
 from comm_hooks.launchers.launch.job import Job
-from comm_hooks.launchers.launch.network import find_route
 from comm_hooks.launchers.launch.steps import Command, options
 from comm_hooks.launchers.launch.torchrun import interfaces
-from comm_hooks.launchers.place import Place
+from comm_hooks.launchers.network import Endpoint, find_route
 
 Flavour = Literal["mpich", "openmpi"]
 FLAVOURS: dict[str, Flavour] = {"mpich": "mpich", "openmpi": "openmpi"}
@@ -73,21 +72,21 @@ def rank_target(job: Job, head: Endpoint | None) -> tuple[str, ...]:
     return (*command, *arguments, *job.words("--module"))
 
 
-def build_rank(job: Job, place: Place) -> Command:
+def build_rank(job: Job, process: LauncherEnvironment) -> Command:
     """Return the script's own command, with what ``init_process_group()`` looks for.
 
     Raises:
         ValueError: if ranks are on several nodes and nobody says where they meet.
     """
-    endpoint = meeting_point(job.head, place)
-    variables = place.variables(endpoint)
-    if place.local_size < place.world_size:
+    endpoint = meeting_point(job.head, process)
+    variables = process.variables(endpoint)
+    if process.local_size < process.world_size:
         route = find_route(endpoint.host, job.interface)
         variables |= {"MASTER_ADDR": route.head, **interfaces(job, route)}
     return Command((sys.executable, *job.words("-m")), {**variables, **job.variables})
 
 
-def meeting_point(head: Endpoint | None, place: Place) -> Endpoint:
+def meeting_point(head: Endpoint | None, process: LauncherEnvironment) -> Endpoint:
     """Return where the ranks of mpirun or srun meet: the head, or this machine if it has all.
 
     Raises:
@@ -95,9 +94,10 @@ def meeting_point(head: Endpoint | None, place: Place) -> Endpoint:
     """
     if head is not None:
         return head
-    if place.local_size < place.world_size:
+    if process.local_size < process.world_size:
         raise ValueError(
-            f"{place.launcher} started {place.world_size} ranks, {place.local_size} of them here: "
+            f"{process.launcher} started {process.world_size} ranks, "
+            f"{process.local_size} of them here: "
             "give --head HOST:PORT, the machine of rank 0"
         )
     return Endpoint("127.0.0.1")

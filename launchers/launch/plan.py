@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from comm_hooks.launchers.endpoint import Endpoint
+from comm_hooks.launchers.environment import LauncherEnvironment, detect_environment, in_allocation
 from comm_hooks.launchers.launch import deepspeed, kubernetes, mpi, slurm, torchrun
 from comm_hooks.launchers.launch.hostfile import (
     DEEPSPEED_HOSTFILE,
@@ -17,10 +17,9 @@ from comm_hooks.launchers.launch.hostfile import (
     slots_of,
 )
 from comm_hooks.launchers.launch.job import Job
-from comm_hooks.launchers.launch.network import Route, find_route
 from comm_hooks.launchers.launch.steps import Command, Step, options, program
 from comm_hooks.launchers.launch.submission import Submission, job_name
-from comm_hooks.launchers.place import Place, find_place, in_allocation
+from comm_hooks.launchers.network import Endpoint, Route, find_route
 
 _PREFLIGHT = "comm_hooks.launchers.preflight"
 
@@ -80,22 +79,22 @@ def make_plan(
     Raises:
         ValueError: for what does not go together or is not there.
     """
-    place = find_place(environment)
-    if place.launcher == "torchrun":
+    process = detect_environment(environment)
+    if process.launcher == "torchrun":
         raise ValueError(
-            f"this is rank {place.rank} of {place.world_size} already (RANK is set): run the "
+            f"this is rank {process.rank} of {process.world_size} already (RANK is set): run the "
             "script itself here, or launch it from outside"
         )
-    if place.launcher and launcher != "auto":
+    if process.launcher and launcher != "auto":
         raise ValueError(
-            f"--launcher {launcher}: {place.launcher} started this process already, as one of "
-            f"{place.world_size}: leave --launcher out"
+            f"--launcher {launcher}: {process.launcher} started this process already, as one of "
+            f"{process.world_size}: leave --launcher out"
         )
     if launcher == "auto":
-        if place.launcher == "mpirun":
-            return Plan([_rank(job, place)], quiet=place.rank > 0, runs_here=True)
-        if place.launcher:
-            return _torchrun(slurm.fill_in(job, place, environment), environment)
+        if process.launcher == "mpirun":
+            return Plan([_rank(job, process)], quiet=process.rank > 0, runs_here=True)
+        if process.launcher:
+            return _torchrun(slurm.fill_in(job, process, environment), environment)
         nodes = int(environment.get("SLURM_NNODES", 1))
         if in_allocation(environment) and nodes > 1:
             return Plan([slurm.build_srun(job, nodes)])
@@ -216,13 +215,13 @@ def _preflight(job: Job, head: Endpoint | None) -> list[Step]:
     return [Command(tuple(command), job.variables)]
 
 
-def _rank(job: Job, place: Place) -> Command:
-    if job.check and place.world_size > 1:
+def _rank(job: Job, process: LauncherEnvironment) -> Command:
+    if job.check and process.world_size > 1:
         raise ValueError(
             "--preflight must come before the ranks: comm-hooks launch --launcher mpirun "
             "--preflight, or mpirun ... comm-hooks preflight"
         )
-    return mpi.build_rank(job, place)
+    return mpi.build_rank(job, process)
 
 
 def _count_processes(job: Job) -> tuple[Job, list[str]]:

@@ -6,12 +6,12 @@ from pathlib import Path
 import typer
 
 from comm_hooks.config import unknown
-from comm_hooks.launchers.endpoint import parse_endpoint, wait_for_port
 from comm_hooks.launchers.launch.hostfile import read_hostfile
 from comm_hooks.launchers.launch.job import LAUNCHERS, Job, parse_nodes, parse_variables
 from comm_hooks.launchers.launch.plan import Plan, make_plan, render_file
 from comm_hooks.launchers.launch.steps import Command, Step
 from comm_hooks.launchers.launch.submission import Submission
+from comm_hooks.launchers.network import parse_endpoint, wait_for_port
 from comm_hooks.launchers.output import complain, refusing
 
 

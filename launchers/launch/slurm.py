@@ -5,11 +5,11 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 
-from comm_hooks.launchers.endpoint import Endpoint
+from comm_hooks.launchers.environment import LauncherEnvironment, first_host
 from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.steps import Command, options, program
 from comm_hooks.launchers.launch.submission import MARK, Submission
-from comm_hooks.launchers.place import Place, first_host
+from comm_hooks.launchers.network import Endpoint
 
 # Two jobs that share a node must not meet at one port.
 _FIRST_PORT = 20000
@@ -71,25 +71,25 @@ def build_srun(job: Job, nodes: int) -> Command:
     return Command((*arguments, *_launch(job), *job.words("--module")))
 
 
-def fill_in(job: Job, place: Place, environment: Mapping[str, str]) -> Job:
+def fill_in(job: Job, process: LauncherEnvironment, environment: Mapping[str, str]) -> Job:
     """Return the job with what Slurm tells a task: how many nodes, which one this is, the head.
 
     Raises:
         ValueError: if srun started several tasks on a node, each of which would start all ranks.
     """
-    if place.local_size > 1:
+    if process.local_size > 1:
         raise ValueError(
-            f"srun started {place.local_size} tasks on this node, each of which would start "
+            f"srun started {process.local_size} tasks on this node, each of which would start "
             "torchrun: use srun --ntasks-per-node=1 and --nproc for the ranks of a node"
         )
-    if place.world_size == 1:
+    if process.world_size == 1:
         return replace(job, nodes=(1, 1), node_rank=None)
     head = job.head
     if head is None:
         port = _FIRST_PORT + int(environment.get("SLURM_JOB_ID", 0)) % _PORTS
         head = Endpoint(first_host(environment), port)
-    node_rank = None if job.restarts else place.rank
-    return replace(job, nodes=(place.world_size,) * 2, node_rank=node_rank, head=head)
+    node_rank = None if job.restarts else process.rank
+    return replace(job, nodes=(process.world_size,) * 2, node_rank=node_rank, head=head)
 
 
 def _launch(job: Job) -> list[str]:

@@ -2,10 +2,9 @@
 
 import os
 
-from comm_hooks.launchers.endpoint import Endpoint, loopback_interface, port_is_taken
 from comm_hooks.launchers.launch.job import Job
-from comm_hooks.launchers.launch.network import Route
 from comm_hooks.launchers.launch.steps import Command, options, program
+from comm_hooks.launchers.network import Endpoint, Route, loopback_interface, port_is_taken
 
 _PROGRAM = ("torchrun", "torch.distributed.run")
 _SHARE_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"

@@ -1,10 +1,8 @@
 """The preflight as a module, for launchers that start modules on all nodes."""
 
-import typer
+import sys
 
-from comm_hooks.launchers.commands.preflight import preflight
+from comm_hooks.launchers.main import app
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(preflight)
-    app()
+    app(["preflight", *sys.argv[1:]])

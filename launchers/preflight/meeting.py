@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from comm_hooks.launchers.endpoint import Endpoint, port_is_taken, wait_for_port
+from comm_hooks.launchers.network import Endpoint, port_is_taken, wait_for_port
 from comm_hooks.launchers.output import complain
 
 _POLL_SECONDS = 0.05

@@ -3,10 +3,10 @@
 import statistics
 from collections.abc import Mapping, Sequence
 
-from comm_hooks.launchers.endpoint import is_loopback
+from comm_hooks.launchers.links import format_rate
+from comm_hooks.launchers.network import is_loopback
 from comm_hooks.launchers.preflight.facts import Facts
 from comm_hooks.launchers.preflight.links import Link
-from comm_hooks.launchers.rates import format_rate
 
 _SLOW = 0.5
 """A link is slow if it carries less than this part of what the median link does."""

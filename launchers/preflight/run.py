@@ -7,12 +7,15 @@ from pathlib import Path
 
 import typer
 
-from comm_hooks.launchers.endpoint import Endpoint, is_loopback, parse_endpoint
+from comm_hooks.launchers.environment import (
+    LauncherEnvironment,
+    check_world_size,
+    detect_environment,
+)
 from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.mpi import meeting_point
-from comm_hooks.launchers.launch.network import find_route
+from comm_hooks.launchers.network import Endpoint, find_route, is_loopback, parse_endpoint
 from comm_hooks.launchers.output import complain, refusing, require_positive
-from comm_hooks.launchers.place import Place, check_world_size, find_place
 from comm_hooks.launchers.preflight.check import Limits, check
 from comm_hooks.launchers.preflight.facts import (
     Facts,
@@ -56,7 +59,7 @@ def preflight(
         least = None if min_bandwidth is None else min_bandwidth * 1e6
         limits = Limits(timeout, links, least, max_clock_offset)
         # comm-hooks launch tells gloo which interface to use; torchrun by itself does not.
-        as_launch = party.place.launcher != "torchrun"
+        as_launch = party.process.launcher != "torchrun"
         verdict = check(
             meeting, facts, listener, limits, interface=facts.interface if as_launch else ""
         )
@@ -77,7 +80,7 @@ def preflight(
 class _Party:
     """Who meets where.
 
-    ``place`` is the launcher's, or no one's where nodes meet by hand; ``speaks`` says whether
+    ``process`` is the launcher's, or no one's where nodes meet by hand; ``speaks`` says whether
     somebody looks at this process's output, and not only at that of rank 0.
     """
 
@@ -86,7 +89,7 @@ class _Party:
     size: int
     node: str | None
     processes: int | None
-    place: Place
+    process: LauncherEnvironment
     hosts: bool
     speaks: bool
 
@@ -95,38 +98,40 @@ def _find_party(
     head: Endpoint | None, nnodes: int, node_rank: int | None, nproc: int | None
 ) -> _Party:
     """Return who meets where: what the launcher says, or what the options do."""
-    place = find_place(os.environ)
+    process = detect_environment(os.environ)
     # Refuses what cannot be, in the words of comm-hooks launch.
     Job((), processes=nproc, nodes=(nnodes, nnodes), node_rank=node_rank)
-    if place.launcher is None or (nnodes > 1 and place.launcher == "srun"):
+    if process.launcher is None or (nnodes > 1 and process.launcher == "srun"):
         if nnodes == 1:
-            return _Party(None, 0, 1, "0", nproc, Place(), hosts=True, speaks=True)
+            return _Party(None, 0, 1, "0", nproc, LauncherEnvironment(), hosts=True, speaks=True)
         if head is None:
             raise ValueError(f"--nnodes {nnodes} needs --head HOST[:PORT], the same on each node")
         node = None if node_rank is None else str(node_rank)
         hosts = node_rank == 0 if node_rank is not None else find_route(head.host).is_head
         # srun brings all output to one terminal.
-        speaks = not place.launcher
-        return _Party(head, node_rank, nnodes, node, nproc, Place(), hosts=hosts, speaks=speaks)
+        speaks = not process.launcher
+        return _Party(
+            head, node_rank, nnodes, node, nproc, LauncherEnvironment(), hosts=hosts, speaks=speaks
+        )
     if nnodes != 1 or node_rank is not None:
         raise ValueError(
-            f"--nnodes and --node-rank are for starting by hand: {place.launcher} started this "
-            f"process as rank {place.rank} of {place.world_size}"
+            f"--nnodes and --node-rank are for starting by hand: {process.launcher} started this "
+            f"process as rank {process.rank} of {process.world_size}"
         )
-    if place.launcher == "torchrun" and "MASTER_ADDR" in os.environ:
+    if process.launcher == "torchrun" and "MASTER_ADDR" in os.environ:
         port = int(os.environ.get("MASTER_PORT", Endpoint("").port))
         head = Endpoint(os.environ["MASTER_ADDR"], port)
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return _Party(
-        meeting_point(head, place),
-        place.rank,
-        place.world_size,
-        place.node,
-        place.local_size if nproc is None else nproc,
-        place,
-        hosts=place.rank == 0 and not agent_hosts,
+        meeting_point(head, process),
+        process.rank,
+        process.world_size,
+        process.node,
+        process.local_size if nproc is None else nproc,
+        process,
+        hosts=process.rank == 0 and not agent_hosts,
         # Each node's torchrun has a terminal of its own; others bring all output to one.
-        speaks="GROUP_RANK" in os.environ and place.local_rank == 0,
+        speaks="GROUP_RANK" in os.environ and process.local_rank == 0,
     )
 
 
@@ -144,8 +149,8 @@ def _describe(
             listener = Listener(address)
         except (ValueError, OSError) as error:
             complaints.append(str(error))
-    if party.place.launcher:
-        complaints += _alone(party.place)
+    if party.process.launcher:
+        complaints += _alone(party.process)
         default = gloo_address(dict(os.environ))
         if default == "" or (default and is_loopback(default) and not is_loopback(address)):
             found = f"resolves to {default}" if default else "does not resolve"
@@ -170,10 +175,10 @@ def _describe(
     return facts, listener
 
 
-def _alone(place: Place) -> list[str]:
+def _alone(process: LauncherEnvironment) -> list[str]:
     """Return a complaint if the training script would not find the other processes."""
-    size = place.world_size
-    if place.launcher != "torchrun":
+    size = process.world_size
+    if process.launcher != "torchrun":
         # RANK is not set: DeepSpeed asks mpi4py, as does anything made for MPI.
         try:
             from mpi4py import MPI
@@ -196,6 +201,6 @@ def _meet(party: _Party, facts: Facts, seconds: float) -> Meeting:
         party.size,
         hosts=party.hosts,
         seconds=seconds,
-        member="rank" if party.place.launcher else "node",
+        member="rank" if party.process.launcher else "node",
         origin=f"{facts.address} ({facts.interface})" if facts.address else facts.host,
     )

@@ -29,7 +29,7 @@ from benchmarks.quality.runs import Record, Wanted, perform, read_records
 from benchmarks.quality.settings import PRESETS, Preset, Setting
 from benchmarks.quality.shares import share_kept
 from benchmarks.quality.tuning import Entry, by_wanted
-from comm_hooks.launchers.advise.shares import Cell, measured
+from comm_hooks.launchers.advise.quality import Cell, measured
 
 SETTING = Setting("python", 2, 6, 0.1)
 TINY = {"layers": 1, "width": 16, "heads": 2, "context": 16, "eval_windows": 8}

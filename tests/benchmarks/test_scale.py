@@ -130,7 +130,7 @@ def test_predicted_bytes_are_those_of_real_rounds(name: str, ranks: int) -> None
     scheme = SCHEMES[name]
     plan = plan_of(Assumptions(), scheme, _NUMEL, ranks)
     if name == "all-reduce, bf16":
-        assert plan.sent_per_step() == 2 * (ranks - 1) * 2 * _NUMEL // ranks
+        assert plan.traffic == 2 * (ranks - 1) * 2 * _NUMEL // ranks
         return
     assert scheme.compressor
     nodes = {"ranks_per_node": 8} if scheme.way == "hierarchical" else {}
@@ -146,7 +146,7 @@ def test_predicted_bytes_are_those_of_real_rounds(name: str, ranks: int) -> None
     with known_warnings_ignored():
         Simulated(ranks).run(rounds)
     sent = exchanges[0].stats()["bytes_sent"]
-    assert plan.sent_per_step() * scheme.local_steps == pytest.approx(sent, rel=0.01)
+    assert plan.traffic * scheme.local_steps == pytest.approx(sent, rel=0.01)
 
 
 counts = st.sampled_from([8, 16, 64, 512])

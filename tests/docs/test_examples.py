@@ -26,7 +26,6 @@ SLOW = (
     "docs/frameworks/mpi.md",
     "docs/launching.md",
     "docs/private.md",
-    "docs/report.md",
 )
 
 

@@ -15,9 +15,11 @@ from benchmarks.quality.tuning import Entry, Records, by_wanted
 from benchmarks.tried import Row, make_rows, read_records
 from tests.docs.pages import ROOT, Page
 
+# Records and pages change together: compared before a release.
+pytestmark = pytest.mark.slow
+
 RESULTS = Page(ROOT / "docs/results.md")
 RECORDS = ROOT / "benchmarks/results/tried"
-_FIGURE = re.compile(r"\**[+-]?\d[\d,]*\.?\d*(?: [kM]B)?\**")
 
 
 def rows_by_method(page: Page) -> Iterator[tuple[str, list[str]]]:
@@ -25,10 +27,6 @@ def rows_by_method(page: Page) -> Iterator[tuple[str, list[str]]]:
     for row in page.table_rows():
         if methods := re.findall(r"`(.+?)`", " ".join(row)):
             yield methods[0], row
-
-
-def figures(row: list[str]) -> list[str]:
-    return [cell for cell in row if _FIGURE.fullmatch(cell)]
 
 
 def as_in_results(row: Row, all_reduce: Row, seeds: int) -> list[str]:
@@ -45,7 +43,7 @@ def as_in_results(row: Row, all_reduce: Row, seeds: int) -> list[str]:
     ("steps", "seeds", "begin", "end"),
     [
         (150, 3, "## One text, two ranks", "\n450 steps, where"),
-        (450, 1, "\n450 steps, where", "* **Thin link**"),
+        (450, 1, "\n450 steps, where", "\nWhat does less well"),
     ],
 )
 def test_losses_are_those_of_the_records(steps: int, seeds: int, begin: str, end: str) -> None:
@@ -156,7 +154,7 @@ def test_the_papers_are_counted() -> None:
         for line in section.splitlines():
             cells = [cell.strip() for cell in line.split("|")[1:-1]]
             if len(cells) >= 5 and cells[0] not in ("item", "---"):
-                state = cells[3].strip("* ")
+                state = cells[2].strip("* ")
                 found[next(s for s in states if state.startswith(s))] += 1
         name = section.partition(" (")[0]
         row = next(line for line in sections[0].splitlines() if line.startswith(f"| {name} "))
@@ -179,18 +177,6 @@ def test_what_does_less_well_is_that_of_the_records() -> None:
         assert loss == f"{rows[method].loss:.3f}", method
     controls = [f"{rows[name].loss:.3f}" for name in ("all_reduce", "none")]
     assert re.findall(r"\d\.\d{3}", section)[:2] == controls
-
-
-def test_choosing_repeats_the_figures_of_the_results() -> None:
-    measured = [(method, set(row)) for method, row in rows_by_method(RESULTS)]
-    repeated = [
-        (method, figures(row))
-        for method, row in rows_by_method(Page(ROOT / "docs/choosing.md"))
-        if figures(row)
-    ]
-    assert len(repeated) >= 10
-    for method, cells in repeated:
-        assert any(name == method and set(cells) <= row for name, row in measured), (method, cells)
 
 
 def test_other_pages_repeat_figures_that_the_results_have() -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from tests.faults.harness import run
 from tests.faults.kinds import cases
-from tests.faults.table import PAGE, RECORDS, by_kind, page, read_records, totals
+from tests.faults.table import PAGE, RECORDS, page, read_records, table, totals
 from tests.ranks import CONTEXT
 
 
@@ -50,7 +50,7 @@ def main() -> None:
                     flush=True,
                 )
     found = read_records(RECORDS)
-    print(f"\n{by_kind(found)}\n\n{totals(found)}")
+    print(f"\n{table(found)}\n\n{totals(found)}")
     if len(found) == len(everything):
         found.sort(key=lambda record: (record["fault"], record["method"], record["seed"]))
         RECORDS.write_text("".join(json.dumps(record) + "\n" for record in found))

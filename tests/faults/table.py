@@ -22,22 +22,13 @@ def read_records(path: Path) -> list[Record]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def by_kind(records: Sequence[Record]) -> str:
-    """Return one row per kind of fault, under its family."""
-    lines = []
+def table(records: Sequence[Record]) -> str:
+    """Return a row per family of faults, one below it per kind, and one of all."""
+    lines = [f"| one rank … | {' | '.join(_GROUPS)} |", "|---" * (1 + len(_GROUPS)) + "|"]
     for family, kinds in FAMILIES.items():
-        lines.append(f"| **{family}** |" + " |" * len(_GROUPS))
+        lines.append(_row(f"**{family}**", records, {kind.name for kind in kinds}))
         lines += [_row(kind.name, records, {kind.name}) for kind in kinds]
-    return "\n".join([*_head("one rank …"), *lines])
-
-
-def by_family(records: Sequence[Record]) -> str:
-    """Return one row per family."""
-    lines = []
-    for family, kinds in FAMILIES.items():
-        lines.append(_row(family, records, {kind.name for kind in kinds}))
-    lines.append(_row("**all**", records, set(KINDS)))
-    return "\n".join([*_head("one rank …"), *lines])
+    return "\n".join([*lines, _row("**all**", records, set(KINDS))])
 
 
 def totals(records: Sequence[Record]) -> str:
@@ -65,16 +56,11 @@ def page(records: Sequence[Record]) -> str:
     )
     return _PAGE.format(
         totals=totals(records),
-        families=by_family(records),
-        table=by_kind(records),
+        table=table(records),
         columns=columns,
         timeout=TIMEOUT_SECONDS,
         verify_every=VERIFY_EVERY,
     )
-
-
-def _head(first: str) -> list[str]:
-    return [f"| {first} | {' | '.join(_GROUPS)} |", "|---" * (1 + len(_GROUPS)) + "|"]
 
 
 def _row(name: str, records: Iterable[Record], kinds: set[str]) -> str:
@@ -84,51 +70,43 @@ def _row(name: str, records: Iterable[Record], kinds: set[str]) -> str:
         verdicts = [r["verdict"] for r in own if METHODS[r["method"]].group == group]
         counts = {v: verdicts.count(v) for v in ("refused", "recovered") if v in verdicts}
         told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        cells.append(f"{told or 0} of {len(verdicts)}" if verdicts else "")
+        rest = len(verdicts) - sum(counts.values())
+        cells.append(told + (f", {rest} neither" if rest else ""))
     return f"| {name} | {' | '.join(cells)} |"
 
 
 _PAGE = """# Faults
 
-What becomes of a training run when one of its ranks does what it should not. Every case is a run of
-its own: 2 to 4 processes joined by gloo, with a timeout of {timeout:g} seconds, a small model, and
-one fault, at a step and a rank that are drawn from the case's name. Sharded models are divided by
-FSDP over two ranks each of two nodes, which exchange shard by shard.
+One rank of a training run misbehaves. Every case is a run of its own: 2 to 4 processes joined by
+gloo, with a timeout of {timeout:g} seconds, a small model, and one fault, at a step and a rank that
+are drawn from the case's name. Sharded models are divided by FSDP over two ranks each of two nodes,
+which exchange shard by shard.
 
 {totals}
 
-* **refused**: every rank that was still there ended with a `ConfigMismatchError`, `PayloadError`,
-  `PeerError` or `ValueError` that names the rank and the reason. A rank that leaves a step out is
-  through before the others, and those that do not take one more are, too: the rest then learn who
-  is gone.
-  Where a model is sharded this holds for the rank that exchanges with the one at fault: the others
-  meet it in what FSDP sends, and may end in torch's own words.
+* **refused**: every remaining rank ended with a `ConfigMismatchError`, `PayloadError`, `PeerError`
+  or `ValueError` that names the rank and the reason. A rank that leaves a step out ends before the
+  others; the others then name the missing rank. Where a model is sharded, this holds for the
+  partner of the faulty rank; the other ranks meet the fault inside FSDP, and may end in torch's own
+  words.
 * **recovered**: all ranks went on, and ended with the same parameters, bit for bit. After a NaN or
-  an infinity hooks and optimizers also ended like a run that leaves this step out on all ranks (but
-  for `ZeroOneAdam`, which takes such a gradient for zero at local steps, and `Marina`, which tries
-  the step again). An optimizer's state that goes back on one rank does no harm where the next
-  exchange overwrites it, and is refused elsewhere.
-
-{families}
-
-Each fault by itself:
+  an infinity hooks and optimizers also ended like a run that leaves this step out on all ranks
+  (except `ZeroOneAdam`, which takes such a gradient for zero at local steps, and `Marina`, which
+  tries the step again). An older optimizer state on one rank does no harm where the next exchange
+  overwrites it, and is refused elsewhere.
 
 {table}
 
-Ranks compare a fingerprint of their parameters every {verify_every} exchanges here, every 32
-unless `verify_every` says otherwise. Bits are flipped where a checksum covers them: not in what
-follows the header of a sum, nor in vectors inside a node ([the wire format](wire.md)).
-All of this is gloo on CPUs. On a GPU what does not fit is told in the next step, and a rank that is
-late, stopped or dead is for NCCL's watchdog to find, which ends the others in words of its own.
+Ranks compare a fingerprint of their parameters every {verify_every} exchanges here; the default of
+`verify_every` is 32. Bits are flipped where a checksum covers them: not in the body of a sum, nor
+in vectors inside a node ([the wire format](wire.md)). All runs use gloo on CPUs. On a GPU the error
+comes in the next step, and NCCL's watchdog ends ranks that wait for a late, stopped or dead one, in
+its own words.
 
 The methods:
 
 {columns}
 
-```sh
-make faults
-```
-
-injects what has no record in `benchmarks/results/faults/records.jsonl` yet, and writes this page.
-`make test` injects a few of them.
+`make faults` injects the faults without a record in `benchmarks/results/faults/records.jsonl`, and
+writes this page; `make test` injects a few.
 """

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks.audit.script.observer import Observer, Stopped, Variant
-from comm_hooks.launchers.endpoint import Endpoint, free_port, loopback_interface
-from comm_hooks.launchers.place import Place
+from comm_hooks.launchers.environment import LauncherEnvironment
+from comm_hooks.launchers.network import Endpoint, free_port, loopback_interface
 from comm_hooks.optim.private.errors import PrivacyError
 
 # One process imports torch, and those that run the script are forked from it.
@@ -198,7 +198,7 @@ def _run(
 
 def _be_rank(rank: int, count: int, head: Endpoint) -> None:
     """Set what torchrun would."""
-    os.environ |= Place("torchrun", rank, count, rank, count).variables(head)
+    os.environ |= LauncherEnvironment("torchrun", rank, count, rank, count).variables(head)
     os.environ |= {"GROUP_RANK": "0", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(count)}
     if interface := loopback_interface():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -11,6 +11,7 @@ from typing import Annotated
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.lab.output import Interruption
 from benchmarks.lab.plots import BLACK, new_figure, save, style
 from benchmarks.lab.search import search
 from benchmarks.lab.tables import make_table
@@ -18,7 +19,7 @@ from benchmarks.studies import cli
 from benchmarks.studies.convergence.descent import Problem, Squared, squared_gradients
 from benchmarks.studies.convergence.methods import Method, make_methods
 from benchmarks.studies.quadratics import SPECTRA
-from comm_hooks.launchers.output import Interruption, make_console
+from comm_hooks.launchers.output import make_console
 
 _FACTOR = 2.0  # between neighbouring constants
 

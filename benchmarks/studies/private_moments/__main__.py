@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.lab.output import Interruption
 from benchmarks.lab.plots import BLACK, COLOURS, new_figure, save, style
 from benchmarks.lab.tables import make_table, tabulate
 from benchmarks.studies import cli
@@ -28,7 +29,7 @@ from benchmarks.studies.private_moments.measure import (
     step_lengths,
     steps_by_floor,
 )
-from comm_hooks.launchers.output import Interruption, make_console
+from comm_hooks.launchers.output import make_console
 
 
 def private_moments(

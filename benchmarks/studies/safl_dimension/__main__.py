@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.lab.output import Interruption
 from benchmarks.lab.plots import new_figure, save, style
 from benchmarks.lab.search import search
 from benchmarks.lab.tables import make_table
@@ -18,7 +19,7 @@ from benchmarks.studies.quadratics import SPECTRA, make_quadratic
 from benchmarks.studies.safl_dimension.descent import Descent, descend
 from benchmarks.studies.safl_dimension.methods import BETAS, METHODS
 from comm_hooks.compressors import SRHT, CountSketch, GaussianSketch
-from comm_hooks.launchers.output import Interruption, make_console
+from comm_hooks.launchers.output import make_console
 
 SKETCHES: dict[str, Any] = {
     "count_sketch": CountSketch,

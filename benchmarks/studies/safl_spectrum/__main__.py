@@ -11,6 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import nn
 
+from benchmarks.lab.output import Interruption
 from benchmarks.lab.plots import new_figure, save, style
 from benchmarks.lab.simulated import (
     batch_generator,
@@ -24,7 +25,7 @@ from benchmarks.studies.safl_spectrum.lanczos import Spectrum, hessian_product, 
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import CountSketch
 from comm_hooks.exchange import Exchange
-from comm_hooks.launchers.output import Interruption, make_console
+from comm_hooks.launchers.output import make_console
 from comm_hooks.optim import SAFL
 
 _BETAS = (0.9, 0.99)

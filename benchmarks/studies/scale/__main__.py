@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.lab.output import Interruption
 from benchmarks.lab.plots import BLACK, GREY, new_figure, save, style, write_numbers
 from benchmarks.lab.tables import format_bytes, make_table
 from benchmarks.studies import cli
@@ -25,7 +26,7 @@ from benchmarks.studies.scale.predicted import (
 )
 from benchmarks.studies.scale.training import Setup, Trained, train
 from comm_hooks.config import unknown
-from comm_hooks.launchers.output import Interruption, make_console
+from comm_hooks.launchers.output import make_console
 
 PARTS = ("simulated", "predicted")
 _RATES = (0.05, 0.2, 0.8)

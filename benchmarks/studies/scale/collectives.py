@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 import typer
 
+from benchmarks.lab.clock import slowest
 from benchmarks.lab.processes import lines_from_bed
 from benchmarks.netns.links import NetnsError
 from benchmarks.studies.cli import Option
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.launchers.advise.cost_model import Collective
-from comm_hooks.launchers.advise.links import measure_links, network_of
-from comm_hooks.launchers.advise.ranks import joined
-from comm_hooks.launchers.advise.rehearsal import slowest
-from comm_hooks.launchers.place import find_place
+from comm_hooks.launchers.advise.links import joined, measure_links, network_of
+from comm_hooks.launchers.environment import detect_environment
 
 MODULE = "benchmarks.studies.scale.collectives"
 _REPEAT = 7
@@ -60,9 +59,9 @@ def measure(
 @app.command(hidden=True)
 def worker(rate: str) -> None:
     """Run one rank; rank 0 prints the rows."""
-    place = find_place()
+    process = detect_environment()
     torch.set_num_threads(1)
-    with joined(place, "gloo", _TIMEOUT_SECONDS):
+    with joined(process, "gloo", _TIMEOUT_SECONDS):
         links, nodes = measure_links(torch.device("cpu"))
         network = network_of(links, nodes, "gloo")
         transport = TorchDistributed()
@@ -74,7 +73,7 @@ def worker(rate: str) -> None:
                 # Without any bytes: the time for latency alone.
                 idle = Collective(collective.kind, 0).seconds(network)
                 efficiency = collective.traffic / (median - idle) / network.between.bandwidth
-                if place.rank == 0:
+                if process.rank == 0:
                     print(
                         f"| {network.ranks} | {rate} | {collective.kind} "
                         f"| {collective.traffic / 1e3:.0f} | {1e3 * median:.1f} "

@@ -19,11 +19,10 @@ from comm_hooks.exchange.layout import Layout, Segment
 from comm_hooks.exchange.routes import Gathered, Route, Sharded, Summed
 from comm_hooks.launchers.advise.cost_model import (
     Collective,
-    Compute,
-    Exchanged,
     Link,
     Network,
     Plan,
+    Round,
     all_reduce,
     predict,
     ready_shares,
@@ -163,16 +162,15 @@ def _predict(
     assumptions: Assumptions, model: Model, gigabits: float, ranks: int, scheme: Scheme
 ) -> Predicted:
     plan = plan_of(assumptions, scheme, model.numel, ranks)
-    compute = Compute(model.seconds)
-    prediction = predict(plan, compute, assumptions.network(ranks, gigabits))
+    network = assumptions.network(ranks, gigabits)
     return Predicted(
         model.name,
         gigabits,
         ranks,
         scheme.name,
-        prediction.step,
-        plan.sent_per_step(),
-        prediction.arithmetic - compute.forward_backward,
+        predict(plan, network, forward_backward=model.seconds),
+        plan.traffic,
+        plan.codec,
     )
 
 
@@ -183,22 +181,22 @@ def plan_of(assumptions: Assumptions, scheme: Scheme, numel: int, ranks: int) ->
         return Plan()
     shapes = Step.of_numel(numel, milliseconds=1.0).shapes
     sizes = [4 * torch.Size(shape).numel() for shape in shapes]
-    known: dict[tuple[tuple[int, ...], ...], Exchanged] = {}
+    known: dict[tuple[tuple[int, ...], ...], Round] = {}
     rounds = []
     for members, ready in ready_shares(sizes, _FIRST_BUCKET, _BUCKET):
         bucket = tuple(shapes[::-1][members.start : members.stop])
         if bucket not in known:
             known[bucket] = _round_of(assumptions, scheme, bucket, ranks)
         exchanged = known[bucket]
-        rounds.append(Exchanged(exchanged.collectives, exchanged.before, exchanged.after, ready))
+        rounds.append(exchanged.scaled(1.0, ready))
     if scheme.local_steps == 1:
-        return Plan(in_backward=tuple(rounds))
-    return Plan(in_optimizer=tuple(rounds), steps=scheme.local_steps)
+        return Plan(hook_rounds=tuple(rounds))
+    return Plan(optimizer_rounds=tuple(rounds), steps=scheme.local_steps)
 
 
 def _round_of(
     assumptions: Assumptions, scheme: Scheme, bucket: Sequence[tuple[int, ...]], ranks: int
-) -> Exchanged:
+) -> Round:
     """Return one bucket's round.
 
     The device reads gradients and residuals and writes residuals (12 bytes per element), and writes
@@ -213,7 +211,7 @@ def _round_of(
     numel = sum(torch.Size(shape).numel() for shape in bucket)
     if isinstance(compressor, Identity):
         cast = 0.0 if scheme.bits == 32 else assumptions.seconds(6 * numel)
-        return Exchanged((all_reduce(numel * scheme.bits // 8, ranks),), cast, cast)
+        return Round((all_reduce(numel * scheme.bits // 8, ranks),), cast, cast)
     route = _route(scheme, bucket, ranks)
     collectives: tuple[Collective, ...]
     kept = assumptions.sector * compressor.density * numel if isinstance(compressor, TopK) else 0.0
@@ -230,12 +228,12 @@ def _round_of(
         collectives = (Collective("all_gather", route.traffic),)
         payload = route.traffic / (ranks - 1)
         before, after = 12.0 * numel, 4 * numel + ranks * (payload + kept)
-    return Exchanged(collectives, assumptions.seconds(before), assumptions.seconds(after))
+    return Round(collectives, assumptions.seconds(before), assumptions.seconds(after))
 
 
 def _between_nodes(
     assumptions: Assumptions, scheme: Scheme, bucket: Sequence[tuple[int, ...]], ranks: int
-) -> Exchanged:
+) -> Round:
     """Return the round of a bucket that is averaged in full precision inside each node.
 
     Each rank of a node gets a part of every parameter, exchanges it with the ranks at its place in
@@ -248,14 +246,14 @@ def _between_nodes(
     first, last = Collective("all_to_all", inside, "node"), Collective("all_gather", inside, "node")
     averaging = assumptions.seconds(4 * (2 * of_node + 1) * numel)
     if ranks == of_node:
-        return Exchanged((first, last), averaging)
+        return Round((first, last), averaging)
     ways: tuple[Way, Way] = ("all_gather", "sharded")
     rounds = [
         _round_of(assumptions, replace(scheme, way=way), parts, ranks // of_node) for way in ways
     ]
-    between = min(rounds, key=Exchanged.sent)
+    between = min(rounds, key=lambda each: each.traffic)
     across = tuple(replace(c, members="across") for c in between.collectives)
-    return Exchanged((first, *across, last), averaging + between.before, between.after)
+    return Round((first, *across, last), averaging + between.encode, between.decode)
 
 
 def _route(scheme: Scheme, bucket: Sequence[tuple[int, ...]], ranks: int) -> Route:

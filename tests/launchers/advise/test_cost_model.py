@@ -13,11 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Group
 from comm_hooks.launchers.advise.cost_model import (
     Collective,
-    Compute,
-    Exchanged,
     Link,
     Network,
     Plan,
+    Round,
     all_reduce,
     predict,
     ready_shares,
@@ -33,7 +32,7 @@ collectives = st.builds(
     st.integers(0, 10**9),
 )
 rounds = st.builds(
-    Exchanged,
+    Round,
     st.lists(collectives, min_size=1, max_size=3).map(tuple),
     seconds,
     seconds,
@@ -46,7 +45,6 @@ plans = st.builds(
     st.integers(1, 8),
     st.none() | seconds,
 )
-computes = st.builds(Compute, seconds, seconds)
 networks = st.builds(
     Network,
     st.integers(2, 4096),
@@ -58,34 +56,33 @@ networks = st.builds(
 
 
 def on_the_wire(plan: Plan, network: Network) -> float:
-    def total(exchanged: Exchanged) -> float:
-        return sum(collective.seconds(network) for collective in exchanged.collectives)
+    def total(each: Round) -> float:
+        return sum(collective.seconds(network) for collective in each.collectives)
 
-    return sum(map(total, plan.in_backward)) + sum(map(total, plan.in_optimizer)) / plan.steps
+    return sum(map(total, plan.hook_rounds)) + sum(map(total, plan.optimizer_rounds)) / plan.steps
 
 
-@given(plans, computes, networks)
+@given(plans, seconds, seconds, networks)
 def test_a_step_takes_at_least_each_part_and_at_most_all(
-    plan: Plan, compute: Compute, network: Network
+    plan: Plan, forward_backward: float, optimizer: float, network: Network
 ) -> None:
-    prediction = predict(plan, compute, network)
-    slack = 1e-9 * (1 + prediction.step)
+    step = predict(plan, network, forward_backward=forward_backward, optimizer=optimizer)
+    slack = 1e-9 * (1 + step)
     wire = on_the_wire(plan, network)
-    assert prediction.step >= max(prediction.arithmetic, wire) - slack
-    assert prediction.step <= prediction.arithmetic + wire + slack
-    own = compute.optimizer if plan.optimizer is None else plan.optimizer
-    assert prediction.arithmetic >= compute.forward_backward + own - slack
+    own = optimizer if plan.optimizer is None else plan.optimizer
+    arithmetic = forward_backward + own + plan.codec
+    assert max(arithmetic, wire) - slack <= step <= arithmetic + wire + slack
 
 
-@given(plans, computes, networks, st.floats(1, 100), st.floats(0, 0.1))
+@given(plans, seconds, networks, st.floats(1, 100), st.floats(0, 0.1))
 def test_a_better_link_is_never_slower(
-    plan: Plan, compute: Compute, network: Network, factor: float, less: float
+    plan: Plan, forward_backward: float, network: Network, factor: float, less: float
 ) -> None:
     link = network.between
     better = Link(link.bandwidth * factor, max(0.0, link.latency - less))
     fast = Network(network.ranks, better, backend=network.backend)
-    slack = 1e-9 * (1 + predict(plan, compute, network).step)
-    assert predict(plan, compute, fast).step <= predict(plan, compute, network).step + slack
+    here, there = (predict(plan, n, forward_backward=forward_backward) for n in (network, fast))
+    assert there <= here + 1e-9 * (1 + here)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -138,11 +135,9 @@ def test_nodes_share_their_links() -> None:
 
 def test_what_a_single_bucket_costs_is_added() -> None:
     wire = Collective("all_reduce", 11_625_000)
-    plan = Plan((Exchanged((wire,), before=0.1, after=0.2),))
-    prediction = predict(plan, Compute(0.6, 0.05), NETWORK)
-    assert prediction.step == pytest.approx(0.6 + 0.1 + 1.002 + 0.2 + 0.05)
-    assert prediction.arithmetic == pytest.approx(0.6 + 0.1 + 0.2 + 0.05)
-    assert prediction.waiting == pytest.approx(1.002)
+    plan = Plan((Round((wire,), encode=0.1, decode=0.2),))
+    step = predict(plan, NETWORK, forward_backward=0.6, optimizer=0.05)
+    assert step == pytest.approx(0.6 + 0.1 + 1.002 + 0.2 + 0.05)
 
 
 def test_early_buckets_travel_during_the_backward_pass() -> None:
@@ -152,18 +147,17 @@ def test_early_buckets_travel_during_the_backward_pass() -> None:
         sizes = (int(first * 11.625e6), int(last * 11.625e6))
         buckets = zip(sizes, (0.5, 1.0), strict=True)
         network = Network(2, Link(12.5e6, 0.0))
-        in_backward = tuple(
-            Exchanged((Collective("all_reduce", size),), ready=ready, **more)
-            for size, ready in buckets
+        hook_rounds = tuple(
+            Round((Collective("all_reduce", size),), ready=ready, **more) for size, ready in buckets
         )
-        return predict(Plan(in_backward), Compute(3.0), network).step
+        return predict(Plan(hook_rounds), network, forward_backward=3.0)
 
     assert step(1, 0) == pytest.approx(3)  # over when the backward pass is
     assert step(4, 0) == pytest.approx(6)
     assert step(1, 4) == pytest.approx(7)
     assert step(2, 4) == pytest.approx(8)  # the second waits until 4 s
     # Encoding the first delays everything, decoding it what comes after; the last's is at the end.
-    assert step(1, 1, before=0.25, after=0.125) == pytest.approx(3 + 0.5 + 0.125 + 1 + 0.125)
+    assert step(1, 1, encode=0.25, decode=0.125) == pytest.approx(3 + 0.5 + 0.125 + 1 + 0.125)
 
 
 def test_the_collectives_of_a_round_follow_one_another_beside_the_backward_pass() -> None:
@@ -171,26 +165,23 @@ def test_the_collectives_of_a_round_follow_one_another_beside_the_backward_pass(
     network = Network(2, Link(12.5e6, 0.0))
     # Forward ends at 1 s, backward at 3 s.
     for count, seconds in ((1, 3), (2, 3), (3, 4)):
-        early = Plan((Exchanged((wire,) * count, ready=0.0),))
-        assert predict(early, Compute(3.0), network).step == pytest.approx(seconds)
+        early = Plan((Round((wire,) * count, ready=0.0),))
+        assert predict(early, network, forward_backward=3.0) == pytest.approx(seconds)
 
 
 def test_rounds_of_the_optimizer_are_spread_over_its_steps() -> None:
     wire = Collective("all_reduce", 11_625_000)
-    plan = Plan(in_optimizer=(Exchanged((wire,)),), steps=8, optimizer=0.1)
-    assert predict(plan, Compute(1.0, 0.05), NETWORK).step == pytest.approx(1.1 + 1.002 / 8)
-    assert plan.sent_per_step() == 11_625_000 / 8
+    plan = Plan(optimizer_rounds=(Round((wire,)),), steps=8, optimizer=0.1)
+    assert predict(plan, NETWORK, forward_backward=1.0, optimizer=0.05) == pytest.approx(
+        1.1 + 1.002 / 8
+    )
+    assert plan.traffic == 11_625_000 / 8
 
 
 def test_what_comes_afterwards_comes_at_every_step() -> None:
     gathered = Collective("all_gather", 11_375_000)
-    step = predict(Plan(), Compute(1.0), NETWORK, afterwards=(gathered,)).step
+    step = predict(Plan(), NETWORK, forward_backward=1.0, afterwards=(gathered,))
     assert step == pytest.approx(2.001)
-
-
-def test_an_optimizer_takes_no_more_than_the_step() -> None:
-    assert Compute.of_step(1.0, 0.25) == Compute(0.75, 0.25)
-    assert Compute.of_step(1.0, 2.0) == Compute(0.0, 1.0)
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=40), st.integers(1, 10**6))

@@ -16,12 +16,13 @@ from comm_hooks.launchers.advise.cost_model import Link
 from comm_hooks.launchers.advise.links import (
     Measured,
     edges_of,
+    joined,
     measure_links,
     network_of,
 )
-from comm_hooks.launchers.advise.ranks import joined
+from comm_hooks.launchers.environment import LauncherEnvironment, detect_environment
 from comm_hooks.launchers.links import nodes_of
-from comm_hooks.launchers.place import find_place
+from comm_hooks.launchers.network import free_port
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=9))
@@ -74,10 +75,10 @@ def test_all_ranks_learn_the_same(ranks_of: Any, monkeypatch: pytest.MonkeyPatch
 
 def print_links() -> None:
     """Be one rank in a bed."""
-    place = find_place()
-    with joined(place, "gloo", 60.0):
+    process = detect_environment()
+    with joined(process, "gloo", 60.0):
         measured, _ = measure_links(torch.device("cpu"))
-    if place.rank == 0:
+    if process.rank == 0:
         print(json.dumps({m.source: 8e-6 * m.link.bandwidth for m in measured if not m.inside}))
 
 
@@ -99,3 +100,32 @@ def test_each_direction_is_measured_by_itself() -> None:
     # Headers take 4 %, and a machine that is busy may take more.
     assert 5 < megabits["0"] < 10
     assert 20 < megabits["1"] < 40
+
+
+@pytest.fixture
+def closed_port(monkeypatch: pytest.MonkeyPatch) -> str:
+    port = str(free_port())
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return port
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_are_out_of_reach(rank: int, closed_port: str) -> None:
+    message = rf"rank {rank} of 2 did not reach the others through 127\.0\.0\.1:{closed_port}"
+    with (
+        pytest.raises(ValueError, match=message) as caught,
+        joined(LauncherEnvironment("mpirun", rank, 2), "gloo", 1.0),
+    ):
+        pass
+    assert "\n" not in str(caught.value)
+
+
+def test_a_launcher_that_does_not_say_where_rank_0_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with (
+        pytest.raises(ValueError, match="set MASTER_ADDR to its address"),
+        joined(LauncherEnvironment("mpirun", 1, 4, 1, 2), "gloo", 1.0),
+    ):
+        pass

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comm_hooks.launchers.launch import plan, torchrun
-from comm_hooks.launchers.launch.network import Route, find_route
 from comm_hooks.launchers.launch.steps import Command, WriteFile
+from comm_hooks.launchers.network import Route, find_route
 from tests.launchers.launch.commands import complaint, dry_run, split
 
 OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from comm_hooks.launchers.endpoint import Endpoint, free_port, wait_for_port
 from comm_hooks.launchers.main import app
+from comm_hooks.launchers.network import Endpoint, free_port, wait_for_port
 
 LAUNCH = [sys.executable, "-m", "comm_hooks.launchers.main", "launch"]
 RESTART = str(Path(__file__).with_name("restart_once.py"))

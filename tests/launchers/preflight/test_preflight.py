@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from comm_hooks.launchers.endpoint import free_port
 from comm_hooks.launchers.main import app
+from comm_hooks.launchers.network import free_port
 from tests.launchers.launch.commands import forget_launchers
 from tests.ranks import Ranks
 

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch.distributed as dist
-
-from comm_hooks.launchers.endpoint import Endpoint
+from comm_hooks.launchers.network import Endpoint
 
 # The ids that Slurm gives to what is no step of srun: batch script, interactive shell, the like.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
@@ -64,7 +62,7 @@ _LAUNCHERS = (
 
 
 @dataclass(frozen=True)
-class Place:
+class LauncherEnvironment:
     """One process among those of a launcher; by default alone, without one.
 
     Args:
@@ -96,7 +94,7 @@ class Place:
         }
 
 
-def find_place(environment: Mapping[str, str] | None = None) -> Place:
+def detect_environment(environment: Mapping[str, str] | None = None) -> LauncherEnvironment:
     """Return this process's place by what its launcher tells.
 
     Torchrun's variables count before mpirun's, and those before Slurm's.
@@ -109,14 +107,15 @@ def find_place(environment: Mapping[str, str] | None = None) -> Place:
 
     Example::
 
-        >>> find_place({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2",
+        >>> detect_environment({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2",
         ...             "MPI_LOCALRANKID": "1", "PMI_HOSTNAME": "a"})
-        Place(launcher='mpirun', rank=1, world_size=2, local_rank=1, local_size=2, node='a')
+        LauncherEnvironment(launcher='mpirun', rank=1, world_size=2, local_rank=1, \
+local_size=2, node='a')
     """
     environment = os.environ if environment is None else environment
     names = _innermost(environment)
     if names is None:
-        return Place()
+        return LauncherEnvironment()
     size_name = next(name for name in names.world_size if name in environment)
     rank, size = _number(environment, names.rank), _number(environment, size_name)
     if not 0 <= rank < size:
@@ -126,7 +125,7 @@ def find_place(environment: Mapping[str, str] | None = None) -> Place:
         )
     nodes = _number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
     untold = {"torchrun": size, "mpirun": 1, "srun": size // nodes}[names.launcher]
-    return Place(
+    return LauncherEnvironment(
         names.launcher,
         rank,
         size,
@@ -203,6 +202,8 @@ that mpi4py was built for
     """
     expected = expected_world_size(environment)
     if world_size is None:
+        import torch.distributed as dist
+
         world_size = dist.get_world_size() if dist.is_initialized() else 1
     if expected is None or world_size >= expected[0]:
         return

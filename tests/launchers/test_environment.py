@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comm_hooks.launchers.place import Place, check_world_size, expected_world_size, find_place
+from comm_hooks.launchers.environment import (
+    LauncherEnvironment,
+    check_world_size,
+    detect_environment,
+    expected_world_size,
+)
 
 _PMI = {"PMI_RANK": "3", "PMI_SIZE": "8"}
 _MPIRUN = {**_PMI, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_HOSTNAME": "a"}
@@ -26,11 +31,11 @@ _STEP = {
 
 
 @pytest.mark.parametrize(
-    ("environment", "place"),
+    ("environment", "expected"),
     [
-        ({}, Place()),
-        ({"RANK": "0"}, Place()),  # half of what a launcher sets
-        ({"RANK": "3", "WORLD_SIZE": "4"}, Place("torchrun", 3, 4, 0, 4)),
+        ({}, LauncherEnvironment()),
+        ({"RANK": "0"}, LauncherEnvironment()),  # half of what a launcher sets
+        ({"RANK": "3", "WORLD_SIZE": "4"}, LauncherEnvironment("torchrun", 3, 4, 0, 4)),
         (
             {
                 "RANK": "3",
@@ -39,36 +44,36 @@ _STEP = {
                 "LOCAL_WORLD_SIZE": "2",
                 "GROUP_RANK": "1",
             },
-            Place("torchrun", 3, 4, 1, 2, "1"),
+            LauncherEnvironment("torchrun", 3, 4, 1, 2, "1"),
         ),
-        (_OPEN_MPI, Place("mpirun", 3, 4, 1, 2)),
-        (_MPIRUN, Place("mpirun", 3, 8, 1, 2, "a")),
-        (_PMI, Place("mpirun", 3, 8, 0, 1)),  # how many share the node is not told
-        (_BATCH, Place()),
-        ({**_BATCH, "SLURM_STEP_ID": "4294967290"}, Place()),  # an interactive shell
-        (_STEP, Place("srun", 3, 8, 3, 4, "0")),
-        ({**_STEP, "SLURM_STEP_NUM_TASKS": "4"}, Place("srun", 3, 4, 3, 2, "0")),
+        (_OPEN_MPI, LauncherEnvironment("mpirun", 3, 4, 1, 2)),
+        (_MPIRUN, LauncherEnvironment("mpirun", 3, 8, 1, 2, "a")),
+        (_PMI, LauncherEnvironment("mpirun", 3, 8, 0, 1)),  # how many share the node is not told
+        (_BATCH, LauncherEnvironment()),
+        ({**_BATCH, "SLURM_STEP_ID": "4294967290"}, LauncherEnvironment()),  # an interactive shell
+        (_STEP, LauncherEnvironment("srun", 3, 8, 3, 4, "0")),
+        ({**_STEP, "SLURM_STEP_NUM_TASKS": "4"}, LauncherEnvironment("srun", 3, 4, 3, 2, "0")),
         # srun --mpi=pmi2: PMI's variables have no local rank.
-        ({**_STEP, **_PMI}, Place("srun", 3, 8, 3, 4, "0")),
+        ({**_STEP, **_PMI}, LauncherEnvironment("srun", 3, 8, 3, 4, "0")),
         # The inner launcher counts.
-        ({**_STEP, **_MPIRUN}, Place("mpirun", 3, 8, 1, 2, "a")),
-        ({**_STEP, **_OPEN_MPI}, Place("mpirun", 3, 4, 1, 2)),
-        ({**_STEP, "RANK": "1", "WORLD_SIZE": "2"}, Place("torchrun", 1, 2, 0, 2)),
+        ({**_STEP, **_MPIRUN}, LauncherEnvironment("mpirun", 3, 8, 1, 2, "a")),
+        ({**_STEP, **_OPEN_MPI}, LauncherEnvironment("mpirun", 3, 4, 1, 2)),
+        ({**_STEP, "RANK": "1", "WORLD_SIZE": "2"}, LauncherEnvironment("torchrun", 1, 2, 0, 2)),
     ],
 )
-def test_launchers(environment: dict[str, str], place: Place) -> None:
-    assert find_place(environment) == place
+def test_launchers(environment: dict[str, str], expected: LauncherEnvironment) -> None:
+    assert detect_environment(environment) == expected
 
 
 @pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("-1", "2"), ("0", "0")])
 def test_launchers_that_contradict_themselves(rank: str, size: str) -> None:
     with pytest.raises(ValueError, match=f"PMI_RANK={rank} and PMI_SIZE={size}"):
-        find_place({"PMI_RANK": rank, "PMI_SIZE": size})
+        detect_environment({"PMI_RANK": rank, "PMI_SIZE": size})
 
 
 def test_numbers_that_are_none() -> None:
     with pytest.raises(ValueError, match="RANK='one' in the environment is not a number"):
-        find_place({"RANK": "one", "WORLD_SIZE": "2"})
+        detect_environment({"RANK": "one", "WORLD_SIZE": "2"})
 
 
 @given(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 MOST_STARVED = 0.1
 """Of the time that a thread waited for a processor: more, and its times are another load's, too."""
@@ -57,10 +58,14 @@ def roughly(value: float) -> str:
     return f"~{float(f'{value:.0e}'):,g}"
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def slowest(seconds: float) -> float:
+    """Return the largest value of all ranks, if there are others: a step waits for the slowest."""
+    if not dist.is_initialized():
+        return seconds
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    largest = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
 
 
 class Starvation:
@@ -68,7 +73,7 @@ class Starvation:
 
     Example::
 
-        >>> from comm_hooks.launchers.clock import Starvation
+        >>> from benchmarks.lab.clock import Starvation
         >>> starvation = Starvation()
         >>> 0 <= starvation.share() <= 1
         True

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from comm_hooks.launchers import clock
-from comm_hooks.launchers.clock import Starvation, quartile_range, starved_seconds
+from benchmarks.lab import clock
+from benchmarks.lab.clock import Starvation, quartile_range, starved_seconds
 
 
 def compute(seconds: float) -> None:

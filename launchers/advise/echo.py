@@ -1,0 +1,98 @@
+"""A transport without a network, which notes the collectives and the time between them."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from comm_hooks.collectives import Transport
+from comm_hooks.collectives.requests import (
+    AllGather,
+    AllGatherObject,
+    AllReduce,
+    AllToAll,
+    Request,
+)
+from comm_hooks.launchers.advise.cost_model import Collective, Round
+from comm_hooks.launchers.advise.step import synchronize
+from comm_hooks.wire.summed_header import MARKS_START
+
+
+class Echo(Transport):
+    """Rank 0 of N ranks, without the others: each reply repeats this rank's own payload.
+
+    Args:
+        world_size: N.
+        device: of the payloads.
+        ranks_per_node: L, for hierarchical exchanges.
+
+    Example::
+
+        >>> from comm_hooks import Exchange, Sign
+        >>> echo = Echo(2, torch.device("cpu"))
+        >>> Exchange(Sign(), transport=echo).average_({"w": torch.ones(64, 64)})
+        >>> [collective.kind for collective in echo.stop().collectives]
+        ['all_gather']
+    """
+
+    def __init__(self, world_size: int, device: torch.device, ranks_per_node: int = 1) -> None:
+        self._world_size = world_size
+        self._device = device
+        self._ranks_per_node = ranks_per_node
+        self.start_noting()
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return [0] * self._world_size
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self._ranks_per_node
+
+    def start_noting(self) -> None:
+        """Forget the collectives so far, and start the clock."""
+        self._collectives: list[Collective] = []
+        self._encode, self._since = 0.0, self.clock()
+
+    def stop(self) -> Round:
+        """Return the collectives since :meth:`start_noting`, and the seconds of arithmetic."""
+        return Round(tuple(self._collectives), self._encode, self.clock() - self._since)
+
+    def clock(self) -> float:
+        """Return seconds, after the device has finished its work."""
+        synchronize(self._device)
+        return time.perf_counter()
+
+    def perform(self, request: Request) -> Any:
+        self._encode += self.clock() - self._since
+        reply = self._answer(request)
+        self._since = self.clock()
+        return reply
+
+    def start(self, request: Request) -> torch.futures.Future[Any]:
+        raise NotImplementedError("Echo only supports run()")
+
+    def _answer(self, request: Request) -> Any:
+        payload, ranks = request.payload, self._world_size
+        if request.group:
+            ranks = len(request.group.members(self.rank, ranks))
+        if isinstance(request, AllGatherObject):
+            return [payload] * ranks
+        assert isinstance(request, AllReduce | AllGather | AllToAll)
+        self._collectives.append(Collective.of(request, ranks))
+        if isinstance(request, AllReduce):
+            total = payload * ranks
+            # The header has one mark per rank, which must not be multiplied.
+            total[MARKS_START : MARKS_START + ranks] = payload[MARKS_START]
+            return payload.copy_(total)
+        row = payload if isinstance(request, AllGather) else payload[0]
+        return row.expand(ranks, -1)

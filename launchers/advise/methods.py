@@ -1,0 +1,278 @@
+"""The methods that can be compared: how they are written, their payloads and their arithmetic.
+
+A method is written ``compressor[:option=value...][+optimizer[:option=value...]]``, such as
+``quantize:bits=2``, ``sign+local_variance_adam`` or ``low_communication:bits=0.12``.  Without an
+optimizer a DDP hook averages the gradients for AdamW; an optimizer without a compressor uses the
+exchange that it was published with.
+"""
+
+import math
+import re
+import statistics
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from comm_hooks import Exchange, ExchangeSettings
+from comm_hooks.config import COMPRESSORS, check_options, parse_spec, unknown
+from comm_hooks.launchers.advise.cost_model import Plan, Round, all_reduce, ready_shares
+from comm_hooks.launchers.advise.echo import Echo
+from comm_hooks.launchers.advise.step import Step
+from comm_hooks.optim.registry import OPTIMIZERS, Defaults, lookup
+
+PLAIN: Mapping[str, tuple[str, ...]] = {
+    "all_reduce": (),
+    "none": (),
+    "bf16": (),
+    "powersgd": ("rank",),
+}
+"""PyTorch's own methods and their options, predicted from their bytes alone."""
+
+_MOST_ELEMENTS = 1 << 22
+"""Of a longer vector a part is measured; its bytes and times are scaled up."""
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # bytes, the defaults of DDP
+_REPEAT = 3
+_MIN_STEPS = 4
+_SHORT_RUN = Defaults(steps=2 * _MIN_STEPS, warmup=1)
+"""An optimizer that changes after its warm-up has changed before its steps are measured."""
+_POWERSGD_RANK = 4
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method, split into its parts.
+
+    Attributes:
+        spec: the method as it is written.
+        compressor: its name, or one of :data:`PLAIN`; empty for the optimizer's own exchange.
+        options: of the compressor and of the exchange.
+        optimizer: its name; empty for AdamW after a DDP hook.
+        optimizer_options: its keyword arguments.
+    """
+
+    spec: str
+    compressor: str
+    options: Mapping[str, Any]
+    optimizer: str
+    optimizer_options: Mapping[str, Any]
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """All but the text, to compare methods that are written differently."""
+        return self.compressor, self.options, self.optimizer, self.optimizer_options
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for an unknown name or option, with the nearest known one."""
+        if self.compressor in PLAIN:
+            check_options(self.compressor, self.options, PLAIN[self.compressor])
+        elif self.compressor or not self.optimizer:
+            self.settings()
+        if not self.optimizer:
+            return
+        entry = lookup(self.optimizer)
+        if entry is None:
+            raise ValueError(unknown("method", self.optimizer, [*PLAIN, *COMPRESSORS, *OPTIMIZERS]))
+        if (entry.averages != "exchange") if self.compressor else (entry.averages == "before"):
+            wanted = "no compressor" if entry.averages == "own" else "gradients that are averaged"
+            raise ValueError(f"method {self.spec!r}: {entry.name} takes {wanted}")
+        if self.compressor in PLAIN:
+            raise ValueError(
+                f"method {self.spec!r}: {entry.name} needs a compressor before the '+'"
+            )
+        entry.check(self.optimizer_options)
+
+    def settings(self) -> ExchangeSettings:
+        """Return the settings of the exchange."""
+        entry = lookup(self.optimizer)
+        if self.compressor:
+            needs = entry.needs if entry else {}
+            return ExchangeSettings.of(self.compressor, **{**needs, **self.options})
+        assert entry
+        assert entry.published
+        return ExchangeSettings.from_dict(entry.published)
+
+    def build(self, named: list[tuple[str, nn.Parameter]], transport: Echo) -> Optimizer:
+        """Return the optimizer of a method that has one."""
+        entry = OPTIMIZERS[self.optimizer]
+        options = dict(self.optimizer_options)
+        if entry.averages == "exchange":
+            exchange = Exchange(self.settings(), transport=transport)
+            return entry.build(named, exchange, defaults=_SHORT_RUN, **options)
+        options = {"total_steps": None, **options, "transport": transport}
+        return entry.build(named, defaults=_SHORT_RUN, **options)
+
+
+def parse_methods(specs: str) -> list[Method]:
+    """Return the methods of a list separated by commas.
+
+    Raises:
+        ValueError: for an unknown name, option or value, and for a method that is named twice.
+    """
+    methods: list[Method] = []
+    for spec in specs.split(","):
+        method = parse_method(spec.strip())
+        method.check()
+        if any(method.parts == other.parts for other in methods):
+            raise ValueError(f"method {method.spec!r} is named twice")
+        methods.append(method)
+    return methods
+
+
+def parse_method(spec: str) -> Method:
+    """Split a method into its parts; the names and options may be unknown.
+
+    Raises:
+        ValueError: if it is not written as ``name:option=value+name:option=value``.
+
+    Example::
+
+        >>> parse_method("topk:density=1/64").options
+        {'density': 0.015625}
+        >>> parse_method("sign+LocalVarianceAdam").optimizer
+        'local_variance_adam'
+    """
+    # A "+" before a name joins two parts; a "+" inside a number (1e+3) does not.
+    first, *others = re.split(r"\+(?=[A-Za-z_])", spec)
+    if len(others) > 1:
+        raise ValueError(f"method {spec!r}: at most one optimizer may follow the '+'")
+    name, options = parse_spec(first, "method")
+    if name in PLAIN or name in COMPRESSORS or others:
+        optimizer, own = parse_spec(others[0], "method") if others else ("", {})
+    else:
+        name, options, optimizer, own = "", {}, name, options
+    if "bits" in own:
+        own["bits_per_parameter"] = own.pop("bits")
+    entry = lookup(optimizer)
+    return Method(spec, name, options, entry.name if entry else optimizer, own)
+
+
+class Planner:
+    """Makes the plan of each method for one model, number of ranks and device.
+
+    Args:
+        step: the model.
+        ranks: N.
+        device: on which the arithmetic is measured.
+
+    Example::
+
+        >>> planner = Planner(Step.of_numel(1 << 20, 100.0), 2, torch.device("cpu"))
+        >>> planner.plan(parse_method("all_reduce")).traffic
+        4194304.0
+    """
+
+    def __init__(self, step: Step, ranks: int, device: torch.device) -> None:
+        self._step = step
+        part = step
+        if step.numel > _MOST_ELEMENTS:
+            part = Step.of_numel(_MOST_ELEMENTS, step.milliseconds, step.dtype)
+        self._factor = step.numel / part.numel
+        self._echo = Echo(ranks, device)
+        generator = torch.Generator().manual_seed(0)
+        self._gradients = {
+            str(index): torch.randn(shape, generator=generator).to(device)
+            for index, shape in enumerate(part.shapes)
+        }
+
+    def plan(self, method: Method) -> Plan:
+        """Return the bytes of a method, and the seconds of its arithmetic on this device.
+
+        Raises:
+            ValueError: for values that the method refuses for this model.
+        """
+        if method.optimizer:
+            return self._optimizer_plan(lambda named: method.build(named, self._echo))
+        if method.compressor == "none":
+            return Plan()
+        one_bucket = method.compressor == "powersgd"
+        if method.compressor in COMPRESSORS:
+            whole = self._measure_round(method.settings())
+            # A sketch compresses all gradients as one vector.
+            one_bucket = COMPRESSORS[method.compressor].granularity == "bucket"
+        else:
+            whole = self._plain_round(method)
+        sizes = [math.prod(shape) * self._step.element_bytes for shape in self._step.shapes]
+        ends = [end for _, end in ready_shares(sizes, _FIRST_BUCKET, _BUCKET)]
+        ends = [1.0] if one_bucket else ends
+        shares = zip([0.0, *ends], ends, strict=False)
+        return Plan(tuple(whole.scaled(end - start, ready=end) for start, end in shares))
+
+    def adamw_seconds(self) -> float:
+        """Return the seconds of a step of AdamW, which stands for the user's optimizer."""
+        plan = self._optimizer_plan(
+            lambda named: AdamW([parameter for _, parameter in named], fused=True)
+        )
+        return plan.optimizer or 0.0
+
+    def _plain_round(self, method: Method) -> Round:
+        ranks, numel = self._echo.world_size, self._step.numel
+        if method.compressor == "powersgd":
+            numels = _powersgd_numels(self._step, method.options.get("rank", _POWERSGD_RANK))
+            return Round(tuple(all_reduce(4 * numel, ranks) for numel in numels if numel))
+        element_bytes = 2 if method.compressor == "bf16" else self._step.element_bytes
+        return Round((all_reduce(numel * element_bytes, ranks),))
+
+    def _measure_round(self, settings: ExchangeSettings) -> Round:
+        """Return the exchange of all gradients: the median of several."""
+        exchange = Exchange(settings, transport=self._echo)
+        rounds = []
+        for _ in range(1 + _REPEAT):  # the first one allocates memory
+            tensors = {name: gradient.clone() for name, gradient in self._gradients.items()}
+            self._echo.start_noting()
+            exchange.average_(tensors)
+            rounds.append(self._echo.stop())
+        rounds = sorted(rounds[1:], key=lambda each: each.encode + each.decode)
+        return rounds[_REPEAT // 2].scaled(self._factor)
+
+    def _optimizer_plan(self, build: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> Plan:
+        """Return whole periods of an optimizer, after its warm-up."""
+        named = [(n, nn.Parameter(torch.zeros_like(g))) for n, g in self._gradients.items()]
+        with warnings.catch_warnings():
+            # They are about real trainings: their length, and ranks with other payloads.
+            warnings.filterwarnings("ignore", message="low_communication: with")
+            warnings.filterwarnings("ignore", message="round .*: left out")
+            optimizer = build(named)
+            period = getattr(optimizer, "local_steps", 1)
+            steps = period * math.ceil(_MIN_STEPS / period)
+            rounds = []
+            for _ in range(max(_MIN_STEPS, period) + steps):
+                for name, parameter in named:
+                    parameter.grad = self._gradients[name].clone()
+                self._echo.start_noting()
+                optimizer.step()
+                rounds.append(self._echo.stop())
+        rounds = rounds[-steps:]
+        # Steps with an exchange and steps without differ; of each kind the median counts.
+        seconds = 0.0
+        for exchanges in (True, False):
+            kind = [r.encode + r.decode for r in rounds if bool(r.collectives) == exchanges]
+            seconds += len(kind) * statistics.median(kind) if kind else 0.0
+        collectives = Round(tuple(c for each in rounds for c in each.collectives))
+        return Plan(
+            optimizer_rounds=(collectives.scaled(self._factor),) if collectives.traffic else (),
+            steps=steps,
+            optimizer=self._factor * seconds / steps,
+        )
+
+
+def _powersgd_numels(step: Step, rank: int) -> tuple[int, int, int]:
+    """Return the elements of the three all-reduces of PyTorch's ``powerSGD_hook``.
+
+    Parameters that two factors would not halve are sent as they are; then P, then Q.
+    """
+    uncompressed = left = right = 0
+    for shape in step.shapes:
+        numel = math.prod(shape)
+        rows = shape[0] if shape else 1
+        columns = numel // max(1, rows)
+        if len(shape) < 2 or 2 * (rows + columns) * rank >= numel:
+            uncompressed += numel
+        else:
+            left += rows * min(rank, rows, columns)
+            right += columns * min(rank, rows, columns)
+    return uncompressed, left, right

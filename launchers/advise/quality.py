@@ -1,0 +1,163 @@
+"""The quality that methods kept where it was measured."""
+
+import functools
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from comm_hooks.launchers.advise.methods import Method, parse_method
+from comm_hooks.optim import low_communication
+
+FILE = Path(__file__).with_name("measured.json")
+FEWEST_TASKS = 3
+"""Fewer tasks are no basis for a recommendation."""
+
+_SAME_RESULT = {"bf16": "identity:bits=16"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A method in one setting, on several tasks.
+
+    Attributes:
+        method: as ``comm-hooks advise --methods`` takes it.
+        ranks: of the setting.
+        tokens: of the training, all ranks together, per parameter of the model.
+        batch: samples per step and rank.
+        seeds: per task; the fewest of all tasks.
+        spread: half the distance between seeds, the largest of all tasks; 0 for a single seed.
+        kept: task -> (none - method) / (none - all-reduce), in held-out loss.
+    """
+
+    method: str
+    ranks: int
+    tokens: float
+    batch: int
+    seeds: int
+    spread: float
+    kept: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The range of the quality that a method kept, over tasks and settings.
+
+    Args:
+        cells: one for each setting.
+    """
+
+    cells: Sequence[Cell]
+
+    @property
+    def lowest(self) -> float:
+        return min(min(cell.kept.values()) for cell in self.cells)
+
+    @property
+    def highest(self) -> float:
+        return max(max(cell.kept.values()) for cell in self.cells)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between seeds; 0 for a single seed."""
+        return max(cell.spread for cell in self.cells)
+
+    def __str__(self) -> str:
+        low, high = round(100 * self.lowest), round(100 * self.highest)
+        spread = f" ± {100 * self.spread:.0f}" if self.spread else ""
+        return (f"{low} %" if low == high else f"{low} to {high} %") + spread
+
+
+ALL = Kept([Cell("all_reduce", 0, 0.0, 0, 0, 0.0, {"any": 1.0})])
+"""The quality of all-reduce itself."""
+
+
+@functools.cache
+def measured() -> Sequence[Cell]:
+    """Return the measurements of ``python -m benchmarks.quality``."""
+    return [Cell(**cell) for cell in json.loads(FILE.read_text())["cells"]]
+
+
+def most_ranks() -> int:
+    """Return the most ranks with a measurement on enough tasks."""
+    return max(cell.ranks for cell in measured() if len(cell.kept) >= FEWEST_TASKS)
+
+
+def kept_by(
+    method: Method,
+    ranks: int,
+    tokens: float | None = None,
+    batch: int | None = None,
+    cells: Iterable[Cell] | None = None,
+) -> Kept | None:
+    """Return the quality that a method kept in similar trainings; None without a measurement.
+
+    1. More ranks keep less, so the measurement with the fewest ranks that are no fewer than
+       ``ranks`` counts.
+    2. The nearest length and batch size count, by their logarithm; without a value all of them.
+    3. A budget of ``low_communication`` is judged by the largest measured budget within it, because
+       a larger budget is not always used up.
+    4. A setting with fewer than three tasks does not count.
+
+    Args:
+        method: with the options of the measurement, except for the budget.
+        ranks: of the training.
+        tokens: of the training, all ranks together, per parameter; None: not known.
+        batch: samples per step and rank; None: not known.
+        cells: the measurements, by default :func:`measured`.
+
+    Example::
+
+        >>> print(kept_by(parse_method("all_reduce"), ranks=4))
+        100 %
+        >>> kept_by(parse_method("low_communication"), ranks=1000) is None
+        True
+    """
+    if method.spec == "all_reduce":
+        return ALL
+    method = parse_method(_SAME_RESULT.get(method.spec, method.spec))
+    found = [
+        cell
+        for cell in (measured() if cells is None else cells)
+        if cell.ranks >= ranks
+        and len(cell.kept) >= FEWEST_TASKS
+        and _covers(method, parse_method(cell.method))
+    ]
+    found = _nearest(found, lambda cell: cell.ranks, ranks)
+    if tokens is not None:
+        found = _nearest(found, lambda cell: cell.tokens, tokens)
+    if batch is not None:
+        found = _nearest(found, lambda cell: cell.batch, batch)
+    best: dict[tuple[float, int], Cell] = {}
+    for cell in sorted(found, key=lambda cell: _budget(parse_method(cell.method))):
+        best[cell.tokens, cell.batch] = cell
+    return Kept(list(best.values())) if best else None
+
+
+def _nearest(cells: list[Cell], size: Callable[[Cell], float], wanted: float) -> list[Cell]:
+    """Return the cells with the size that is nearest to ``wanted``."""
+    if not cells:
+        return []
+    nearest = min(map(size, cells), key=lambda s: abs(math.log(s) - math.log(wanted)))
+    return [cell for cell in cells if size(cell) == nearest]
+
+
+def _covers(method: Method, other: Method) -> bool:
+    """Return whether two methods are the same, except that the first may have more bits."""
+    same = _without_budget(method) == _without_budget(other)
+    return same and _budget(method) >= _budget(other)
+
+
+def _without_budget(method: Method) -> tuple[object, ...]:
+    *parts, options = method.parts
+    return *parts, {k: v for k, v in options.items() if k != "bits_per_parameter"}
+
+
+def _budget(method: Method) -> float:
+    """Return the bits per parameter and step of ``low_communication``; 0 for other methods."""
+    if method.optimizer != low_communication.__name__:
+        return 0.0
+    default = inspect.signature(low_communication).parameters["bits_per_parameter"].default
+    return float(method.optimizer_options.get("bits_per_parameter", default))
