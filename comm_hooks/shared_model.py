@@ -138,13 +138,14 @@ class _View:
 
     def look(self, *_: object) -> None:
         """Before a step, warn if somebody else has written to the parameters."""
-        if self._shown is None and self._rounds.is_written_to:
+        if self._shown is None and self._rounds.round_state.is_written_to:
             self._warn()
 
     def switch(self, is_training: bool) -> bool:
         """Show this rank's model or the server's; return whether that changed the parameters."""
         if is_training and self._shown is not None:
-            written = [(p.detach(), p.detach().clone()) for p in self._rounds.overwritten]
+            overwritten = self._rounds.round_state.overwritten
+            written = [(p.detach(), p.detach().clone()) for p in overwritten]
             shown, self._shown = self._shown, None
             shown.close()
             with torch.no_grad():
@@ -152,7 +153,7 @@ class _View:
                     parameter.copy_(value)
             return True
         if not is_training and self._shown is None:
-            if self._rounds.is_written_to:
+            if self._rounds.round_state.is_written_to:
                 self._warn()
                 return False
             self._shown = ExitStack()
@@ -180,10 +181,10 @@ class _View:
 
         Nothing where somebody else has written to the parameters.
         """
-        if self._rounds.is_written_to:
+        if self._rounds.round_state.is_written_to:
             self._warn()
             return {}
-        pairs = zip(self._rounds.parameters, self._rounds.server_values(), strict=True)
+        pairs = zip(self._rounds.parameters, self._rounds.round_state.shared_values(), strict=True)
         return {id(whole(part)): like_whole(value, part) for part, value in pairs}
 
     def _warn(self) -> None:
@@ -264,8 +265,9 @@ class _ToLoad:
 
     def __call__(self, module: nn.Module, state: State, prefix: str, *_: object) -> None:
         own = module.named_parameters(recurse=False)
-        self.places = self._rounds.places_of(p for name, p in own if prefix + name in state)
-        self.own = self._rounds.own_to_keep(self.places)
+        rounds = self._rounds.round_state
+        self.places = rounds.places_of(p for name, p in own if prefix + name in state)
+        self.own = rounds.own_values(self.places)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Unchanged, ()
@@ -282,7 +284,7 @@ class _Loaded:
         places, self._to_load.places = self._to_load.places, []
         own, self._to_load.own = self._to_load.own, None
         if places:
-            self._rounds.adopt(places, own)
+            self._rounds.round_state.adopt(places, own)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Unchanged, ()

@@ -1,26 +1,27 @@
-"""What happens to the aggregate.
+"""Optimizers: the way from the average over ranks to the next parameters.
 
 Server optimizers work on ``p.grad`` after any hook (:class:`Adam`, :class:`AMSGrad`); others own
-the exchange and send something else than gradients; :class:`LocalRounds` and its kinds work for
-several steps before they exchange.
+their exchange and send momenta, differences or sketches in place of gradients; :class:`LocalRounds`
+and its kinds work for several steps before they exchange.
 """
 
 from comm_hooks.optim.adam import Adam, AMSGrad
-from comm_hooks.optim.cocktail_sgd import CocktailSGD
-from comm_hooks.optim.compressed_adam import CompressedAdam
-from comm_hooks.optim.demo import DeMo
-from comm_hooks.optim.dgc import DGC
-from comm_hooks.optim.ef21 import EF21, CDAdam
-from comm_hooks.optim.fetch_sgd import FetchSGD
-from comm_hooks.optim.frozen_variance_adam import FrozenVarianceAdam
 from comm_hooks.optim.laprop import LaProp
 from comm_hooks.optim.local_variance_adam import LocalVarianceAdam
 from comm_hooks.optim.low_communication import low_communication
-from comm_hooks.optim.marina import Marina
-from comm_hooks.optim.micro_adam import MicroAdam
 from comm_hooks.optim.muon_adamw import MuonAdamW
-from comm_hooks.optim.one_bit_adam import OneBitAdam
-from comm_hooks.optim.one_bit_lamb import OneBitLamb
+from comm_hooks.optim.published.cocktail_sgd import CocktailSGD
+from comm_hooks.optim.published.compressed_adam import CompressedAdam
+from comm_hooks.optim.published.demo import DeMo
+from comm_hooks.optim.published.dgc import DGC
+from comm_hooks.optim.published.ef21 import EF21, CDAdam
+from comm_hooks.optim.published.fetch_sgd import FetchSGD
+from comm_hooks.optim.published.frozen_variance_adam import FrozenVarianceAdam
+from comm_hooks.optim.published.marina import Marina
+from comm_hooks.optim.published.micro_adam import MicroAdam
+from comm_hooks.optim.published.one_bit_adam import OneBitAdam
+from comm_hooks.optim.published.one_bit_lamb import OneBitLamb
+from comm_hooks.optim.published.zero_one_adam import ZeroOneAdam
 from comm_hooks.optim.rounds import (
     SAFL,
     DiLoCo,
@@ -32,7 +33,6 @@ from comm_hooks.optim.rounds import (
     Participation,
     SparseLoCo,
 )
-from comm_hooks.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
     "AMSGrad",

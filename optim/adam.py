@@ -7,12 +7,12 @@ from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, state_dtype, widened
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.optim.moments import averages_, count_step, values, zeros
+from comm_hooks.optim.moments import averages_, count_step, prepared, values
 from comm_hooks.requirements import require_flag
 
 
 class _Adam(BatchedOptimizer):
-    """Both of them; they differ in whether the second moment may fall again."""
+    """Adam and AMSGrad, which keeps the maximum of the second moment."""
 
     _amsgrad: bool
 
@@ -61,16 +61,14 @@ class _Adam(BatchedOptimizer):
             self._update_foreach(parameters, group)
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        state = self.state[parameter]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        dtype = state_dtype(parameter.dtype)
-        for name in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * self._amsgrad:
-            # Each for itself, so that AMSGrad can go on from a checkpoint of Adam.
-            zeros([state], name, [parameter], dtype)
+        state, dtype = self.state[parameter], state_dtype(parameter.dtype)
+        keys = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * self._amsgrad
+        # Each if it is missing, so that AMSGrad can go on from a checkpoint of Adam.
+        prepared([state], [parameter], dtype, *keys)
+        for key in keys:
             # From torch's optimizers, or from a model in another dtype.
-            if state[name].dtype != dtype:
-                state[name] = state[name].to(dtype)
+            if state[key].dtype != dtype:
+                state[key] = state[key].to(dtype)
         return state
 
     def _update_one(self, parameter: torch.Tensor, group: Group) -> None:
@@ -98,7 +96,7 @@ class _Adam(BatchedOptimizer):
         parameter.copy_(x - lr * direction)
 
     def _update_foreach(self, parameters: Tensors, group: Group) -> None:
-        """Do the same to parameters of one device and dtype, with few kernels and little memory."""
+        """Update parameters of one device and dtype, with few kernels and little memory."""
         states = [self._state_of(p) for p in parameters]
         lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
         dtype = states[0]["exp_avg"].dtype
@@ -139,7 +137,7 @@ class _Adam(BatchedOptimizer):
 
 
 def _numbers(values: torch.Tensor) -> list[float] | list[torch.Tensor]:
-    """Return the elements of a vector on the CPU as what a foreach function takes."""
+    """Return the elements of a vector on the CPU in the form that foreach functions take."""
     if torch.compiler.is_compiling():
         # Reading numbers would end the graph.
         return list(values.unbind())
@@ -151,7 +149,7 @@ class Adam(_Adam):
 
     An ordinary optimizer for gradients that are the same on all ranks: those that a comm hook has
     averaged, or the mean displacement of :class:`~comm_hooks.optim.rounds.LocalRounds`.  The step
-    is deterministic, so ranks that start alike stay alike, bit for bit.  With u the gradient and
+    is deterministic, so ranks that start equal stay equal, bit for bit.  With u the gradient and
     m = v = 0 at first:
 
     1. m = beta1 m + (1 - beta1) u;
@@ -188,7 +186,7 @@ class Adam(_Adam):
     also in checkpoints; the new parameter is computed in float32 and rounded once.  Changes that
     are too small for a bfloat16 parameter are lost: keep the parameters in float32 and train under
     ``torch.autocast``.  A checkpoint of :class:`torch.optim.AdamW` can be loaded.  Parameters that
-    FSDP2 has sharded (DTensors) have a state that is sharded alike.
+    FSDP2 has sharded (DTensors) have a state that is sharded in the same way.
 
     Raises:
         ValueError: for hyperparameters out of range.
@@ -210,7 +208,7 @@ class Adam(_Adam):
 
 
 class AMSGrad(_Adam):
-    r"""AMSGrad, the server's optimizer in SAFL's analysis: Adam whose second moment never falls.
+    r"""AMSGrad, the server's optimizer of SAFL: Adam with a second moment that never falls.
 
     With u the gradient, the same on all ranks, and m = v = v_hat = 0 at first:
 
@@ -222,17 +220,17 @@ class AMSGrad(_Adam):
     With ``bias_correction`` step 4 uses m / (1 - beta1^t) and v_hat / (1 - beta2^t), and this is
     :class:`torch.optim.AdamW` with ``amsgrad=True``: the maximum is that of the *uncorrected* v.
     The other order, the maximum of the corrected v, would keep the estimate from the first gradient
-    alone for ever.  The price: while 1 - beta2^t still grows, denominators may fall after all, and
-    that they do not is what AMSGrad is for.  It holds without the correction, the default here.
+    alone for ever.  The price: while 1 - beta2^t still grows, denominators may fall, against the
+    purpose of AMSGrad.  Without the correction, the default here, they never do.
 
-    One large gradient is remembered for ever, and every later step is smaller for it: clip.
+    One large gradient makes all later steps smaller: clip.
 
     Source: SAFL (Chen, Li & Banerjee, "Sketched Adaptive Federated Deep Learning"), Algorithm 2;
     Reddi, Kale & Kumar, ICLR 2018, Algorithm 2.
 
     Args:
         params, lr, betas, eps, weight_decay, bias_correction, foreach, maximize: see :class:`Adam`,
-            also for the size of the first steps, precision, errors, and what is not supported.
+            also for the size of the first steps, precision, errors and limits.
 
     State per parameter: that of :class:`Adam`, and ``max_exp_avg_sq`` (v_hat), a third tensor of
     the parameter's shape.  In a checkpoint of ``Adam`` it is missing, and starts at zero.
@@ -240,7 +238,7 @@ class AMSGrad(_Adam):
     Raises:
         ValueError: for hyperparameters out of range.
 
-    Not supported: what :class:`Adam` does not support.
+    Not supported: the same as in :class:`Adam`.
 
     Example::
 

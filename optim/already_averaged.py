@@ -1,17 +1,20 @@
-"""Gradients that DDP or FSDP has averaged already, where an optimizer is about to exchange them."""
+"""Checks at the first step: has DDP or FSDP averaged the gradients, are settings consistent."""
 
 import gc
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.model_parallel import gather_from_all
 from comm_hooks.collectives.requests import AllGatherObject
+from comm_hooks.exchange import Exchange
+from comm_hooks.exchange.agreement import check_agreement
 from comm_hooks.frameworks.ddp.model import hooks_of
 from comm_hooks.shards import whole
 
@@ -22,12 +25,12 @@ _HOOKS_THAT_SEND_NOTHING = ("skip_hook", "noop_hook")
 def double_averaging(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> dict[str, str | None]:
-    """Return what ranks have to compare to know whether DDP has averaged these gradients.
+    """Return the findings that ranks compare to learn whether DDP has averaged these gradients.
 
     1. find the DDP models of this process (those of ``replicate`` as well) that hold some of the
        parameters, have another hook than :func:`~comm_hooks.skip_hook`, and did not run under
        ``no_sync()`` last;
-    2. of the gradients that these have averaged, if such there are, take a fingerprint.  A hook
+    2. take a fingerprint of the gradients that these have averaged, if there are any.  A hook
        that is not known here may send nothing as well, and then ranks differ.
 
     Reads one number per gradient back from the device.
@@ -69,7 +72,7 @@ def double_averaging(
 
 
 def sharded_over(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> list[int]:
-    """Return those of ``ranks`` among which FSDP, 1 or 2, averages gradients.
+    """Return the members of ``ranks`` between which FSDP 1 or 2 averages gradients.
 
     FSDP has no way not to: a rank gets the mean for its shard, and nothing of its own gradient.
 
@@ -99,7 +102,7 @@ def refuse_double_averaging(findings: Sequence[Mapping[str, Any]]) -> None:
             raise ValueError(
                 f"the parameters are sharded over ranks {', '.join(map(str, sharing))}, and FSDP "
                 "has averaged the gradients that this optimizer exchanges itself: give it ranks "
-                'between which nobody does, process_group=mesh["replicate"].get_group(), or use '
+                'between which nothing does, process_group=mesh["replicate"].get_group(), or use '
                 "one of torch with compress_reduce_scatter or compress_all_reduce"
             )
     fingerprints = {finding.get("gradients") for finding in findings}
@@ -111,18 +114,84 @@ def refuse_double_averaging(findings: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def check_double_averaging(
-    transport: Transport,
-    parameters: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor | None],
-) -> None:
-    """Raise ``ValueError`` on all ranks if DDP or FSDP has averaged the gradients.
+class Divided(Protocol):
+    """An optimizer that exchanges, perhaps parts of a sharded model."""
 
-    All ranks must call.
+    @property
+    def exchange(self) -> Exchange:
+        """Between the ranks that hold the same parts."""
+
+    @property
+    def model_parallel_groups(self) -> Sequence[dist.ProcessGroup]:
+        """Groups of ranks that hold other parts."""
+
+    def hyperparameters(self) -> Mapping[str, Any]:
+        """Return the settings of the next step."""
+
+
+class AveragingCheck:
+    """Makes sure, once, that nothing else averages the gradients that an optimizer exchanges."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+        self._finding: dict[str, Any] | None = None
+
+    def check(
+        self,
+        optimizer: Divided,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Raise ``ValueError`` on all ranks if DDP or FSDP has averaged the gradients.
+
+        Raises ``ConfigMismatchError``, too, if ranks of a sharded model have other settings.  Does
+        nothing from the second call on.  All ranks must call it.
+        """
+        if self._is_done:
+            return
+        require_consistent(optimizer)
+        transport = optimizer.exchange.transport
+        if transport.world_size > 1:
+            finding = averaging(transport, parameters, gradients)
+            refuse_double_averaging(transport.perform(AllGatherObject(finding)))
+        self._is_done = True
+
+    def note(
+        self,
+        transport: Transport,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Note the first gradients of a client for :meth:`compare`; sends nothing."""
+        if not self._is_done and self._finding is None:
+            self._finding = averaging(transport, parameters, gradients)
+
+    def compare(self, transport: Transport) -> None:
+        """Raise ``ValueError`` on all ranks if the noted gradients have been averaged.
+
+        Compares until two ranks have noted some: one alone cannot know.  All ranks must call it.
+        """
+        if self._is_done or transport.world_size == 1:
+            return
+        own, self._finding = self._finding, None
+        findings = [each for each in transport.perform(AllGatherObject(own)) if each]
+        refuse_double_averaging(findings)
+        self._is_done = len(findings) > 1
+
+
+def require_consistent(optimizer: Divided) -> None:
+    """Raise ``ConfigMismatchError`` on all ranks if those of a sharded model have other settings.
+
+    An exchange compares the settings of the ranks that exchange; this compares those of all ranks
+    that share a model.  Does nothing where the model is not sharded.  All ranks must call it.
     """
-    if transport.world_size > 1:
-        finding = averaging(transport, parameters, gradients)
-        refuse_double_averaging(transport.perform(AllGatherObject(finding)))
+    groups = optimizer.model_parallel_groups
+    if groups:
+        exchange = optimizer.exchange
+        own = {**exchange.config(), **optimizer.hyperparameters()}
+        found = gather_from_all(exchange.transport, groups, [dist.get_rank(), own])
+        found.sort(key=lambda entry: entry[0])
+        check_agreement([config for _, config in found], [rank for rank, _ in found])
 
 
 def averaging(
@@ -130,14 +199,14 @@ def averaging(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
 ) -> dict[str, Any]:
-    """Return what :func:`refuse_double_averaging` has to know of this rank; sends nothing."""
+    """Return the finding of this rank for :func:`refuse_double_averaging`; sends nothing."""
     sharing = sharded_over(parameters, transport.ranks)
     return {"sharded over": sharing} if sharing else double_averaging(parameters, gradients)
 
 
 def _averaging_models(parameters: set[torch.Tensor]) -> Iterator[DistributedDataParallel]:
     for ddp in _models_of(DistributedDataParallel, parameters):
-        # Where the last forward pass was under no_sync(), so was what came before it.
+        # If the last forward pass was under no_sync(), so were those before it.
         if ddp.require_forward_param_sync and _hook_name(ddp) not in _HOOKS_THAT_SEND_NOTHING:
             yield ddp
 
@@ -151,7 +220,7 @@ def _models_of_fsdp1(parameters: set[torch.Tensor]) -> Iterator[Any]:
 def _models_of(kind: type[Any], parameters: set[torch.Tensor]) -> Iterator[Any]:
     """Yield the models of this kind in this process that hold some of the parameters."""
     kinds = _with_subclasses(kind)
-    # By type: isinstance() asks proxies for what they stand for, and takes seconds where millions
+    # By type: isinstance() asks proxies for their referents, and takes seconds where millions
     # of objects are alive.
     for thing in [thing for thing in gc.get_objects() if type(thing) in kinds]:
         if not parameters.isdisjoint(thing.parameters()):

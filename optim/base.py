@@ -1,4 +1,4 @@
-"""The base of all optimizers: how they step, what they load, and parameters' names."""
+"""The base of all optimizers: steps, loading of states, and names of parameters."""
 
 from abc import abstractmethod
 from collections import Counter
@@ -39,7 +39,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
                 from different models.
             PayloadError: if ranks have drifted apart since.
         """
-        # In a graph there is no place for what is drawn and sent.
+        # Random draws and collectives cannot be part of a graph.
         if not self._compiles and torch.compiler.is_compiling():
             return torch.compiler.disable(self._step_with)(closure)
         return self._step_with(closure)
@@ -58,7 +58,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
         """Update the parameters by the gradients in ``p.grad``."""
 
     def _refuse_copies(self) -> NoReturn:
-        # What a step draws and sends is tied to this process: a copy would add the same noise.
+        # The draws and messages of a step belong to this process: a copy would add the same noise.
         raise TypeError(
             f"{type(self).__name__} cannot be copied or pickled: save state_dict(), and load it "
             "into another one"
@@ -66,16 +66,16 @@ class SteppingOptimizer(torch.optim.Optimizer):
 
 
 class ExactStateOptimizer(SteppingOptimizer):
-    """An optimizer whose state comes back from a checkpoint in the dtypes in which it was saved.
+    """An optimizer that restores its state in the dtypes in which it was saved.
 
-    :class:`torch.optim.Optimizer` casts what it loads to the dtype of the parameters.  That rounds
+    :class:`torch.optim.Optimizer` casts a loaded state to the dtype of the parameters.  That rounds
     the float32 moments of a bfloat16 model, and turns indices and packed bits into floats.
 
     Not supported: tensors that are nested deeper in a parameter's state; they are cast.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict()`` returned, bit for bit, on the devices of the parameters.
+        """Restore the result of ``state_dict()``, bit for bit, on the devices of the parameters.
 
         Raises:
             ValueError: if the parameter groups differ, or for the state of another optimizer that
@@ -86,7 +86,7 @@ class ExactStateOptimizer(SteppingOptimizer):
         def look(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
             seen.append(state)
 
-        # Other hooks may replace the state; this one comes last and sees what is really loaded.
+        # Other hooks may replace the state; this one comes last and sees the final one.
         with self.register_load_state_dict_pre_hook(look):
             super().load_state_dict(state_dict)
         saved = seen[0]
@@ -95,7 +95,7 @@ class ExactStateOptimizer(SteppingOptimizer):
             for name, value in saved["state"].get(key, {}).items():
                 if isinstance(value, torch.Tensor):
                     device = self.state[parameter][name].device
-                    # A copy: what was loaded may be loaded once more.
+                    # A copy: the same state may be loaded once more.
                     self.state[parameter][name] = value.to(device, copy=True)
 
     def _parameters(self) -> Tensors:
@@ -116,10 +116,10 @@ class BatchedOptimizer(ExactStateOptimizer):
 
     @abstractmethod
     def _update(self, parameters: Tensors, group: Group) -> None:
-        """Update parameters of one device and dtype, all of which have a gradient."""
+        """Update parameters with gradients, all of one device and dtype."""
 
     def _check_step(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Raise for what makes a step impossible; called before it changes anything."""
+        """Raise if a step is impossible; called before it changes anything."""
         for gradient in gradients:
             check_gradient(self, gradient)
 
@@ -141,17 +141,17 @@ class BatchedOptimizer(ExactStateOptimizer):
         ]
         self._check_step([p.grad for _, parameters in work for p in parameters])
         for group, parameters in work:
-            alike: dict[tuple[torch.device, torch.dtype], Tensors] = {}
+            batches: dict[tuple[torch.device, torch.dtype], Tensors] = {}
             for parameter in parameters:
-                alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-            for members in alike.values():
+                batches.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+            for members in batches.values():
                 self._update(members, group)
 
 
 def held(group: Mapping[str, Any]) -> Tensors:
-    """Return the parameters of a group of which this rank holds anything.
+    """Return the parameters of a group without the empty ones.
 
-    All of them, but where a model is sharded and this rank's part of a small parameter is empty.
+    Of a sharded model this rank's part of a small parameter may be empty.
     """
     return [parameter for parameter in group["params"] if parameter.numel()]
 
@@ -173,10 +173,10 @@ def require_distinct_names(owner: object, names: Sequence[str]) -> None:
     """Raise ``ValueError`` if two parameters have one name: state is kept by names."""
     counts = Counter(names)
     if repeated := sorted(name for name, count in counts.items() if count > 1):
-        who = owner if isinstance(owner, str) else type(owner).__name__
+        name = owner if isinstance(owner, str) else type(owner).__name__
         raise ValueError(
-            f"{who}: {counts[repeated[0]]} parameters have the name {repeated[0]!r}: state is kept "
-            "by names, so give those of one module that has all of them, such as "
+            f"{name}: {counts[repeated[0]]} parameters have the name {repeated[0]!r}: state is "
+            "kept by names, so give those of one module that has all of them, such as "
             "torch.nn.ModuleDict({'encoder': encoder, 'decoder': decoder}).named_parameters()"
         )
 

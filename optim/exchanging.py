@@ -13,11 +13,11 @@ from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
-from comm_hooks.optim.alike import require_alike
-from comm_hooks.optim.already_averaged import check_double_averaging
+from comm_hooks.optim.already_averaged import AveragingCheck
 from comm_hooks.optim.base import (
     ExactStateOptimizer,
     Group,
+    States,
     Tensors,
     held,
     names_of,
@@ -30,17 +30,17 @@ from comm_hooks.optim.hyperparameters import (
     check_hyperparameters,
     check_own_settings,
 )
-from comm_hooks.optim.moments import descend_
+from comm_hooks.optim.moments import descend_, momentum_, prepared, zeros
 from comm_hooks.requirements import require_kind
 from comm_hooks.shards import local_gradients, local_shards, require_part_for_all, shard_groups
 
 
 class ExchangingOptimizer(ExactStateOptimizer):
-    """An optimizer whose ranks hold different gradients and exchange something else than those.
+    """An optimizer that exchanges messages of its own making in place of gradients.
 
     A subclass implements :meth:`_step`: it turns this rank's gradients into a message, averages it
     with :meth:`_average` and updates the parameters from the mean, which is the same on all ranks.
-    What follows holds for all of them; they tell where they differ.
+    Subclasses document only their differences to the following.
 
     DDP must not average: ``register(model, optimizer)``, which the first step makes sure of.  FSDP
     always does between the ranks that it shards over, which must be others than those of the
@@ -64,9 +64,8 @@ class ExchangingOptimizer(ExactStateOptimizer):
         momentum: heavy ball, in [0, 1).
         weight_decay: decoupled (AdamW).
 
-    State per parameter: what a subclass lists, float32 and the same on all ranks, and ``step``.
-    What differs between ranks is the exchange's: save ``exchange.state_dict()`` on every rank
-    beside the optimizer's.
+    State per parameter: ``step``, and the tensors that a subclass lists, float32 and the same on
+    all ranks.  Residuals are the exchange's: save ``exchange.state_dict()`` on every rank, too.
 
     Cost: one exchange per step (two collectives if it is sharded), and one number read back from
     the device, which tells whether the step is taken.
@@ -75,7 +74,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         ValueError: for hyperparameters out of range, and for an exchange that cannot be used.
 
     Not supported: sparse gradients, parameters on several devices, ``capturable``; parameters that
-    are frozen later go on moving by what was computed before (a warning); copies.
+    are frozen later go on moving by their momenta and residuals (a warning); copies.
     """
 
     # GradScaler then calls step() on every rank, instead of skipping it on those that overflowed
@@ -85,13 +84,13 @@ class ExchangingOptimizer(ExactStateOptimizer):
     _compiles = False
 
     _overwrites_gradients: ClassVar[bool] = True
-    """Whether :meth:`_step` uses what it is given as a workspace, and so needs copies."""
+    """Whether :meth:`_step` overwrites its argument, and so needs copies of the gradients."""
 
     _grows: ClassVar[bool] = True
     """Whether parameters may be added after the first step."""
 
     own_state: ClassVar[tuple[str, ...]] = ()
-    """Keys of :attr:`state` whose values differ between ranks, so that each saves its own."""
+    """Keys of :attr:`state` with values that differ between ranks, so that each saves its own."""
 
     published: ClassVar[Mapping[str, Any]]
     """The exchange of its authors, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
@@ -99,18 +98,18 @@ class ExchangingOptimizer(ExactStateOptimizer):
     needs: ClassVar[tuple[str, ...]] = ()
     """Keys of :attr:`published` without which no exchange can be used."""
 
-    _averaging_ruled_out = False
-    """Whether it has been made sure that nobody else averages them."""
+    _averaging_ruled_out: ClassVar[bool] = False
+    """Whether nothing else can average the gradients, so that the first step need not check."""
 
     def __init__(
         self, params: ParamsT, exchange: Exchange, defaults: Group, **settings: Any
     ) -> None:
-        """Check and store.
+        """Check the arguments and store them.
 
         Args:
             params, exchange: see the class.
             defaults: hyperparameters of the groups, which are checked.
-            settings: what else must be equal on all ranks, which the first round checks.
+            settings: others that must be equal on all ranks; the first round compares them.
         """
         require_kind(self, "exchange", exchange, Exchange)
         check_hyperparameters(self, **defaults)
@@ -119,6 +118,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         super().__init__(local_shards(params), defaults)
         require_part_for_all(self, parameters_of(self.param_groups))
         self.exchange = exchange
+        self._averaging = AveragingCheck()
         exchange.agree_on({"optimizer": type(self).__name__, **settings})
         exchange.owner = self
 
@@ -132,7 +132,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
 
     @property
     def model_parallel_groups(self) -> list[dist.ProcessGroup]:
-        """Groups of ranks that hold other parts of the model: nobody exchanges between these."""
+        """Groups of ranks that hold other parts of the model, and do not exchange."""
         return shard_groups(parameters_of(self.param_groups))
 
     @abstractmethod
@@ -158,7 +158,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         if self.state and not self._grows:
             raise ValueError(
                 f"{type(self).__name__}: parameters cannot be added after the first step: they "
-                "would have missed what it has measured by now. Make it anew"
+                "would have missed the measurements so far. Make it anew"
             )
         (group,), left_out = without_frozen([param_group])
         super().add_param_group(local_shards([group])[0])
@@ -177,11 +177,11 @@ class ExchangingOptimizer(ExactStateOptimizer):
             self._step(self._gradients())
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return what the next step goes by, which every exchange compares between ranks."""
+        """Return the settings of the next step, which every exchange compares between ranks."""
         return hyperparameters_of(self.param_groups)
 
     def replica(self) -> Sequence[torch.Tensor]:
-        """Return what is the same on all ranks before every exchange: the parameters."""
+        """Return the parameters, which are the same on all ranks before every exchange."""
         return self._parameters()
 
     def names(self) -> Sequence[str]:
@@ -190,7 +190,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         return [name for name, parameter in named if parameter.numel()]
 
     def _parameters(self) -> Tensors:
-        """Return the parameters in the order of the groups, but for those whose part is empty."""
+        """Return the parameters that are not empty, in the order of the groups."""
         return [parameter for group in self.param_groups for parameter in held(group)]
 
     def _average(
@@ -199,7 +199,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         """Replace the message, in place, by its mean over ranks; return whether it is finite.
 
         Reads one number back from the device.  Where some rank's message is not finite, all
-        elements are NaN on all ranks, and ranks that hold other parts of the model hear of it.
+        elements are NaN on all ranks, and ranks that hold other parts of the model are told.
         """
         self.exchange.average_(message, compress=compress)
         first = next(iter(message.values()))
@@ -220,18 +220,25 @@ class ExchangingOptimizer(ExactStateOptimizer):
         for own, group in self._groups():
             descend_(held(group), directions[own], group)
 
+    def _descend_with_momentum(self, directions: Tensors, states: States) -> None:
+        """Move the parameters as :meth:`_descend` does, with each group's ``momentum`` if any."""
+        for own, group in self._groups():
+            updates = directions[own]
+            if group["momentum"]:
+                buffers = zeros(states[own], "momentum_buffer", updates)
+                updates = momentum_(buffers, updates, group["momentum"])
+            descend_(held(group), updates, group)
+
     def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return one tensor per parameter under the parameters' names, or else their numbers."""
         return dict(zip(self.names(), tensors, strict=True))
 
     def _states(self, *keys: str) -> list[dict[str, torch.Tensor]]:
         """Return each parameter's state, made at first with float32 zeros under ``keys``."""
-        states = [self.state[p] for p in self._parameters()]
-        for parameter, state in zip(self._parameters(), states, strict=True):
-            if not state:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                for key in keys:
-                    state[key] = torch.zeros_like(parameter, dtype=torch.float32)
+        parameters = self._parameters()
+        states = [self.state[p] for p in parameters]
+        new = [i for i, state in enumerate(states) if not state]
+        prepared([states[i] for i in new], [parameters[i] for i in new], torch.float32, *keys)
         return states
 
     def _gradients(self) -> Tensors:
@@ -250,11 +257,9 @@ class ExchangingOptimizer(ExactStateOptimizer):
             gradients.append(gradient.to(torch.float32, copy=copy))
         if frozen:
             names = self.names()
-            self._frozen.look([names[place] for place in frozen])
+            self._frozen.check_later([names[place] for place in frozen])
         if not self._averaging_ruled_out:
-            require_alike(self)
-            check_double_averaging(self.exchange.transport, self._parameters(), gradients)
-            self._averaging_ruled_out = True
+            self._averaging.check(self, self._parameters(), gradients)
         if grad_scale is not None:
             torch._foreach_div_(gradients, grad_scale)
         return gradients

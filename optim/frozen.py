@@ -1,4 +1,4 @@
-"""Parameters with nothing to train: optimizers that exchange leave them alone; and changes."""
+"""Frozen parameters: optimizers that exchange leave them out, and notice changes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def trains(parameter: torch.Tensor) -> bool:
 def without_frozen(params: Any) -> tuple[Any, list[torch.Tensor]]:
     """Return parameters without those that do not require a gradient, and the latter.
 
-    Groups stay, also those of which nothing is left, so that schedulers find what they expect.
+    Groups stay, even empty ones, so that schedulers find as many as they expect.
 
     Args:
         params: parameters, named parameters or groups, as optimizers take them.
@@ -63,10 +63,10 @@ def _is_frozen(member: Any) -> bool:
 
 
 class FrozenParameters:
-    """What an optimizer has left out, and what is frozen later.
+    """The parameters that an optimizer has left out, and those that are frozen later.
 
     Args:
-        owner: the optimizer, whose class messages name.
+        owner: the optimizer, for messages.
         left_out: the parameters that did not train when it was made.
     """
 
@@ -76,32 +76,32 @@ class FrozenParameters:
         self._has_warned = False
 
     def leave_out(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Remember more of them."""
+        """Add parameters that are left out."""
         self._left_out += parameters
 
     def added(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Forget those that the optimizer works on from now on."""
+        """Remove parameters that the optimizer now has."""
         new = {id(whole(parameter)) for parameter in parameters}
         self._left_out = [p for p in self._left_out if id(whole(p)) not in new]
 
     def check(self) -> None:
-        """Raise ``ValueError`` if what was left out trains by now: nobody would exchange it."""
+        """Raise ``ValueError`` if a parameter that was left out trains now: it is not exchanged."""
         if count := sum(map(trains, self._left_out)):
             raise ValueError(
                 f"{self._name}: {count} parameters that were frozen when it was made require a "
                 "gradient now, and it knows nothing of them: make it anew after unfreezing"
             )
 
-    def look(self, frozen: Sequence[str]) -> None:
-        """Warn, once, if what the optimizer works on has been frozen meanwhile.
+    def check_later(self, frozen: Sequence[str]) -> None:
+        """Warn, once, if parameters of the optimizer have been frozen meanwhile.
 
         Args:
-            frozen: the names of what does not train by now.
+            frozen: the names of these parameters.
         """
         if frozen and not self._has_warned:
             self._has_warned = True
             warn_program(
                 f"{self._name}: {len(frozen)} parameters were frozen after it was made, the first "
-                f"of them {frozen[0]}: what ranks had computed before, momenta and residuals, goes "
-                "on moving them. Make it anew to stop that",
+                f"of them {frozen[0]}: their momenta and residuals go on moving them. Make it "
+                "anew to stop that",
             )

@@ -1,4 +1,4 @@
-"""The checks of hyperparameters and gradients, with the same words for all optimizers."""
+"""Checks of hyperparameters and gradients, with the same messages for all optimizers."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -21,7 +21,7 @@ def check_hyperparameters(owner: object, *, beta_count: int = 2, **values: Any) 
     """Raise ``ValueError`` unless hyperparameters are in the range of the Adam family.
 
     Args:
-        owner: the optimizer, whose class the message names, or a name.
+        owner: the optimizer, or its name, for messages.
         beta_count: how many ``betas`` the optimizer has, if any.
         values: ``betas``, decay rates in [0, 1), since an average that decays by 1 never starts;
             ``momentum``, another; ``bias_correction``, ``maximize`` and ``nesterov``, true or
@@ -57,13 +57,13 @@ _OF_OTHERS = ("amsgrad", "centered", "dampening", "maximize", "momentum", "neste
 
 
 def check_own_settings(owner: object, group: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise ``ValueError`` if a parameter group asks for something that its optimizer has not.
+    """Raise ``ValueError`` if a parameter group has a setting that its optimizer does not have.
 
-    So it is with the groups of an optimizer of another kind, which can be given to any.  What else
-    is in a group, such as a user's own name for it, is none of the optimizer's business.
+    The groups of another kind of optimizer have such settings.  Unknown keys, such as a user's own
+    name for a group, are ignored.
 
     Args:
-        owner: the optimizer, whose class the message names, or a name.
+        owner: the optimizer, or its name, for messages.
         group: with its own settings.
         known: those that the optimizer has.
 
@@ -93,12 +93,12 @@ def _check_betas(owner: str, betas: object, count: int) -> None:
 
 
 def check_freeze_step(owner: object, freeze_step: int, total_steps: int | None) -> None:
-    """Raise ``ValueError`` for a warm-up that cannot be, or that takes up the whole run.
+    """Raise ``ValueError`` for a ``freeze_step`` below 1, or at the end of the run.
 
     Args:
-        owner: the optimizer, whose class the message names, or a name.
+        owner: the optimizer, or its name, for messages.
         freeze_step: the last step with exact gradients, at least 1.
-        total_steps: how many steps the run has; None if nobody knows.
+        total_steps: the number of steps of the run; None if unknown.
 
     Example::
 
@@ -122,7 +122,7 @@ def check_gradient(owner: object, gradient: torch.Tensor) -> None:
     """Raise ``ValueError`` for a gradient that is sparse or complex.
 
     Args:
-        owner: the optimizer, whose class the message names, or a name.
+        owner: the optimizer, or its name, for messages.
         gradient: of one parameter.
 
     Example::

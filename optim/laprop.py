@@ -5,7 +5,7 @@ from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, state_dtype
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.optim.moments import along_, count_step, normalized_average_, values
+from comm_hooks.optim.moments import along_, count_step, normalized_average_, prepared, values
 
 
 class LaProp(BatchedOptimizer):
@@ -17,10 +17,9 @@ class LaProp(BatchedOptimizer):
     2. m = beta1 m + (1 - beta1) g / (sqrt(v-hat) + eps);
     3. theta = theta - lr (m / (1 - beta1^t) + weight_decay theta).
 
-    Adam averages gradients and divides by what v is *now*; here every gradient counts by what was
-    usual when it came, and no element of a step is longer than lr / sqrt(1 - beta2).  Ranks that
-    take steps of their own need that more than ranks whose gradients are averaged first: their
-    batches are smaller and noisier.
+    Adam averages gradients and divides by the *present* v; here every gradient is divided by the v
+    of its own step, and no element of a step is longer than lr / sqrt(1 - beta2).  Local steps need
+    that more than steps along averaged gradients: their batches are smaller and noisier.
 
     Source: Ziyin, Wang & Ueda, "LaProp: Separating Momentum and Adaptivity in Adam", 2020,
     Algorithm 1, with decoupled weight decay.
@@ -34,8 +33,8 @@ class LaProp(BatchedOptimizer):
         weight_decay: decoupled (AdamW).
 
     State per parameter: ``step``, a float32 number on the CPU, ``exp_avg`` (m) and ``exp_avg_sq``
-    (v) in float32.  Keys, shapes and dtypes are those of :class:`torch.optim.AdamW`, whose
-    checkpoints can be loaded; but m is in other units, and takes 1 / (1 - beta1) steps to adapt.
+    (v) in float32.  Keys, shapes and dtypes are those of :class:`torch.optim.AdamW`; its
+    checkpoints can be loaded, but m is in other units, and takes 1 / (1 - beta1) steps to adapt.
 
     Raises:
         ValueError: for hyperparameters out of range.
@@ -79,13 +78,9 @@ class LaProp(BatchedOptimizer):
 
     def _age(self, parameter: torch.Tensor) -> int:
         """Return the steps a parameter has taken, making its state at first."""
-        state = self.state[parameter]
-        if "step" not in state:
-            dtype = state_dtype(parameter.dtype)
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
-        elif state["exp_avg_sq"].stride() != state["exp_avg"].stride():
+        state, dtype = self.state[parameter], state_dtype(parameter.dtype)
+        prepared([state], [parameter], dtype, "exp_avg", "exp_avg_sq")
+        if state["exp_avg_sq"].stride() != state["exp_avg"].stride():
             # Loaded from a model that lay in memory in another order; fused kernels do not look.
             state["exp_avg_sq"] = torch.empty_like(state["exp_avg"]).copy_(state["exp_avg_sq"])
         return int(state["step"])

@@ -1,4 +1,4 @@
-"""Adam for sparse arrivals: ranks divide by their own second moment before they exchange."""
+"""Adam for sparse messages: ranks divide by their own second moment before they exchange."""
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -10,10 +10,10 @@ from comm_hooks.optim.moments import along_, average_, count_step, normalized_av
 
 
 class LocalVarianceAdam(ExchangingOptimizer):
-    r"""Adam whose second moments stay on their ranks, alive, and whose server is linear.
+    r"""Adam with second moments that stay on their ranks, and a linear update after the exchange.
 
     The trouble with Adam behind a sparse compressor is the division by sqrt(v) *after* the
-    exchange.  Error feedback promises that what arrives adds up to what was computed: a coordinate
+    exchange.  With error feedback the messages add up to the gradients: a coordinate
     that is sent once in 64 steps brings the sum of its 64 gradients.  But m / sqrt(v) is not
     linear.  Both grow with the pulse, which moves the parameter by some 6 learning rates where 64
     small gradients would have moved it by 64.  Freezing v (1-bit Adam, ``CompressedAdam``) makes
@@ -34,14 +34,14 @@ class LocalVarianceAdam(ExchangingOptimizer):
 
         sum of n  =  mean_i (sum of u_i)  -  (mean_i e_i + beta1 n) / (1 - beta1):
 
-    what is applied over time is what was computed, but for what still waits.  v_i sees every
+    the updates over time add up to the normalized gradients, except for residuals.  v_i sees every
     gradient of its rank, so there is no warm-up and nothing to freeze or to exchange.  Signs
     (:class:`~comm_hooks.Sign`) profit as well: normalized momenta are of one magnitude, which is
     all that a block's scale can express.
 
     Step 4 gives steps the length of those that Adam takes on the mean gradient.  With a share r of
     signal in the square of a gradient and noise of its own on each of N ranks, Adam divides by
-    sqrt(r + (1 - r) / N) of what one rank divides by: by 1 as long as gradients agree, and by up to
+    sqrt(r + (1 - r) / N) of one rank's divisor: by 1 as long as gradients agree, and by up to
     sqrt(N) less as they become noise, which is when a schedule ends.  Here q-hat tells r, since the
     mean square of n-hat is r + (1 - r) c / N, and s = 1 / sqrt(r + (1 - r) / N).  One number for
     all: a parameter's own r would do away with the differences between parameters.
@@ -49,14 +49,14 @@ class LocalVarianceAdam(ExchangingOptimizer):
     The momentum has to be the shared one of step 2.  Compressing u_i and letting the server average
     over time fails, although it is as linear: the largest of accumulated u_i are noise.
 
-    Without compression this is not AdamW to the letter: each element is divided by what is usual on
-    its rank, and the momentum is of normalized gradients (as in LaProp, Ziyin et al., 2020).  Take
-    AdamW's learning rate.
+    Without compression this is not AdamW to the letter: each element is divided by its rank's
+    own root mean square, and the momentum is of normalized gradients (as in LaProp, Ziyin et al.,
+    2020).  Take AdamW's learning rate.
 
     Args:
         params, lr, eps, weight_decay: see
             :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
-        betas: of n and v_i.  What waits in residuals is a momentum of its own, so the horizon of n
+        betas: of n and v_i.  Residuals are a momentum of their own, so the horizon of n
             is half of AdamW's: 0.8 instead of 0.9 is worth 0.07 to 0.12 nats, with signs and with
             top-k (``benchmarks/results/tried.md``).
         exchange: how momenta are averaged; with error feedback if its compressor is biased.
@@ -99,7 +99,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, exchange, defaults)
-        # What the next v is computed in, so that a step that is skipped leaves no trace.
+        # The workspace of the next v, so that a skipped step leaves no trace.
         self._spare: Tensors = []
 
     def _step(self, gradients: Tensors) -> None:
@@ -161,11 +161,11 @@ def norms_sq(momenta: Tensors, correction: float) -> Tensors:
 
 
 def lengthening(mean_sq: torch.Tensor, ranks: int, beta1: float) -> torch.Tensor:
-    """Return how much longer steps along a mean of normalized momenta are to be.
+    """Return the factor that lengthens steps along a mean of normalized momenta.
 
     Args:
         mean_sq: of the momentum's elements, of any shape.
-        ranks: that normalized, each by what is usual for it.
+        ranks: N, each with gradients normalized by its own v.
         beta1: of the momentum.
 
     Returns:

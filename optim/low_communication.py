@@ -23,7 +23,7 @@ from comm_hooks.optim.hyperparameters import check_hyperparameters, check_own_se
 from comm_hooks.optim.laprop import LaProp
 from comm_hooks.optim.moments import halve_ema_horizon
 from comm_hooks.optim.muon_adamw import MuonAdamW
-from comm_hooks.optim.rounds.checks import cut
+from comm_hooks.optim.rounds.clock import cut
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.requirements import require_choice, require_positive, require_within
 from comm_hooks.shards import is_held_by_all, is_sharded, local_shards, nominal_shape
@@ -33,13 +33,13 @@ INNER = ("adamw", "muon")
 _DENSITY = 1 / 180
 """Of a payload; with fewer the next number of local steps costs less loss."""
 _SPARSEST, _DENSEST = 1 / 256, 1 / 48
-"""Beyond it loss rises again with most tasks."""
+"""Beyond these densities loss rises again with most tasks."""
 _FADES = 4.0
 """Times the density, how much of a residual fades from one exchange to the next."""
 _OUTER = 1.5
 """Times sqrt(N), the outer step."""
 _OVERLAP = 0.5
-"""Divided by sqrt(c), what c ranks sent is as long as what one sends, as far as it is noise."""
+"""The sum of c ranks' noise, divided by sqrt(c), is as long as one rank's noise."""
 _AHEAD = {"adamw": 0.3, "muon": 0.45}
 """The share of its residual by which a rank looks ahead: with all of it, into its own noise."""
 _GATHERED = 4  # ranks
@@ -55,15 +55,15 @@ _MUON_MOMENTUM = 0.8  # a quarter of the horizon of the usual 0.95: residuals ho
 
 @dataclass(frozen=True)
 class RoundsPlan:
-    """What :func:`low_communication` has chosen.
+    """The choices of :func:`low_communication`.
 
     Args:
         local_steps: K.
         fragments: of the model, exchanged one after the other within K steps.
-        sharded: displacements go to owners of shards, who pass on their means.
+        sharded: displacements go to owners of shards, which pass on their means.
         density: of the deltas that are sent.
         decay: of residuals, per exchange.
-        outer_lr: the server's step along the mean of what was sent.
+        outer_lr: the outer step along the mean of the sent deltas.
         bits: that a rank sends per parameter and step.
     """
 
@@ -88,36 +88,37 @@ def low_communication(
     process_group: dist.ProcessGroup | None = None,
     transport: Transport | None = None,
 ) -> LocalRounds:
-    r"""Return an optimizer that replaces AdamW and sends no more than so many bits.
+    r"""Return an optimizer that replaces AdamW and sends at most a given number of bits.
 
-    Rounds of local steps (:class:`~comm_hooks.optim.LocalRounds`), of which only the largest
-    displacements travel, as signs (top-k, one bit a value, places in Rice code) with error
-    feedback.  Chosen from the number of ranks N and the budget are
+    Rounds of local steps (:class:`~comm_hooks.optim.LocalRounds`) that send only the largest
+    displacements, as signs (top-k, one bit a value, places in Rice code) with error feedback.
+    Chosen from the number of ranks N and the budget are
 
     * K, the steps between two exchanges of a parameter: two, or the fewest with which one in 180
       displacements can be sent.  With fewer steps less drifts apart, with a higher density less
-      waits.  With a single one gradients ask again for what already waits, however many bits
-      there are;
-    * the density p: what the budget then allows, up to one in 48, from where on more bits make it
-      worse with some tasks;
+      waits.  With a single one gradients ask again for the residual, however many bits there
+      are;
+    * the density p: as large as the budget then allows, up to one in 48; beyond it more bits make
+      the loss worse with some tasks;
     * the decay of the residuals, 1 - 4 p per exchange, a quarter of the time that an element waits
-      in the mean: what is older is noise for the most part;
+      in the mean: older residuals are mostly noise;
     * the outer step, 1.5 sqrt(N): a coordinate that one of N ranks sends arrives divided by N; one
-      that c ranks send is divided by sqrt(c) besides (``overlap``);
-    * above four ranks, unless the model is small, shards, whose owners pass on twice as many
+      that c ranks send is divided by sqrt(c), too (``overlap``);
+    * above four ranks, unless the model is small, shards; their owners pass on twice as many
       elements as each rank sends;
     * the fragments of the model, exchanged one after the other: K, or one if the model is so small
-      that headers are most of what it sends.
+      that headers are most of the traffic.
 
-    Each rank works 0.3 of its residual ahead of what all share, 0.45 with Muon (``look_ahead``).
+    Each rank works 0.3 of its residual ahead of the shared model, 0.45 with Muon (``look_ahead``).
     Weight decay is the same on all ranks and not sent (``shared_decay``).
 
-    Memory: beside the moments 12 bytes per parameter, for the shared model, the residual, and where
-    this rank began.
+    Memory: 12 bytes per parameter in addition to the moments: the shared model, the residual, and
+    the
+    start of the local steps.
 
     Local steps are those of :class:`~comm_hooks.optim.LaProp`, which normalizes gradients before it
-    averages them, with half the horizon that ``betas[0]`` says: what waits in the residuals is a
-    momentum of its own.
+    averages them, with half the horizon of ``betas[0]``: the residuals are a momentum of their
+    own.
 
     Take the learning rate and schedule of AdamW; a little more is often better.  Not its cycles of
     betas: ``OneCycleLR(cycle_momentum=False)``.  DDP must not average: ``register(model,
@@ -127,17 +128,18 @@ def low_communication(
         named_parameters: ``model.named_parameters()``, or parameters and groups of them as torch's
             optimizers take them; a group may have an ``lr``, ``betas`` and ``weight_decay`` of its
             own, which count.  The ``param_groups`` of an AdamW bring all three.
-        lr: the largest learning rate, of groups without one; schedulers work on what is returned.
+        lr: the largest learning rate, of groups without one; schedulers take the returned
+            optimizer.
         betas: of the AdamW that is replaced, in a group too.
         weight_decay: decoupled.
         total_steps: of the training, if known: rounds are then short enough for twenty of them,
             and for every element to have its turn within the training.  Without, rounds of more
             than 16 steps come with a warning that says how long that takes.
         bits_per_parameter: that a rank may send per parameter and step, in the mean.
-        inner: ``"adamw"``, or ``"muon"``: Muon for the hidden matrices, whose names tell them from
+        inner: ``"adamw"``, or ``"muon"``: Muon for the hidden matrices, told by name from
             embeddings and output layers (:class:`~comm_hooks.optim.MuonAdamW`), with a momentum of
-            0.8.  Its displacements have few large elements: to keep what all-reduce with Muon
-            reaches takes more bits or more steps, though with fewer it still ends below AdamW.
+            0.8.  Its displacements have few large elements: to reach the loss of all-reduce with
+            Muon takes more bits or more steps, though with fewer it still ends below AdamW.
         process_group: the ranks; by default all of them.
         transport: how ranks reach each other, in place of a process group.
 
@@ -146,11 +148,11 @@ def low_communication(
         ``synchronize()``.
 
     Raises:
-        ValueError: for values out of range; for groups of an optimizer that does what this one does
-            not (``momentum``, ``maximize``, ``amsgrad``); for a budget that no setting meets, with
+        ValueError: for values out of range; for groups of an optimizer with other settings
+            (``momentum``, ``maximize``, ``amsgrad``); for a budget that no setting meets, with
             the smallest that one does; if ``torch.distributed`` is not initialized.
 
-    Not supported: what :class:`~comm_hooks.optim.LocalRounds` does not support.
+    Not supported: the same as in :class:`~comm_hooks.optim.LocalRounds`.
 
     Example::
 
@@ -241,7 +243,7 @@ def low_communication(
 
 
 def _groups(given: Any) -> list[dict[str, Any]]:
-    """Return parameter groups whose parameters have names, or else their numbers as text."""
+    """Return parameter groups with named parameters; unnamed ones have their number as text."""
     if isinstance(given, torch.Tensor | Mapping):
         raise ValueError(
             "low_communication: give model.named_parameters(), or a list of parameters or of "
@@ -285,13 +287,13 @@ def _groups(given: Any) -> list[dict[str, Any]]:
 def make_exchange(
     density: float, transport: Transport, *, sharded: bool, decay: float = 1.0
 ) -> Exchange:
-    """Return what displacements go through."""
+    """Return the exchange of displacements."""
     compressor = TopK(density=density, value_bits=1, index_code="rice", overlap=_OVERLAP)
     return Exchange(
         compressor,
         ErrorFeedback(decay=decay),
         # In units of the learning rate, norms and biases compete with matrices on equal terms;
-        # in full they would be most of what a small model sends.
+        # in full they would be most of the traffic of a small model.
         min_ndim=1,
         min_numel=1,
         granularity="bucket",
@@ -309,7 +311,7 @@ def plan_rounds(
     *,
     most_fragments: int | None = None,
 ) -> RoundsPlan:
-    """Return the rounds that use a budget best.
+    """Return the plan that makes the best use of a budget.
 
     Args:
         shapes: of the parameters, by name.
@@ -359,7 +361,7 @@ def plan_rounds(
 
 
 def _longest(total_steps: int) -> int:
-    """Return the most local steps of a training that is so long.
+    """Return the largest number of local steps for a training of this length.
 
     There are to be twenty rounds, and every element is to have its turn, which takes K / density
     steps: where it did not, 25 local steps ended worse than no exchange.
@@ -370,7 +372,7 @@ def _longest(total_steps: int) -> int:
 
 @dataclass(frozen=True)
 class _Form:
-    """All of a plan but its density."""
+    """A plan without its density."""
 
     shapes: Mapping[str, Sequence[int]]
     transport: Transport

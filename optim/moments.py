@@ -11,8 +11,20 @@ from comm_hooks.optim.base import Group, States, Tensors
 
 
 def values(states: States, key: str) -> Tensors:
-    """Return what every state has under a key."""
+    """Return the value of every state under a key."""
     return [state[key] for state in states]
+
+
+def prepared(
+    states: States, parameters: Sequence[torch.Tensor], dtype: torch.dtype, *keys: str
+) -> States:
+    """Return states with a ``step`` and, under ``keys``, zeros like the parameters if missing."""
+    for state in states:
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+    for key in keys:
+        zeros(states, key, parameters, dtype)
+    return states
 
 
 def count_step(states: States) -> None:
@@ -66,7 +78,7 @@ def corrected(v: Tensors, beta: float, steps: Sequence[int]) -> Tensors:
 def halve_ema_horizon(beta1: float) -> float:
     """Return the decay rate of a momentum that looks half as far back, at least 0.
 
-    For momenta whose residuals wait elsewhere: they are a momentum themselves.
+    For momenta with residuals elsewhere, which are a momentum themselves.
 
     Example::
 
@@ -105,12 +117,12 @@ def adamw_(parameters: Tensors, m: Tensors, v: Tensors, group: Group, t: int | N
 
 
 def normalized_average_(m: Tensors, new: Tensors, v: Tensors, group: Group, t: int) -> None:
-    """Take the averages of LaProp's step t, in place: v of squares, m of what is divided by it.
+    """Take the averages of LaProp's step t, in place: v of squares, m of scaled gradients.
 
     1. v = beta2 v + (1 - beta2) new^2,
     2. m = beta1 m + (1 - beta1) new / (sqrt(v / (1 - beta2^t)) + eps).
 
-    That is one step of AdamW without momentum, beta2 and v as here, whose parameter is m: it
+    That is one step of AdamW without momentum, with beta2 and v as here, on the parameter m: it
     shrinks by 1 - lr weight_decay = beta1, and moves by -lr = 1 - beta1.  PyTorch has it in one
     pass over memory.
     """
@@ -135,7 +147,7 @@ def normalized_average_(m: Tensors, new: Tensors, v: Tensors, group: Group, t: i
 
 
 def along_(parameters: Tensors, directions: Tensors, group: Group, correction: float) -> None:
-    """Do what :func:`descend_` does, in one pass over memory where all is float32 and dense."""
+    """Step as :func:`descend_` does, in one pass over memory where all is float32 and dense."""
     if any(p.dtype != torch.float32 or not _is_dense(p) for p in parameters):
         descend_(parameters, directions, group, correction)
         return

@@ -47,8 +47,8 @@ class Muon(BatchedOptimizer):
     Raises:
         ValueError: for hyperparameters out of range, and for parameters that are no matrices.
 
-    Not supported: sparse and complex gradients, a learning rate that is a tensor, matrices of which
-    a rank has a part only.
+    Not supported: sparse and complex gradients, a learning rate that is a tensor, sharded
+    matrices.
 
     Example::
 
@@ -98,7 +98,7 @@ def orthogonalized(matrices: Tensors) -> Tensors:
 
     By Newton and Schulz's iteration with a polynomial of degree five, which takes singular values
     above a hundredth of the Frobenius norm to between 0.68 and 1.14.  In bfloat16 on accelerators,
-    in float32 on CPUs, for many of which bfloat16 is several times as slow.
+    in float32 on CPUs: bfloat16 is several times as slow on many.
 
     Args:
         matrices: of one device and dtype, of any shapes; those of one shape, transposed or not, go

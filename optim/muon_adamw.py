@@ -52,14 +52,14 @@ class MuonAdamW(ExactStateOptimizer):
             matrices.
         rest: the class of the other optimizer, with the arguments of AdamW.
 
-    State: Muon's ``momentum_buffer`` in float32, and what the other optimizer keeps.  Muon has the
-    first parameter group.
+    State: Muon's ``momentum_buffer`` in float32, and the state of the other optimizer.  Muon has
+    the first parameter group.
 
     Raises:
         ValueError: for hyperparameters out of range, if one of the two would have no parameters,
             and for hidden parameters that are no matrices.
 
-    Not supported: what the two do not support; groups added later.
+    Not supported: the limits of both; groups added later.
 
     Example::
 
@@ -88,16 +88,16 @@ class MuonAdamW(ExactStateOptimizer):
         named = list(named_parameters)
         matrices = [(name, p) for name, p in named if hidden(name, p)]
         others = [(name, p) for name, p in named if not hidden(name, p)]
-        for what, members in {"hidden matrix": matrices, "other parameter": others}.items():
+        for kind, members in {"hidden matrix": matrices, "other parameter": others}.items():
             if not members:
-                raise ValueError(f"MuonAdamW: there is no {what}: use AdamW or Muon alone")
+                raise ValueError(f"MuonAdamW: there is no {kind}: use AdamW or Muon alone")
         self._muon = Muon(matrices, lr=lr, momentum=momentum, weight_decay=weight_decay)
         self._rest = rest(others, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__([*self._muon.param_groups, *self._rest.param_groups], {"lr": lr})
         self._share()
 
     def _share(self) -> None:
-        """Let both work on the groups and the state that are this optimizer's."""
+        """Let both optimizers use this one's groups and state."""
         self._muon.param_groups, self._rest.param_groups = (
             self.param_groups[:1],
             self.param_groups[1:],
@@ -105,7 +105,7 @@ class MuonAdamW(ExactStateOptimizer):
         self._muon.state = self._rest.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict()`` returned, in the dtypes in which it was saved."""
+        """Restore the result of ``state_dict()``, in the dtypes in which it was saved."""
         super().load_state_dict(state_dict)
         self._share()
 

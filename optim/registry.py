@@ -12,25 +12,26 @@ from typing import Any, Literal
 
 import torch
 
-from comm_hooks.config import check_options, parse_spec, unknown
+from comm_hooks.config import check_options, unknown
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.adam import Adam, AMSGrad
-from comm_hooks.optim.cocktail_sgd import CocktailSGD
-from comm_hooks.optim.compressed_adam import CompressedAdam
-from comm_hooks.optim.demo import DeMo
-from comm_hooks.optim.dgc import DGC
-from comm_hooks.optim.ef21 import EF21, CDAdam
-from comm_hooks.optim.fetch_sgd import FetchSGD
-from comm_hooks.optim.frozen_variance_adam import FrozenVarianceAdam
 from comm_hooks.optim.laprop import LaProp
 from comm_hooks.optim.local_variance_adam import LocalVarianceAdam
 from comm_hooks.optim.low_communication import low_communication
-from comm_hooks.optim.marina import Marina
-from comm_hooks.optim.micro_adam import MicroAdam
 from comm_hooks.optim.moments import halve_ema_horizon
 from comm_hooks.optim.muon_adamw import MuonAdamW
-from comm_hooks.optim.one_bit_adam import OneBitAdam
-from comm_hooks.optim.one_bit_lamb import OneBitLamb
+from comm_hooks.optim.published.cocktail_sgd import CocktailSGD
+from comm_hooks.optim.published.compressed_adam import CompressedAdam
+from comm_hooks.optim.published.demo import DeMo
+from comm_hooks.optim.published.dgc import DGC
+from comm_hooks.optim.published.ef21 import EF21, CDAdam
+from comm_hooks.optim.published.fetch_sgd import FetchSGD
+from comm_hooks.optim.published.frozen_variance_adam import FrozenVarianceAdam
+from comm_hooks.optim.published.marina import Marina
+from comm_hooks.optim.published.micro_adam import MicroAdam
+from comm_hooks.optim.published.one_bit_adam import OneBitAdam
+from comm_hooks.optim.published.one_bit_lamb import OneBitLamb
+from comm_hooks.optim.published.zero_one_adam import ZeroOneAdam
 from comm_hooks.optim.rounds.algorithms import (
     SAFL,
     DiLoCo,
@@ -42,7 +43,6 @@ from comm_hooks.optim.rounds.algorithms import (
     MuLoCo,
     SparseLoCo,
 )
-from comm_hooks.optim.zero_one_adam import ZeroOneAdam
 from comm_hooks.requirements import in_one_line, is_number
 
 Options = dict[str, Any]
@@ -127,10 +127,10 @@ class OptimizerEntry:
 
     @property
     def averages(self) -> Literal["before", "exchange", "own"]:
-        """What averages over ranks.
+        """The place where ranks are averaged.
 
-        Something ``before`` the step, such as a hook; the ``exchange`` that the optimizer is given
-        and owns; or an exchange of its ``own`` making.
+        ``before`` the step, by a hook for instance; in the ``exchange`` that the optimizer is
+        given and owns; or in one of its ``own`` making.
         """
         parameters = inspect.signature(self.make).parameters
         if "exchange" in parameters:
@@ -187,7 +187,7 @@ class OptimizerEntry:
                 its own exchange takes ``transport`` and ``process_group``, too.
 
         Raises:
-            ValueError: for unknown options, and whatever the optimizer refuses.
+            ValueError: for unknown options, and for values that the optimizer refuses.
         """
         given = {k: options.pop(k) for k in ("transport", "process_group") if k in options}
         self.check(options)
@@ -232,7 +232,7 @@ def _like_adamw(**options: Any) -> Callable[[Defaults], Options]:
 
 
 def _of_its_own(**options: Any) -> Callable[[Defaults], Options]:
-    """Return the usual options of an optimizer whose learning rate is another than AdamW's."""
+    """Return the usual options of an optimizer with another learning rate than AdamW's."""
     return lambda defaults: options
 
 
@@ -323,26 +323,3 @@ def find(name: str) -> OptimizerEntry:
     if entry is None:
         raise ValueError(unknown("optimizer", name, OPTIMIZERS))
     return entry
-
-
-def parse_optimizer(spec: object) -> tuple[OptimizerEntry, Options]:
-    """Return the entry and the checked options of a specification.
-
-    Args:
-        spec: ``name:option=value`` or ``{"type": name, option: value}``; see
-            :func:`~comm_hooks.config.parse_spec`.
-
-    Raises:
-        ValueError: for unknown names and options, with the nearest known ones, and for values of
-            other types.
-
-    Example::
-
-        >>> entry, options = parse_optimizer("diloco:local_steps=30")
-        >>> entry.averages, options
-        ('exchange', {'local_steps': 30})
-    """
-    name, options = parse_spec(spec, "optimizer")
-    entry = find(name)
-    entry.check(options)
-    return entry, options

@@ -11,10 +11,10 @@ from comm_hooks.optim.base import SteppingOptimizer
 
 
 class WrappingOptimizer(SteppingOptimizer):
-    """What does more in a step than the optimizer inside it, and shows that one's groups and state.
+    """An optimizer that does more in a step than the one inside, and shows its groups and state.
 
-    So a scheduler that is given this one sets the learning rates of the inner one, and whatever
-    asks for an optimizer (Accelerate, Lightning, a ``GradScaler``, hooks before and after steps,
+    So a scheduler of this one sets the learning rates of the inner one, and code that asks for an
+    optimizer (Accelerate, Lightning, a ``GradScaler``, hooks before and after steps,
     the profiler) gets one.  ``load_state_dict`` may give the inner optimizer other groups and
     another state: both are looked up, never kept.
 
@@ -22,7 +22,7 @@ class WrappingOptimizer(SteppingOptimizer):
         inner: over the parameters that this one is over.
 
     Raises:
-        ValueError: for an inner optimizer whose steps need a closure, as those of ``LBFGS`` do.
+        ValueError: for an inner optimizer that needs a closure, as ``LBFGS`` does.
 
     Not supported: parameters added later; copies.
     """
@@ -72,7 +72,7 @@ class WrappingOptimizer(SteppingOptimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is to be saved; plain numbers and tensors."""
+        """Return the state to save: plain numbers and tensors."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state = self._state_to_save()
@@ -82,7 +82,7 @@ class WrappingOptimizer(SteppingOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         state = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, state)

@@ -116,7 +116,7 @@ def test_the_rounds_save_the_same_in_either_mode() -> None:
 def test_a_step_in_evaluation_mode_is_refused() -> None:
     def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
         model.eval()
-        with pytest.raises(ValueError, match="while the server's model is shown"):
+        with pytest.raises(ValueError, match="while the shared model is shown"):
             rounds.step()
 
     on_two_ranks(check)

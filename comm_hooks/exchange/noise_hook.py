@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -33,7 +33,7 @@ class NoiseHook(ABC):
     ranks; at the third every rank draws its own.
     """
 
-    place: ClassVar[Place]
+    place: Place
 
     @abstractmethod
     def clip_(self, message: Sequence[torch.Tensor]) -> None:

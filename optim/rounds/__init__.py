@@ -1,4 +1,4 @@
-"""Rounds of local work, and the algorithms that are made of them."""
+"""Rounds of local steps, and the algorithms that consist of them."""
 
 from comm_hooks.optim.rounds.algorithms import (
     SAFL,

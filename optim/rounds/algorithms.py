@@ -1,6 +1,6 @@
-"""The algorithms that are rounds of local steps with some optimizer inside and one on the server.
+"""Presets of rounds of local steps: an inner optimizer, a server optimizer and an exchange.
 
-All arguments and limits that they do not describe are those of
+Arguments and limits without a description are those of
 :class:`~comm_hooks.optim.LocalRounds`: ``params`` are the model's parameters, better named,
 ``local_steps`` the steps of a round (K or H), ``participation`` the clients if there are more than
 ranks.
@@ -204,7 +204,7 @@ class MuLoCo(LocalRounds):
     1. e = decay e + delta;
     2. send Q(e), in two bits;
     3. e = e - Q(e);
-    4. with D the mean of what was sent, u = mu u + D and x = x - outer_lr (D + mu u).
+    4. with D the mean of the messages, u = mu u + D and x = x - outer_lr (D + mu u).
 
     That is :class:`DiLoCo` with :class:`~comm_hooks.optim.MuonAdamW` inside and the exchange
     ``Exchange(TopK(density=1.0, value_bits=2), ErrorFeedback(decay=0.9))``: a sign and one bit
@@ -270,8 +270,8 @@ class SparseLoCo(LocalRounds):
 
     1. e = decay e + delta;
     2. send the top-k of every chunk of e, quantized;
-    3. e = e - what was sent;
-    4. x = x - outer_lr mean of what was sent.
+    3. e = e - the message;
+    4. x = x - outer_lr mean of the messages.
 
     That is :class:`LocalRounds` with AdamW inside and the exchange
     ``Exchange(TopK(density=1 / 32, value_bits=2), memory=ErrorFeedback(decay=0.95))``.
@@ -334,7 +334,7 @@ class SparseLoCo(LocalRounds):
 
 
 class FedAMS(LocalRounds):
-    """Local AMSGrad with a shared v_hat, averaged every K steps: what FED-LAMB calls Fed-AMS.
+    """Local AMSGrad with a shared v_hat, averaged every K steps; FED-LAMB calls it Fed-AMS.
 
     Chen, Li & Li, FODS 2020.  (Another algorithm has the same name: Wang, Lin & Chen, ICML 2022,
     local SGD with AMSGrad on the server: ``LocalRounds(SGD(...), exchange, AMSGrad(...))``.)
@@ -385,17 +385,18 @@ class FedAMS(LocalRounds):
 class FedLAMB(LocalRounds):
     """Layerwise and dimensionwise local adaptive steps: FED-LAMB.
 
-    Karimi, Li & Li, UAI 2023, Algorithm 2.  As :class:`FedAMS`, with local steps whose length is
-    set layer by layer: ``theta = theta - lr phi(|theta|) (p + lambda theta) / |p + lambda theta|``;
+    Karimi, Li & Li, UAI 2023, Algorithm 2.  As :class:`FedAMS`, with lengths of local
+    steps that are set layer by layer: ``theta = theta - lr phi(|theta|) (p + lambda theta) / |p +
+    lambda theta|``;
     see :class:`~comm_hooks.optim.rounds.shared_moments.LocalLAMB`.
 
-    Differences to the paper's listing: what lines 9 and 11 correct does not overwrite m and v,
-    which would grow without bound; the gradient of line 6 is taken anew in every local step; t
+    Differences to the paper's listing: the corrections of lines 9 and 11 do not overwrite m and
+    v, which would grow without bound; the gradient of line 6 is taken anew in every local step; t
     counts the steps that a client has taken in all, since its moments last as long; a layer of norm
     zero moves.  As there, clients divide by the server's v_hat alone (line 12) and send v
     corrected; ``bound="client"`` lets a client's own v bound its steps too.  In the first round,
     where v_hat is still eps, the layers' lengths are set by phi all the same, but directions are
-    those of SGD with momentum, and beside them the weight decay vanishes.
+    those of SGD with momentum, and the weight decay is negligible.
 
     Args:
         params: the model's parameters, better named; each tensor is a layer.

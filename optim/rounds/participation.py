@@ -1,4 +1,4 @@
-"""Which clients take part in a round, which rank plays them, and how their mean comes about."""
+"""The clients of a round: their draw, the ranks that play them, and their mean."""
 
 import math
 from abc import ABC, abstractmethod
@@ -26,12 +26,12 @@ Turn = Sequence[int | None]
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one client returns at the end of its turn.
+    """The result of one client's turn.
 
     Attributes:
         client: its number.
         delta: how far it has come, one tensor per parameter; may be overwritten.
-        statistics: what else its inner optimizer wants averaged, by name.
+        statistics: other tensors that its inner optimizer shares, by name.
     """
 
     client: int
@@ -41,13 +41,13 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Aggregate:
-    """What the server receives, the same on all ranks.
+    """The mean of a round, the same on all ranks.
 
     Attributes:
-        delta: the mean; None if nobody returned anything.
+        delta: the mean; None if there is no contribution.
         statistics: means, by name.
-        missing: the clients that were drawn and are not in it.
-        contributors: how many are.
+        missing: the drawn clients without a contribution.
+        contributors: the number of contributions.
     """
 
     delta: list[torch.Tensor] | None
@@ -72,10 +72,10 @@ class Collection(ABC):
 
     @abstractmethod
     def add(self, turn: Turn, contribution: Contribution | None, memory: Memory | None) -> None:
-        """Take what this rank's client returned.
+        """Add the contribution of this rank's client.
 
         Args:
-            turn: whose turn it is, one client per rank; None where a rank sits out.
+            turn: one client per rank; None where a rank sits out.
             contribution: None if this rank sits out or its client's delta is not finite.
             memory: of this rank's client.
         """
@@ -87,7 +87,7 @@ class Collection(ABC):
 
 @dataclass(eq=False)
 class PlainCollection(Collection):
-    """Averages over the clients that returned something finite, whoever they are.
+    """Averages over the clients with finite contributions.
 
     Without a memory and with a linear compressor a rank adds its clients' deltas up before it
     compresses; otherwise every client's payload crosses.
@@ -104,7 +104,7 @@ class PlainCollection(Collection):
     def add(self, turn: Turn, contribution: Contribution | None, memory: Memory | None) -> None:
         self._scheduled += turn
         total = list(self.total.values())
-        # A rank that sits out sends zeros, which leave whatever memory this is alone.
+        # A rank that sits out sends zeros, which leave the memory as it is.
         delta = [torch.zeros_like(t) for t in total]
         if contribution is not None:
             self._own.add(contribution.client)
@@ -132,7 +132,7 @@ class PlainCollection(Collection):
         return Aggregate(list(self.total.values()), self.statistics, missing, count)
 
     def _sum(self, delta: list[torch.Tensor], turn: Turn, memory: Memory | None) -> None:
-        """Replace ``delta`` by its sum over ranks, and note who of ``turn`` is in it."""
+        """Replace ``delta`` by its sum over ranks, and note the clients of ``turn`` in it."""
         own = [float(client in self._own) for client in turn]
         flags = torch.tensor(own, device=delta[0].device, dtype=torch.float32)
         message = dict(zip(self.total, delta, strict=True))
@@ -147,25 +147,25 @@ class PlainCollection(Collection):
 
 
 class ClientSampling(ABC):
-    """Draws the clients of each round and collects what they return."""
+    """Draws the clients of each round and collects their contributions."""
 
     averages_statistics: ClassVar[bool] = True
-    """Whether a collection takes statistics (second moments) beside the deltas."""
+    """Whether a collection takes statistics (second moments) in addition to deltas."""
 
     def prepare(self, exchange: Exchange) -> None:  # noqa: B027
-        """Take note of the exchange that rounds begin with: nothing was sent yet."""
+        """Prepare for an exchange, before anything is sent."""
 
     @abstractmethod
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
-        """Return who plays whom: for each turn one client per rank, None where a rank sits out."""
+        """Return for each turn one client per rank, None where a rank sits out."""
 
     def turn(
         self, client: int, inner: Optimizer, server: Optimizer
     ) -> AbstractContextManager[None]:
-        """Return what a client's steps are taken in.
+        """Return the context of a client's steps.
 
         Args:
-            client: whose turn it is.
+            client: its number.
             inner, server: the optimizers of the rounds.
         """
         return own_gradients(
@@ -182,7 +182,7 @@ class ClientSampling(ABC):
 
     @abstractmethod
     def collection(self, exchange: Exchange, delta: Named, statistics: Named) -> Collection:
-        """Return what collects the round whose turns have just been asked for."""
+        """Return an empty collection for the round of the last :meth:`turns`."""
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,8 @@ class Participation(ClientSampling):
     """Draws the clients of each round, the same on all ranks, without communication.
 
     Args:
-        clients: how many there are, numbered from 0.  Client c is always played by rank
-            c mod N, so that what it remembers never has to move.
+        clients: their number; they are numbered from 0.  Client c is always played by rank
+            c mod N, so that its state never has to move.
         fraction: of them that take part in each round, in (0, 1]; ``ceil(fraction * clients)``,
             drawn without replacement.
         seed: equal on all ranks.
@@ -231,7 +231,7 @@ class Participation(ClientSampling):
 
 
 def deal(clients: Sequence[int], world_size: int) -> list[list[int | None]]:
-    """Return the turns in which the ranks play these clients; at least one, if with nobody."""
+    """Return the turns in which the ranks play these clients; at least one, even if empty."""
     hands = [[c for c in clients if c % world_size == rank] for rank in range(world_size)]
     return [
         [hand[turn] if turn < len(hand) else None for hand in hands]

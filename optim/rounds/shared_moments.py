@@ -1,4 +1,4 @@
-"""The local optimizers of Fed-AMS and FED-LAMB: own moments, a shared bound on the second."""
+"""The local optimizers of Fed-AMS and FED-LAMB: local moments, a shared bound on the second."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +14,7 @@ from comm_hooks.requirements import require_choice
 
 @runtime_checkable
 class SharesStatistics(Protocol):
-    """An inner optimizer that wants more averaged at the end of a round than the parameters."""
+    """An inner optimizer that averages more tensors at the end of a round than the parameters."""
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """Return this client's tensors; the same names and shapes on all clients."""
@@ -32,7 +32,7 @@ def check_clients(owner: object, *, bound: str = "server", **hyperparameters: An
 
 
 class LocalAMSGrad(BatchedOptimizer):
-    """AMSGrad on one client, whose step lengths are bounded by a v_hat that all clients share.
+    """AMSGrad on one client, with step lengths bounded by a v_hat that all clients share.
 
     Chen, Li & Li, "Toward communication efficient adaptive gradient method" (FODS 2020), where it
     is called local AMSGrad.  v_hat is the server's and stays for a round.  Per local step, t
@@ -99,7 +99,7 @@ class LocalAMSGrad(BatchedOptimizer):
 
     @property
     def _maxima(self) -> dict[torch.Tensor, torch.Tensor]:
-        """v_hat, where the parameters are by now: frameworks move a model after its optimizer."""
+        """v_hat on the devices of the parameters: frameworks move a model after its optimizer."""
         self._v_hat = {p: v.to(p.device) for p, v in self._v_hat.items()}
         return self._v_hat
 
@@ -132,7 +132,7 @@ class LocalAMSGrad(BatchedOptimizer):
         return {**super().state_dict(), "v_hat": [v.clone() for v in self._v_hat.values()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         state_dict = dict(state_dict)
         v_hat = zip(self._v_hat, state_dict.pop("v_hat"), strict=True)
         self._v_hat = {p: v.to(p.device, torch.float32, copy=True) for p, v in v_hat}
@@ -186,7 +186,7 @@ class LocalLAMB(LocalAMSGrad):
 
     4. ``theta = theta - lr phi(|theta|) (p + weight_decay theta) / |p + weight_decay theta|``.
 
-    A layer whose norm or direction is zero takes the step of :class:`LocalAMSGrad` instead (as in
+    A layer with a norm or direction of zero takes the step of :class:`LocalAMSGrad` instead (as in
     LAMB): with phi(0) = 0 a bias that starts at zero would otherwise never move.
 
     Args:
@@ -210,22 +210,10 @@ class LocalLAMB(LocalAMSGrad):
         self,
         params: ParamsT,
         *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         phi: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        bound: str = "server",
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            bias_correction=True,
-            bound=bound,
-        )
+        super().__init__(params, bias_correction=True, **settings)
         self.phi = (lambda norms: norms) if phi is None else phi
         norms = torch.stack([torch.linalg.vector_norm(p.detach().float()) for p in self._v_hat])
         scales = self.phi(norms)

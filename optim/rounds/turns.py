@@ -1,4 +1,4 @@
-"""A client's turn, of which nothing but its delta may reach the next one."""
+"""The gradients of a client's turn: none may reach the next one."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,12 +22,12 @@ def mark_taken(parameters: Iterable[torch.Tensor]) -> None:
 
 @contextmanager
 def own_gradients(inner: Optimizer, complain: Callable[[], None]) -> Iterator[None]:
-    """Give whoever takes steps meanwhile gradients of its own, and leave none behind.
+    """Give the steps within this context gradients of their own, and leave none behind.
 
     Args:
         inner: the optimizer of the steps.
-        complain: called where gradients are left that no step used, as accumulation leaves them
-            whose last part is missing.
+        complain: called if gradients are left that no step used, as an accumulation without its
+            last part leaves them.
 
     Example::
 
@@ -46,7 +46,7 @@ def own_gradients(inner: Optimizer, complain: Callable[[], None]) -> Iterator[No
         left = [p.grad for p in parameters_of(inner.param_groups) if p.grad is not None]
         untaken: list[Any] = [g for g in left if getattr(g, _TAKEN, None) != g._version]
         parts = [g.to_local() if is_sharded(g) else g for g in untaken]
-        # What was set to zero is used, too.
+        # Gradients that were set to zero count as used.
         if parts and any(map(bool, torch._foreach_norm(parts))):
             complain()
     finally:

@@ -11,7 +11,7 @@ from torch import nn
 from comm_hooks import CountSketch, ErrorFeedback, Exchange, Sign
 from comm_hooks.collectives import Simulated, TorchDistributed, Transport, run_ranks
 from comm_hooks.collectives.requests import AllGather, AllReduce, Request
-from comm_hooks.optim.one_bit_adam import OneBitAdam
+from comm_hooks.optim.published.one_bit_adam import OneBitAdam
 from comm_hooks.optim.rounds.algorithms import SAFL
 from tests.ranks import Ranks
 

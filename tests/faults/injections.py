@@ -160,7 +160,7 @@ def change_parameter(training: Training, case: Case) -> None:
 
 def change_parameter_in_rounds(training: Training, case: Case) -> None:
     # Local progress may be anything; what all must have in common is the server's model.
-    values = training.rounds._model.values  # type: ignore[attr-defined]
+    values = training.rounds.round_state.model.values  # type: ignore[attr-defined]
     with torch.no_grad():
         values[0].view(-1)[0] += 1.0
 

@@ -339,7 +339,7 @@ def with_whole_layers_only() -> None:
         low_communication(
             model.named_parameters(), lr=0.1, inner="muon", process_group=dist.group.WORLD
         )
-    with pytest.raises(ValueError, match="OneBitLamb needs whole parameters"):
+    with pytest.raises(ValueError, match="OneBitLamb needs the norms of whole parameters"):
         OneBitLamb(model.named_parameters(), Exchange(Sign()), freeze_step=2)
 
 

@@ -1,6 +1,6 @@
 """NumPy references that tests of several optimizers share, beside those of ``replicas``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,16 @@ from comm_hooks.compressors import Compressor
 from tests.optim.replicas import Mean, largest_of_blocks
 
 Operator = Callable[[np.ndarray], np.ndarray]
+
+
+def check(
+    replicas: Sequence[Mapping[str, np.ndarray]], expected: Mapping[str, np.ndarray], *, atol: float
+) -> None:
+    """Assert that replicas are equal, bit for bit, and within rounding of the reference."""
+    for replica in replicas:
+        for name, value in expected.items():
+            assert np.array_equal(replica[name], replicas[0][name]), "replicas must not drift"
+            np.testing.assert_allclose(replica[name], value, atol=atol)
 
 
 def sign_of_blocks(x: np.ndarray, block_size: int) -> np.ndarray:

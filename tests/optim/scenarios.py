@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -11,6 +12,14 @@ from tests.optim.replicas import Make, advance, fresh, gradient
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
+
+
+def rarely(*cases: Any) -> list[Any]:
+    """Return parameters of a test that only ``make test-slow`` runs: more of the same trait."""
+    tuples = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in tuples]
+
+
 Values = dict[str, np.ndarray]
 
 

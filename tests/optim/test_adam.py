@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -160,59 +158,6 @@ def test_kernels_do_not_multiply_with_parameters_and_wait_for_nothing(
         launched.append(kernels.names)
     assert launched[0] == launched[1]
     assert not any("_local_scalar_dense" in name for name in launched[0])
-
-
-@given(
-    scale=st.integers(-20, 20).map(lambda k: 2.0**k),
-    seed=st.integers(0, 1000),
-    amsgrad=st.booleans(),
-    bias_correction=st.booleans(),
-    foreach=st.sampled_from([None, False]),
-)
-def test_steps_do_not_depend_on_the_scale_of_gradients_but_by_eps(
-    scale: float, seed: int, amsgrad: bool, bias_correction: bool, foreach: bool | None
-) -> None:
-    """For c times the gradients the step is that for eps / c: SAFL's update is such a multiple."""
-    generator = torch.Generator().manual_seed(seed)
-    gradients = torch.randn(5, 8, generator=generator)
-    results = []
-    for factor in (1.0, scale):
-        x = nn.Parameter(torch.ones(8))
-        optimizer = (AMSGrad if amsgrad else Adam)(
-            [x], eps=1e-3 * factor, bias_correction=bias_correction, foreach=foreach
-        )
-        for g in gradients:
-            x.grad = g * factor
-            optimizer.step()
-        results.append(x.detach())
-    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=0)
-
-
-def test_amsgrads_second_moment_never_falls_and_adams_does() -> None:
-    fallen = {}
-    for optimizer_class in (Adam, AMSGrad):
-        parameters = parameters_of()
-        optimizer = optimizer_class(parameters.values(), **HYPER)
-        key = "exp_avg_sq" if optimizer_class is Adam else "max_exp_avg_sq"
-        before, fallen[optimizer_class] = torch.zeros(6, 5), False
-        for t in range(STEPS):
-            run(parameters, optimizer, steps=[t])
-            now = optimizer.state[parameters["weight"]][key].clone()
-            fallen[optimizer_class] |= bool((now < before).any())
-            before = now
-    assert fallen == {Adam: True, AMSGrad: False}
-
-
-@pytest.mark.parametrize(("beta2", "peak"), [(0.999, 6.57), (0.99, 2.13)])
-def test_the_largest_step_without_bias_correction(beta2: float, peak: float) -> None:
-    x = nn.Parameter(torch.zeros((), dtype=torch.float64))
-    optimizer = Adam([x], lr=1.0, betas=(0.9, beta2))
-    places = [0.0]
-    for _ in range(40):
-        x.grad = torch.ones_like(x)
-        optimizer.step()
-        places.append(float(x.detach()))
-    assert -min(np.diff(places)) == pytest.approx(peak, abs=0.005)
 
 
 @each_path

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from comm_hooks import register
 from comm_hooks.optim.adam import Adam, AMSGrad
 from tests.optim.gradients import HYPER, SHAPES, STEPS, parameters_of, run
-from tests.optim.scenarios import RanksOf
+from tests.optim.scenarios import RanksOf, rarely
 
 each_class = pytest.mark.parametrize("optimizer_class", [Adam, AMSGrad])
 each_path = pytest.mark.parametrize("foreach", [None, False])
@@ -53,26 +53,6 @@ def test_groups_names_and_closures(optimizer_class: type[Adam] | type[AMSGrad]) 
 
 @each_class
 @each_path
-def test_clipping_bounds_what_one_gradient_does(
-    optimizer_class: type[Adam] | type[AMSGrad], foreach: bool | None
-) -> None:
-    parameters = parameters_of()
-    optimizer = optimizer_class(parameters.values(), foreach=foreach)
-
-    def clipped_step() -> None:
-        for p in parameters.values():
-            if p.grad is not None:
-                p.grad *= 1e6
-        torch.nn.utils.clip_grad_norm_(parameters.values(), 0.5)
-        optimizer.step()
-
-    run(parameters, optimizer, step=clipped_step)
-    largest = max(float(s["exp_avg_sq"].max()) for s in optimizer.state.values())
-    assert 0 < largest <= 0.5**2
-
-
-@each_class
-@each_path
 def test_under_a_grad_scaler(
     optimizer_class: type[Adam] | type[AMSGrad], foreach: bool | None
 ) -> None:
@@ -100,9 +80,11 @@ def test_under_a_grad_scaler(
 @pytest.mark.parametrize(
     ("optimizer_class", "options"),
     [
-        (Adam, {"bias_correction": True, "maximize": True}),
         (AMSGrad, {"weight_decay": 0.1}),
-        (AMSGrad, {"bias_correction": True, "foreach": False}),
+        *rarely(
+            (Adam, {"bias_correction": True, "maximize": True}),
+            (AMSGrad, {"bias_correction": True, "foreach": False}),
+        ),
     ],
 )
 def test_the_step_compiles_to_one_graph_whatever_the_learning_rate(
@@ -300,7 +282,7 @@ def train_sharded(
 )
 @each_class
 @each_path
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *rarely(torch.float32)])
 def test_sharded_parameters(
     ranks_of: RanksOf,
     optimizer_class: type[Adam] | type[AMSGrad],

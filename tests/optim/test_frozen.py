@@ -20,6 +20,7 @@ from comm_hooks.optim import (
     OneBitLamb,
     low_communication,
 )
+from tests.optim.scenarios import rarely
 
 Make = Callable[[Any, Transport], Any]
 
@@ -67,7 +68,9 @@ MAKERS: dict[str, Make] = {
     "OneBitLamb": one_bit(OneBitLamb),
     "FetchSGD": sketch,
 }
-each = pytest.mark.parametrize("name", MAKERS)
+USUAL = ("low_communication", "OneBitAdam")
+OTHERS = rarely(*(name for name in MAKERS if name not in USUAL))
+each = pytest.mark.parametrize("name", [*USUAL, *OTHERS])
 
 
 class Net(nn.Module):
@@ -107,7 +110,13 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "in_groups"), [(n, g) for n in MAKERS for g in (False, True) if n != "Muon" or not g]
+    ("name", "in_groups"),
+    [
+        ("low_communication", True),
+        ("OneBitAdam", False),
+        *rarely(*((n, g) for n in MAKERS for g in (False, True) if n not in ("Muon", *USUAL))),
+        *rarely(("Muon", False), ("low_communication", False), ("OneBitAdam", True)),
+    ],
 )
 def test_frozen_layers_stay_and_cost_nothing(name: str, in_groups: bool) -> None:
     def train(transport: Transport, layers: list[str]) -> tuple[list[torch.Tensor], float]:

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK
+from comm_hooks import ErrorFeedback, Exchange, Identity, TopK
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Compressor
-from comm_hooks.optim.base import Group, States, Tensors
-from comm_hooks.optim.local_variance_adam import LocalVarianceAdam, lengthening
+from comm_hooks.optim.local_variance_adam import LocalVarianceAdam
 from tests.optim.decaying import COMPRESSORS, SHAPES, STEPS, gradient, start
-from tests.optim.scenarios import RanksOf
+from tests.optim.references import check
+from tests.optim.scenarios import RanksOf, rarely
 
 # With a small eps all normalized gradients of the first step are 1: top-k would be a draw.
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 0.1, "weight_decay": 0.1}
@@ -78,7 +78,7 @@ def reference(compress: Callable[[np.ndarray], np.ndarray], ranks: int) -> dict[
     return x
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, *rarely(1, 4)])
 @COMPRESSORS
 @pytest.mark.filterwarnings("ignore:world size is 1")
 def test_matches_the_reference(
@@ -89,11 +89,8 @@ def test_matches_the_reference(
 ) -> None:
     replicas = ranks_of(ranks).run(train, compressor)
     expected = reference(compress, ranks)
-    for replica in replicas:
-        for name in SHAPES:
-            assert np.array_equal(replica[name], replicas[0][name]), "replicas must not drift"
-            # Squared norms are rounded to 8 bits.
-            np.testing.assert_allclose(replica[name], expected[name], atol=1e-4)
+    # Squared norms are rounded to 8 bits.
+    check(replicas, expected, atol=1e-4)
 
 
 def account() -> tuple[np.ndarray, np.ndarray]:
@@ -124,21 +121,6 @@ def test_what_is_applied_and_what_is_owed_add_up_to_what_was_computed(ranks_of: 
     for accounted, computed in ranks_of(2).run(account):
         # Residuals of up to 60, in float32, divided by 1 - beta1.
         np.testing.assert_allclose(accounted, computed, atol=1e-3)
-
-
-@pytest.mark.parametrize(("betas", "moved"), [((0.9, 0.95), 5.7), ((0.9, 0.999), 7.9)])
-def test_what_adam_makes_of_a_coordinate_that_arrives_once_in_64_steps(
-    betas: tuple[float, float], moved: float
-) -> None:
-    """The trouble that LocalVarianceAdam avoids: 64 gradients at once move 6 or 8, not 64."""
-    weight = nn.Parameter(torch.zeros(1))
-    adam = torch.optim.Adam([weight], lr=1.0, betas=betas)
-    for t in range(1, 64 * 40 + 1):
-        if t == 64 * 39 + 1:
-            before = weight.item()
-        weight.grad = torch.tensor([64.0 if t % 64 == 0 else 0.0])
-        adam.step()
-    assert before - weight.item() == pytest.approx(moved, abs=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:world size is 1")
@@ -188,77 +170,6 @@ def test_narrow_parameters_take_the_same_steps(weight_decay: float) -> None:
     assert (ends[0] < 1.8).all()
 
 
-def plain_step(
-    parameters: Tensors,
-    states: States,
-    gradients: Tensors,
-    mean: Callable[[Tensors], Tensors],
-    group: Group,
-    ranks: int,
-) -> None:
-    """Take the step of :class:`LocalVarianceAdam`, as the class describes it.
-
-    Args:
-        parameters: float32, updated in place.
-        states: ``step``, ``exp_avg``, ``exp_avg_sq`` and ``norm_sq``, replaced.
-        gradients: this rank's.
-        mean: the exchange's mean over ranks.
-        group: the hyperparameters.
-        ranks: that exchange.
-    """
-    lr, eps, (beta1, beta2) = group["lr"], group["eps"], group["betas"]
-    own = []
-    for state, g in zip(states, gradients, strict=True):
-        t = state["step"] = state["step"] + 1
-        v = state["exp_avg_sq"] = beta2 * state["exp_avg_sq"] + (1 - beta2) * g**2
-        u = g / ((v / (1 - beta2**t)).sqrt() + eps)
-        own.append(beta1 * state["exp_avg"] + (1 - beta1) * u)
-    norm_sq, numel = torch.zeros(()), 0
-    for state, n in zip(states, mean(own), strict=True):
-        state["exp_avg"] = n
-        new = (n / (1 - beta1 ** state["step"])).square().sum()
-        state["norm_sq"] = beta2 * state["norm_sq"] + (1 - beta2) * new
-        norm_sq, numel = norm_sq + state["norm_sq"], numel + n.numel()
-    for parameter, state in zip(parameters, states, strict=True):
-        s = lengthening(norm_sq / numel / (1 - beta2 ** state["step"]), ranks, beta1)
-        n_hat = state["exp_avg"] / (1 - beta1 ** state["step"])
-        parameter.sub_(lr * (s * n_hat + group["weight_decay"] * parameter))
-
-
-def step_both(compressor: Compressor) -> float:
-    """Return the largest difference between the fused step and the plain one."""
-    parameters = {n: nn.Parameter(torch.from_numpy(start(n)).float()) for n in SHAPES}
-    others = {n: p.detach().clone() for n, p in parameters.items()}
-    memory = None if isinstance(compressor, Identity) else ErrorFeedback()
-    exchanges = [Exchange(compressor, memory and memory.fresh(), min_numel=16) for _ in "ab"]
-    optimizer = LocalVarianceAdam(parameters.items(), exchanges[0], **HYPER)
-    zero, zeros = torch.zeros(()), [torch.zeros(SHAPES[n]) for n in SHAPES]
-    states = [
-        {"step": zero, "exp_avg": each, "exp_avg_sq": each, "norm_sq": zero} for each in zeros
-    ]
-
-    def mean(own: list[torch.Tensor]) -> list[torch.Tensor]:
-        exchanges[1].average_(dict(zip(SHAPES, own, strict=True)))
-        return own
-
-    for step in range(6):
-        gradients = [torch.from_numpy(gradient(n, step, dist.get_rank())).float() for n in SHAPES]
-        for parameter, own in zip(parameters.values(), gradients, strict=True):
-            parameter.grad = own
-        optimizer.step()
-        group = optimizer.param_groups[0]
-        plain_step(list(others.values()), states, gradients, mean, group, dist.get_world_size())
-    assert all(not torch.equal(torch.from_numpy(start(n)).float(), others[n]) for n in SHAPES)
-    return max(float((parameters[n] - others[n]).detach().abs().max()) for n in SHAPES)
-
-
-@pytest.mark.parametrize("compressor", [Identity(), Sign(block_size=64)], ids=["identity", "sign"])
-def test_the_fused_step_is_the_plain_one(ranks_of: RanksOf, compressor: Compressor) -> None:
-    # Six steps of size 0.01 in float32, whose operations come in another order, and lengths whose
-    # squared norms are rounded to 8 bits.
-    assert max(ranks_of(2).run(step_both, compressor)) < 1e-4
-
-
 def lengths(signal: float) -> float:
     """Return the length of steps late in a run over that of Adam's on the mean gradient."""
     world, generator = dist.get_world_size(), torch.Generator().manual_seed(0)
@@ -277,7 +188,7 @@ def lengths(signal: float) -> float:
     return float(moved[0] / moved[1])
 
 
-@pytest.mark.parametrize("signal", [0.0, 0.3, 3.0])
+@pytest.mark.parametrize("signal", [0.3, *rarely(0.0, 3.0)])
 def test_steps_are_as_long_as_those_of_adam_on_the_mean_gradient(
     ranks_of: RanksOf, signal: float
 ) -> None:

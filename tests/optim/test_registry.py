@@ -9,8 +9,9 @@ import torch
 import comm_hooks.optim
 from comm_hooks import Exchange
 from comm_hooks.collectives import Simulated
+from comm_hooks.config import parse_spec
 from comm_hooks.exchange import ExchangeSettings
-from comm_hooks.optim.registry import OPTIMIZERS, Defaults, find, lookup, parse_optimizer
+from comm_hooks.optim.registry import OPTIMIZERS, Defaults, find, lookup
 
 
 def parameters() -> list[tuple[str, torch.nn.Parameter]]:
@@ -81,5 +82,6 @@ def test_defaults_follow_from_the_training() -> None:
     ],
 )
 def test_options_are_checked(spec: Any, message: str) -> None:
+    name, options = parse_spec(spec)
     with pytest.raises(ValueError, match=message):
-        parse_optimizer(spec)
+        find(name).check(options)

@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.lab.outcomes import Settings
-from benchmarks.lab.simulated import Client, NamedParameters
+from benchmarks.lab.runs import Tuned
+from benchmarks.lab.training import Client, NamedParameters
 from benchmarks.studies.safl.budget import BETAS, all_reduced, nearest, sharded
 from comm_hooks.collectives import Transport
 from comm_hooks.compressors import Cocktail, Compressor, CountSketch, PermK, RandomK, Sign, TopK
 from comm_hooks.exchange import Collective, Exchange
 from comm_hooks.memory import Differences, ErrorFeedback
-from comm_hooks.optim.cocktail_sgd import CocktailSGD
-from comm_hooks.optim.ef21 import CDAdam
-from comm_hooks.optim.fetch_sgd import FetchSGD
-from comm_hooks.optim.marina import Marina
-from comm_hooks.optim.one_bit_adam import OneBitAdam
+from comm_hooks.optim.published.cocktail_sgd import CocktailSGD
+from comm_hooks.optim.published.ef21 import CDAdam
+from comm_hooks.optim.published.fetch_sgd import FetchSGD
+from comm_hooks.optim.published.marina import Marina
+from comm_hooks.optim.published.one_bit_adam import OneBitAdam
 
 MOMENTUM = 0.9
 ROWS = 3
@@ -72,7 +72,7 @@ class Fitted:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def make(
-        self, parameters: NamedParameters, transport: Transport, settings: Settings, seed: int
+        self, parameters: NamedParameters, transport: Transport, settings: Tuned, seed: int
     ) -> Client:
         """Return a client."""
         memory = self.memory() if self.memory else None

@@ -10,10 +10,10 @@ from comm_hooks.compressors.identity import Identity
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.compressors.sparse import TopK, require_selection
 from comm_hooks.optim.base import Group, Tensors
-from comm_hooks.optim.micro_adam import BATCH
 from comm_hooks.optim.moments import count_step, descend_, values
 from comm_hooks.optim.private.optimizers.dp_adam import MomentsOptimizer
-from comm_hooks.optim.sparse_window import SparseWindow
+from comm_hooks.optim.published.micro_adam import BATCH
+from comm_hooks.optim.published.sparse_window import SparseWindow
 from comm_hooks.randomness import Draw, derive_keys
 from comm_hooks.requirements import require_choice, require_positive
 

@@ -33,6 +33,7 @@ from comm_hooks.optim.rounds import (
     Participation,
     SparseLoCo,
 )
+from tests.optim.references import check
 from tests.optim.rounds.problem import (
     SHAPES,
     Arrays,
@@ -43,7 +44,7 @@ from tests.optim.rounds.problem import (
     start,
     values,
 )
-from tests.optim.scenarios import RanksOf
+from tests.optim.scenarios import RanksOf, rarely
 
 ROUNDS, K = 8, 3
 BETAS, EPS, DECAY, LR = (0.9, 0.99), 1e-6, 0.05, 0.02
@@ -64,13 +65,6 @@ def train(kind: type[LocalRounds], exchange: dict[str, Any], options: dict[str, 
         set_gradients(parameters, step, dist.get_rank())
         rounds.step()
     return values(parameters)
-
-
-def check(replicas: list[Arrays], expected: Arrays, atol: float = 3e-5) -> None:
-    for replica in replicas:
-        for name in SHAPES:
-            assert np.array_equal(replica[name], replicas[0][name]), "replicas must agree"
-            np.testing.assert_allclose(replica[name], expected[name], atol=atol)
 
 
 def average_rounds(
@@ -99,10 +93,10 @@ def sketch_of(compressor: Compressor, vector: np.ndarray, index: int) -> np.ndar
     return tensors["weight"].double().numpy()
 
 
-@pytest.mark.parametrize("amsgrad", [True, False])
+@pytest.mark.parametrize("amsgrad", [True, *rarely(False)])
 @pytest.mark.parametrize(
     "sketch",
-    [CountSketch(ratio=0.25), SRHT(ratio=0.25), GaussianSketch(ratio=0.25), Identity()],
+    [CountSketch(0.25), *rarely(SRHT(0.25), GaussianSketch(0.25), Identity())],
     ids=lambda s: type(s).__name__,
 )
 @pytest.mark.filterwarnings("ignore:world size is 1")
@@ -150,6 +144,7 @@ def test_fed_avg(ranks_of: RanksOf) -> None:
     check(
         replicas,
         average_rounds(3, lambda r, n, s, x: x - 0.1 * gradient(n, s, r, x), combine),
+        atol=3e-5,
     )
 
 
@@ -205,14 +200,16 @@ CLIENT = {"bound": "client"}
     ("kind", "options", "layerwise"),
     [
         (FedAMS, {}, None),
-        (FedAMS, {"bias_correction": True}, None),
-        (FedAMS, CLIENT, None),
         (FedAMS, {"bias_correction": True, **CLIENT}, None),
-        (FedLAMB, {}, lambda norm: norm),
-        (FedLAMB, CLIENT, lambda norm: norm),
         (FedLAMB, {"phi": clamp}, lambda norm: min(max(norm, 0.5), 5.0)),
+        *rarely(
+            (FedAMS, {"bias_correction": True}, None),
+            (FedAMS, CLIENT, None),
+            (FedLAMB, {}, lambda norm: norm),
+            (FedLAMB, CLIENT, lambda norm: norm),
+        ),
     ],
-    ids=["ams", "ams-corrected", "ams-client", "ams-ours", "lamb", "lamb-client", "lamb-clamped"],
+    ids=["ams", "ams-ours", "lamb-clamped", "ams-corrected", "ams-client", "lamb", "lamb-client"],
 )
 def test_fed_ams_and_fed_lamb(
     ranks_of: RanksOf,
@@ -300,7 +297,7 @@ def test_fed_lamb_with_more_clients_than_ranks(ranks_of: RanksOf) -> None:
         for name in SHAPES:
             moments.end(name, drawn)
         shared = {n: np.mean([m[n] for m in models], axis=0) for n in SHAPES}
-    check(ranks_of(2).run(train_clients), shared)
+    check(ranks_of(2).run(train_clients), shared, atol=3e-5)
 
 
 class AdamW:
@@ -333,7 +330,7 @@ def test_diloco(ranks_of: RanksOf) -> None:
         momentum[name] = 0.9 * momentum[name] + delta
         return x - 0.7 * (delta + 0.9 * momentum[name])
 
-    check(replicas, average_rounds(2, inner.local, combine))
+    check(replicas, average_rounds(2, inner.local, combine), atol=3e-5)
 
 
 class MuonAdamW(AdamW):
@@ -365,7 +362,7 @@ def test_mu_lo_co(ranks_of: RanksOf) -> None:
         momentum[name] = 0.6 * momentum[name] + delta
         return x - 0.7 * (delta + 0.6 * momentum[name])
 
-    check(replicas, average_rounds(2, inner.local, combine))
+    check(replicas, average_rounds(2, inner.local, combine), atol=3e-5)
 
 
 def test_sparse_loco(ranks_of: RanksOf) -> None:
@@ -385,7 +382,7 @@ def test_sparse_loco(ranks_of: RanksOf) -> None:
             sent.append(delta)
         return x - 0.9 * np.mean(sent, axis=0)
 
-    check(replicas, average_rounds(2, inner.local, combine))
+    check(replicas, average_rounds(2, inner.local, combine), atol=3e-5)
 
 
 def state_of(phi: Callable[[torch.Tensor], torch.Tensor] | None = None) -> bool:

@@ -2,7 +2,7 @@
 
 import io
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from tests.optim.rounds.problem import (
     start,
     values,
 )
-from tests.optim.scenarios import RanksOf
+from tests.optim.scenarios import RanksOf, rarely
 
 CLIENTS, ROUNDS, K = 7, 10, 3
 LR, MOMENTUM = 0.05, 0.5
@@ -86,12 +86,12 @@ def reference(compress: Callable[[np.ndarray], np.ndarray] | None, keep: bool) -
     return shared
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [3, *rarely(1, 2)])
 @pytest.mark.parametrize("client_state", ["keep", "reset"])
 @pytest.mark.parametrize(
     ("compressor", "compress"),
-    [(Identity(), None), (TopK(density=0.05, value_bits=32), largest)],
-    ids=["identity", "topk"],
+    [(TopK(density=0.05, value_bits=32), largest), *rarely((Identity(), None))],
+    ids=["topk", "identity"],
 )
 @pytest.mark.filterwarnings("ignore:world size is 1")
 def test_matches_the_reference_on_any_number_of_ranks(
@@ -246,25 +246,6 @@ def test_a_model_that_is_loaded_after_the_rounds_is_told_of(
         assert len(told) == writes
 
 
-def leave_early() -> bool:
-    parameters, rounds = make(TopK(density=0.05))
-    play(parameters, rounds, 2)
-    before, state = values(parameters), rounds.round_index
-    clients: Iterator[int] = rounds.clients()
-    client = next(clients)
-    set_gradients(parameters, 0, client)
-    rounds.step()
-    clients.close()  # type: ignore[attr-defined]
-    same = all(np.array_equal(before[n], x) for n, x in values(parameters).items())
-    assert not rounds.is_written_to, "they have written themselves"
-    play(parameters, rounds, 1)
-    return same and rounds.round_index == state + 1
-
-
-def test_leaving_a_round_early_leaves_the_model_of_before(ranks_of: RanksOf) -> None:
-    assert ranks_of(2).run(leave_early) == [True, True]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"fragments": 2, "local_steps": 4}, "fragments cannot be combined with participation")],
@@ -317,8 +298,8 @@ def with_gradients_of(kind: str, value: float, has_clients: bool) -> tuple[Array
 
 
 @pytest.mark.parametrize("has_clients", [False, True])
-@pytest.mark.parametrize("value", [1e11, 1e19, float("inf"), float("nan")], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [1e19, float("nan"), *rarely(1e11, float("inf"))], ids=str)
+@pytest.mark.parametrize("kind", ["fed_lamb", *rarely("fed_ams", "local_rounds")])
 def test_one_clients_gradients_do_not_spoil_the_model(
     kind: str, value: float, has_clients: bool, ranks_of: RanksOf
 ) -> None:
@@ -386,6 +367,7 @@ def left_early() -> None:
         for place, state in saved["inner"].items():
             for name, value in state.items():
                 assert torch.equal(again[client]["inner"][place][name], value)
+    assert not rounds.round_state.is_written_to, "they have written themselves"
     play(parameters, rounds, 1)
     assert rounds.round_index == 4
 
@@ -409,11 +391,11 @@ def rolled_back(client_state: str) -> None:
             assert np.array_equal(value, ends[0][name])
 
 
-@pytest.mark.parametrize("client_state", ["keep", "reset"])
+@pytest.mark.parametrize("client_state", ["keep", *rarely("reset")])
 def test_a_snapshot_may_be_loaded_again_and_again(ranks_of: RanksOf, client_state: str) -> None:
     ranks_of(2).run(rolled_back, client_state)
 
 
 def test_what_divides_by_senders_is_refused() -> None:
-    with pytest.raises(ValueError, match="divides by how many ranks sent an element"):
+    with pytest.raises(ValueError, match="divides by the number of ranks that sent an element"):
         make(TopK(density=0.05, overlap=1.0))

@@ -36,7 +36,7 @@ from tests.optim.rounds.problem import (
     start,
     values,
 )
-from tests.optim.scenarios import RanksOf
+from tests.optim.scenarios import RanksOf, rarely
 
 STEPS, K = 24, 4
 LR, MOMENTUM = 0.05, 0.5
@@ -108,17 +108,16 @@ def reference(
     return before, own, shared
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *rarely(4)])
 @pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("nesterov", [True, *rarely(False)])
 @pytest.mark.parametrize(
     ("compressor", "compress"),
     [
-        (Identity(), None),
-        (Sign(block_size=64), signs),
         (TopK(density=0.05, value_bits=32), largest),
+        *rarely((Identity(), None), (Sign(block_size=64), signs)),
     ],
-    ids=["identity", "sign", "topk"],
+    ids=["topk", "identity", "sign"],
 )
 def test_matches_the_reference(
     ranks_of: RanksOf,
@@ -138,32 +137,6 @@ def test_matches_the_reference(
             np.testing.assert_allclose(own_shared[name], shared[name], atol=2e-5)
             np.testing.assert_allclose(own_model[name], own[rank][name], atol=2e-5)
             np.testing.assert_allclose(own_final[name], final[name], atol=2e-5)
-
-
-def every_step() -> tuple[Arrays, Arrays]:
-    """One local step, no compression, SGD: the parameters of plain data-parallel SGD."""
-    parameters, theirs = make_parameters(), make_parameters()
-    inner = torch.optim.SGD(parameters.values(), lr=LR)
-    rounds = LocalRounds(inner, Exchange(Identity()), local_steps=1)
-    optimizer = torch.optim.SGD(theirs.values(), lr=LR)
-    world = dist.get_world_size()
-    for step in range(10):
-        set_gradients(parameters, step, dist.get_rank())
-        rounds.step()
-        gradients = []
-        for rank in range(world):
-            set_gradients(theirs, step, rank)
-            gradients.append([p.grad.clone() for p in theirs.values() if p.grad is not None])
-        for p, *own in zip(theirs.values(), *gradients, strict=True):
-            p.grad = torch.stack(own).mean(0)
-        optimizer.step()
-    return values(parameters), values(theirs)
-
-
-def test_one_local_step_without_compression_is_data_parallel_sgd(ranks_of: RanksOf) -> None:
-    for ours, theirs in ranks_of(2).run(every_step):
-        for name in SHAPES:
-            np.testing.assert_allclose(ours[name], theirs[name], atol=1e-6)
 
 
 def spread() -> tuple[list[int], int]:
@@ -207,7 +180,7 @@ def count(compressor: Compressor, fragments: int) -> tuple[dict[str, float], dic
     return rounds.stats(), rounds.exchange.stats(), 2 * (ranks - 1) * nbytes // ranks
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("fragments", [2, *rarely(1)])
 def test_stats_compare_with_an_all_reduce_at_every_local_step(
     ranks_of: RanksOf, fragments: int
 ) -> None:
@@ -257,25 +230,6 @@ def test_a_client_that_returns_nan_is_left_out_and_named(ranks_of: RanksOf) -> N
             assert np.array_equal(parameters[name], outcomes[0][1][name])
 
 
-def right_divisor() -> float:
-    """Three clients move by -1, -2 and NaN: the mean is -1.5."""
-    parameter = nn.Parameter(torch.zeros(4, 4))
-    rounds = LocalRounds(
-        torch.optim.SGD([parameter], lr=1.0), Exchange(Identity(), min_numel=1), local_steps=1
-    )
-    parameter.grad = torch.full((4, 4), [1.0, 2.0, float("inf")][dist.get_rank()])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        rounds.step()
-    assert (parameter == parameter[0, 0]).all()
-    return float(parameter[0, 0])
-
-
-def test_the_mean_is_over_those_that_contributed(ranks_of: RanksOf) -> None:
-    # A third is no float32: 3 / 3 of the sum may be off by its last bit.
-    assert ranks_of(3).run(right_divisor) == [pytest.approx(-1.5, rel=1e-6)] * 3
-
-
 def all_fail() -> tuple[bool, int]:
     parameters, rounds = make(Identity(), 1)
     before = values(parameters)
@@ -314,7 +268,7 @@ def resume(fragments: int) -> bool:
     return all(np.array_equal(expected[n], x) for n, x in values(parameters).items())
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("fragments", [2, *rarely(1)])
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
     ranks_of: RanksOf, fragments: int
 ) -> None:

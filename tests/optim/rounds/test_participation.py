@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from comm_hooks.collectives import Simulated
 from comm_hooks.optim.rounds import Participation
-from comm_hooks.optim.rounds.checks import cut
+from comm_hooks.optim.rounds.clock import cut
 
 
 @given(

@@ -182,7 +182,7 @@ def test_it_resumes_bit_for_bit_between_exchanges(fragments: int) -> None:
 @pytest.mark.parametrize("kind", [SGD, Adam, RMSprop])
 def test_decay_that_is_part_of_the_gradient_is_refused(kind: Any) -> None:
     inner = kind(make_parameters().items(), lr=0.1, weight_decay=0.1)
-    with pytest.raises(ValueError, match="shared_decay needs an inner optimizer whose weight_dec"):
+    with pytest.raises(ValueError, match="shared_decay needs an inner optimizer with a decoupled"):
         make_rounds(inner, Simulated(2)[0], SPARSE, shared_decay=True)
 
 

@@ -1,0 +1,100 @@
+"""SGD on aggregates that are compressed on both ways, and may arrive a step late."""
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from comm_hooks.exchange import Exchange
+from comm_hooks.optim.base import Tensors, block
+from comm_hooks.optim.exchanging import ExchangingOptimizer
+from comm_hooks.optim.moments import count_step, values
+from comm_hooks.requirements import require_flag
+
+
+class CocktailSGD(ExchangingOptimizer):
+    r"""SGD with error feedback at ranks and at owners of shards, one step late if asked.
+
+    CocktailSGD (Wang et al., ICML 2023, section 3), with C = :class:`~comm_hooks.Cocktail`
+    (random subset, top-k within it, 4 bits).  Per step t:
+
+    1. each rank: a_i = g_i + e_i; it sends C(a_i) and keeps e_i = a_i - C(a_i);
+    2. the owner of each shard: b = mean_i C(a_i) + s; it sends C(b) to all and keeps s = b - C(b);
+    3. A_t = all C(b) together;
+    4. with ``delayed`` A = A_{t-1}, A_0 = 0; else A = A_t;
+    5. u = momentum u + A;
+    6. theta = (1 - lr weight_decay) theta - lr u.
+
+    Steps 1 to 3 are the exchange's, with ``collective="sharded"``; with ``"all_gather"`` step 2 is
+    left out.  Exempt parameters arrive exactly, and late like the others.
+
+    ``delayed`` is the algorithm of the one-step asynchronous scheme, in which the communication of
+    a step overlaps with the next one's forward and backward pass; this optimizer still waits for
+    it.  A delay halves the largest learning rate: on a quadratic with curvature L, without
+    momentum, it must be below 1/L instead of 2/L.
+
+    Differences to the authors' code: here the gradient is compressed, there the
+    difference between the local and the shared model; the momentum is the receiver's; for the
+    compressor's see :class:`~comm_hooks.Cocktail`.
+
+    Args:
+        params, lr, momentum, weight_decay: see
+            :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
+        exchange: as above, with error feedback unless the compressor is unbiased.
+        delayed: apply the aggregate of the step before.
+
+    State per parameter: with momentum ``momentum_buffer`` (u), with ``delayed`` ``pending`` (A_t).
+
+    Not supported: overlap of communication and computation.
+
+    Example::
+
+        >>> from comm_hooks import ErrorFeedback, skip_hook
+        >>> from comm_hooks.compressors.cocktail import Cocktail
+        >>> ddp_model.register_comm_hook(None, skip_hook)
+        >>> exchange = Exchange(Cocktail(mask=0.1, density=0.2), ErrorFeedback(), "sharded")
+        >>> optimizer = CocktailSGD(ddp_model.named_parameters(), exchange, lr=0.1, momentum=0.9)
+    """
+
+    published = block(
+        compressor="cocktail", mask=0.1, density=0.2, memory="error_feedback", collective="sharded"
+    )
+
+    def __init__(
+        self,
+        params: ParamsT,
+        exchange: Exchange,
+        *,
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        delayed: bool = False,
+    ) -> None:
+        require_flag(self, "delayed", delayed)
+        super().__init__(
+            params,
+            exchange,
+            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
+            delayed=delayed,
+        )
+        memory = exchange.memory
+        if memory is None and not exchange.compressor.unbiased:
+            raise ValueError(
+                f"CocktailSGD: {exchange.compressor} drops elements for ever; give the exchange "
+                "memory=ErrorFeedback()"
+            )
+        if memory is not None and memory.sends_changes:
+            raise ValueError(
+                f"CocktailSGD: memory must be ErrorFeedback; {memory} sends changes of gradients"
+            )
+        self.delayed = delayed
+
+    def _step(self, gradients: Tensors) -> None:
+        states = self._states(*["pending"] * self.delayed)
+        if not self._average(self._named(gradients)):
+            return
+        if self.delayed:
+            pending = values(states, "pending")
+            arrived = torch._foreach_mul(pending, 1.0)
+            torch._foreach_copy_(pending, gradients)
+            gradients = list(arrived)
+        self._descend_with_momentum(gradients, states)
+        count_step(states)

@@ -1,0 +1,113 @@
+"""Signs of a mean of momenta; each rank sends the fast-moving part of its own."""
+
+from dataclasses import asdict, replace
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.compressors.dct import DCTTopK
+from comm_hooks.exchange import Exchange
+from comm_hooks.memory.error_feedback import ErrorFeedback
+from comm_hooks.optim.base import Tensors, block
+from comm_hooks.optim.exchanging import ExchangingOptimizer
+from comm_hooks.randomness import Draw
+from comm_hooks.requirements import require_choice
+
+
+class DeMo(ExchangingOptimizer):
+    r"""Decoupled momentum: each rank sends the largest part of its own and keeps the rest.
+
+    DeMo (Peng, Quesnelle & Kingma, 2024, section 3).  A rank's momentum delta_i is the exchange's
+    residual, with the momentum's decay.  Per step and parameter:
+
+    1. each rank: delta_i = decay delta_i + g_i;
+    2. it sends q_i, the largest DCT coefficients of delta_i, and delta_i = delta_i - q_i
+       (:class:`~comm_hooks.DCTTopK` and :class:`~comm_hooks.memory.ErrorFeedback`);
+    3. theta = (1 - lr weight_decay) theta - lr sign(mean_i q_i), with sign(0) = 0.
+
+    The mean of a coefficient is over the ranks that sent it, as in the authors' code, or with
+    ``mean="ranks"`` over all.  Each coefficient keeps its sign either way, but where few ranks sent
+    one it weighs less in the second, in the elements that are sums of several.  After a first step
+    with gradients that share a fifth of their variance, 98 % of the elements' signs are the
+    same at two ranks and 95 % at four.  With TopK, which has elements instead of coefficients,
+    all are.
+
+    Exempt parameters send all of delta_i, so that nothing stays in it: they take steps of
+    lr sign(mean_i g_i).  The authors treat one-dimensional parameters like the others.
+
+    Differences to the authors' code: lr is not a factor of g_i in step 1, so that a schedule of lr
+    does not reweigh residuals; for the compressor's see :class:`~comm_hooks.DCTTopK`.
+
+    Args:
+        params, weight_decay: see :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
+        exchange: with DCTTopK (or TopK) and ErrorFeedback(decay=0.999), 0.999 being the authors'.
+        lr: learning rate, of the size of AdamW's, since steps are signs.
+        mean: of a coefficient over its ``"senders"`` or all ``"ranks"``.
+
+    State: none but the exchange's, which has the momenta.
+
+    Example::
+
+        >>> from comm_hooks import skip_hook
+        >>> from comm_hooks.compressors.dct import DCTTopK
+        >>> ddp_model.register_comm_hook(None, skip_hook)
+        >>> exchange = Exchange(DCTTopK(chunk=64, density=1 / 128), ErrorFeedback(decay=0.999))
+        >>> optimizer = DeMo(ddp_model.named_parameters(), exchange, lr=1e-3)
+    """
+
+    published = block(
+        compressor="dct_topk",
+        chunk=64,
+        density=1 / 128,
+        memory={"type": "error_feedback", "decay": 0.999},
+    )
+    needs = ("memory",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        exchange: Exchange,
+        *,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        mean: str = "senders",
+    ) -> None:
+        require_choice(self, "mean", mean, ("senders", "ranks"))
+        super().__init__(params, exchange, {"lr": lr, "weight_decay": weight_decay}, mean=mean)
+        if not isinstance(exchange.memory, ErrorFeedback):
+            raise ValueError(
+                "DeMo: the momentum is the exchange's residual; give it memory="
+                f"ErrorFeedback(decay=0.999), not {exchange.memory}"
+            )
+        self._compress: bool | Compressor = True
+        if mean == "senders" and isinstance(exchange.compressor, DCTTopK):
+            self._compress = _MeanOfSenders(**asdict(exchange.compressor))
+
+    def _step(self, gradients: Tensors) -> None:
+        if not self._average(self._named(gradients), compress=self._compress):
+            return
+        torch._foreach_sign_(gradients)
+        self._descend(gradients)
+
+
+class _MeanOfSenders(DCTTopK):
+    """DCTTopK with the mean over a coefficient's senders, times the number of ranks, as its sum.
+
+    For signs of the mean only: as a hook's compressor it would weigh some coefficients more than
+    others.
+    """
+
+    def decode_sum(
+        self, out: torch.Tensor, payloads: torch.Tensor, draw: Draw, *, alpha: float = 1.0
+    ) -> None:
+        first, *others = (
+            self.coefficients(octets, out.shape[1], replace(draw, rank=rank))
+            for rank, octets in enumerate(payloads)
+        )
+        total, senders = first.clone(), (first != 0).float()
+        for coefficients in others:
+            total += coefficients
+            senders += coefficients != 0
+        total.div_(senders.clamp_(min=1))
+        self.write_vectors(out, total, alpha * len(payloads), add=False)

@@ -1,0 +1,81 @@
+"""The arithmetic of the 1-bit family: exact gradients, then momenta over a frozen variance."""
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from comm_hooks.exchange import Exchange
+from comm_hooks.optim.base import Group, States, Tensors, block
+from comm_hooks.optim.exchanging import ExchangingOptimizer
+from comm_hooks.optim.hyperparameters import check_freeze_step
+from comm_hooks.optim.moments import descend_, roots, values
+
+SIGNS = block(
+    compressor="sign", block_size=None, scale="rms", memory="error_feedback", collective="sharded"
+)
+"""The exchange of 1-bit Adam: signs and one scale per tensor, on both ways."""
+
+# Far below the root of the smallest float32, so that it changes no denominator but zero.
+TINY = 1e-30
+
+
+class FreezingOptimizer(ExchangingOptimizer):
+    """An optimizer that exchanges exact gradients for some steps, then compressed momenta.
+
+    Args:
+        params, exchange, defaults, settings: see :class:`ExchangingOptimizer`.
+        freeze_step: the last step with exact gradients, at least 1.
+        total_steps: the length of the run, if known.
+
+    Raises:
+        ValueError: for a ``freeze_step`` beyond ``total_steps``.
+    """
+
+    _grows = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        exchange: Exchange,
+        defaults: Group,
+        *,
+        freeze_step: int,
+        total_steps: int | None,
+        **settings: Any,
+    ) -> None:
+        check_freeze_step(self, freeze_step, total_steps)
+        super().__init__(params, exchange, defaults, freeze_step=freeze_step, **settings)
+        self.freeze_step = freeze_step
+
+    def _is_exact(self, states: States) -> bool:
+        """Return whether the next step exchanges gradients exactly."""
+        return int(states[0]["step"]) < self.freeze_step
+
+    def _set_momenta(self, gradients: Tensors, states: States) -> None:
+        """Put this rank's momenta in place of its gradients."""
+        for own, group in self._groups():
+            gradients[own] = momenta(gradients[own], states[own], group)
+
+
+def momenta(gradients: Tensors, states: States, group: Group) -> Tensors:
+    """Return the momenta that follow from this rank's gradients; the state stays."""
+    return list(torch._foreach_lerp(values(states, "exp_avg"), gradients, 1 - group["betas"][0]))
+
+
+def denominators(v: Tensors, group: Group) -> Tensors:
+    """Return sqrt(v) + eps, never 0."""
+    return roots(v, max(group["eps"], TINY))
+
+
+def directions(m: Tensors, v: Tensors, divisors: Tensors) -> Tensors:
+    """Return m / divisors, and 0 where v is 0: signs have no zero, so m need not be."""
+    result = torch._foreach_sign(v)
+    torch._foreach_mul_(result, m)
+    torch._foreach_div_(result, divisors)
+    return list(result)
+
+
+def step_(parameters: Tensors, m: Tensors, v: Tensors, group: Group) -> None:
+    """Set theta to (1 - lr weight_decay) theta - lr m / (sqrt(v) + eps); no step where v is 0."""
+    descend_(parameters, directions(m, v, denominators(v, group)), group)

@@ -1,0 +1,115 @@
+"""1-bit Adam: Adam for a while, then compressed momenta over a frozen second moment."""
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from comm_hooks.exchange import Exchange
+from comm_hooks.optim.base import Tensors, held
+from comm_hooks.optim.moments import average_, average_squares_, count_step, values
+from comm_hooks.optim.published.one_bit import SIGNS, FreezingOptimizer, step_
+
+
+class OneBitAdam(FreezingOptimizer):
+    """1-bit Adam: exact gradients for ``freeze_step`` steps, then momenta of one bit an element.
+
+    Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
+    Speed", ICML 2021, Algorithm 1; the optimizer that DeepSpeed had under the same name.  g_i is
+    rank i's gradient; there is no bias correction.
+
+    Steps 1 ... ``freeze_step``:
+
+    1. g = the exact mean of g_i;
+    2. m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2;
+    3. theta = theta - lr (m / (sqrt(v) + eps) + weight_decay theta).
+
+    From then on v stays as it is, and
+
+    1. each rank forms m_i = beta1 m + (1 - beta1) g_i, m being the same on all ranks;
+    2. m = the exchange's mean of m_i, error feedback included;
+    3. theta = theta - lr (m / (sqrt(v) + eps) + weight_decay theta).
+
+    The exchange that was published is ``Exchange(Sign(block_size=None, scale="rms"),
+    ErrorFeedback(), collective="sharded")``: every rank sends signs and one scale per tensor,
+    averages the signs it gets for its shard and sends the signs and one scale of that, with error
+    feedback on both ways.  Any other exchange will do, too.  With a scale per block, ``Sign()``,
+    parameters with parts of different magnitude move otherwise: learning rates do not carry over.
+
+    The price is in the word frozen: v belongs to the first steps, with gradients that are larger
+    and
+    scaled otherwise than later ones, so the longer the run, the further it falls behind Adam.
+    :class:`~comm_hooks.optim.CompressedAdam` is the same scheme without this: it freezes the shape
+    of v but keeps its scale alive, corrects the bias and can let coordinates compete in the units
+    of the step (``scaled``).  Use OneBitAdam to compare with published results or to go on from
+    DeepSpeed.
+
+    Differences to the published code (DeepSpeed): residuals are saved and restored.  The padding of
+    a tensor takes no part in a rank's message; in the scale of the last shard it counts, as there,
+    but there is at most an element less than there are ranks.  Parameters with at most one
+    dimension or fewer than the exchange's ``min_numel`` elements are exempt: they travel exactly,
+    in the same payload.  Where v is still zero at
+    ``freeze_step``, no gradient was seen in all of the warm-up and m / (0 + eps) would be a giant
+    step: such coordinates are only decayed.  (DeepSpeed's remedy is a mask that the user provides.)
+
+    Args:
+        params, exchange, lr, betas, eps, weight_decay: see
+            :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
+        freeze_step: the last step with exact gradients, at least 1.  The authors advise 15 to 25 %
+            of all steps.
+        total_steps: the length of the run, if known: a ``freeze_step`` beyond it is refused.
+
+    State per parameter: ``exp_avg``, ``exp_avg_sq``.
+
+    Raises:
+        ValueError: for a ``freeze_step`` beyond ``total_steps``.
+
+    Example::
+
+        >>> from comm_hooks import ErrorFeedback, Exchange, Sign, skip_hook
+        >>> from comm_hooks.optim.published.one_bit_adam import OneBitAdam
+        >>> ddp_model.register_comm_hook(None, skip_hook)
+        >>> sign = Sign(block_size=None, scale="rms")
+        >>> exchange = Exchange(sign, memory=ErrorFeedback(), collective="sharded")
+        >>> optimizer = OneBitAdam(
+        ...     ddp_model.named_parameters(), exchange, lr=1e-3, freeze_step=200, total_steps=1000
+        ... )
+    """
+
+    published = SIGNS
+
+    def __init__(
+        self,
+        params: ParamsT,
+        exchange: Exchange,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        freeze_step: int,
+        total_steps: int | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            exchange,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            freeze_step=freeze_step,
+            total_steps=total_steps,
+        )
+
+    def _step(self, gradients: Tensors) -> None:
+        states = self._states("exp_avg", "exp_avg_sq")
+        is_exact = self._is_exact(states)
+        if not is_exact:
+            self._set_momenta(gradients, states)
+        if not self._average(self._named(gradients), compress=not is_exact):
+            return
+        for own, group in self._groups():
+            members, mean = states[own], gradients[own]
+            m, v = values(members, "exp_avg"), values(members, "exp_avg_sq")
+            if is_exact:
+                average_(m, mean, group["betas"][0])
+                average_squares_(v, mean, group["betas"][1])
+            else:
+                torch._foreach_copy_(m, mean)
+            step_(held(group), m, v, group)
+        count_step(states)

@@ -1,0 +1,114 @@
+"""The states of the clients that a rank plays, between their turns."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from comm_hooks.memory.base import Memory
+
+
+class ClientStates:
+    """The residual and the inner optimizer's state of every client played by this rank.
+
+    A round works on copies, which replace the states at its end (:meth:`commit`), or are dropped
+    (:meth:`discard`): so a saved or loaded state stays as it was.
+
+    Args:
+        inner: the optimizer that all clients share; its state is swapped.
+        memory: the template of each client's memory; None for no memory.
+        keep_inner: whether the inner state lasts from turn to turn.
+    """
+
+    def __init__(self, inner: Optimizer, memory: Memory | None, *, keep_inner: bool) -> None:
+        self._inner = inner
+        self._template = memory
+        self._keep_inner = keep_inner
+        self._states: dict[int, dict[Any, Any]] = {}
+        self._memories: dict[int, Memory] = {}
+        self._new_states: dict[int, dict[Any, Any]] = {}
+        self._new_memories: dict[int, Memory] = {}
+
+    def enter(self, client: int) -> None:
+        """Give the inner optimizer this client's state."""
+        kept = self._states.get(client, {})
+        self._inner.state.clear()
+        self._inner.state.update({p: _copied(state, p.device) for p, state in kept.items()})
+
+    def leave(self, client: int, *, keep: bool) -> None:
+        """Take the inner optimizer's state away, and keep it as this client's if it is to last."""
+        self._new_states[client] = dict(self._inner.state) if self._keep_inner and keep else {}
+        # Between turns the optimizer must not show the last client's.
+        self._inner.state.clear()
+
+    def memory(self, client: int) -> Memory | None:
+        """Return this client's memory, for the round that is under way."""
+        if self._template is None:
+            return None
+        if client not in self._new_memories:
+            kept = self._memories.get(client)
+            self._new_memories[client] = copy.deepcopy(kept) if kept else self._template.fresh()
+        return self._new_memories[client]
+
+    def commit(self) -> None:
+        """Keep the states after a round."""
+        self._memories.update(self._new_memories)
+        self._states.update(self._new_states)
+        self._states = {client: state for client, state in self._states.items() if state}
+        self._end_round()
+
+    def discard(self) -> None:
+        """Return to the states before the round."""
+        self._inner.state.clear()
+        self._end_round()
+
+    def _end_round(self) -> None:
+        self._new_states, self._new_memories = {}, {}
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """Return per client its inner state, by the parameters' places, and its memory's state."""
+        places = {p: place for place, p in enumerate(self._parameters())}
+        return {
+            client: {
+                "inner": {
+                    places[parameter]: dict(state)
+                    for parameter, state in self._states.get(client, {}).items()
+                },
+                "memory": self._memories[client].state_dict() if client in self._memories else {},
+            }
+            for client in sorted({*self._states, *self._memories})
+        }
+
+    def load_state_dict(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Replace all states by the result of :meth:`state_dict`.
+
+        Raises:
+            ValueError: if a memory's state is of another kind; nothing is changed.
+        """
+        parameters = self._parameters()
+        memories: dict[int, Memory] = {}
+        for client, saved in state.items():
+            if self._template and saved["memory"]:
+                memories[client] = self._template.fresh()
+                memories[client].load_state_dict(saved["memory"])
+        self._memories = memories
+        self._states = {
+            client: {parameters[place]: dict(own) for place, own in saved["inner"].items()}
+            for client, saved in state.items()
+            if saved["inner"]
+        }
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self._inner.param_groups for p in group["params"]]
+
+
+def _copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a copy of a parameter's state on its device, but for numbers: they stay on the CPU."""
+    return {
+        key: value.to(device, copy=True)
+        if isinstance(value, torch.Tensor) and value.dim()
+        else copy.deepcopy(value)
+        for key, value in state.items()
+    }

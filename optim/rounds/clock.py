@@ -1,0 +1,85 @@
+"""The fragments of a model and the local steps after which each of them is exchanged."""
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+
+class FragmentClock:
+    """Tells which fragment of a model is exchanged after which local step.
+
+    The parameters are dealt into F fragments of nearly equal size.  Fragment f is exchanged after
+    the steps t with t mod K = floor(f K / F), so every K steps.
+
+    Args:
+        sizes: elements of each parameter.
+        fragments: F.
+        local_steps: K, at least F; None where clients end their rounds themselves.
+
+    Attributes:
+        steps: local steps so far.
+        exchanged_at: for each fragment the step after which it was exchanged last.
+
+    Example::
+
+        >>> clock = FragmentClock([8, 2, 5], fragments=2, local_steps=4)
+        >>> clock.places([0]), clock.places([1])
+        ([0], [1, 2])
+        >>> [clock.tick() for _ in range(5)]
+        [[], [1], [], [0], []]
+    """
+
+    def __init__(self, sizes: Sequence[int], fragments: int, local_steps: int | None) -> None:
+        self._fragments = cut(sizes, fragments)
+        self._local_steps = local_steps
+        self.steps = 0
+        self.exchanged_at = [0] * fragments
+
+    def tick(self) -> list[int]:
+        """Count a local step and return the fragments that are due after it: one or none."""
+        self.steps += 1
+        period, count = self._local_steps, len(self._fragments)
+        if period is None:
+            return []
+        return [f for f in range(count) if self.steps % period == f * period // count]
+
+    @property
+    def outstanding(self) -> list[int]:
+        """The fragments with local steps since their last exchange."""
+        return [f for f, step in enumerate(self.exchanged_at) if step != self.steps]
+
+    def places(self, fragments: Iterable[int]) -> list[int]:
+        """Return the places of the parameters of fragments, ascending."""
+        return sorted(place for f in fragments for place in self._fragments[f])
+
+    def note_exchange(self, fragments: Iterable[int]) -> None:
+        """Note that fragments have been exchanged after the last step."""
+        for f in fragments:
+            self.exchanged_at[f] = self.steps
+
+    def load(self, steps: int, exchanged_at: Sequence[int]) -> bool:
+        """Continue from a saved clock; return whether it had as many fragments as this one.
+
+        With another number of fragments nothing is outstanding.
+        """
+        self.steps = steps
+        is_same = len(exchanged_at) == len(self._fragments)
+        self.exchanged_at = list(exchanged_at) if is_same else [steps] * len(self._fragments)
+        return is_same
+
+
+def cut(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Deal items into ``count`` non-empty parts of nearly equal total size.
+
+    The largest first, each to the smallest part: the parts differ by one item's size at most.
+
+    Args:
+        sizes: of the items; at least ``count`` of them.
+
+    Returns:
+        The indices in each part, ascending.
+    """
+    parts: list[tuple[int, int, list[int]]] = [(0, index, []) for index in range(count)]
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        total, index, members = parts[0]
+        heapq.heapreplace(parts, (total + max(1, sizes[item]), index, [*members, item]))
+    return [sorted(members) for _, _, members in sorted(parts, key=lambda part: part[1])]

@@ -1,0 +1,339 @@
+"""The state of rounds of local steps: the shared model, local progress, residuals, counters."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from comm_hooks.callers import warn_program
+from comm_hooks.checkpoints.sealing import SEAL, require_seal, sealed
+from comm_hooks.exchange import Exchange
+from comm_hooks.exchange.saved_state import check_whole, seal_own
+from comm_hooks.optim.base import names_of, parameters_of, require_distinct_names
+from comm_hooks.optim.frozen import trains
+from comm_hooks.optim.rounds.client_states import ClientStates
+from comm_hooks.optim.rounds.clock import FragmentClock
+from comm_hooks.optim.rounds.shared_model import SharedModel
+from comm_hooks.shards import whole
+
+Tensors = dict[str, torch.Tensor]
+
+
+class RoundsState:
+    """All that rounds keep from step to step.
+
+    It is one object, and counters are in it, because frameworks wrap optimizers by copying their
+    attributes: a wrapper must count along.
+
+    Args:
+        owner: the class of the rounds, for messages.
+        inner, exchange, server: see :class:`~comm_hooks.optim.LocalRounds`.
+        fragments, local_steps: see :class:`FragmentClock`.
+        keep_inner: whether a client's inner state lasts from turn to turn.
+
+    Attributes:
+        parameters: the exchanged parameters: trained when the rounds were made, and not empty here.
+        names: the names of these.
+        groups: the parameter group of each, (P,).
+        model: the shared model.
+        clock: local steps, and when each fragment is exchanged.
+        clients: the residuals and inner states of the clients that this rank plays.
+        decay: the factor by which each parameter has decayed since its exchange, float64, (P,).
+        round_index: exchanges so far, each of a fragment.
+        bytes_uncompressed: the bytes of an all-reduce of the gradients at each local step.
+        is_round_open: whether clients are taking their turns.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        inner: Optimizer,
+        exchange: Exchange,
+        server: Optimizer,
+        *,
+        fragments: int,
+        local_steps: int | None,
+        keep_inner: bool,
+    ) -> None:
+        self._owner, self._inner, self._exchange, self._server = owner, inner, exchange, server
+        members = parameters_of(inner.param_groups)
+        groups = [i for i, group in enumerate(inner.param_groups) for _ in group["params"]]
+        own = [place for place, p in enumerate(members) if trains(p) and p.numel()]
+        self.parameters = [members[place] for place in own]
+        self.names = [names_of(inner.param_groups)[place] for place in own]
+        require_distinct_names(owner, self.names)
+        self.groups = np.array([groups[place] for place in own], dtype=int)
+        self.model = SharedModel(self.parameters, server)
+        self.clock = FragmentClock([p.numel() for p in self.parameters], fragments, local_steps)
+        self.clients = ClientStates(inner, exchange.memory, keep_inner=keep_inner)
+        self.decay = np.ones(len(self.parameters))
+        self.round_index = 0
+        self.bytes_uncompressed = 0
+        self.is_round_open = False
+        self._loaded_from: int | None = None
+        self._is_resumed = False
+
+    @property
+    def is_written_to(self) -> bool:
+        """Whether something else has written to parameters since the rounds did."""
+        return self.model.is_written_to
+
+    @property
+    def overwritten(self) -> list[torch.Tensor]:
+        """The parameters that something else has changed while the shared model is shown."""
+        return [self.parameters[place] for place in self.model.overwritten]
+
+    def places_of(self, parameters: Iterable[torch.Tensor]) -> list[int]:
+        """Return the places in :attr:`parameters` of a model's parameters, or this rank's parts."""
+        chosen = {id(p) for p in parameters}
+        return [i for i, part in enumerate(self.parameters) if id(whole(part)) in chosen]
+
+    def own_values(self, places: Sequence[int]) -> list[torch.Tensor] | None:
+        """Return this rank's values for :meth:`adopt` if a state was just loaded, else None."""
+        if not self._is_resumed:
+            return None
+        return [self.parameters[i].detach().clone() for i in places]
+
+    @torch.no_grad()
+    def adopt(self, places: Sequence[int], own: Sequence[torch.Tensor] | None = None) -> None:
+        """Continue from the values that something else has written at these places.
+
+        A checkpoint has the shared model as well.  Where it is loaded after the state of the rounds
+        it brings nothing new, and the local progress of this rank comes back.
+
+        Args:
+            places: in :attr:`parameters`.
+            own: this rank's values before; None to give them up.
+        """
+        if places:
+            live = [self.parameters[i].detach() for i in places]
+            shared = [self.model.values[i] for i in places]
+            if own is not None and all(map(torch.equal, live, shared)):
+                torch._foreach_copy_(live, list(own))
+            else:
+                self.model.adopt(places)
+                self.decay[list(places)] = 1.0
+        self.model.note()
+
+    def shared_values(self) -> list[torch.Tensor]:
+        """Return copies of the shared values of :attr:`parameters`."""
+        self.begin()
+        return [value.clone() for value in self.model.values]
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Before any work, start at the live parameters: a model may have been loaded meanwhile."""
+        if self.clock.steps == self.round_index == 0:
+            self.model.begin_at_live()
+
+    def require_no_round(self, call: str) -> None:
+        """Raise ``ValueError`` while clients take their turns: their progress is no state."""
+        if self.is_round_open:
+            raise ValueError(
+                f"{self._owner}: {call} in the middle of a round of clients: let the loop over "
+                "clients() end, or leave it"
+            )
+
+    def release_state_dict(self) -> dict[str, Any]:
+        """Return the part of the state that a privacy guarantee for clients covers."""
+        shared = (value.clone() for value in self.model.values)
+        return {
+            "model": dict(zip(self.names, shared, strict=True)),
+            # A copy, like all the rest: the state is that of this moment.
+            "server": copy.deepcopy(self._server.state_dict()),
+            "round_index": self.round_index,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank: plain numbers and tensors."""
+        self.require_no_round("state_dict()")
+        shared = self.model.values
+        own, starts = (
+            {
+                name: tensor.clone()
+                for name, tensor, value in zip(self.names, tensors, shared, strict=True)
+                if not torch.equal(tensor, value)
+            }
+            for tensors in (self.model.own, self.model.starts)
+        )
+        inner = copy.deepcopy(self._inner.state_dict())
+        private = {
+            "inner": sealed(inner)[SEAL],
+            "steps": self.clock.steps,
+            "exchanged_at": list(self.clock.exchanged_at),
+            "decay": dict(zip(self.names, self.decay.tolist(), strict=True)),
+            "own": own,
+            "starts": starts,
+            "clients": self.clients.state_dict(),
+        }
+        rounds = sealed({"released": self.release_state_dict(), "private": private})
+        return {**self._exchange.state_dict(), **inner, "rounds": rounds}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, is_merging: bool = False) -> None:
+        """Restore the state that one rank saved.
+
+        The state of another rank, or of another number of ranks, comes without its residuals and
+        local progress, lest they be counted twice.
+
+        Args:
+            state: of a rank.
+            is_merging: leave residuals and local progress out in any case.
+
+        Raises:
+            ValueError: if the state is not one of rounds, is damaged, or has other parameters.
+        """
+        self.require_no_round("load_state_dict()")
+        transport = self._exchange.transport
+        rounds, inner = self._checked(state)
+        released, private = rounds["released"], rounds["private"]
+        here: dict[str, int | None] = {
+            "rank": transport.rank,
+            "world_size": transport.world_size,
+            "ranks_per_node": self._exchange.ranks_per_node,
+        }
+        server = released["server"]
+        if state["world_size"] != transport.world_size:
+            # The outer step belongs to a number of ranks: this run's, not the saved one's.
+            server = {**server, "param_groups": self._server.state_dict()["param_groups"]}
+        loaded_from = None
+        if is_merging or any(state.get(key) != value for key, value in here.items()):
+            loaded_from = state["rank"]
+            private = {**private, "own": {}, "starts": {}, "clients": {}}
+            residuals: Any = {key: {} for key in {"memory", "server_memory"} & state.keys()}
+            others = {key: value for key, value in state.items() if key not in here}
+            known = {key: value for key, value in here.items() if value is not None}
+            state = seal_own({**others, **residuals, **known})
+        self._exchange.load_state_dict(state)
+        self.clients.load_state_dict(private["clients"])
+        # Torch's optimizers go on with the tensors that they are given.
+        self._inner.load_state_dict(copy.deepcopy(inner))
+        self._server.load_state_dict(copy.deepcopy(dict(server)))
+        values = released["model"]
+        self.model.load(
+            self._in_order(values),
+            starts=self._in_order(values | private["starts"]) if private["starts"] else None,
+            own=self._in_order(values | private["own"]),
+        )
+        self.round_index = released["round_index"]
+        if self.clock.load(private["steps"], private["exchanged_at"]):
+            self.decay[:] = self._in_order(private["decay"])
+        else:
+            self.decay[:] = 1.0
+        self._loaded_from = loaded_from
+        self._is_resumed = True
+
+    def load_merged(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the states of all former ranks on other ranks than those.
+
+        1. Start at the model that they shared, with the inner state of one of them.
+        2. Add the local progress of each to its residual, where it has a whole one in float32.
+        3. Let the exchange divide the residuals.
+        4. Start each rank with the mean of the remaining progress.
+
+        So the mean over ranks still has to receive the same as before.
+
+        Raises:
+            ValueError: where ranks played clients.
+        """
+        if any(state["rounds"]["private"]["clients"] for state in states):
+            ranks = self._exchange.transport.world_size
+            raise ValueError(
+                f"{self._owner}: the clients' states of {len(states)} ranks cannot go on with "
+                f"{ranks}, or in other nodes: save the model, and begin the rounds anew"
+            )
+        first = states[self._exchange.transport.rank % len(states)]
+        self.load_state_dict(first, is_merging=True)
+        decay = self._in_order(states[0]["rounds"]["private"]["decay"])
+        with torch.no_grad():
+            self.model.shrink(range(len(self.parameters)), decay)
+            with self.model.hidden():
+                self.model.restore()
+            self.model.note()
+        merged = [self._with_progress(state) for state in states]
+        self._exchange.load_state_dicts([state for state, _ in merged])
+        is_ahead = self._start_with_mean([progress for _, progress in merged])
+        # Only whether anything is outstanding matters.
+        self.clock.exchanged_at = [self.clock.steps - is_ahead] * len(self.clock.exchanged_at)
+        self.decay[:] = 1.0
+        self._loaded_from = None
+
+    def warn_of_losses(self) -> None:
+        """Warn, once, of the parts of a loaded state that are lost with the next step."""
+        is_resumed, self._is_resumed = self._is_resumed, False
+        if is_resumed and self.is_written_to:
+            warn_program(
+                f"{self._owner}: parameters were written to after load_state_dict() of the rounds, "
+                "which had put the local progress of this rank there: load or broadcast the model "
+                "first, and the state of the rounds after it",
+            )
+        # Until now it could have been restored from this rank's own file.
+        other, self._loaded_from = self._loaded_from, None
+        if other is not None:
+            warn_program(
+                f"{self._owner}: this rank goes on from the state that rank {other} saved, without "
+                "a residual and without local progress: let every rank save_rank_file(rounds, "
+                "folder) with the checkpoint, and load_rank_files(rounds, folder) when that is "
+                "loaded",
+            )
+
+    def _checked(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """Return the rounds' part of a state and the inner optimizer's, or raise ``ValueError``."""
+        rounds = state.get("rounds")
+        if not isinstance(rounds, Mapping):
+            raise ValueError(
+                f"{self._owner}: the state is not one of rounds: load a state that their "
+                "state_dict() returned"
+            )
+        require_seal(rounds)
+        check_whole(state)
+        inner = {key: state[key] for key in self._inner.state_dict() if key in state}
+        require_seal({**inner, SEAL: rounds["private"]["inner"]})
+        shapes = {n: tuple(v.shape) for n, v in zip(self.names, self.model.values, strict=True)}
+        saved = {name: tuple(each.shape) for name, each in rounds["released"]["model"].items()}
+        if saved != shapes:
+            name = next(n for n in (*saved, *shapes) if saved.get(n) != shapes.get(n))
+            raise ValueError(
+                f"{self._owner}: the state has other parameters than this model: it was saved with "
+                f"{len(saved)}, here are {len(shapes)}, and all names and shapes must be the same; "
+                f"{name!r} was {saved.get(name, 'absent')}, and is {shapes.get(name, 'absent')}"
+            )
+        return rounds, inner
+
+    def _in_order(self, by_name: Mapping[str, Any]) -> list[Any]:
+        return [by_name[name] for name in self.names]
+
+    @torch.no_grad()
+    def _start_with_mean(self, progress: Sequence[Tensors]) -> bool:
+        """Give every rank the mean of the ranks' progress; return whether there is any."""
+        found = {name for of_one in progress for name in of_one}
+        with self.model.hidden():
+            for name, parameter in zip(self.names, self.parameters, strict=True):
+                if name in found:
+                    total = torch.stack([each[name] for each in progress if name in each]).sum(0)
+                    parameter.sub_((total / len(progress)).view(parameter.shape).to(parameter))
+        self.model.note()
+        return bool(found)
+
+    def _with_progress(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensors]:
+        """Return a rank's state with its local progress added to its residuals, and the rest.
+
+        The rest is the progress of parameters without a residual, with one of their elements in
+        part, or with one of another dtype; by name, (numel,), float32.
+        """
+        released, private = (state["rounds"][key] for key in ("released", "private"))
+        memory, rest = dict(state.get("memory", {})), {}
+        has_whole_rows = state.get("ranks_per_node") in (None, 1)
+        for name, own in private["own"].items():
+            start = private["starts"].get(name, released["model"][name])
+            done = (private["decay"][name] * start - own).flatten().float().cpu()
+            row = memory.get(name)
+            if has_whole_rows and row is not None and row.dtype == done.dtype:
+                memory[name] = row + done
+            else:
+                rest[name] = done
+        if "memory" in state:
+            state = seal_own({**state, "memory": memory})
+        return state, rest
