@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks.bench.launch import run_method
-from benchmarks.bench.plots import write_plots
 from benchmarks.bench.rates import bits_per_second, parse_rates
 from benchmarks.bench.results import Bench, read_results, write_results
 from benchmarks.bench.table import print_table, write_markdown
@@ -70,7 +69,7 @@ def bench(
         bool,
         typer.Option(
             "--redraw",
-            help="Run nothing: make results.md and the plots again from results.json in --out.",
+            help="Run nothing: make results.md again from results.json in --out.",
         ),
     ] = False,
     timeout: Timeout = 120,
@@ -80,7 +79,7 @@ def bench(
     Every rank is in a network namespace, joined to the others by a virtual switch with capped
     links. Needs Linux, root and iproute2. Loss comes from one training per method over links
     without a cap; then steps are timed at each rate, in turns with steps that exchange nothing.
-    Writes results.json, results.md, the plots and the logs to --out. A method that fails costs its
+    Writes results.json, results.md and the logs to --out. A method that fails costs its
     own row only. Exit codes: 0, 1 if a method failed, 2 for bad input (nothing is run), 77 where
     there can be no namespaces, 130 if interrupted (finished methods are reported).
     """
@@ -131,8 +130,7 @@ def bench(
 
 def _report(bench: Bench, out: Path, console: Console) -> None:
     print_table(bench.results, bench.rates, console)
-    plots = write_plots(bench.results, bench.rates, out)
-    write_markdown(bench, plots, out / "results.md")
+    write_markdown(bench, out / "results.md")
     console.print(Text(f"Results: {out / 'results.json'}, results.md"), soft_wrap=True)
 
 

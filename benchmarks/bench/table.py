@@ -167,16 +167,14 @@ def _tables(
         yield title, wait_columns_of(rates), wait_rows_of(results, rates, loss)
 
 
-def write_markdown(bench: Bench, plots: list[Path], path: Path) -> None:
-    """Write the tables, the notes, the plots (by their names) and the facts as one page."""
+def write_markdown(bench: Bench, path: Path) -> None:
+    """Write the tables, the notes and the facts as one page."""
     lines = ["# Training over slow links", ""]
     for title, columns, rows in _tables(bench.results, bench.rates):
         lines += [title, ""] if title else []
         lines += markdown(columns, [[f"`{method}`", *cells] for method, *cells in rows])
         lines.append("")
     lines += [*(f"* {note}" for note in make_notes(bench.results, bench.rates)), ""]
-    for plot in plots:
-        lines += [f"![{plot.stem.replace('-', ' ')}]({plot.name})", ""]
     facts = bench.facts.items()
     lines += markdown(
         ["", ""], [[name, f"`{text}`" if name == "Command" else text] for name, text in facts]

@@ -3,15 +3,14 @@
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks.lab.outcomes import Outcome
-from benchmarks.lab.runs import BASELINE, CONTROL, Point, Run
+from benchmarks.lab.runs import Point
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, without black, which is for
 # what the others are measured by, and without yellow, which is hard to see on white; and two of
@@ -21,54 +20,9 @@ COLOURS = (
     *("#E69F00", "#56B4E9", "#882255", "#999933"),
 )
 BLACK = "#18181b"
-GREY = "#8a8a93"
 DASHES = ("solid", "dashed", "dotted", "dashdot")
-LOSS = "loss on all data (nats per byte)"
-
 _FAINT = 0.3
-_METHOD_COLOURS = 6  # more are hard to tell apart where they cross
-
 Style = dict[str, Any]
-
-
-class Look(NamedTuple):
-    """A colour and a way to dash a line.
-
-    ``colour`` is ``"baseline"`` or ``"control"`` for the two that the others are measured by, else
-    the place of one of the first six of :data:`COLOURS`; ``dash`` is 0 (solid), 1 (dashed) or 2
-    (dotted).
-    """
-
-    colour: str | int
-    dash: int
-
-    @property
-    def style(self) -> Style:
-        """As matplotlib has it."""
-        fixed = {"baseline": BLACK, "control": GREY}
-        colour = COLOURS[self.colour] if isinstance(self.colour, int) else fixed[self.colour]
-        return {"linewidth": 1.8, "color": colour, "linestyle": DASHES[self.dash]}
-
-
-def assign_looks(methods: Iterable[str]) -> list[Look]:
-    """Give each method a look, in order; methods named twice get two.
-
-    Example::
-
-        >>> [look.colour for look in assign_looks(["all_reduce", "topk", "none", "sign"])]
-        ['baseline', 0, 'control', 1]
-    """
-    looks: list[Look] = []
-    for method in methods:
-        colour: str | int
-        if method in (BASELINE, CONTROL):
-            colour = "baseline" if method == BASELINE else "control"
-            lap = sum(look.colour == colour for look in looks) + (method == CONTROL)
-        else:
-            others = sum(isinstance(look.colour, int) for look in looks)
-            lap, colour = divmod(others, _METHOD_COLOURS)
-        looks.append(Look(colour, lap % 3))
-    return looks
 
 
 def style(index: int) -> Style:
@@ -98,29 +52,6 @@ def save(figure: Figure, path: Path) -> Path:
         figure.legend(entries.values(), entries.keys(), loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=160)
     return path
-
-
-def draw_run(axes: Axes, run: Run, x: Sequence[float], look: Style) -> None:
-    """Draw the losses of a run against what it had taken to get there."""
-    losses = [point.loss for point in run.curve]
-    if losses:
-        axes.plot(x, losses, label=run.method, marker="o", markersize=3.5, **look)
-    axes.set_ylabel(LOSS)
-
-
-def draw_by_bytes(axes: Axes, runs: Sequence[Run], looks: Sequence[Style]) -> None:
-    """Draw the losses of runs against the bytes that they had cost."""
-    for run, look in zip(runs, looks, strict=True):
-        if not run.curve:
-            continue
-        sent = [point.bytes_sent / 1e6 for point in run.curve]
-        if sent[-1] > 0:
-            draw_run(axes, run, sent, look)
-        else:
-            draw_level(axes, run.curve[-1].loss, f"{run.method} (0 bytes, at the end)", look)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(LogFormatter())
-    axes.set_xlabel("MB sent per rank, warm-up included (log scale)")
 
 
 def draw_level(axes: Axes, level: float, label: str, look: Style) -> None:
@@ -204,9 +135,3 @@ def count_rounds(axes: Axes, what: str = "round") -> None:
     """Let the x axis count rounds."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(what)
-
-
-def write_numbers(axis: Axis, write: Callable[[float], str] = "{:g}".format) -> None:
-    """Write plain numbers, at the major ticks alone."""
-    axis.set_major_formatter(lambda value, _: write(value))
-    axis.set_minor_formatter(NullFormatter())

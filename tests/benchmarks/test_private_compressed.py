@@ -27,7 +27,7 @@ def study() -> Study:
 
 def curves(ranks: int, optimizer: str = "DP-SGD") -> dict[str, list[Point]]:
     compared = make_methods(study(), list(SCHEMES), [optimizer], [ranks])
-    return {m.name: m.run({"lr": 0.01}, 0, nothing).curve for m in compared}
+    return {m.name: m.run(m.spec({"lr": 0.01}, 0)).curve for m in compared}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

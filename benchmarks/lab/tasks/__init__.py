@@ -1,6 +1,5 @@
 """Tasks by name: data divided over clients, a model, and how it is judged."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from benchmarks.lab.tasks.digits import digits
 from benchmarks.lab.tasks.fashion_mnist import fashion_mnist
 from benchmarks.lab.tasks.gpt_text import gpt_text
 from benchmarks.lab.tasks.task import Batch, Shard, Task
-from benchmarks.lab.tasks.text_classification import IMDB, SST2, text_classification
 from benchmarks.lab.tasks.verses import verses
 from comm_hooks.config import unknown
 
@@ -23,8 +21,6 @@ TASKS: dict[str, Callable[..., Task]] = {
     "cifar10": cifar10,
     "fashion_mnist": fashion_mnist,
     "autoencoder": autoencoder,
-    "sst2": functools.partial(text_classification, SST2),
-    "imdb": functools.partial(text_classification, IMDB),
     "gpt_text": gpt_text,
     "verses": verses,
 }

@@ -2,16 +2,16 @@
 
 import bisect
 import functools
+import re
+import zlib
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.lab.corpus import CorpusError, read_verses
 from benchmarks.lab.tasks.criterion import Classification
-from benchmarks.lab.tasks.encoder import PADDING
 from benchmarks.lab.tasks.partition import contiguous, partition_labelled
 from benchmarks.lab.tasks.task import Shard, Task
-from benchmarks.lab.tasks.text_classification import START, tokenize
 
 PARTS = {
     "law": "Genesis",
@@ -25,6 +25,30 @@ PARTS = {
 
 _LENGTH = 112  # words and marks; the longest verse has 104
 _HELD_OUT = 0.1
+
+PADDING, START = 0, 1
+_RESERVED = 2  # PADDING and START
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+def tokenize(text: str, vocabulary: int, length: int) -> list[int]:
+    """Return the first ``length`` tokens of a text: START, then one per word or punctuation mark.
+
+    A lower-case word's token is its CRC-32 modulo the vocabulary (hashing, Weinberger et al., ICML
+    2009): there is nothing to build or to share between clients, and rare words collide.
+
+    Example::
+
+        >>> tokenize("Good, good!", vocabulary=1000, length=8)
+        [1, 712, 832, 712, 381]
+    """
+    words = (match[0] for match in _WORD.finditer(text.lower()))
+    tokens = [START]
+    for word in words:
+        if len(tokens) == length:
+            break
+        tokens.append(_RESERVED + zlib.crc32(word.encode()) % (vocabulary - _RESERVED))
+    return tokens
 
 
 def verses(
@@ -41,8 +65,7 @@ def verses(
 
     The model is a logistic regression on counts of words, which are rare and frequent as words are:
     half of those that occur do so in three verses or fewer.  A word's column is its hash (see
-    :func:`~benchmarks.lab.tasks.text_classification.tokenize`): no list of words is
-    made, which would tell of the training data.
+    :func:`tokenize`): a list of words would tell of the training data.
 
     Args:
         clients: how many share the training verses.

@@ -102,12 +102,10 @@ def test_all_reduce_is_tuned(methods: dict[str, dict[str, Any]]) -> None:
         assert [each["bucket_mb"] for each in timing["candidates"]] == [None]
 
 
-def test_the_page_and_the_plots_are_there(outcome: tuple[Path, str]) -> None:
+def test_the_page_is_there(outcome: tuple[Path, str]) -> None:
     folder = outcome[0]
     page = (folder / "results.md").read_text()
     assert all(f"| `{name}` |" in page for name in HOOKS.split(","))
-    for name in ("step-time", "loss-vs-bytes", "loss-vs-time"):
-        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def networks_of(process: int) -> list[str]:

@@ -71,40 +71,6 @@ def write_cifar10(folder: Path, per_batch: int = 20) -> tuple[np.ndarray, np.nda
     return np.concatenate(all_pixels), np.concatenate(all_labels)
 
 
-def reviews(count: int, seed: int) -> list[tuple[str, int]]:
-    """Texts that a word gives away, among words that say nothing."""
-    random = np.random.default_rng(seed)
-    telling = (("dull", "awful", "tedious"), ("great", "moving", "witty"))
-    texts = []
-    for i in range(count):
-        neutral = ["the", "film", "is", "an", "actor", ",", "by"]
-        words = random.choice(neutral, size=random.integers(4, 9)).tolist()
-        words[random.integers(len(words))] = random.choice(telling[i % 2])
-        texts.append((" ".join(words), i % 2))
-    return texts
-
-
-def write_sst2(folder: Path, training: int = 200, held_out: int = 60) -> None:
-    """Write ``SST-2`` with its two labelled files."""
-    root = folder / "SST-2"
-    root.mkdir()
-    for name, count, seed in (("train.tsv", training, 0), ("dev.tsv", held_out, 1)):
-        lines = [f"{text} \t{label}\n" for text, label in reviews(count, seed)]
-        (root / name).write_text("sentence\tlabel\n" + "".join(lines))
-
-
-def write_imdb(folder: Path, training: int = 200, held_out: int = 60) -> None:
-    """Write ``aclImdb`` with a file per review; ``unsup`` is there to be left alone."""
-    for part, count, seed in (("train", training, 0), ("test", held_out, 1)):
-        for i, (text, label) in enumerate(reviews(count, seed)):
-            path = folder / "aclImdb" / part / ("neg", "pos")[label] / f"{i}_{3 + 5 * label}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-    unlabelled = folder / "aclImdb" / "train" / "unsup"
-    unlabelled.mkdir()
-    (unlabelled / "0_0.txt").write_text("great")
-
-
 def idx(values: np.ndarray) -> bytes:
     """Bytes in the IDX format."""
     sizes = struct.pack(f">{values.ndim}I", *values.shape)

@@ -7,8 +7,6 @@ from typing import Any
 from tests.benchmarks.lab.published import (
     write_cifar10,
     write_fashion_mnist,
-    write_imdb,
-    write_sst2,
 )
 
 
@@ -22,8 +20,6 @@ SMALL: dict[str, tuple[Callable[[Path], Any] | None, dict[str, Any], int, float]
     "cifar10": (write_cifar10, {"width": 16}, 35, 0.3),
     "fashion_mnist": (write_fashion_mnist, {"model": "resnet", "width": 16}, 40, 0.15),
     "autoencoder": (write_fashion_mnist, {"widths": "32,8"}, 60, 0.6),
-    "sst2": (write_sst2, {"layers": 1, "width": 32, "length": 16}, 60, 0.1),
-    "imdb": (write_imdb, {"layers": 1, "width": 32, "length": 16}, 60, 0.1),
     "gpt_text": (write_text, {"layers": 1, "width": 32, "heads": 2, "context": 32}, 100, 0.5),
     "verses": (None, {}, 60, 0.5),
 }

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from benchmarks.lab.tasks import TASKS, Shard, Task, build_task
-from benchmarks.lab.tasks.encoder import Encoder, EncoderConfig
 from benchmarks.lab.tasks.resnet import resnet9
 from benchmarks.lab.tasks.task import shuffled_epochs
 from tests.benchmarks.lab.small import SMALL
@@ -90,7 +89,7 @@ def test_clients_share_the_training_data_without_loss(
 
 @pytest.mark.parametrize("name", CLASSIFYING)
 def test_clients_have_few_classes_if_asked(name: str, small: Callable[..., Task]) -> None:
-    count = 1 if name in ("sst2", "imdb") else 2
+    count = 2
     task = small(name, clients=5, partition="classes", classes_per_client=count)
     for client in task.clients:
         seen = next(client.batches(len(client), seeded()))[1]
@@ -268,8 +267,6 @@ def test_models_have_the_sizes_that_are_documented(small: Callable[..., Task]) -
         sizes = {
             6.6e6: resnet9(channels=3, classes=10, width=64),
             41e6: resnet9(channels=3, classes=10, width=160),
-            1.7e6: Encoder(EncoderConfig(), 2),
-            109e6: Encoder(EncoderConfig(12, 768, 12, 512, 30522), 2),
         }
     for documented, model in sizes.items():
         assert parameters(model) == pytest.approx(documented, rel=0.03)
@@ -282,8 +279,6 @@ def test_models_have_the_sizes_that_are_documented(small: Callable[..., Task]) -
     ("name", "archive", "inside", "missing"),
     [
         ("cifar10", "cifar-10-python.tar.gz", "cifar-10-batches-py", "data_batch_1, "),
-        ("sst2", "SST-2.zip", "SST-2", "train.tsv, dev.tsv:"),
-        ("imdb", "aclImdb_v1.tar.gz", "aclImdb", "train, test:"),
     ],
 )
 def test_missing_data_is_named_with_where_it_comes_from(
@@ -302,7 +297,7 @@ def test_missing_data_is_named_with_where_it_comes_from(
         assert "\n" not in message
 
 
-@pytest.mark.parametrize("name", ["cifar10", "sst2", "imdb"])
+@pytest.mark.parametrize("name", ["cifar10"])
 def test_the_folder_itself_is_as_good_as_the_one_around_it(
     name: str, small: Callable[..., Task], tmp_path: Path
 ) -> None:
@@ -324,10 +319,6 @@ def test_the_folder_itself_is_as_good_as_the_one_around_it(
         ("autoencoder", {"widths": "8,0"}, "autoencoder: widths must be positive numbers"),
         ("autoencoder", {"judged": 0}, "judged must be at least 1"),
         ("digits", {"clients": 1438}, "1437 training samples cannot be divided over 1438 clients"),
-        ("sst2", {"data": None}, "unknown option of sst2 'data'"),
-        ("sst2", {"heads": 3}, "sst2: width 32 is not a multiple of the 3 heads"),
-        ("sst2", {"layers": 0}, "sst2: layers must be at least 1, got 0"),
-        ("imdb", {"vocabulary": 2}, "imdb: vocabulary must be greater than 2, got 2"),
         ("cifar10", {"width": 24}, "cifar10: width must be a positive multiple of 16, got 24"),
         ("gpt_text", {"partition": "classes"}, "unknown partition 'classes'"),
         ("gpt_text", {"classes_per_client": 2}, "unknown option of gpt_text"),
