@@ -111,7 +111,6 @@ faults: $(READY)
 
 audit-faults: $(READY)
 	$(BIN)/python -m tests.benchmarks.audit
-	$(BIN)/python -m tests.benchmarks.audit --faults tests.benchmarks.audit.planted
 	$(BIN)/python -m tests.benchmarks.audit.script_faults
 
 THIRD_PARTY := .venv-third-party/bin

@@ -29,7 +29,9 @@ from benchmarks.lab.methods import parse_method
 from benchmarks.lab.model import VOCABULARY, GPTConfig
 from benchmarks.lab.processes import spawn_ranks
 from benchmarks.lab.runs import Settings
-from benchmarks.lab.training import closure_of, connect
+from benchmarks.lab.tasks.whole_text import text_loss
+from benchmarks.lab.training import closure_of
+from benchmarks.lab.worker import connect
 
 METHODS = (
     "topk",
@@ -80,13 +82,14 @@ class Count:
 def train(method: str, steps: int) -> list[tuple[int, ...]]:
     """Train on this rank; return the counts after a fifth of the steps, and after all."""
     warnings.simplefilter("ignore")
-    trainer = connect(parse_method(method), _SETTINGS, bucket_cap_mb=_BUCKET_MB)
+    client = connect(parse_method(method), _SETTINGS, bucket_cap_mb=_BUCKET_MB)
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (_SETTINGS.batch, _SETTINGS.window)
     Count.now()  # whose list of all objects takes some megabytes, too
     for step in range(1, steps + 1):
-        batch = torch.randint(VOCABULARY, shape, generator=generator)
-        loss = float(trainer.optimizer.step(closure_of(trainer, batch)))
+        windows = torch.randint(VOCABULARY, shape, generator=generator)
+        batch = windows[:, :-1], windows[:, 1:]
+        loss = float(client.steps.step(closure_of(text_loss, client.model, batch)))
         if not math.isfinite(loss):
             raise FloatingPointError(f"{method}: the loss is {loss} at step {step}")
         if step == steps // 5:

@@ -1,19 +1,19 @@
-"""What ``torch.profiler`` shows of an exchange: ranges around its four kinds of work.
+"""Names of the ranges that ``torch.profiler`` shows of an exchange.
 
-On a GPU they show when work was queued, and its kernels lie below them in a trace's timeline.  On
-gloo a hook's exchange runs in a thread of its own, which a profiler sees that was told to look at
-all threads (``docs/tracking.md``).
+On a GPU a range shows when work was queued, and its kernels are below it in the timeline.  On gloo
+the exchange of a hook runs in a thread of its own, which the profiler must be told to record
+(``docs/tracking.md``).
 """
 
 from torch.profiler import record_function
 
 COMPRESS = "comm_hooks::compress"
-"""Payloads are made of vectors; what memory keeps is part of it."""
+"""Encoding vectors into payloads, the memory included."""
 SEND = "comm_hooks::send"
-"""A collective, from its start until all payloads are there; on a GPU: until it is queued."""
+"""A collective, from its start to its end; on a GPU: until it is queued."""
 WAIT = "comm_hooks::wait"
-"""A backward pass is over, and waits for the exchanges that go on beside it."""
+"""The wait of a finished backward pass for its exchanges."""
 DECODE = "comm_hooks::decode"
-"""The mean is made of payloads."""
+"""Decoding payloads into their mean."""
 
 __all__ = ["COMPRESS", "DECODE", "SEND", "WAIT", "record_function"]

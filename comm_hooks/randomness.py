@@ -1,10 +1,10 @@
-"""Randomness that every rank can draw without talking to the others.
+"""Random numbers that are equal on all ranks without communication.
 
 Everything random in a round is a pure function of a *key*, an unsigned 64-bit integer derived from
 (seed, step, parameter name).  The numbers come from a counter-based generator (SplitMix64, Steele,
-Lea & Flood, OOPSLA 2014): no state, hence nothing to save, and the same on every platform and
-library version.  (NumPy's bit generators document such a guarantee for their streams, the
-distributions of its ``Generator`` and ``torch.Generator`` do not.)
+Lea & Flood, OOPSLA 2014): no state to save, and equal on every platform and library version.
+(NumPy documents such a guarantee for its bit generators, but not for the distributions of its
+``Generator``; ``torch.Generator`` has none.)
 """
 
 import functools
@@ -27,11 +27,11 @@ Keys = Sequence[int] | npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """What a compressor may draw from: equal arguments give equal numbers.
+    """The source of a compressor's random numbers: equal arguments give equal numbers.
 
     Args:
         keys: one for each row, the same on all ranks.
-        rank, world_size: whose payload it is, where that matters.
+        rank, world_size: of the sender, for compressors that use them.
     """
 
     keys: Keys
@@ -48,7 +48,7 @@ def mix64(value: int) -> int:
 
 
 def _mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return :func:`mix64` of each of them, in an array of their shape."""
+    """Return :func:`mix64` of each value, in an array of the same shape."""
     return _scramble_(values + np.uint64(_GOLDEN))
 
 
@@ -90,7 +90,7 @@ def derive_key(seed: int, step: int, name: str) -> int:
 
 
 def derive_keys(seed: int, step: int, names: tuple[str, ...]) -> npt.NDArray[np.uint64]:
-    """Return the :func:`derive_key` of each of these parameters, (len(names),), at once."""
+    """Return the :func:`derive_key` of each parameter, (len(names),)."""
     return _mix64(_name_hashes(names) ^ np.uint64(_round_key(seed, step)))
 
 
@@ -111,7 +111,7 @@ def fork(keys: Keys, stream: int) -> npt.NDArray[np.uint64]:
 
 
 def fork_all(keys: Keys, streams: range) -> npt.NDArray[np.uint64]:
-    """Return what :func:`fork` does for each of ``streams``: (len(streams), len(keys))."""
+    """Return :func:`fork` of each of ``streams``: (len(streams), len(keys))."""
     salts = _mix64(np.arange(streams.start + 1, streams.stop + 1, dtype=np.uint64))
     return _mix64(as_array(keys) ^ salts[:, None])
 

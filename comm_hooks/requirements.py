@@ -1,4 +1,4 @@
-"""What is required of arguments, and how a refusal is worded: one line, what, where, what to do."""
+"""Checks of arguments, with errors of one line: the problem, its place, and the remedy."""
 
 import sys
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ def is_number(value: object) -> bool:
 
 
 def in_one_line(value: object) -> str:
-    """Return the ``repr`` of what somebody passed, in one line, as messages are."""
+    """Return the ``repr`` of a value in one line, for messages."""
     try:
         return " ".join(repr(value).split())
     except ValueError:  # Python writes down no integer of more than 4,300 digits
-        return f"what is too long to be shown, of the class {type(value).__name__}"
+        return f"a value of the class {type(value).__name__} that is too long to show"
 
 
 def _refuse(owner: object, name: str, requirement: str, value: object, why: str = "") -> NoReturn:
-    """Say who speaks, by name or else by class, of which argument, and what it must be."""
+    """Raise the error of an owner, given by name or object, about one of its arguments."""
     who = owner if isinstance(owner, str) else type(owner).__name__
     raise ValueError(f"{who}: {name} {requirement}, got {in_one_line(value)}{why}")
 
@@ -57,9 +57,9 @@ def require_fraction(owner: object, name: str, value: float) -> None:
 
 
 def require_choice(owner: object, name: str, value: object, choices: Sequence[object]) -> None:
-    """Raise ``ValueError`` unless ``value`` is one of ``choices``, and of its type.
+    """Raise ``ValueError`` unless ``value`` equals one of ``choices`` and has its type.
 
-    True and 1.0 equal 1, but where an integer is asked for they are no number of bits.
+    True and 1.0 equal 1, but are refused for an integer.
     """
     fits = any(isinstance(value, type(choice)) and value == choice for choice in choices)
     if isinstance(value, bool) or not fits:
@@ -75,7 +75,7 @@ def require_positive(owner: object, name: str, value: int) -> None:
 
 
 def require_integer(owner: object, name: str, value: int, what: str = "an integer") -> None:
-    """Raise ``ValueError`` unless ``value`` is an integer, or more than that, as ``what`` says."""
+    """Raise ``ValueError`` unless ``value`` is an integer; ``what`` describes it."""
     if isinstance(value, bool) or not isinstance(value, int):
         _refuse(owner, name, f"must be {what}", value)
 
@@ -87,7 +87,7 @@ def require_flag(owner: object, name: str, value: bool) -> None:
 
 
 def require_dense_floats(tensor: torch.Tensor) -> None:
-    """Raise ``ValueError`` for tensors that no compressor takes."""
+    """Raise ``ValueError`` unless a tensor is dense and floating-point."""
     require_whole(tensor)
     if not tensor.is_floating_point() or tensor.is_sparse:
         raise ValueError(
@@ -97,7 +97,7 @@ def require_dense_floats(tensor: torch.Tensor) -> None:
 
 
 def require_whole(tensor: torch.Tensor) -> None:
-    """Raise ``ValueError`` for a DTensor, as FSDP2 and tensor parallelism have them."""
+    """Raise ``ValueError`` for a DTensor of FSDP2 or tensor parallelism."""
     if hasattr(tensor, "device_mesh"):
         raise ValueError(
             "a DTensor (FSDP2, tensor parallelism) is in parts on several ranks and cannot be "

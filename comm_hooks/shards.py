@@ -1,4 +1,4 @@
-"""Parameters of sharded models: optimizers that exchange work on the part that a rank holds."""
+"""Local parts of sharded parameters (DTensors), for optimizers that exchange them."""
 
 import contextlib
 import math
@@ -13,17 +13,17 @@ _grad: Any = torch.Tensor.grad
 
 
 def local_shards(params: Any) -> Any:
-    """Return parameters with the local part of each DTensor in its place.
+    """Return parameters with each DTensor replaced by its local part.
 
-    FSDP2 and tensor parallelism keep a parameter in parts, as a DTensor.  Ranks that hold the same
-    part exchange it; to them it is an ordinary tensor.  The part shares the DTensor's memory, and
-    its gradient, of which it has its part during a step (:func:`local_gradients`).
+    FSDP2 and tensor parallelism divide a parameter as a DTensor.  Ranks that hold the same part
+    exchange it as an ordinary tensor.  The part shares the memory of the DTensor, and its gradient;
+    during a step it has the local part of the gradient (:func:`local_gradients`).
 
     Args:
         params: parameters, named parameters or parameter groups, as optimizers take them.
 
     Returns:
-        Those, but for DTensors, of which this rank's part is there.  It may have no elements.
+        The same structure with local parts, which may have no elements.
 
     Example::
 
@@ -32,7 +32,7 @@ def local_shards(params: Any) -> Any:
         [True, True]
     """
     if isinstance(params, torch.Tensor):
-        return params  # which torch refuses in words of its own
+        return params  # torch refuses it with its own error
     converted = []
     for entry in params:
         if isinstance(entry, Mapping):
@@ -45,10 +45,10 @@ def local_shards(params: Any) -> Any:
 
 
 def require_part_for_all(owner: object, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise ``ValueError`` on all ranks if some that shard a model hold nothing of it.
+    """Raise ``ValueError`` on all ranks if one of them holds no element of a sharded model.
 
     Args:
-        owner: whose class the message names.
+        owner: names its class in the message.
         parameters: of the model, or this rank's parts of them.
     """
     wholes = [whole(parameter) for parameter in parameters]
@@ -71,11 +71,11 @@ def _parts(members: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Part(nn.Parameter):
-    """What this rank holds of a DTensor.
+    """The local part of a DTensor.
 
     Attributes:
-        whole: that DTensor.
-        is_local: whether :attr:`grad` is of this part alone, or else that of the DTensor.
+        whole: the DTensor.
+        is_local: whether :attr:`grad` is that of this part; else it is that of the DTensor.
     """
 
     whole: Any
@@ -106,9 +106,9 @@ def is_sharded(parameter: object) -> bool:
 
 
 def is_held_by_all(parameter: Any) -> bool:
-    """Return whether every rank that holds parts of a model holds some element of a parameter.
+    """Return whether every model-parallel rank holds an element of a parameter.
 
-    The same on all ranks.
+    The result is equal on all ranks.
     """
     if not is_sharded(parameter):
         return bool(parameter.numel())
@@ -116,13 +116,13 @@ def is_held_by_all(parameter: Any) -> bool:
     for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
         if placement.is_shard():
             length = shape[placement.dim]
-            # Chunks of equal length, of which the last is the shortest.
+            # Chunks of equal length; the last one may be shorter.
             shape[placement.dim] = max(0, length - (size - 1) * math.ceil(length / size))
     return bool(math.prod(shape))
 
 
 def shard_groups(parameters: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
-    """Return the groups of ranks, this one among them, that hold the other parts of a model.
+    """Return the groups of this rank with the ranks that hold other parts of the model.
 
     Args:
         parameters: or this rank's parts of them, on one mesh.
@@ -139,12 +139,12 @@ def shard_groups(parameters: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the parameter of the model that this is the local part of; itself, if of none."""
+    """Return the DTensor of a local part; other tensors as they are."""
     return parameter.whole if isinstance(parameter, _Part) else parameter
 
 
 def like_whole(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return values of a local part as what its parameter is: a DTensor, if that is one."""
+    """Return values of a local part as a DTensor, if its parameter is one."""
     parameter: Any = whole(part)
     if parameter is part:
         return value
@@ -160,13 +160,13 @@ def like_whole(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def local_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Let local parts lie where their parameter does by now, and have their part of its gradient.
+    """Give local parts the present memory and the local gradient of their DTensors, in a context.
 
-    For a while: else their gradient is the parameter's, a DTensor, by which ``GradScaler`` and
-    ``clip_grad_norm_`` find the same on all ranks that share a model.
+    Outside of it their gradient is that of the DTensor, so that ``GradScaler`` and
+    ``clip_grad_norm_`` compute the same on all model-parallel ranks.
 
     Args:
-        parameters: some of which may be parts.
+        parameters: parts and ordinary parameters.
     """
     entered = [p for p in parameters if isinstance(p, _Part) and not p.is_local]
     for part in entered:
@@ -186,9 +186,9 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def nominal_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of a parameter; of a DTensor the size of an even part, as one dimension.
+    """Return the shape of a parameter; for a DTensor the size of an even part, as one dimension.
 
-    The same on all ranks, though their parts may differ by a row.
+    It is equal on all ranks, though their parts may differ by a row.
     """
     if not is_sharded(parameter):
         return tuple(parameter.shape)

@@ -1,12 +1,12 @@
-"""Copies from the CPU to an accelerator that nobody waits for."""
+"""Copy tensors from the CPU to an accelerator without waiting."""
 
 from torch import Tensor, device
 
 
 def to_device(values: Tensor, target: device) -> Tensor:
-    """Return a copy on a device, made in the order of the work that is queued there.
+    """Return a copy on a device, queued in its order of work.
 
-    From memory of a CPU that is not pinned a driver may wait for all of that work first.
+    From CPU memory that is not pinned, a driver may wait for all of that work first.
 
     Example::
 

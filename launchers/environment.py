@@ -93,6 +93,19 @@ class LauncherEnvironment:
             "MASTER_PORT": str(head.port),
         }
 
+    def meeting_point(self, head: Endpoint | None) -> Endpoint:
+        """Return the head, or this machine if it has all ranks.
+
+        Raises:
+            ValueError: if ranks are on several machines and there is no head.
+        """
+        if head is None and self.local_size < self.world_size:
+            raise ValueError(
+                f"{self.launcher} started {self.world_size} ranks, {self.local_size} of them here: "
+                "give --head HOST:PORT, the machine of rank 0"
+            )
+        return head or Endpoint("127.0.0.1")
+
 
 def detect_environment(environment: Mapping[str, str] | None = None) -> LauncherEnvironment:
     """Return this process's place by what its launcher tells.

@@ -1,34 +1,20 @@
-"""``python -m benchmarks.audit``: does a private configuration keep what it claims?
+"""``python -m benchmarks.audit``: does a private training keep its guarantee?
 
-``configuration`` reads one and asks the rules; ``stages`` are the parts of a private step that can
-be replaced, and ``world`` plays them on simulated ranks.
-
-``checks`` look for one property each, and say in a line what is wrong: ``clipping`` (one sample,
-one C), ``noise`` (normal, large enough everywhere, never used twice, also in what single ranks
-send), ``memory`` (what was changed in one step shows in that step alone, and nothing is released
-without noise) and ``sampling`` (each sample and step for itself).  ``chances`` has the budget of
-their false alarms.
-
-``attacks`` guess who took part: ``releases``, knowing who was drawn, and ``training``, not knowing
-it.  ``bounds`` and ``one_run`` turn guesses into epsilon.
-
-``audit``, ``report`` and ``run`` put it together.  ``script`` audits a user's own training,
-unchanged, with and without a sample.
+``configuration`` reads a training and asks the placement rules; its ``Stages`` make the parts of a
+private step, and ``world`` plays them on simulated ranks.  ``checks`` looks at one property each:
+``clipping``, ``noise``, ``memory`` (a sample shows in its own steps only, and under noise) and
+``sampling``; ``chances`` limits false alarms.  ``attacks`` guesses the members of a batch and
+turns guesses into a lower bound of epsilon.  ``script`` audits a user's own training loop, which
+``events`` observes.
 """
 
-from benchmarks.audit.attacks import Attack
 from benchmarks.audit.attacks.bounds import epsilon_lower_bound, gaussian_lower_bound
 from benchmarks.audit.attacks.one_run import OneRunAudit, audit_one_run
+from benchmarks.audit.attacks.releases import Attack
 from benchmarks.audit.audit import Audit, audit_configuration
-from benchmarks.audit.configuration import Configuration
-from benchmarks.audit.script import (
-    Check,
-    Job,
-    ScriptAudit,
-    ScriptFailed,
-    audit_script,
-)
-from benchmarks.audit.stages import Stages
+from benchmarks.audit.configuration import Configuration, Stages
+from benchmarks.audit.script.audit import Check, ScriptAudit, audit_script
+from benchmarks.audit.script.run import Job, ScriptFailed
 
 __all__ = [
     "Attack",

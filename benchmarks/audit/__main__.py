@@ -1,64 +1,199 @@
-"""``python -m benchmarks.audit``."""
+"""``python -m benchmarks.audit``: the options, what they do, and what is printed."""
 
+import json
+import math
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.audit.attacks.releases import Attack
+from benchmarks.audit.audit import Audit, audit_configuration
+from benchmarks.audit.configuration import read_configuration, read_ledger
+from benchmarks.audit.script.audit import ScriptAudit, audit_script
+from benchmarks.audit.script.run import Job, ScriptFailed
+from comm_hooks.launchers.output import complain, make_console, refusing, require_positive, say
+from comm_hooks.optim.private.accounting import Accountant, Claim, RDPAccountant, claim
+from comm_hooks.optim.private.accounting.accountant import require_delta
+from comm_hooks.optim.private.errors import PrivacyError
+
+_NAME = "python -m benchmarks.audit"
+_VIOLATED = 1
+_SUSPICIOUS = 3
+
+app = typer.Typer()
 
 
+@app.command()
 def audit(
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="With --script: what it is given, after --.")
+        list[str] | None, typer.Argument(help="Arguments of the script, after --.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="The private training, as JSON: see docs/audit.md.")
     ] = None,
     ledger: Annotated[
-        Path | None,
-        typer.Option(help="A ledger: the claim is for what was released, also by a running run."),
+        Path | None, typer.Option(help="A ledger: the claim is for its releases.")
     ] = None,
     delta: Annotated[
         float | None, typer.Option(help="Of the guarantee. [default: the configuration's]")
     ] = None,
-    attack: Annotated[
-        bool, typer.Option(help="Play the configuration and attack it; else only look it up.")
-    ] = True,
+    attack: Annotated[bool, typer.Option(help="Check and attack the configuration.")] = True,
     script: Annotated[
-        Path | None, typer.Option(help="Run your own training as it is, and watch it.")
+        Path | None, typer.Option(help="A training script, run as it is and observed.")
     ] = None,
     nproc_per_node: Annotated[
-        int | None, typer.Option(help="With --script: ranks, as torchrun has them. [default: one]")
+        int | None, typer.Option(help="Ranks of the script, as for torchrun. [default: one]")
     ] = None,
-    steps: Annotated[
-        int, typer.Option(help="With --script: stop it after so many private steps.")
-    ] = 20,
-    timeout: Annotated[float, typer.Option(help="With --script: seconds for one run.")] = 120.0,
-    confidence: Annotated[float, typer.Option(help="Of the bounds that attacks prove.")] = 0.95,
+    steps: Annotated[int, typer.Option(help="Private steps of the script to observe.")] = 20,
+    timeout: Annotated[float, typer.Option(help="Seconds for one run of the script.")] = 120.0,
+    confidence: Annotated[float, typer.Option(help="Of the bound that the attack proves.")] = 0.95,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check a private training: is it valid, what does it claim, and do attacks disprove that?
+    """Check a private training: is it valid, what does it claim, does an attack disprove that?
 
-    Attacks put canaries into a training of the same clipping, sampling, noise, compressor and
-    number of ranks, simulated in this process, and prove a lower bound of epsilon. A script is run
-    in processes of its own, with and without one sample, and what differs is compared. Exit codes:
-    0, 1 for what is not private, 2 for bad input, 3 for what is suspicious: run it again.
+    Exit codes: 0; 1 for a training that is not private; 2 for bad input; 3 for a suspicious
+    result: run the audit again.
     """
-    from benchmarks.audit import run
+    with refusing(_NAME):
+        if script is not None:
+            if config is not None or ledger is not None:
+                raise ValueError("--script is audited by itself: leave out --config and --ledger")
+            job = Job(script, tuple(arguments or ()), nproc_per_node, steps, timeout)
+            _leave(_audit_script(job, json_))
+            return
+        if arguments:
+            raise ValueError(f"unexpected {' '.join(arguments)}: arguments are for --script")
+        if config is None and ledger is None:
+            raise ValueError("nothing to audit: give --config, --ledger or --script")
+        if delta is not None:
+            require_delta(delta, "--delta")
+        if not 0 < confidence < 1:
+            raise ValueError(f"--confidence must be between 0 and 1, got {confidence:g}")
+        configuration = read_configuration(config) if config else None
+        if configuration is None and delta is None:
+            raise ValueError("--ledger without --config needs --delta")
+        events = read_ledger(ledger) if ledger else []
+        if ledger and not events:
+            raise ValueError(f"--ledger {ledger}: no step has been taken")
+    content: dict[str, Any] = {}
+    accountant: Accountant = RDPAccountant()
+    if configuration:
+        delta, accountant = delta or configuration.delta, configuration.build_accountant()
+        try:
+            verdict = configuration.judge()
+        except PrivacyError as error:
+            raise _invalid(str(error), json_) from None
+        events = events or [verdict.recorded(configuration.event(), configuration.placement)]
+        content["verdict"] = asdict(verdict)
+        if not json_:
+            say(
+                f"Rule {verdict.rule}: noise placement {configuration.placement}, "
+                f"{configuration.exchange['compressor']} on {configuration.world_size} ranks, "
+                f"unit {configuration.unit}: valid"
+            )
+    assert delta is not None
+    claimed = claim(events, delta, accountant)
+    if math.isinf(claimed.epsilon):
+        steps_taken = f"{claimed.steps} steps with so little noise"
+        raise _invalid(f"no epsilon holds for {steps_taken}: it is infinite", json_)
+    content["claim"] = asdict(claimed)
+    if not json_:
+        _print_claim(claimed, f" in {ledger}" if ledger else "")
+    found = None
+    if configuration and attack:
+        if reason := configuration.why_not_played():
+            complain(_NAME, f"not attacked: {reason}")
+        else:
+            # Tensors are small, and on a busy machine threads wait for one another.
+            torch.set_num_threads(1)
+            found = audit_configuration(configuration, confidence=confidence)
+            content |= _as_json(found) | {"confidence": confidence}
+            content["attack"]["outcome"] = found.attack.outcome
+    if json_:
+        typer.echo(json.dumps(content, indent=2))
+    elif found:
+        say(_conclusion(found.attack, confidence))
+        for problem in found.problems:
+            say(f"VIOLATION: {problem}")
+    if found:
+        _leave(found)
 
-    run.audit(
-        arguments=arguments,
-        config=config,
-        ledger=ledger,
-        delta=delta,
-        attack=attack,
-        script=script,
-        nproc_per_node=nproc_per_node,
-        steps=steps,
-        timeout=timeout,
-        confidence=confidence,
-        json_=json_,
-    )
+
+def _audit_script(job: Job, json_: bool) -> ScriptAudit:
+    counts = {"--nproc-per-node": job.processes, "--steps": job.steps}
+    require_positive({**counts, "--timeout": job.timeout})
+    try:
+        found = audit_script(job)
+    except ScriptFailed as failed:
+        if failed.refused:
+            raise _invalid(failed.refused, json_) from None
+        if json_:
+            typer.echo(json.dumps({"error": str(failed), "violated": False}))
+        elif failed.trace:
+            typer.echo(failed.trace.rstrip(), err=True)
+        raise
+    if json_:
+        typer.echo(json.dumps(_as_json(found), indent=2))
+        return found
+    table = Table("check", "extent", "found", "outcome")
+    for check in found.checks:
+        table.add_row(*map(Text, (check.name, check.extent, check.found, check.outcome)))
+    make_console().print(table)
+    kinds = {"VIOLATION": found.problems, "suspicious": found.doubts, "note": found.notes}
+    for label, lines in kinds.items():
+        for line in lines:
+            say(f"{label}: {line}")
+    if not found.violated and not found.suspicious:
+        say("no violation found")
+    return found
+
+
+def _print_claim(claimed: Claim, where: str) -> None:
+    say(f"Claimed for {claimed.steps} steps{where}, delta {claimed.delta:g}:")
+    for observed, epsilon in (
+        ("the model", claimed.epsilon),
+        ("the model and its checkpoints", claimed.checkpoint_epsilon),
+        ("the messages of single ranks", claimed.rank_epsilon),
+    ):
+        trusting = "nothing (ranks and links are trusted)"
+        value = trusting if epsilon is None else f"epsilon {epsilon:.3f}"
+        say(f"  against an observer of {observed}: {value}")
+
+
+def _conclusion(attack: Attack, confidence: float) -> str:
+    level = f"audited >= {attack.audited:.3f} at {confidence:.6g} confidence"
+    what = f"attack on {attack.steps} releases by {attack.canaries} canaries: {level}"
+    if attack.outcome == "violation":
+        return f"VIOLATION: {what} > claimed {attack.claimed:.3f}"
+    if attack.outcome == "suspicious":
+        return (
+            f"{what} > claimed {attack.claimed:.3f}, as chance has it in "
+            f"{1 - confidence:.2g} of all audits: run it again"
+        )
+    return f"{what} <= claimed {attack.claimed:.3f}: no violation found"
+
+
+def _as_json(found: Audit | ScriptAudit) -> dict[str, Any]:
+    return {**asdict(found), "violated": found.violated, "suspicious": found.suspicious}
+
+
+def _invalid(reason: str, json_: bool) -> typer.Exit:
+    """Print the rules' refusal of a training and return the exit."""
+    if json_:
+        typer.echo(json.dumps({"error": reason, "violated": True}))
+    complain(_NAME, f"INVALID: {reason}")
+    return typer.Exit(_VIOLATED)
+
+
+def _leave(found: Audit | ScriptAudit) -> None:
+    if found.violated or found.suspicious:
+        raise typer.Exit(_VIOLATED if found.violated else _SUSPICIOUS)
 
 
 if __name__ == "__main__":
-    typer.run(audit)
+    app()

@@ -1,4 +1,4 @@
-"""What is audited: a private training as JSON, and what the rules say about it."""
+"""The subject of an audit: a private training as JSON, and the parts of its step."""
 
 import json
 import shutil
@@ -6,9 +6,13 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Protocol, get_args, get_type_hints
+
+import torch
+from torch import nn
 
 from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import Round
 from comm_hooks.collectives.simulated import Simulated
 from comm_hooks.config import unknown
 from comm_hooks.exchange import Exchange, ExchangeSettings
@@ -21,11 +25,17 @@ from comm_hooks.optim.private.accounting import (
 )
 from comm_hooks.optim.private.accounting.accountant import require_delta
 from comm_hooks.optim.private.accounting.ledger import Ledger
+from comm_hooks.optim.private.data.poisson import PoissonSampler
+from comm_hooks.optim.private.gradients.clipping import ClippedGradients, LossFunction
+from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 from comm_hooks.optim.private.noise.mechanism import (
+    GaussianMechanism,
+    Released,
     require_owners,
     require_positive_number,
 )
 from comm_hooks.optim.private.noise.placement import (
+    PLACES,
     Scheme,
     Verdict,
     judge,
@@ -33,13 +43,9 @@ from comm_hooks.optim.private.noise.placement import (
 )
 
 _WORDS = get_type_hints(Scheme)
-_CHOICES = {
-    "placement": get_args(_WORDS["place"]),
-    **{
-        name: get_args(_WORDS[name])
-        for name in ("unit", "feedback", "clipping", "divisor", "weights", "scaling")
-    },
-}
+_STATED = ("feedback", "clipping", "divisor", "weights", "scaling")
+_CHOICES = {name: get_args(_WORDS[name]) for name in ("unit", *_STATED)}
+_CHOICES["placement"] = get_args(_WORDS["place"])
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Configuration:
         noise_multiplier: sigma.
         max_grad_norm: C.
         sample_rate: q.
-        steps: how many are taken in all.
+        steps: the total number of steps.
         delta: of the guarantee.
         expected_batch_size: B.
         world_size: N.
@@ -58,8 +64,8 @@ class Configuration:
         optimizer: a class of ``comm_hooks.optim.private``, by name.
         accountant: a key of ``ACCOUNTANTS``.
         unit, placement, feedback, clipping, divisor, weights, scaling: see
-            :class:`~comm_hooks.optim.private.Scheme`.  By default ``feedback`` follows from the
-            placement and the exchange's memory, as it does in training.
+            :class:`~comm_hooks.optim.private.Scheme`.  By default ``feedback`` and ``clipping``
+            follow from the placement and the exchange, as in training.
     """
 
     noise_multiplier: float
@@ -83,7 +89,7 @@ class Configuration:
     def __post_init__(self) -> None:
         for name in ("noise_multiplier", "max_grad_norm", "expected_batch_size"):
             require_positive_number(name, getattr(self, name))
-        self.event()  # refuses a rate or a number of steps out of range
+        self.event()  # checks the ranges of the rate and of the steps
         if self.sample_rate == 0:
             raise ValueError("sample_rate must be in (0, 1], got 0")
         require_delta(self.delta)
@@ -107,46 +113,89 @@ class Configuration:
         settings = ExchangeSettings.from_dict(self.exchange, path="exchange")
         return Exchange(settings, transport=transport)
 
+    def build_accountant(self) -> Accountant:
+        """Return the accountant."""
+        return build_accountant(self.accountant)
+
     def event(self) -> GaussianEvent:
-        """Return what the whole training releases, as accountants see it."""
+        """Return the releases of the whole training."""
         return GaussianEvent(self.noise_multiplier, self.sample_rate, self.steps)
 
-    def scheme(self) -> Scheme:
-        """Return how noise, clipping and compression follow each other."""
-        stated = {"feedback": self.feedback, "clipping": self.clipping}
-        return Scheme.of(
-            self.build_exchange(Simulated(self.world_size)[0]),
-            self.placement,  # type: ignore[arg-type]  # __post_init__ has seen to it
-            self.unit,  # type: ignore[arg-type]
-            **{name: value for name, value in stated.items() if value is not None},
-            divisor=self.divisor,
-            weights=self.weights,
-            scaling=self.scaling,
-        )
-
     def judge(self) -> Verdict:
-        """Ask the rules.
+        """Return the verdict of the placement rules.
 
         Raises:
-            PrivacyError: if the configuration does not guarantee what it claims.
+            PrivacyError: if the configuration does not guarantee its claim.
         """
-        scheme = self.scheme()
+        stated = {name: getattr(self, name) for name in _STATED}
+        scheme = Scheme.of(
+            self.build_exchange(Simulated(self.world_size)[0]),
+            self.placement,  # type: ignore[arg-type]  # __post_init__ has checked it
+            self.unit,  # type: ignore[arg-type]
+            **{name: value for name, value in stated.items() if value is not None},
+        )
         optimizer = _optimizer(self.optimizer)
         if optimizer is not None:
             require_known_variance(optimizer, scheme)
         return judge(scheme)
 
-    def build_accountant(self) -> Accountant:
-        """Return what counts the cost."""
-        return build_accountant(self.accountant)
+    def why_not_played(self) -> str | None:
+        """Return the reason why the simulated ranks cannot play the configuration, or None."""
+        if self.unit == "client":
+            return "rounds of clients are not played, only looked up in the rules"
+        if self.placement not in PLACES:
+            return f"the library does not offer placement {self.placement!r}"
+        return None
+
+
+class Mechanism(Protocol):
+    """Makes the clipped sums of one rank private."""
+
+    def round(self, sums: Mapping[str, torch.Tensor]) -> Round[Released]: ...
+
+
+class Stages:
+    """Makes the parts of a private step.  Override a method to audit a part of your own.
+
+    Each call stands for the start of a process: draw fresh randomness in it.
+
+    Args:
+        configuration: the settings of the parts.
+    """
+
+    def __init__(self, configuration: Configuration) -> None:
+        self.configuration = configuration
+
+    def gradients(self, model: nn.Module, loss_function: LossFunction) -> ClippedGradients:
+        """Return the part that clips and adds up per-sample gradients."""
+        return PerSampleGradients(model, loss_function, self.configuration.max_grad_norm)
+
+    def sampler(self, rank: int, num_samples: int, steps: int) -> PoissonSampler:
+        """Return the sampler of one rank's shard."""
+        return PoissonSampler(num_samples, self.configuration.sample_rate, steps, rank=rank)
+
+    def exchange(self, transport: Transport) -> Exchange:
+        """Return one rank's exchange."""
+        return self.configuration.build_exchange(transport)
+
+    def mechanism(self, exchange: Exchange, noise_multiplier: float) -> Mechanism:
+        """Return the part that adds noise and exchanges, on the exchange's rank."""
+        configuration = self.configuration
+        return GaussianMechanism(
+            exchange,
+            place=configuration.placement,  # type: ignore[arg-type]
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=configuration.max_grad_norm,
+            expected_batch_size=configuration.expected_batch_size,
+        )
 
 
 def read_configuration(path: Path) -> Configuration:
     """Read a configuration from JSON.
 
     Raises:
-        ValueError: for a file that cannot be read, a key that is unknown (with the nearest that is
-            known) or missing, and values out of range; with the path of the file.
+        ValueError: for an unreadable file, an unknown or missing key, and a value out of range.
+            The message names the file.
     """
     try:
         content = json.loads(path.read_text())
@@ -170,14 +219,14 @@ def read_configuration(path: Path) -> Configuration:
 
 
 def read_ledger(path: Path) -> list[GaussianEvent]:
-    """Return what a ledger holds, also while a run has it open, and leave it as it is.
+    """Return the events of a ledger and leave the file as it is, also while a run has it open.
 
     Raises:
-        ValueError: for a file that is missing, cannot be read or is no ledger.
+        ValueError: for a file that is missing, unreadable or no ledger.
     """
     if not path.is_file():
         raise ValueError(f"--ledger {path}: there is no such file")
-    # A ledger that is opened is locked, and mended where a crash tore it.
+    # Opening a ledger locks it, and repairs the end that a crash tore.
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / path.name
         shutil.copyfile(path, copy)

@@ -1,4 +1,4 @@
-"""A world of simulated ranks that take private steps and are started again in between."""
+"""Simulated ranks that take private steps and are restarted in between."""
 
 import copy
 import hashlib
@@ -17,13 +17,13 @@ from unittest import mock
 import numpy as np
 import torch
 
-from benchmarks.audit.stages import Mechanism, Stages
+from benchmarks.audit.configuration import Mechanism, Stages
 from comm_hooks.collectives.requests import AllReduce, Request
 from comm_hooks.collectives.simulated import Simulated
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange import Exchange
 
-# What a user would set at the start of every process: nothing private may follow from it.
+# The seed of a user at the start of every process: nothing private may follow from it.
 _USER_SEED = 42
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -37,7 +37,7 @@ SHAPES: Shapes = {
     "mix.weight": (3, 5, 7),
     "head.weight": (30, 21),
 }
-"""Of a small model with parameters of all kinds, two of them alike."""
+"""The shapes of a small model with parameters of all kinds."""
 
 
 def parts_of(shapes: Shapes) -> list[tuple[str, int, int]]:
@@ -56,49 +56,42 @@ class World:
     """All ranks of a private training, in one process.
 
     Args:
-        stages: what makes the parts.
+        stages: makes the parts.
         shapes: of the parameters, by name.
-        noise_multiplier: sigma; a tiny one shows what is released of the data itself.
-        dense: whether to do without the configuration's compressor.
+        noise_multiplier: sigma; with a tiny one the releases show the data themselves.
+        dense: whether to leave out the configuration's compressor.
 
     Attributes:
-        parts: the name, start and end of each parameter in a row of all their elements.
-        numel: how many elements they have.
-        exchanges: those of the ranks, since the last start.
-        sent: what each rank has put into the last step's sum over ranks, of those that were made.
+        parts: the name, start and end of each parameter in the row of all elements.
+        numel: the number of elements.
+        exchanges: of the ranks, since the last start.
         reported_variance: of the last release, times B^2.
-        alike: whether all ranks have got the same in all steps so far.
+        consistent: whether all ranks received the same in all steps.
     """
 
     def __init__(
-        self,
-        stages: Stages,
-        shapes: Shapes,
-        noise_multiplier: float,
-        *,
-        dense: bool = False,
+        self, stages: Stages, shapes: Shapes, noise_multiplier: float, *, dense: bool = False
     ) -> None:
-        # What parts leave in it is not for the next world.
+        # A copy: the parts of this world must leave nothing for the next one.
         self._stages = copy.copy(stages)
-        self._shapes = shapes
-        self._noise_multiplier = noise_multiplier
-        self._dense = dense
+        self._shapes, self._noise_multiplier, self._dense = shapes, noise_multiplier, dense
         self._simulated = _Listening(stages.configuration.world_size)
         self._mechanisms: list[Mechanism] = []
         self.parts = parts_of(shapes)
         self.numel = self.parts[-1][2]
         self.exchanges: list[Exchange] = []
         self.reported_variance: float | None = None
-        self.alike = True
+        self.consistent = True
         self.sums()
         self.start()
 
     @property
     def sent(self) -> list[torch.Tensor]:
+        """The contributions of all ranks to each sum over ranks of the last step."""
         return self._simulated.sent
 
     def start(self) -> None:
-        """Start all processes (again): state is loaded, and the seed is that of last time."""
+        """Start all processes (again) with the saved state of the exchanges and the user's seed."""
         states = [exchange.state_dict() for exchange in self.exchanges]
         with user_seed():
             self.exchanges = [self._make_exchange(rank) for rank in range(len(self._sums))]
@@ -111,7 +104,7 @@ class World:
             exchange.load_state_dict(state)
 
     def steps(self, *processes: int) -> Iterator[tuple[int, int]]:
-        """Yield (process, step) for processes of so many steps, each started after the last."""
+        """Yield (process, step) for consecutive processes of so many steps each."""
         for process, steps in enumerate(processes):
             if process:
                 self.start()
@@ -119,18 +112,18 @@ class World:
                 yield process, step
 
     def sums(self) -> torch.Tensor:
-        """Return all ranks' clipped sums, zeros (N, d), to be filled in before a release."""
-        # New ones in each step, as in training: who keeps the last ones keeps what was in them.
+        """Return zeros (N, d) for the clipped sums of all ranks, to be filled before a release."""
+        # New ones in each step, as in training: a part may keep the last ones.
         self._sums = torch.zeros(self._simulated.world_size, self.numel)
         return self._sums
 
     def release(self) -> torch.Tensor:
-        """Take a step with the sums that were filled in; return what is released, times B: (d,)."""
+        """Take a step with the filled sums; return the released vector times B, (d,)."""
         rounds = [
             m.round(self._by_name(s)) for m, s in zip(self._mechanisms, self._sums, strict=True)
         ]
         self._simulated.sent = []
-        # Whatever draws from global generators draws what the user's seed makes of it.
+        # A draw from global generators follows from the user's seed.
         with _kept_generators(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="world size is 1")
             _set_generators(self._generators)
@@ -138,7 +131,7 @@ class World:
             self._generators = _generators()
         batch = self._stages.configuration.expected_batch_size
         flat = [torch.cat([t.flatten() for t in r.tensors.values()]) for r in all_released]
-        self.alike &= all(torch.equal(flat[0], other) for other in flat[1:])
+        self.consistent &= all(torch.equal(flat[0], other) for other in flat[1:])
         variance = all_released[0].noise_variance
         self.reported_variance = None if variance is None else variance * batch**2
         return flat[0] * batch
@@ -147,16 +140,16 @@ class World:
         return {name: flat[start:end].view(self._shapes[name]) for name, start, end in self.parts}
 
     def _make_exchange(self, rank: int) -> Exchange:
-        if not self._dense:
-            exchange = self._stages.exchange(self._simulated[rank])
-            # Canaries' parameters are small, and are to be compressed all the same.
-            exchange.settings = replace(exchange.settings, min_numel=1)
-            return exchange
-        return Exchange(Identity(), min_numel=1, min_ndim=1, transport=self._simulated[rank])
+        if self._dense:
+            return Exchange(Identity(), min_numel=1, min_ndim=1, transport=self._simulated[rank])
+        exchange = self._stages.exchange(self._simulated[rank])
+        # The parameters of canaries are small, and are to be compressed all the same.
+        exchange.settings = replace(exchange.settings, min_numel=1)
+        return exchange
 
 
 class _Listening(Simulated):
-    """Ranks whose contributions to sums are noted."""
+    """Records the contributions of ranks to sums."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
@@ -170,7 +163,7 @@ class _Listening(Simulated):
 
 @contextmanager
 def user_seed() -> Iterator[None]:
-    """Do something under the seed that a user sets in every process, and undo it afterwards."""
+    """Set the seed of a user for a while, and restore all generators afterwards."""
     with _kept_generators():
         torch.default_generator.manual_seed(_USER_SEED)
         np.random.seed(_USER_SEED)
@@ -180,11 +173,10 @@ def user_seed() -> Iterator[None]:
 
 @contextmanager
 def fixed_secrets(key: int) -> Iterator[None]:
-    """Let the operating system's randomness be the same each time that this is entered with a key.
+    """Replace the operating system's randomness by numbers that follow from a key.
 
-    Two plays in which the data differ then have the same noise and the same draws, and what differs
-    in what they release comes from the data alone.  Other threads, whose draws would come in
-    between, have the true one.
+    Two plays with one key have the same noise and the same draws, so that their releases differ by
+    the data alone.  Other threads, which would draw in between, keep the true randomness.
     """
     drawn = 0
     mine, true = threading.get_ident(), os.urandom
@@ -194,27 +186,24 @@ def fixed_secrets(key: int) -> Iterator[None]:
         if threading.get_ident() != mine:
             return true(size)
         drawn += 1
-        label = f"{key} {drawn}".encode()
-        return hashlib.shake_256(label).digest(size)
+        return hashlib.shake_256(f"{key} {drawn}".encode()).digest(size)
 
     with mock.patch.object(os, "urandom", urandom), mock.patch.object(random, "_urandom", urandom):
         yield
 
 
 def twins(play: Callable[[bool], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return what ``play`` gives without and with a change, by the same secrets.
+    """Return the results of ``play`` without and with a change, by the same secrets.
 
     Returns:
-        None if it is not the same a second time without: it draws from what cannot be fixed.
+        None if two plays without the change differ: ``play`` draws from an unknown source.
     """
     key = int.from_bytes(os.urandom(8), "little")
     results = []
     for changed in (False, False, True):
         with fixed_secrets(key), user_seed():
             results.append(play(changed))
-    if not torch.equal(results[0], results[1]):
-        return None
-    return results[0], results[2]
+    return (results[0], results[2]) if torch.equal(results[0], results[1]) else None
 
 
 _Generators = tuple[torch.Tensor, Any, Any]

@@ -1,7 +1,6 @@
-"""``python -m benchmarks.bench``: what methods cost in time on links of given rates.
+"""``python -m benchmarks.bench``: the time that methods take on links of given rates.
 
-Trains the GPT of ``python -m benchmarks.compare`` with every rank in a network namespace of its own. One idea
-per file: ``command`` (the options), ``rates``, ``launch`` (one method in its network), ``worker``
-(one rank), ``turns`` (timing steps of several trainers so that they can be compared), ``results``
-(what was measured), ``table`` and ``plots`` (what people read).
+Trains the GPT of ``python -m benchmarks.compare`` with every rank in a network namespace of its
+own. ``launch`` runs one method in its network, ``worker`` one rank, ``turns`` times steps of
+several methods in turn, ``results`` has the measurements, ``table`` and ``plots`` show them.
 """

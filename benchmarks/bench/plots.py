@@ -72,7 +72,7 @@ def _draw_losses_by_time(
     for result, look in zip(results, looks, strict=True):
         if timing := result.at(rate):
             seconds = step_milliseconds(timing, usual) / 1e3
-            draw_run(axes, result.run, [seconds * point.step for point in result.run.curve], look)
+            draw_run(axes, result.run, [seconds * point.round for point in result.run.curve], look)
     axes.set_title(show_rate(rate), fontsize=10)
     if axes.has_data():
         axes.set_xscale("log")

@@ -1,4 +1,4 @@
-"""What a bench measures: one :class:`Result` per method, with a :class:`Timing` per rate."""
+"""Measurements of a bench: one :class:`Result` per method, with a :class:`Timing` per rate."""
 
 import json
 import statistics
@@ -15,13 +15,13 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Block:
-    """What a step took, and what it sent, on average over one period of a method.
+    """Time and bytes of a step, on average over one period of a method.
 
     A period is the steps from one exchange to the next: one, or the number of local steps.
     """
 
     milliseconds: float  # of the slowest rank
-    interface_bytes: float  # sent per rank, headers included, and what timing itself sends
+    interface_bytes: float  # sent per rank, with headers and the bytes of the timing itself
     counted_bytes: float  # sent per rank by the method's own count
 
 
@@ -29,7 +29,7 @@ class Block:
 class Candidate:
     """One way of running a method, with one block per period: DDP's buckets are of this size."""
 
-    bucket_mb: int | None  # None: what DDP does by itself
+    bucket_mb: int | None  # None: the default of DDP
     blocks: list[Block]
 
     @property
@@ -43,7 +43,7 @@ class Timing:
     """A method at one rate. ``control`` took turns with ``candidates`` and exchanges nothing."""
 
     rate: str
-    moved_bits_per_second: float  # by an all-reduce of a large tensor: what the link gives
+    moved_bits_per_second: float  # by an all-reduce of a large tensor
     period: int
     control: Candidate
     candidates: list[Candidate]
@@ -62,8 +62,8 @@ class Timing:
     def interface_bytes(self) -> float:
         """Bytes that crossed the interface per step and rank, mean over the periods.
 
-        With headers and acknowledgements; what the control had cross, which is what ranks send in
-        order to start together, is subtracted.
+        With headers and acknowledgements, without the bytes of the control, which ranks send in
+        order to start together.
         """
         own, other = (
             statistics.fmean(block.interface_bytes for block in candidate.blocks)
@@ -77,7 +77,7 @@ class Timing:
         return statistics.fmean(block.counted_bytes for block in self.best.blocks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures and what they were made of as plain data."""
+        """Return the figures and the blocks behind them as plain data."""
         return {
             "ms_per_step": self.best.milliseconds,
             "ms_per_step_without_exchange": self.control.milliseconds,
@@ -91,7 +91,7 @@ class Timing:
 
 @dataclass
 class Result:
-    """What was measured of a method, and why there is no more of it if it failed."""
+    """The measurements of a method; fewer than there are rates if it failed."""
 
     run: Run
     timings: list[Timing] = field(default_factory=list)
@@ -115,9 +115,8 @@ def write_results(bench: Bench, path: Path) -> None:
     """Write everything as one JSON object."""
     methods = []
     for result in bench.results:
-        record = asdict(result.run)
-        del record["settings"], record["facts"]  # those of all
-        methods.append({**record, "timings": [timing.to_dict() for timing in result.timings]})
+        timings = [timing.to_dict() for timing in result.timings]
+        methods.append({**result.run.to_dict(), "timings": timings})
     moved = {rate: moved_at(bench.results, rate) for rate in bench.rates}
     whole = {
         "version": _VERSION,
@@ -131,7 +130,7 @@ def write_results(bench: Bench, path: Path) -> None:
 
 
 def read_results(path: Path) -> Bench:
-    """Read what :func:`write_results` wrote.
+    """Read a file of :func:`write_results`.
 
     Raises:
         ValueError: if it cannot be read, was written by another version, or a field is missing,
@@ -148,19 +147,13 @@ def read_results(path: Path) -> Bench:
         raise ValueError(
             f"{path} is of version {version}, and this comm-hooks reads version {_VERSION}"
         )
-    settings, facts = rebuild(Settings, whole["settings"]), whole["facts"]
+    kept = {field.name for field in fields(Timing)}
     results = []
     for method in whole["methods"]:
         timings = method.pop("timings")
-        run = rebuild(Run, {**method, "settings": whole["settings"], "facts": facts})
-        kept = {field.name for field in fields(Timing)}
-        results.append(
-            Result(
-                run,
-                [rebuild(Timing, {k: v for k, v in t.items() if k in kept}) for t in timings],
-            )
-        )
-    return Bench(results, whole["rates"], settings, facts)
+        found = [rebuild(Timing, {k: v for k, v in t.items() if k in kept}) for t in timings]
+        results.append(Result(rebuild(Run, method), found))
+    return Bench(results, whole["rates"], rebuild(Settings, whole["settings"]), whole["facts"])
 
 
 def moved_at(results: list[Result], rate: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Timing several trainers so that they can be compared: they take turns.
+"""Timing several methods so that they can be compared: they take turns.
 
 Machines are busy with other things at some times and not at others.  Methods that take turns meet
 the same times.
@@ -6,18 +6,18 @@ the same times.
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.bench.results import Block
-from benchmarks.lab.clock import slowest
-from benchmarks.lab.optimizers import Trainer
-from benchmarks.lab.training import closure_of
+from benchmarks.lab.methods import period_of
+from benchmarks.lab.runs import Settings
+from benchmarks.lab.tasks import Task
+from benchmarks.lab.training import Client, batch_generator, closure_of
+from benchmarks.lab.worker import largest
 
 _INTERFACE = "eth0"
 _LEAST_BLOCKS = 2
@@ -28,24 +28,29 @@ _LINK_SECONDS = 0.25
 _LINK_BYTES = (250_000, 32_000_000)
 
 
-@dataclass
 class Runner:
-    """A trainer with its batches, which counts the steps it has taken."""
+    """A rank's part of a method with batches, which takes steps and counts their bytes."""
 
-    trainer: Trainer
-    batches: Iterator[Tensor]
-    steps: int = field(default=0)
+    def __init__(self, client: Client, task: Task, settings: Settings, rank: int) -> None:
+        self._client = client
+        self._task = task
+        generator = batch_generator(settings.seed, rank, task.seeds_apart)
+        self._batches = task.clients[rank].batches(settings.batch, generator)
 
     @property
     def period(self) -> int:
         """Steps from one exchange to the next."""
-        return getattr(self.trainer.optimizer, "local_steps", 1)
+        return period_of(self._client)
 
     def take(self, steps: int) -> None:
         """Take so many steps."""
         for _ in range(steps):
-            self.trainer.optimizer.step(closure_of(self.trainer, next(self.batches)))
-            self.steps += 1
+            batch = next(self._batches)
+            self._client.steps.step(closure_of(self._task.loss, self._client.model, batch))
+
+    def sent(self) -> int:
+        """Return the bytes that this rank has sent, by the method's own count."""
+        return int(self._client.traffic.stats()["bytes_sent"])
 
 
 def take_turns(
@@ -54,9 +59,9 @@ def take_turns(
     """Time whole periods of each runner in turn. Collective.
 
     Args:
-        runners: what to time.
+        runners: the methods.
         period: steps of a turn.
-        steps: to take with each: at least two periods, and fewer than these where that takes long.
+        steps: of each: at least two periods; fewer steps than given where they take long.
         beat: called after each turn.
 
     Returns:
@@ -65,7 +70,7 @@ def take_turns(
     blocks: list[list[Block]] = [[] for _ in runners]
     spent = 0.0
     for turn in range(max(_LEAST_BLOCKS, math.ceil(steps / period))):
-        # All ranks have the same seconds, and so decide alike.
+        # All ranks have the same seconds, and so decide the same.
         if turn >= _LEAST_BLOCKS and spent > _BUDGET_SECONDS:
             break
         for own, runner in zip(blocks, runners, strict=True):
@@ -77,20 +82,16 @@ def take_turns(
 
 
 def _time_block(runner: Runner, period: int) -> tuple[float, Block]:
-    counted = runner.trainer.traffic(runner.steps)[0]
+    counted = runner.sent()
     crossed = sent_by_interface()
     dist.barrier()
     started = time.perf_counter()
     runner.take(period)
-    seconds = slowest(time.perf_counter() - started)
-    # Read after the collective above: nothing of the steps is on its way any more.  What that and
-    # the barrier send is counted, for every runner alike.
+    seconds = largest(time.perf_counter() - started)
+    # Read after the collective above: the payloads of the steps have arrived. The bytes of that
+    # collective and of the barrier are counted, too, for every runner.
     sent = torch.tensor(
-        [
-            sent_by_interface() - crossed,
-            runner.trainer.traffic(runner.steps)[0] - counted,
-        ],
-        dtype=torch.float64,
+        [sent_by_interface() - crossed, runner.sent() - counted], dtype=torch.float64
     )
     dist.all_reduce(sent)
     by_interface, by_method = (sent / dist.get_world_size() / period).tolist()
@@ -101,7 +102,7 @@ def measure_all_reduce(bits_per_second: float | None) -> float:
     """Return the bits per second that an all-reduce moves from each rank. Collective.
 
     Args:
-        bits_per_second: what the link should give; None: as much as there is.
+        bits_per_second: the rate of the link; None: no cap.
     """
     least, most = _LINK_BYTES
     wanted = math.inf if bits_per_second is None else bits_per_second / 8 * _LINK_SECONDS
@@ -112,7 +113,7 @@ def measure_all_reduce(bits_per_second: float | None) -> float:
         dist.barrier()
         started = time.perf_counter()
         dist.all_reduce(payload)
-        fastest = min(fastest, slowest(time.perf_counter() - started))
+        fastest = min(fastest, largest(time.perf_counter() - started))
     return 32 * payload.numel() * share / fastest
 
 

@@ -46,7 +46,7 @@ def steps_until(loss: float, curve: Sequence[Point]) -> float | None:
         return None
     last = curve[below]
     if not below:
-        return float(last.step)
+        return float(last.round)
     first = curve[below - 1]
     share = (first.loss - loss) / (first.loss - last.loss)
-    return first.step + share * (last.step - first.step)
+    return first.round + share * (last.round - first.round)

@@ -1,7 +1,7 @@
-"""What ranks tell the launcher while they run: one JSON object per line, in a file of its own.
+"""Reports of ranks to the launcher while they run: one JSON object per line, in a file of its own.
 
 Standard streams would not do, since anything may print to them. Every event has the name of its
-kind in ``"event"``; :func:`telling` makes those of kind ``process`` and ``error`` itself.
+kind in ``"event"``; :func:`reporting` makes those of kind ``process`` and ``error`` itself.
 """
 
 import json
@@ -13,24 +13,26 @@ from pathlib import Path
 from typing import Any
 
 _POLL_SECONDS = 0.1
+_FILE = "events.jsonl"
 
 Event = dict[str, Any]
-"""One thing a worker told; ``training.train`` lists most of them."""
+Report = Callable[[Event], None]
 
 
 class StalledError(RuntimeError):
-    """The processes run on, but nothing has been heard of them for too long."""
+    """The processes run on, but there has been no event for too long."""
 
 
 class EventReader:
-    """Reads what the workers write to ``path``, as they write it."""
+    """Reads the events of the workers as they are written, from a file in ``folder``."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, folder: Path) -> None:
+        path = folder / _FILE
         path.touch()
         self._file = path.open()
 
     def new_events(self) -> Iterator[Event]:
-        """Yield what the workers told since the last call."""
+        """Yield the events since the last call."""
         while True:
             start = self._file.tell()
             line = self._file.readline()
@@ -40,7 +42,7 @@ class EventReader:
             yield json.loads(line)
 
     def follow(self, is_running: Callable[[], bool], stall_timeout: float) -> Iterator[Event]:
-        """Yield events as they are told, until the processes have ended and all is read.
+        """Yield events until the processes have ended and all is read.
 
         Raises:
             StalledError: no event for ``stall_timeout`` seconds.
@@ -48,7 +50,7 @@ class EventReader:
         last_heard = time.monotonic()
         running = True
         while running:
-            # Asked before reading: whatever was written before the end is read after it.
+            # Asked before reading: an event that was written before the end is read after it.
             running = is_running()
             for event in self.new_events():
                 last_heard = time.monotonic()
@@ -63,19 +65,23 @@ class EventReader:
 
 
 @contextmanager
-def telling(path: Path) -> Iterator[Callable[[Event], None]]:
-    """Give a worker the function that tells an event; an exception is told and raised again."""
-    # Line-buffered appends: the lines of several ranks interleave, but never tear.
-    with path.open("a", buffering=1) as events:
+def reporting(folder: Path) -> Iterator[Report]:
+    """Return the function that reports an event; report an exception and raise it again.
 
-        def tell(event: Event) -> None:
+    Ranks other than 0 report nothing else.
+    """
+    rank = int(os.environ["RANK"])
+    # Line-buffered appends: the lines of several ranks interleave, but never tear.
+    with (folder / _FILE).open("a", buffering=1) as events:
+
+        def write(event: Event) -> None:
             events.write(json.dumps(event) + "\n")
 
-        tell({"event": "process", "pid": os.getpid()})
+        write({"event": "process", "rank": rank, "pid": os.getpid()})
         try:
-            yield tell
+            yield write if rank == 0 else lambda event: None
         except Exception as error:
             first_line = str(error).strip().split("\n")[0]
             reason = f"{type(error).__name__}: {first_line}"
-            tell({"event": "error", "rank": int(os.environ["RANK"]), "reason": reason})
+            write({"event": "error", "rank": rank, "reason": reason})
             raise

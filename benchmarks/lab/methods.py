@@ -1,19 +1,19 @@
-"""What can be compared: pairs of *what crosses the wire* and *which optimizer uses what arrives*.
+"""What can be compared: pairs of a communication method and an optimizer.
 
 Neither half can be judged alone. Top-k with error feedback works under SGD and ruins Adam, whose
-second moment turns rare pulses into tiny steps; the same top-k of what Adam makes of each rank's
-gradient is among the best. So a method is a pair, written ::
+second moment turns rare pulses into tiny steps; the same top-k of each rank's Adam update is among
+the best. So a method is a pair, written ::
 
-    <crossing>[:option=value...][+<optimizer>[:option=value...]]
+    <communication>[:option=value...][+<optimizer>[:option=value...]]
 
-for instance ``all_reduce``, ``powersgd:rank=2`` or ``sign+local_variance_adam``. The
-optimizer is ``adamw`` unless named, and an optimizer named alone (``safl``) crosses in the way that
-it was published with. Underscores do not matter: ``fetchsgd`` is ``fetch_sgd``.
+for instance ``all_reduce``, ``powersgd:rank=2`` or ``sign+local_variance_adam``. The optimizer is
+``adamw`` unless named, and an optimizer named alone (``safl``) uses its published exchange.
+Underscores do not matter: ``fetchsgd`` is ``fetch_sgd``.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,127 +21,229 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.lab.crossings import (
-    CROSSINGS,
+from benchmarks.lab.communication import (
+    COMMUNICATION,
     Options,
+    Traffic,
     build_exchange,
     stats_traffic,
 )
 from benchmarks.lab.model import GPT
-from benchmarks.lab.optimizers import OPTIMIZERS, Kind, Named, Trainer
+from benchmarks.lab.optimizers import NOTES, exchange_of, needs_of
 from benchmarks.lab.runs import BASELINE, CONTROL, Settings
+from benchmarks.lab.training import Client, Closure, NamedParameters
 from comm_hooks import Exchange, Identity, skip_hook
 from comm_hooks.collectives import Simulated, Transport
-from comm_hooks.config import COMPRESSORS, unknown
+from comm_hooks.config import COMPRESSORS, check_options, parse_spec, unknown
+from comm_hooks.optim import SAFL, LocalRounds, ZeroOneAdam
+from comm_hooks.optim.registry import OPTIMIZERS, Defaults, OptimizerEntry, lookup
+
+
+@dataclass
+class Stepper:
+    """Takes the steps of one rank, and counts them.
+
+    Args:
+        optimizer: takes a step by a closure.
+        parameters: of the model.
+        traffic: the bytes (sent, received) in the first steps, given their number.
+        average: averages gradients after the backward pass, where no hook of DDP does.
+        clip_norm: to which gradients are clipped before the step: the mean where gradients are
+            averaged, else each rank's own; None for no clipping.
+    """
+
+    optimizer: Any
+    parameters: list[nn.Parameter]
+    traffic: Traffic
+    average: Callable[[], None] | None = None
+    clip_norm: float | None = None
+    taken: int = 0
+
+    def step(self, closure: Closure) -> Any:
+        """Compute gradients, average and clip them, and take the step."""
+        self.taken += 1
+        if self.average is None and self.clip_norm is None:
+            return self.optimizer.step(closure)
+        loss = closure()
+        if self.average is not None:
+            self.average()
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        self.optimizer.step()
+        return loss
+
+    def stats(self) -> dict[str, int]:
+        """Return the bytes that this rank has sent and received."""
+        sent, received = self.traffic(self.taken)
+        return {"bytes_sent": sent, "bytes_received": received}
 
 
 @dataclass(frozen=True)
-class Method:
-    """A parsed and checked method: the pair, with the options of each half."""
+class Pair:
+    """A parsed and checked method: a communication method and an optimizer, with their options."""
 
     spec: str
-    crossing: str
-    crossing_options: Options
+    communication: str
+    communication_options: Options
     optimizer: str
     optimizer_options: Options
 
     @property
+    def entry(self) -> OptimizerEntry:
+        """The optimizer in the registry."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
     def note(self) -> str:
         """One line on what the figures alone do not tell."""
-        if self.crossing in COMPRESSORS:
-            exchange = build_exchange(self.crossing, self.crossing_options, seed=0)
-            crossing = f"{exchange.compressor}, {exchange.memory or 'no error feedback'}"
+        note = NOTES.get(self.optimizer, "")
+        if self.entry.averages == "own":
+            return note
+        if self.communication in COMPRESSORS:
+            exchange = build_exchange(self.communication, self.communication_options, seed=0)
+            communication = f"{exchange.compressor}, {exchange.memory or 'no error feedback'}"
         else:
-            crossing = CROSSINGS[self.crossing].note
-        entry = OPTIMIZERS[self.optimizer]
-        if entry.makes_exchange:
-            return entry.note
-        return f"{crossing}; {entry.note}" if entry.note else crossing
+            communication = COMMUNICATION[self.communication].note
+        return f"{communication}; {note}" if note else communication
+
+    def build(
+        self,
+        named: NamedParameters,
+        settings: Settings,
+        exchange: Exchange | None = None,
+        transport: Transport | None = None,
+    ) -> Any:
+        """Return the optimizer, with the settings of a comparison unless it has its own."""
+        defaults = Defaults(
+            settings.learning_rate,
+            settings.betas,
+            settings.weight_decay,
+            settings.steps,
+            settings.warmup,
+        )
+        own = {"transport": transport} if self.entry.averages == "own" else {}
+        given = exchange if self.entry.averages == "exchange" else None
+        options = {**self.optimizer_options, **own}
+        return self.entry.build(named, given, defaults=defaults, **options)
 
     def check(self, settings: Settings) -> None:
         """Raise ``ValueError`` if the method cannot train with these settings."""
-        entry = OPTIMIZERS[self.optimizer]
-        exchange = (
-            build_exchange(self.crossing, self.crossing_options, 0) if entry.crossing else None
-        )
-        if entry.makes_exchange:
+        if self.entry.averages == "own":
             # Whether it can meet its budget depends on the model.
             with torch.device("meta"):
                 model = GPT(settings.model)
-            transport = Simulated(settings.nproc)[0]
-            entry.build(model.named_parameters(), transport, settings, self.optimizer_options)
+            self.build(list(model.named_parameters()), settings, None, Simulated(settings.nproc)[0])
             return
         # As many parameters as the fewest-layered model has, so that it can be cut into fragments,
         # half of them matrices.
         shapes = [(1, 1), (1,)] * 6 * settings.model.layers
         named = [(str(i), nn.Parameter(torch.ones(shape))) for i, shape in enumerate(shapes)]
-        entry.build(named, exchange, settings, self.optimizer_options)
-
-    @property
-    def exchanges_itself(self) -> bool:
-        """Whether the optimizer owns the exchange; otherwise gradients are averaged before."""
-        return OPTIMIZERS[self.optimizer].exchanges
+        exchange = None
+        if self.entry.averages == "exchange":
+            exchange = build_exchange(self.communication, self.communication_options, 0)
+        self.build(named, settings, exchange)
 
     @property
     def needs_ddp(self) -> bool:
-        """Whether gradients cross by a hook that only DDP can run."""
-        return self.crossing not in (*COMPRESSORS, BASELINE, CONTROL)
+        """Whether gradients are exchanged by a hook that only DDP can run."""
+        return self.communication not in (*COMPRESSORS, BASELINE, CONTROL)
 
     def attach(
-        self, named: Named, settings: Settings, transport: Transport
-    ) -> tuple[Any, Exchange]:
-        """Return the optimizer and the exchange, without DDP: for ranks of any transport.
-
-        Unless the optimizer :attr:`exchanges_itself`, whoever trains averages gradients with the
-        exchange, which for ``all_reduce`` and ``none`` sends what it is given.
+        self,
+        named: NamedParameters,
+        settings: Settings,
+        transport: Transport,
+        clip_norm: float | None = None,
+    ) -> Client:
+        """Return a rank's part of the method without DDP: for ranks of any transport.
 
         Args:
             named: the model's parameters.
-            settings: what the method shares with the others.
-            transport: what connects the ranks.
+            settings: shared with the other methods.
+            transport: joins the ranks.
+            clip_norm: see :class:`Stepper`.
 
         Raises:
-            ValueError: for what crosses by a hook that only DDP can run.
+            ValueError: for a hook that only DDP can run.
         """
-        entry = OPTIMIZERS[self.optimizer]
-        if entry.makes_exchange:
-            optimizer = entry.build(named, transport, settings, self.optimizer_options)
-            return optimizer, optimizer.exchange
-        if self.crossing in COMPRESSORS:
+        parameters = [p for _, p in named]
+        exchanges = self.entry.averages != "before"
+        if self.needs_ddp:
+            raise ValueError(f"method {self.spec!r}: {self.communication} needs DDP")
+        if self.communication in COMPRESSORS:
             exchange = build_exchange(
-                self.crossing, self.crossing_options, settings.seed, transport=transport
+                self.communication, self.communication_options, settings.seed, transport
             )
-        elif self.needs_ddp:
-            raise ValueError(f"method {self.spec!r}: {self.crossing} needs DDP")
         else:
             exchange = Exchange(Identity(), transport=transport)
-        own = exchange if entry.crossing else None
-        return entry.build(named, own, settings, self.optimizer_options), exchange
+        optimizer = self.build(named, settings, exchange, transport)
+        if self.entry.averages == "own":
+            exchange = optimizer.exchange
 
-    def connect(self, model: nn.Module, settings: Settings, **ddp_arguments: Any) -> Trainer:
-        """Wrap ``model`` for training with this method. Collective: every rank must call it.
+        def average() -> None:
+            gradients = {str(i): p.grad for i, p in enumerate(parameters) if p.grad is not None}
+            exchange.average_(gradients, compress=self.communication != BASELINE)
+
+        alone = self.communication == CONTROL
+        stepper = Stepper(
+            optimizer,
+            parameters,
+            stats_traffic(exchange.stats),
+            average=None if alone or exchanges else average,
+            clip_norm=clip_norm,
+        )
+        return _client(stepper, agrees=exchanges or not alone)
+
+    def connect(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        clip_norm: float | None = None,
+        **ddp_arguments: Any,
+    ) -> Client:
+        """Return a rank's part of the method, with the model under DDP. Collective.
 
         Args:
-            model: what to train.
-            settings: what the method shares with the others.
+            model: the model to train.
+            settings: shared with the other methods.
+            clip_norm: see :class:`Stepper`.
             ddp_arguments: for ``DistributedDataParallel``, in place of the method's own.
         """
-        crossing, entry = CROSSINGS[self.crossing], OPTIMIZERS[self.optimizer]
-        ddp = DistributedDataParallel(model, **{**crossing.ddp_arguments, **ddp_arguments})
+        communication = COMMUNICATION[self.communication]
+        ddp = DistributedDataParallel(model, **{**communication.ddp_arguments, **ddp_arguments})
         named = list(model.named_parameters())
-        if not self.exchanges_itself:
-            traffic = crossing.connect(ddp, self.crossing_options, settings.seed)
-            return Trainer(ddp, entry.build(named, None, settings, self.optimizer_options), traffic)
-        ddp.register_comm_hook(None, skip_hook)
-        if entry.makes_exchange:
-            optimizer = entry.build(named, None, settings, self.optimizer_options)
-            return Trainer(ddp, optimizer, stats_traffic(optimizer.exchange.stats))
-        exchange = build_exchange(self.crossing, self.crossing_options, settings.seed)
-        optimizer = entry.build(named, exchange, settings, self.optimizer_options)
-        return Trainer(ddp, optimizer, stats_traffic(exchange.stats))
+        exchanges, exchange = self.entry.averages != "before", None
+        if not exchanges:
+            traffic = communication.connect(ddp, self.communication_options, settings.seed)
+        else:
+            ddp.register_comm_hook(None, skip_hook)
+        if self.entry.averages == "exchange":
+            exchange = build_exchange(self.communication, self.communication_options, settings.seed)
+        optimizer = self.build(named, settings, exchange)
+        if exchanges:
+            traffic = stats_traffic((exchange or optimizer.exchange).stats)
+        stepper = Stepper(optimizer, [p for _, p in named], traffic, clip_norm=clip_norm)
+        return _client(stepper, agrees=self.communication != CONTROL or exchanges, model=ddp)
 
 
-def parse_methods(specs: str) -> list[Method]:
+def _client(stepper: Stepper, *, agrees: bool, model: nn.Module | None = None) -> Client:
+    optimizer = stepper.optimizer
+    # Of the two optimizers of SAFL the server's is the adaptive one.
+    scheduled = optimizer.server if isinstance(optimizer, SAFL) else optimizer
+    rounds = optimizer if isinstance(optimizer, LocalRounds) else None
+    waits = isinstance(optimizer, LocalRounds | ZeroOneAdam)
+    finish = optimizer.synchronize if waits else None
+    return Client(stepper, stepper, scheduled, agrees, rounds, finish, model)
+
+
+def period_of(client: Client) -> int:
+    """Return the steps from one exchange of a method to the next."""
+    assert isinstance(client.steps, Stepper)
+    period: int = getattr(client.steps.optimizer, "local_steps", 1)
+    return period
+
+
+def parse_methods(specs: str) -> list[Pair]:
     """Parse a comma-separated list of methods.
 
     Raises:
@@ -155,100 +257,69 @@ def parse_methods(specs: str) -> list[Method]:
     return methods
 
 
-def parse_method(spec: str) -> Method:
+def parse_method(spec: str) -> Pair:
     """Parse one method; see :func:`parse_methods`."""
     # A "+" before a name joins the halves; one inside a number (1e+3) does not.
-    first, *rest = re.split(r"\+(?=[A-Za-z_])", spec)
-    if len(rest) > 1:
+    first, *others = re.split(r"\+(?=[A-Za-z_])", spec)
+    if len(others) > 1:
         raise ValueError(f"method {spec!r}: at most one optimizer may follow the '+'")
-    crossing, given = _parse_half(first)
-    optimizer, optimizer_given = _parse_half(rest[0]) if rest else ("adamw", {})
-    if not rest and _known(crossing, CROSSINGS) is None and _known(crossing, OPTIMIZERS):
-        optimizer, optimizer_given, given = crossing, given, {}
-        alone = OPTIMIZERS[_known(optimizer, OPTIMIZERS) or ""]
-        crossing = alone.crossing or (CONTROL if alone.makes_exchange else BASELINE)
-    crossing = _find("method", crossing, CROSSINGS, {**CROSSINGS, **OPTIMIZERS})
-    optimizer = _find("optimizer", optimizer, OPTIMIZERS, OPTIMIZERS)
-    entry = OPTIMIZERS[optimizer]
-    if entry.makes_exchange and rest:
+    name, given = parse_spec(first, "method")
+    optimizer, own = parse_spec(others[0], "optimizer") if others else ("adamw", {})
+    if not others and _known(name) is None and lookup(name):
+        optimizer, own, name, given = name, given, "", {}
+    entry = lookup(optimizer)
+    if entry is None:
+        raise ValueError(unknown("optimizer", optimizer, OPTIMIZERS))
+    communication = _known(name) if name else _default(entry)
+    if communication is None:
+        raise ValueError(unknown("method", name, {**COMMUNICATION, **OPTIMIZERS}))
+    if entry.averages == "own" and others:
         raise ValueError(
-            f"method {spec!r}: {optimizer} chooses how it exchanges: name it without a '+'"
+            f"method {spec!r}: {entry.name} chooses how it exchanges: name it without a '+'"
         )
-    if entry.crossing and crossing not in COMPRESSORS:
+    if entry.averages == "exchange" and communication not in COMPRESSORS:
         raise ValueError(
-            f"method {spec!r}: {optimizer} exchanges by itself and needs a compressor before the "
+            f"method {spec!r}: {entry.name} exchanges by itself and needs a compressor before the "
             f"'+': {', '.join(COMPRESSORS)}"
         )
-    pair_crossing, pair_optimizer = _PAIRS.get((crossing, optimizer), ({}, {}))
-    own = entry.crossing_options if crossing == entry.crossing else {}
-    needed = {**entry.needs, **own, **pair_crossing}
-    options = {**CROSSINGS[crossing].defaults, **needed, **given}
-    if crossing in COMPRESSORS:
-        build_exchange(crossing, options, seed=0)  # raises ValueError in the core's own words
+    needed, usual = _PAIRS.get((communication, entry.name), ({}, {}))
+    options = {**COMMUNICATION[communication].defaults, **needed, **given}
+    if entry.averages == "exchange":
+        published, settings = exchange_of(entry)
+        options = {**(settings if communication == published else needs_of(entry)), **options}
+    if communication in COMPRESSORS:
+        build_exchange(communication, options, seed=0)  # raises ValueError
     else:
-        _check_options(crossing, options, dict.fromkeys(CROSSINGS[crossing].defaults, int))
-    optimizer_options = {**pair_optimizer, **optimizer_given}
-    _check_options(optimizer, optimizer_options, entry.options)
-    return Method(spec, crossing, options, optimizer, optimizer_options)
+        check_options(communication, options, COMMUNICATION[communication].defaults)
+        for key, value in options.items():
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{communication}:{key} must be a positive integer, got {value!r}")
+    own = {**usual, **own}
+    if "bits" in own:
+        own["bits_per_parameter"] = own.pop("bits")
+    if own.pop("muon", False):
+        own["inner"] = "muon"
+    rate = own.get("lr", 1.0)
+    entry.check(own)
+    if not 0 < rate < math.inf:
+        raise ValueError(f"{entry.name}:lr must be positive, got {rate!r}")
+    return Pair(spec, communication, options, entry.name, own)
 
 
-def _parse_half(text: str) -> tuple[str, Options]:
-    name, *settings = text.split(":")
-    options: Options = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not (key and equals and value):
-            raise ValueError(f"{text!r}: options are written {name}:option=value")
-        options[key] = _parse_value(value)
-    return name, options
+def _default(entry: OptimizerEntry) -> str:
+    """Return the communication method of an optimizer that is named alone."""
+    if entry.averages == "exchange":
+        return exchange_of(entry)[0]
+    return CONTROL if entry.averages == "own" else BASELINE
 
 
-def _parse_value(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    numerator, slash, denominator = text.partition("/")
-    try:
-        if slash:
-            return float(numerator) / float(denominator)
-        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-    except (ValueError, ZeroDivisionError):
-        return text
+def _known(name: str) -> str | None:
+    """Return a communication method by its name, whatever its underscores."""
+    plain = name.replace("_", "")
+    return next((known for known in COMMUNICATION if known.replace("_", "") == plain), None)
 
 
-def _known(name: str, known: Mapping[str, object]) -> str | None:
-    """Return the name as it is known, whatever its underscores."""
-    return next((k for k in known if k.replace("_", "") == name.replace("_", "")), None)
-
-
-def _find(kind: str, name: str, known: Mapping[str, object], listed: Mapping[str, object]) -> str:
-    found = _known(name, known) if name else None
-    if found is None:
-        raise ValueError(unknown(kind, name, listed))
-    return found
-
-
-def _check_name(kind: str, name: str, known: Mapping[str, object]) -> None:
-    if name not in known:
-        raise ValueError(unknown(kind, name, known))
-
-
-def _check_options(owner: str, options: Options, kinds: Mapping[str, Kind]) -> None:
-    for name, value in options.items():
-        if not kinds:
-            raise ValueError(f"{owner} takes no options, got {name!r}")
-        _check_name(f"option of {owner}", name, kinds)
-        kind = kinds[name]
-        if kind is bool:
-            fits, wanted = isinstance(value, bool), "true or false"
-        else:
-            # type() and not isinstance(): True is an instance of int.
-            fits = type(value) in (int, kind) and 0 < value < math.inf
-            wanted = f"a positive {kind.__name__}"
-        if not fits:
-            raise ValueError(f"{owner}:{name} must be {wanted}, got {value!r}")
-
-
-# What a pair needs beyond the defaults of its halves: (crossing options, optimizer options).
+# Settings of a pair beyond the defaults of its halves: of communication, of the optimizer.
 _PAIRS: Mapping[tuple[str, str], tuple[Options, Options]] = {
     # Entries compete for being among the largest, which is fair only in units of √v.
     ("topk", "compressed_adam"): ({"value_bits": 1}, {"scaled": True}),

@@ -3,7 +3,7 @@
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
@@ -11,13 +11,13 @@ def rebuild(kind: Any, value: Any, where: str = "") -> Any:
     """Return ``value`` as a ``kind``, checked in all depth.
 
     Args:
-        kind: a dataclass, int, float, str, ``list[...]``, ``tuple[...]``, ``dict[str, ...]``, or a
-            union: None where it allows that, else its first member.  Integers pass for floats,
+        kind: a dataclass, Any, int, float, str, ``list[...]``, ``tuple[...]``, ``dict[str, ...]``,
+            or a union: None where it allows that, else its first member. Integers pass for floats,
             booleans for nothing.
-        value: what :func:`json.loads` returned.
-        where: what to call it in messages, for instance ``settings``.
+        value: a result of :func:`json.loads`.
+        where: its name in messages, for instance ``settings``.
 
-    Fields of a dataclass that are None by default may be missing.
+    Fields of a dataclass that have a default may be missing.
 
     Raises:
         ValueError: for any other field that is missing, or not known, a type that does not fit, or
@@ -32,6 +32,8 @@ def rebuild(kind: Any, value: Any, where: str = "") -> Any:
         Traceback (most recent call last):
         ValueError: settings.steps must be an integer, got 'many'
     """
+    if kind is Any:
+        return value
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         absent = value is None and type(None) in arguments
@@ -54,8 +56,11 @@ def rebuild(kind: Any, value: Any, where: str = "") -> Any:
 
 
 def _rebuild_dataclass(kind: Any, values: Mapping[str, Any], where: str) -> Any:
-    known = {each.name: each.default for each in fields(kind)}
-    if missing := [n for n, default in known.items() if n not in values and default is not None]:
+    known = {
+        each.name: each.default is MISSING and each.default_factory is MISSING
+        for each in fields(kind)
+    }
+    if missing := [n for n, needed in known.items() if needed and n not in values]:
         raise ValueError(f"{_at(where, missing[0])} is missing")
     if strange := [name for name in values if name not in known]:
         raise ValueError(f"{_at(where, strange[0])} is not known")

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogFormatter, MaxNLocator, NullFormatter
 
-from benchmarks.lab.outcomes import Outcome, Point
-from benchmarks.lab.runs import BASELINE, CONTROL, Run
-from benchmarks.lab.tables import format_bytes
+from benchmarks.lab.outcomes import Outcome
+from benchmarks.lab.runs import BASELINE, CONTROL, Point, Run
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, without black, which is for
 # what the others are measured by, and without yellow, which is hard to see on white; and two of
@@ -152,6 +151,35 @@ def draw_curves(
     draw(mean, label=label, **{"linewidth": 1.8, **look})
 
 
+def draw_sections(
+    outcomes: Sequence[Outcome],
+    section: Callable[[Outcome], object],
+    label: str,
+    y: Callable[[Point], float],
+    path: Path,
+) -> Path:
+    """Write the mean curves of outcomes against rounds, a panel for each section; return the path.
+
+    Args:
+        outcomes: the methods.
+        section: a value that all methods of a panel share.
+        label: of the y axis.
+        y: of a point.
+        path: of the plot.
+    """
+    sections = list(dict.fromkeys(str(section(outcome)) for outcome in outcomes))
+    names = list(dict.fromkeys(outcome.name for outcome in outcomes))
+    figure, panels = new_figure(len(sections), width=3.2)
+    for axes, title in zip(panels, sections, strict=True):
+        for outcome in outcomes:
+            if str(section(outcome)) == title:
+                draw_curves(axes, outcome, outcome.name, style(names.index(outcome.name)), y=y)
+        axes.set_title(title, fontsize="medium")
+        count_rounds(axes)
+    panels[0].set_ylabel(label)
+    return save(figure, path)
+
+
 def draw_ends(
     axes: Axes, ends: Iterable[tuple[float, Sequence[float]]], label: str, look: Style
 ) -> None:
@@ -176,20 +204,6 @@ def count_rounds(axes: Axes, what: str = "round") -> None:
     """Let the x axis count rounds."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(what)
-
-
-def count_bytes(axes: Axes, text: str = "bytes sent per client and round") -> None:
-    """Let the x axis count bytes on a logarithmic scale."""
-    axes.set_xscale("log")
-    write_numbers(axes.xaxis, format_bytes)
-    axes.set_xlabel(text)
-
-
-def count_percent(axes: Axes) -> None:
-    """Let the y axis count percent on a logarithmic scale."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    write_numbers(axes.yaxis)
 
 
 def write_numbers(axis: Axis, write: Callable[[float], str] = "{:g}".format) -> None:

@@ -1,10 +1,11 @@
-"""Start ranks in processes of their own, watch them, and never leave one behind.
+"""The executor with real processes: starts a process per rank, watches them, and ends all of them.
 
 Each method gets processes of its own, so that one which crashes or hangs costs its own row of the
 table and nothing else.
 """
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +23,46 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.lab.events import Event, EventReader, StalledError
-from benchmarks.lab.methods import Method
-from benchmarks.lab.runs import Figures, Point, Run, Settings
+from benchmarks.lab.methods import Pair
+from benchmarks.lab.runs import Figures, Point, Run, RunSpec, Settings
 from benchmarks.netns import NetnsError, Testbed
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+PYTHON = (sys.executable,)
+"""Starts Python for the ranks."""
 
 _GRACE_SECONDS = 5.0
+_EXCEPTION = re.compile(r"([\w.]*(?:Error|Exception)\b.*)")
+
+Watch = Callable[[Event], None]
+Start = Callable[..., "subprocess.Popen[bytes]"]
+"""Starts a command for a rank, with options of ``Popen``."""
+
+
+def new_run(pair: Pair, settings: Settings) -> Run:
+    """Return the record of a run that has not begun."""
+    labels = json.loads(json.dumps(asdict(settings)))
+    seed, lr = labels.pop("seed"), labels.pop("learning_rate")
+    return Run(RunSpec(pair.spec, labels, {"lr": lr}, seed), note=pair.note)
 
 
 def run_method(
-    method: Method,
-    settings: Settings,
-    corpus: Path,
-    log: Path,
-    watch: Callable[[Event], None],
-    *,
-    timeout: float,
+    pair: Pair, settings: Settings, corpus: Path, log: Path, watch: Watch, *, timeout: float
 ) -> Run:
-    """Train with ``method`` in ``settings.nproc`` processes and return the record.
+    """Train with a method in ``settings.nproc`` processes and return the record.
 
     Args:
-        method: what to run.
-        settings: what it shares with the other methods.
+        pair: the method.
+        settings: shared with the other methods.
         corpus: the file with the text.
-        log: where the output of the processes goes.
+        log: takes the output of the processes.
         watch: called with each event as it happens.
         timeout: seconds without any event after which the run counts as hung.
 
     Returns:
         The record, with ``failure`` set if the run crashed, hung or diverged.
     """
-    run = Run(method.spec, method.note, settings)
-    arguments = {"method": method.spec, "settings": settings.to_json(), "corpus": str(corpus)}
-    with _torchrun(settings.nproc, log, arguments) as job:
+    run = new_run(pair, settings)
+    with started("benchmarks.lab.worker", pair, settings, corpus, log) as job:
         failure = job.observe(run, watch, timeout=timeout)
     if run.figures is None:
         run.failure = failure
@@ -64,117 +71,121 @@ def run_method(
 
 @dataclass
 class Job:
-    """The processes of a method: one torchrun, or one for each rank.
-
-    Args:
-        processes: that were started.
-        logs: where the output of each goes.
-        events: what the ranks tell.
-    """
+    """The processes of a method, one for each rank."""
 
     processes: "list[subprocess.Popen[bytes]]"
-    logs: list[Path]
+    log: Path
     events: EventReader
-    workers: list[int] = field(default_factory=list)  # process ids of the ranks
 
     def is_running(self) -> bool:
-        """Tell whether to wait for more: none has failed and not all have ended."""
+        """Return whether to wait for more: none has failed and not all have ended."""
         codes = [process.poll() for process in self.processes]
         return None in codes and not any(codes)
 
     def observe(
-        self,
-        run: Run,
-        watch: Callable[[Event], None],
-        *,
-        timeout: float,
-        also: Callable[[Event], None] = lambda event: None,
+        self, run: Run, watch: Watch, *, timeout: float, also: Watch = lambda event: None
     ) -> str:
-        """Put what the ranks tell into the record until they have ended; return why they failed.
+        """Put the events of the ranks into the record until they have ended; return the failure.
 
         Args:
             run: the record.
             watch: called with each event as it happens.
-            timeout: seconds without any event after which they count as hung.
+            timeout: seconds without any event after which the ranks count as hung.
             also: called with each event before that, to do what it asks for.
         """
-        told: dict[int, str] = {}  # what each rank that failed said, first things first
+        reasons: dict[int, str] = {}  # of each rank that reported a failure, in their order
         try:
             for event in self.events.follow(self.is_running, timeout):
                 values = {key: value for key, value in event.items() if key != "event"}
-                if event["event"] == "process":
-                    self.workers.append(values["pid"])
-                elif event["event"] == "point":
+                if event["event"] == "point":
                     run.curve.append(Point(**values))
                 elif event["event"] == "figures":
                     run.figures = Figures(**values)
                 elif event["event"] == "error":
-                    told[values["rank"]] = values["reason"]
+                    reasons[values["rank"]] = values["reason"]
                 also(event)
                 watch(event)
         except StalledError as error:
             return str(error)
-        # Those that failed first: others are about to complain of closed connections.
-        failed = [
-            log for process, log in zip(self.processes, self.logs, strict=True) if process.poll()
-        ]
-        outputs = [log.read_text(errors="replace") for log in failed or self.logs]
-        return cause_of_failure(told, next(filter(find_killed_rank, outputs), outputs[0]))
-
-
-def worker_command(package: str, arguments: Mapping[str, str]) -> list[str]:
-    """Return the end of a command line that runs a package's worker with these options."""
-    options = [f"--{name}={value}" for name, value in arguments.items()]
-    return ["-m", f"benchmarks.{package}.worker", *options]
+        codes = {rank: process.poll() or 0 for rank, process in enumerate(self.processes)}
+        return cause_of_failure(reasons, codes, self.log.read_text(errors="replace"))
 
 
 @contextlib.contextmanager
-def _torchrun(nproc: int, log: Path, arguments: Mapping[str, str]) -> Iterator[Job]:
-    """Start torchrun and its workers; on leaving, all are gone, whatever happens in between."""
+def started(
+    module: str,
+    pair: Pair,
+    settings: Settings,
+    corpus: Path,
+    log: Path,
+    start: Start | None = None,
+    **arguments: object,
+) -> Iterator[Job]:
+    """Start a worker for each rank; on leaving, all are gone, whatever happens in between.
+
+    Args:
+        module: of the worker.
+        pair, settings, corpus, log: see :func:`run_method`.
+        start: starts a process; by default on this machine.
+        arguments: more options of the worker.
+    """
     with tempfile.TemporaryDirectory(prefix="comm-hooks-") as scratch, log.open("wb") as output:
-        path = Path(scratch, "events.jsonl")
-        options = ["--standalone", "--nproc-per-node", str(nproc), "--log-dir", scratch]
-        arguments = {**arguments, "events": str(path)}
-        with contextlib.closing(EventReader(path)) as events:
-            torchrun = subprocess.Popen(
-                [*TORCHRUN, *options, *worker_command("lab", arguments)],
-                env=_environment(nproc),
-                stdin=subprocess.PIPE,  # the workers' sign that we live
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is ours to handle, not torchrun's
-            )
-            job = Job([torchrun], [log], events)
+        line = json.dumps(asdict(settings))
+        options = {"method": pair.spec, "settings": line, "corpus": corpus, "folder": scratch}
+        options |= {name.replace("_", "-"): value for name, value in arguments.items()}
+        command = [*PYTHON, "-m", module, *(f"--{key}={each}" for key, each in options.items())]
+        with contextlib.closing(EventReader(Path(scratch))) as events:
+            job = Job([], log, events)
             try:
+                for rank in range(settings.nproc):
+                    process = (start or _start_here(settings.nproc))(
+                        rank,
+                        command,
+                        bufsize=0,
+                        stdin=subprocess.PIPE,  # its end tells the worker that we are gone
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                    job.processes.append(process)
                 yield job
             finally:
-                _stop(torchrun, job.workers)
+                _stop(job.processes)
 
 
-def _stop(torchrun: "subprocess.Popen[bytes]", workers: list[int]) -> None:
-    """End all processes: ask torchrun, which ends its workers; kill what does not listen."""
-    assert torchrun.stdin is not None
-    torchrun.stdin.close()
-    torchrun.terminate()
+def _start_here(ranks: int) -> Start:
+    # Left alone, gloo looks up the host's own name, which fails or takes seconds on machines whose
+    # name does not resolve.
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    environment = {**os.environ, "OMP_NUM_THREADS": threads_per_rank(ranks)}
+    if loopback:
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+
+    def start(rank: int, command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
+        own = {**environment, "RANK": str(rank)}
+        # In a session of its own: Ctrl-C is the launcher's to handle.
+        return subprocess.Popen(command, env=own, start_new_session=True, **options)
+
+    return start
+
+
+def _stop(processes: "list[subprocess.Popen[bytes]]") -> None:
+    """End all processes: first ask them, then kill those that do not answer."""
     try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            torchrun.wait(_GRACE_SECONDS)
-    finally:
-        if torchrun.poll() is None:
-            # Workers first: they have sessions of their own, so the end of torchrun would set them
-            # free, and as long as it lives their process ids cannot belong to anyone else. It ends
-            # by itself when they have.
-            for pid in workers:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.terminate()
+        for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                torchrun.wait(_GRACE_SECONDS)
-            torchrun.kill()
-            torchrun.wait()
+                process.wait(_GRACE_SECONDS)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
-def lines_from_bed(ranks: int, rate: str, module: str, *arguments: object) -> Iterator[str]:
-    """Run a module, found as from here, once per rank on capped links; yield what rank 0 prints.
+def lines_from_testbed(ranks: int, rate: str, module: str, *arguments: object) -> Iterator[str]:
+    """Run a module's ``worker`` once per rank on capped links; yield the lines of rank 0.
 
     Raises:
         NetnsError: where there can be no such network, and if a rank failed.
@@ -191,12 +202,12 @@ def lines_from_bed(ranks: int, rate: str, module: str, *arguments: object) -> It
 
 
 def spawn_ranks(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return what ``work(*arguments)`` returns on each rank, in processes joined by gloo.
+    """Return the results of ``work(*arguments)`` on each rank, in processes joined by gloo.
 
     Args:
         ranks: how many.
         work: a function of a module; returns tensors, numbers, and lists and dicts of them.
-        arguments: what can be pickled.
+        arguments: are pickled.
     """
     with tempfile.TemporaryDirectory() as folder:
         spawn(_serve, (ranks, folder, work, arguments), nprocs=ranks)
@@ -222,49 +233,31 @@ def available_cores() -> int:
 
 
 def threads_per_rank(nproc: int) -> str:
-    """Return the ``OMP_NUM_THREADS`` that the workers get: the user's, or a fair share."""
+    """Return the ``OMP_NUM_THREADS`` of the workers: the user's, or a fair share of the cores."""
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // nproc))
 
 
-def _environment(nproc: int) -> dict[str, str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": threads_per_rank(nproc)}
-    # Left alone, gloo looks up the host's own name, which fails or takes seconds on machines whose
-    # name does not resolve.
-    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if loopback:
-        environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-    return environment
+def cause_of_failure(reasons: Mapping[int, str], codes: Mapping[int, int], log: str) -> str:
+    """Return why a run failed.
 
+    A process that is killed (out of memory, a crash in native code) cannot report so, and the
+    reports of the others, that the connection is gone, hide the cause. A rank that reported an
+    error first and was ended by a signal on its way out has given the cause.
 
-_TORCHRUN_SPEAKS = re.compile(r"^[IWEF]\d{4} .*torch/distributed/elastic/", re.MULTILINE)
-_KILLED = re.compile(r"Root Cause.*?rank +: (\d+).*?Signal \d+ \((\w+)\)", re.DOTALL)
-_EXCEPTION = re.compile(r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)")
-
-
-def cause_of_failure(told: dict[int, str], log: str) -> str:
-    """Return why a run failed, from what its ranks told before they ended and its output.
-
-    A process that is killed (out of memory, a crash in native code) cannot say so itself, and what
-    the others then say, that the connection is gone, hides the cause. One that told its error first
-    and was ended by a signal on its way out (native threads may abort a process that leaves a
-    collective unfinished) has given the cause.
+    Args:
+        reasons: reported by ranks, in their order.
+        codes: of the processes, by rank; negative for signals.
+        log: their output.
     """
-    killed = find_killed_rank(log)
-    if killed is not None and killed[0] not in told:
-        return f"rank {killed[0]} was ended by {killed[1]}"
+    for rank, code in codes.items():
+        if code < 0 and rank not in reasons:
+            return f"rank {rank} was ended by {signal.Signals(-code).name}"
     # The first to fail; the others then complain of a closed connection.
-    return next(iter(told.values()), None) or last_words(log)
-
-
-def find_killed_rank(log: str) -> tuple[int, str] | None:
-    """Return which rank a signal ended, and which signal, by torchrun's account, if one did."""
-    killed = _KILLED.search(log)
-    return (int(killed[1]), killed[2]) if killed else None
+    return next(iter(reasons.values()), None) or last_words(log)
 
 
 def last_words(log: str) -> str:
     """Return the line of a failed run's output that says most: the last exception, if any."""
-    workers = _TORCHRUN_SPEAKS.split(log, maxsplit=1)[0]
-    lines = [line for line in workers.splitlines() if line.strip()] or log.splitlines()
+    lines = [line for line in log.splitlines() if line.strip()]
     exceptions = [found[1] for line in lines if (found := _EXCEPTION.match(line))]
-    return (exceptions or lines or ["torchrun ended without a word"])[-1]
+    return (exceptions or lines or ["the ranks ended without a word"])[-1]

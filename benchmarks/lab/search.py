@@ -1,10 +1,13 @@
 """As many tries for every method: a line search on the logarithm of the learning rate."""
 
+import functools
 import math
+import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from benchmarks.lab.outcomes import Advance, Method, Outcome, Run, Settings
-from benchmarks.lab.progress import Display
+from benchmarks.lab.outcomes import Method, Outcome
+from benchmarks.lab.runs import Run, RunSpec, RunStore, Tuned
 
 FACTOR = 4.0
 """Between neighbouring learning rates, where nothing else is said."""
@@ -70,45 +73,114 @@ def search(
     return tried
 
 
-def run_method(
-    method: Method,
-    *,
-    seeds: Sequence[int],
-    tries: int,
-    rounds: int,
-    display: Display,
-    reached: Callable[[Outcome], str],
-    run_once: Callable[[Method, Settings, int, Advance], Run] = Method.run,
-) -> Outcome:
-    """Tune a method on the first seed, and run it with what was best on all seeds.
+class _Missing(Exception):
+    """A run that is not there yet and that decides about the next; the argument is its spec."""
 
-    The best is that of the smallest loss at the end of training, on validation data if there are
-    such: a loss is smoother than the error, of which small data sets have few values.  As many
-    learning rates more are tried while the best is the largest or smallest (see :func:`search`).
-    ``reached`` says in words what the method has come to; ``run_once`` makes each run.
+
+@dataclass(frozen=True)
+class Tuning:
+    """The same rule for every method: tries of the learning rate, then a run for each seed.
+
+    The next runs follow from the runs so far, so an experiment can be interrupted, widened and
+    continued. The best settings are those of the smallest loss at the end, on validation data if
+    there are such: a loss is smoother than the error, of which small data sets have few values.
+
+    Args:
+        tries: learning rates on the first seed; see :func:`search`.
+        seeds: of the runs with the best settings.
+        factor: between neighbouring learning rates.
+        more: tries beyond those while the best is the largest or smallest; by default ``tries``.
+        confirm: whether a learning rate with a better loss on the first seed than the best has in
+            the mean of all seeds is run with all seeds, too, and the best mean counts. Luck of the
+            first seed near divergence then does not decide. Learning rates have three digits, and
+            tries count whatever rate they started from.
     """
-    done: list[Run] = []
 
-    def run(settings: dict[str, float], seed: int) -> Run:
-        text = ", ".join(f"{name} {value:.3g}" for name, value in settings.items())
-        display.begin_run(f"{text}, seed {seed}", rounds)
-        return run_once(method, settings, seed, display.advance)
+    tries: int
+    seeds: Sequence[int]
+    factor: float = FACTOR
+    more: int | None = None
+    confirm: bool = False
 
-    def loss_at(rate: float) -> float:
-        done.append(run({"lr": rate, **variant}, seeds[0]))
-        return done[-1].score
+    def next(self, method: Method, runs: RunStore) -> list[RunSpec]:
+        """Return the runs that can be made now; none when the method is done."""
+        try:
+            best = min(self._tried(method, runs), key=lambda run: run.score)
+        except _Missing as missing:
+            return [missing.args[0]]
+        chosen = [best]
+        if self.confirm:
+            leader = self._leader(method, runs)
+            if len(leader) == len(self.seeds):
+                bound = _mean(leader)
+                chosen = [run for run in self._tried(method, runs) if run.score < bound]
+        elif best.failure:
+            return []
+        specs = [replace(run.spec, seed=seed) for run in chosen for seed in self.seeds]
+        absent = [spec for spec in specs if runs.get(spec) is None]
+        return absent or (self._beyond(method, runs, leader[0], best) if self.confirm else [])
 
-    display.begin_method(method.title)
-    for variant in method.variants:
-        if "lr" in variant:
-            loss_at(variant["lr"])
-        else:
-            search(loss_at, method.start, tries, more=tries)
-    best = min(done, key=lambda run: run.score)
-    runs = [best]
-    if not best.diverged:
-        runs += [run(best.settings, seed) for seed in seeds[1:]]
-    outcome = Outcome(method.name, method.labels, method.note, done, runs)
-    end = "diverged" if outcome.diverged else reached(outcome)
-    display.end_method(f"{end}, lr {outcome.settings['lr']:.3g}")
-    return outcome
+    def outcome(self, method: Method, runs: RunStore) -> Outcome | None:
+        """Return the outcome; None before the best settings are known."""
+        try:
+            tried = self._tried(method, runs)
+        except _Missing:
+            return None
+        best = min(tried, key=lambda run: run.score)
+        found = self._leader(method, runs) if self.confirm else self._seeds_of(best, runs)
+        return Outcome(method.name, method.labels, method.note, tried, found)
+
+    def _tried(self, method: Method, runs: RunStore) -> list[Run]:
+        """Return the runs of all settings on the first seed; raise _Missing for a missing one."""
+        if self.confirm:
+            first = method.spec({}, self.seeds[0])
+            known = sorted(
+                (run for run in runs if replace(run.spec, settings={}) == first),
+                key=lambda run: run.settings["lr"],
+            )
+            best = min(known, key=lambda run: run.score, default=None)
+            if len(known) >= max(_FEWEST, self.tries) and best not in (known[0], known[-1]):
+                return known
+        done: list[Run] = []
+
+        def score_at(rate: float, variant: Tuned) -> float:
+            rate = float(f"{rate:.3g}") if self.confirm else rate
+            spec = method.spec({"lr": rate, **variant}, self.seeds[0])
+            run = runs.get(spec)
+            if run is None:
+                raise _Missing(spec)
+            done.append(run)
+            return run.score
+
+        more = self.tries if self.more is None else self.more
+        for variant in method.variants:
+            evaluate = functools.partial(score_at, variant=variant)
+            if "lr" in variant:
+                evaluate(variant["lr"])
+            else:
+                search(evaluate, method.start, self.tries, self.factor, more)
+        return known if self.confirm else done
+
+    def _seeds_of(self, run: Run, runs: RunStore) -> list[Run]:
+        """Return the runs of the same settings, in the order of seeds."""
+        found = (runs.get(replace(run.spec, seed=seed)) for seed in self.seeds)
+        return [run for run in found if run is not None]
+
+    def _leader(self, method: Method, runs: RunStore) -> list[Run]:
+        """Return the runs of the best learning rate by seed: of those with most seeds, by mean."""
+        candidates = [self._seeds_of(run, runs) for run in self._tried(method, runs)]
+        return min(candidates, key=lambda found: (-len(found), _mean(found)))
+
+    def _beyond(self, method: Method, runs: RunStore, chosen: Run, best: Run) -> list[RunSpec]:
+        """Return the next rate if the means, not the first seed, lead to the edge of the tried."""
+        tried = self._tried(method, runs)
+        is_edge = chosen is tried[0], chosen is tried[-1]
+        most = self.tries + 2 * (self.more or self.tries)
+        if chosen is best or not any(is_edge) or len(tried) >= most:
+            return []
+        further = chosen.settings["lr"] * (1 / self.factor if is_edge[0] else self.factor)
+        return [replace(chosen.spec, settings={"lr": float(f"{further:.3g}")})]
+
+
+def _mean(runs: Sequence[Run]) -> float:
+    return statistics.mean(run.score for run in runs)

@@ -1,176 +1,228 @@
-"""One rank of one method: connects a model, trains it, and judges it."""
+"""One rank of one method: the steps that it takes, and how its model is judged."""
 
-import argparse
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import Optimizer
 
-from benchmarks.lab.clock import Starvation, quartile_range
-from benchmarks.lab.corpus import shard_bounds, window_starts
-from benchmarks.lab.events import Event
-from benchmarks.lab.methods import Method, parse_method
-from benchmarks.lab.model import GPT
-from benchmarks.lab.optimizers import Trainer
-from benchmarks.lab.runs import Figures, Point, Settings
-from benchmarks.lab.schedules import SCHEDULES, warmed_up
+from benchmarks.lab.outcomes import Advance, Diverged
+from benchmarks.lab.runs import Point, Tuned
+from benchmarks.lab.schedules import Schedule
+from benchmarks.lab.tasks import Batch, Task
+from comm_hooks.collectives import Transport
+from comm_hooks.optim.rounds.local_rounds import LocalRounds
 
-_EVAL_BATCH = 16
+NamedParameters = list[tuple[str, nn.Parameter]]
+Closure = Callable[[], Any]
 
 
-def connect(method: Method, settings: Settings, **ddp_arguments: Any) -> Trainer:
-    """Return a model like every method's, ready to be trained with this one. Collective.
+class Steps(Protocol):
+    """An optimizer that computes its gradients by a closure."""
+
+    def step(self, closure: Closure) -> Any:
+        """Take a step."""
+
+
+class Counted(Protocol):
+    """A counter of the bytes that a rank has sent, such as an exchange."""
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return totals, ``bytes_sent`` among them."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """One rank's part of a method.
 
     Args:
-        ddp_arguments: for ``DistributedDataParallel``, in place of the method's own.
+        steps: takes the steps, and exchanges.
+        traffic: counts the bytes.
+        scheduled: the optimizer that follows the schedule of the learning rate.
+        agrees: whether all ranks have the same model at each point of the curve. Otherwise the
+            model of each rank is judged, and the mean is reported.
+        rounds: of local steps, whose shared model is judged.
+        finish: called after the last step, before the model is judged.
+        model: under DDP, where a hook of DDP exchanges.
     """
-    torch.manual_seed(settings.seed)  # the same weights on every rank
-    return method.connect(GPT(settings.model), settings, **ddp_arguments)
+
+    steps: Steps
+    traffic: Counted
+    scheduled: Optimizer
+    agrees: bool = True
+    rounds: LocalRounds | None = None
+    finish: Callable[[], object] | None = None
+    model: nn.Module | None = None
 
 
-def train(trainer: Trainer, settings: Settings, tokens: Tensor) -> Iterator[Event]:
-    """Train on this rank's shard of ``tokens``, yielding events on the way. Collective.
+Build = Callable[[NamedParameters, Transport], Client]
+Make = Callable[[NamedParameters, Transport, Tuned, int], Client]
+"""The same with the tuned settings and a seed."""
 
-    The events are ``step`` after each step, ``point`` after each evaluation (the fields of
-    :class:`Point`) and ``figures`` at the end (those of :class:`Figures`).
+
+class Meter(Protocol):
+    """Measures the steps of a rank."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def end(self, step: int, loss: Tensor) -> None:
+        """A step has ended with this loss of the rank's batch."""
+
+    def judged(self, point: Point) -> Point:
+        """Return the point of the curve with what was measured."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The course of a run, the same for all methods.
+
+    Args:
+        rounds: how many there are.
+        local_steps: a client's steps in each of them.
+        batch: samples per step and client.
+        points: how often the model is judged, evenly spread, the end included.
+        schedule: of the learning rate, over the rounds.
+        flat: train a :class:`~benchmarks.lab.simulated.FlatModel`.
+        device: where.
+        every: judge the model every so many rounds and at the end, in place of ``points``.
     """
-    model = trainer.ddp.module
-    durations: list[float] = []
-    starvations: list[float] = []
-    totals: list[tuple[int, int]] = [(0, 0)]  # bytes sent and received after each step
 
-    for step, loss, seconds, starved in _steps(trainer, settings, tokens):
-        durations.append(seconds)
-        starvations.append(starved)
-        totals.append(trainer.traffic(step))
-        sent, received = totals[-1]
-        yield {"event": "step", "step": step, "loss": loss, "bytes_sent": sent}
-        if step % settings.eval_every == 0 or step == settings.steps:
-            if step == settings.steps:
-                trainer.finish()
-                totals[-1] = sent, received = trainer.traffic(step)
-            with trainer.shared_model():
-                loss = evaluate(model, tokens, settings.window, settings.eval_windows)
-            point = Point(step, loss, sent, received, sum(durations))
-            yield {"event": "point", **asdict(point)}
+    rounds: int
+    local_steps: int
+    batch: int
+    points: int
+    schedule: Schedule
+    flat: bool = False
+    device: str = "cpu"
+    every: int | None = None
 
-    # Per step means once warm: before, some methods do not compress yet, and processes are slow.
-    # A run that is all warm-up has nothing else to show.
-    start = settings.warmup if settings.warmup < settings.steps else 0
-    sent, received = totals[-1]
-    figures = Figures(
-        loss=point.loss,
-        drift=replica_drift(model),
-        step_ms=1e3 * statistics.median(durations[start:]),
-        sent_per_step=(sent - totals[start][0]) / (settings.steps - start),
-        received_per_step=(received - totals[start][1]) / (settings.steps - start),
-        bytes_sent=sent,
-        bytes_received=received,
-        step_range_ms=1e3 * quartile_range(durations[start:]),
-        starved=_largest(sum(starvations[start:]) / sum(durations[start:])),
-    )
-    yield {"event": "figures", **asdict(figures)}
+    def is_due(self, round_: int) -> bool:
+        """Return whether the model is judged after this round, counted from 1."""
+        if self.every is not None:
+            return round_ % self.every == 0 or round_ == self.rounds
+        return is_due(round_, self.rounds, self.points)
 
 
-def _steps(
-    trainer: Trainer, settings: Settings, tokens: Tensor
-) -> Iterator[tuple[int, float, float, float]]:
-    """Yield (step, this rank's loss, seconds, those it was starved) after each step, from 1."""
-    batches = draw_batches(tokens, settings, dist.get_rank())
-    factor = warmed_up(SCHEDULES[settings.schedule], settings.warmup, settings.steps)
-    scheduler = LambdaLR(trainer.scheduled, factor)
-    for step in range(1, settings.steps + 1):
-        started, starvation = time.perf_counter(), Starvation()
-        value = float(trainer.optimizer.step(closure_of(trainer, next(batches))))
-        scheduler.step()
-        if not math.isfinite(value):
-            raise FloatingPointError(f"diverged: the loss is {value} at step {step}")
-        seconds = time.perf_counter() - started
-        yield step, value, seconds, seconds * starvation.share()
+def is_due(step: int, steps: int, points: int) -> bool:
+    """Return whether one of so many points, evenly spread, lies at this step, counted from 1.
+
+    The last of them lies at the end.
+    """
+    return step * points // steps > (step - 1) * points // steps
 
 
-def closure_of(trainer: Trainer, windows: Tensor) -> Callable[[], Tensor]:
-    """Return what computes the gradients of one batch; some optimizers call it more than once."""
+@contextmanager
+def known_warnings_ignored() -> Iterator[None]:
+    """Ignore warnings about what the figures show: losses that are not finite, and no traffic."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*left out, having returned values")
+        warnings.filterwarnings("ignore", message="world size is 1")
+        yield
+
+
+def new_model(task: Task, seed: int, device: str) -> nn.Module:
+    """Return a model whose weights follow from the seed; torch's own generator stays as it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return task.make_model().to(device)
+
+
+def batch_generator(seed: int, client: int, apart: int = 100_003) -> torch.Generator:
+    """Return the generator of one client's batches; runs are ``apart`` in its seeds."""
+    return torch.Generator().manual_seed(apart * seed + client)
+
+
+def batches_of(task: Task, batch: int, seed: int) -> list[Iterator[Batch]]:
+    """Return the batches of each client of a task, without end."""
+    return [
+        shard.batches(batch, batch_generator(seed, client))
+        for client, shard in enumerate(task.clients)
+    ]
+
+
+def judge(task: Task, model: nn.Module, round_: int, sent: int, curve: list[Point]) -> None:
+    """Add a point to the curve.
+
+    Raises:
+        Diverged: with the points so far, if a loss is not finite.
+    """
+    figures = task.evaluate(model)
+    if not all(map(math.isfinite, figures.values())):
+        raise Diverged(*curve)
+    curve.append(Point(round_, bytes_sent=sent, **figures))
+
+
+def closure_of(
+    loss_of: Callable[[nn.Module, Batch], Tensor], model: nn.Module | None, batch: Batch
+) -> Closure:
+    """Return the function that computes the gradients of a batch and returns its loss."""
+    assert model is not None
 
     def closure() -> Tensor:
-        trainer.optimizer.zero_grad()
-        loss: Tensor = trainer.ddp(windows[:, :-1], windows[:, 1:])
+        model.zero_grad()
+        loss = loss_of(model, batch)
         loss.backward()
-        return loss.detach()
+        return loss.detach()  # a number would make the CPU wait
 
     return closure
 
 
-def draw_batches(tokens: Tensor, settings: Settings, rank: int) -> Iterator[Tensor]:
-    """Yield batches of random windows from a rank's shard, without end."""
-    start, stop = shard_bounds(len(tokens), settings.nproc)[rank]
-    generator = torch.Generator().manual_seed(settings.seed * settings.nproc + rank)
-    while True:
-        end = stop - settings.window + 1
-        starts = torch.randint(start, end, (settings.batch,), generator=generator)
-        yield _windows(tokens, starts, settings.window)
+def train_rank(
+    task: Task,
+    model: nn.Module,
+    build: Build,
+    plan: Plan,
+    seed: int,
+    advance: Advance,
+    transport: Transport,
+    meter: Meter | None = None,
+) -> list[Point]:
+    """Train one rank's replica of a model; return its curve if this rank judges the model.
 
+    Args:
+        task: what is learned; this rank trains on the samples of the client with its number.
+        model: the replica.
+        build: makes the rank's part of the method.
+        plan: the course of the run.
+        seed: of the batches.
+        advance: called after each round, on rank 0.
+        transport: joins the ranks.
+        meter: measures each round.
 
-def _windows(tokens: Tensor, starts: Tensor, window: int) -> Tensor:
-    return tokens[starts[:, None] + torch.arange(window)].long()
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, tokens: Tensor, window: int, count: int) -> float:
-    """Return the loss on ``count`` windows spread over *all* text, as the mean over replicas.
-
-    Every rank reads all windows rather than a share of them: where replicas differ, a share each
-    would score every replica on other text. Collective.
+    Raises:
+        Diverged: with the points so far, as soon as a loss on held-out data is not finite.
     """
-    starts = torch.tensor(window_starts(len(tokens), window, count))
-    total = torch.zeros((), dtype=torch.float64)
-    for part in starts.split(_EVAL_BATCH):
-        windows = _windows(tokens, part, window)
-        total += model(windows[:, :-1], windows[:, 1:]).double() * len(part)
-    dist.all_reduce(total)
-    loss = total.item() / count / dist.get_world_size()
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"diverged: the loss on all data is {loss}")
-    return loss
-
-
-@torch.no_grad()
-def replica_drift(model: nn.Module) -> float:
-    """Return the largest relative distance of any rank's parameters to those of rank 0.
-
-    Collective.
-    """
-    own = torch.cat([parameter.flatten() for parameter in model.parameters()])
-    first = own.clone()
-    dist.broadcast(first, src=0)
-    return _largest(float((own - first).norm() / first.norm()))
-
-
-def _largest(value: float) -> float:
-    """Return the largest of all ranks' values.  Collective."""
-    largest = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.item()
-
-
-def read_tokens(corpus: Path) -> Tensor:
-    """Return the bytes of a file, dtype uint8."""
-    return torch.frombuffer(bytearray(corpus.read_bytes()), dtype=torch.uint8)
-
-
-def worker_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a worker's command line, which only its launcher writes."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--method", required=True, type=parse_method)
-    parser.add_argument("--settings", required=True, type=Settings.from_json)
-    parser.add_argument("--corpus", required=True, type=Path)
-    parser.add_argument("--events", required=True, type=Path)
-    return parser
+    client = build(list(model.named_parameters()), transport)
+    model = client.model or model
+    generator = batch_generator(seed, transport.rank, task.seeds_apart)
+    batches = task.clients[transport.rank].batches(plan.batch, generator)
+    groups = client.scheduled.param_groups
+    rates = [group["lr"] for group in groups]
+    speaks = transport.rank == 0
+    curve: list[Point] = []
+    for round_ in range(1, plan.rounds + 1):
+        if meter:
+            meter.begin()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * plan.schedule((round_ - 1) / plan.rounds)
+        for _ in range(plan.local_steps):
+            loss = client.steps.step(closure_of(task.loss, model, next(batches)))
+        if meter:
+            meter.end(round_, loss)
+        if client.finish and round_ == plan.rounds:
+            client.finish()
+        if plan.is_due(round_) and (speaks or not client.agrees):
+            sent = int(client.traffic.stats()["bytes_sent"])
+            with client.rounds.server_parameters() if client.rounds else nullcontext():
+                judge(task, model, round_, sent, curve)
+            if meter:
+                curve[-1] = meter.judged(curve[-1])
+        if speaks:
+            advance()
+    return curve

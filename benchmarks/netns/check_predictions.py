@@ -1,11 +1,10 @@
-"""What ``comm-hooks advise`` predicts, against what training takes in a network of capped links.
+"""The predictions of ``comm-hooks advise`` against training in a network of capped links.
 
     python -m benchmarks.netns.check_predictions                  # about 20 minutes, needs root
     python -m benchmarks.netns.check_predictions --ranks 2 --rates 100mbit --methods all_reduce,sign
 
-Trains the GPT of ``python -m benchmarks.compare``.  Steps with and without exchange take turns, so that a
-machine that is busy with other things slows both down alike.  A step ends when the slowest rank has
-ended it.
+Trains the GPT of ``python -m benchmarks.compare``. Steps with and without exchange take turns, so
+that other load slows both. A step ends when the slowest rank has ended it.
 """
 
 import itertools
@@ -21,16 +20,17 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.lab.clock import slowest
-from benchmarks.lab.methods import Method, parse_method, parse_methods
+from benchmarks.lab.methods import Pair, parse_method, parse_methods, period_of
 from benchmarks.lab.model import GPT, VOCABULARY
-from benchmarks.lab.optimizers import Trainer
 from benchmarks.lab.output import SKIPPED
-from benchmarks.lab.processes import lines_from_bed
+from benchmarks.lab.processes import lines_from_testbed
 from benchmarks.lab.runs import Settings
-from benchmarks.lab.training import closure_of, connect
+from benchmarks.lab.tasks.whole_text import text_loss
+from benchmarks.lab.training import Client, closure_of
+from benchmarks.lab.worker import connect
 from benchmarks.netns.links import NetnsError
 from comm_hooks.launchers.advise import methods as advised
-from comm_hooks.launchers.advise.links import gather, joined, measure_links, network_of
+from comm_hooks.launchers.advise.links import gather, joined, measure_links
 from comm_hooks.launchers.advise.recommend import Case, make_row
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.environment import detect_environment
@@ -109,22 +109,21 @@ def _measure_in_bed(ranks: int, rate: str, methods: str) -> Iterator[dict[str, A
     if rate in _SLOW:
         specs = [spec for spec in specs if spec not in _UNCOMPRESSED]
     module = "benchmarks.netns.check_predictions"
-    return map(json.loads, lines_from_bed(ranks, rate, module, ",".join(specs)))
+    return map(json.loads, lines_from_testbed(ranks, rate, module, ",".join(specs)))
 
 
-def _compare(methods: list[Method]) -> Iterator[dict[str, Any]]:
+def _compare(methods: list[Pair]) -> Iterator[dict[str, Any]]:
     """Predict and measure each method. Collective."""
     device = torch.device("cpu")
     settings = Settings()
-    links, nodes = measure_links(device)
-    network = network_of(links, nodes, "gloo")
+    network, _ = measure_links(device, "gloo")
     shapes = tuple(tuple(p.shape) for p in GPT(settings.model).parameters())
     planner = advised.Planner(Step(shapes, milliseconds=1.0), network.ranks, device)
     control = connect(parse_method("none"), settings)
     _time_steps(control, settings, _WARM_UP_STEPS)
     for method in methods:
         trainer = connect(method, settings)
-        period = getattr(trainer.optimizer, "local_steps", 1)
+        period = period_of(trainer)
         _time_steps(trainer, settings, max(_WARM_UP_STEPS, period))
         candidate = advised.parse_method(method.spec)
         plan = max(gather(planner.plan(candidate)), key=lambda each: each.arithmetic)
@@ -139,7 +138,7 @@ def _compare(methods: list[Method]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _time_in_turns(trainers: list[Trainer], settings: Settings, period: int) -> list[float]:
+def _time_in_turns(trainers: list[Client], settings: Settings, period: int) -> list[float]:
     """Return the seconds of a step of each trainer: the median over periods of their means."""
     means: list[list[float]] = [[] for _ in trainers]
     for _ in range(max(_LEAST_PERIODS, _LEAST_STEPS // period)):
@@ -151,14 +150,15 @@ def _time_in_turns(trainers: list[Trainer], settings: Settings, period: int) -> 
     return [statistics.median(of_trainer) for of_trainer in means]
 
 
-def _time_steps(trainer: Trainer, settings: Settings, count: int) -> list[float]:
+def _time_steps(client: Client, settings: Settings, count: int) -> list[float]:
     """Return the seconds of each of ``count`` steps on the slower rank."""
     windows = torch.randint(VOCABULARY, (settings.batch, settings.window))
+    batch = windows[:, :-1], windows[:, 1:]
     durations = []
     for _ in range(count):
         dist.barrier()
         started = time.perf_counter()
-        trainer.optimizer.step(closure_of(trainer, windows))
+        client.steps.step(closure_of(text_loss, client.model, batch))
         durations.append(slowest(time.perf_counter() - started))
     return durations
 

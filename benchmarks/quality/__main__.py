@@ -11,15 +11,16 @@ from typing import Annotated
 import typer
 
 from benchmarks.lab.methods import parse_method
-from benchmarks.lab.runs import BASELINE, CONTROL
+from benchmarks.lab.outcomes import Method
+from benchmarks.lab.runs import BASELINE, CONTROL, Run, RunSpec, RunStore
 from benchmarks.lab.schedules import SCHEDULES
+from benchmarks.lab.search import Tuning
 from benchmarks.quality.cells import make_cells, to_json
 from benchmarks.quality.methods import METHODS
 from benchmarks.quality.options import RESULTS, Batches, Ranks, Tasks, Tokens, parse_settings
-from benchmarks.quality.page import make_page, write_picture
-from benchmarks.quality.runs import Record, Wanted, perform, read_records
+from benchmarks.quality.page import make_page
+from benchmarks.quality.runs import Found, make_method, make_tuning
 from benchmarks.quality.settings import COSINE, Setting, build
-from benchmarks.quality.tuning import Entry, by_wanted
 from comm_hooks.launchers.advise.quality import FILE
 from comm_hooks.launchers.output import complain, refusing
 
@@ -67,15 +68,15 @@ def quality(
             parse_method(name)
         for each in settings if jobs else ():
             build(each.task, each.ranks)
-        records = by_wanted(read_records(results / "records.jsonl"))
-    entries = [
-        Entry(setting, name, start, tries, range(seeds))
+    methods = [
+        make_method(setting, name, start, processes=processes)
         for setting in settings
         for name, start in chosen.items()
     ]
     results.mkdir(parents=True, exist_ok=True)
+    runs = RunStore(results / "records.jsonl")
     if jobs:
-        _run(entries, dict(records), results / "records.jsonl", jobs, processes)
+        _run(methods, runs, make_tuning(tries, seeds), jobs)
     _write(results, tries)
 
 
@@ -90,70 +91,65 @@ def _parse(text: str) -> tuple[str, float]:
     return name, rate
 
 
-def _run(
-    entries: list[Entry], records: dict[Wanted, Record], path: Path, jobs: int, processes: bool
-) -> None:
-    """Make the missing runs, so many at a time, adding each record as soon as it is there."""
+def _run(methods: list[Method], runs: RunStore, tuning: Tuning, jobs: int) -> None:
+    """Make the missing runs, so many at a time, and keep each as soon as it is there."""
     context = multiprocessing.get_context("spawn")
-    waiting: dict[Future[Record], Wanted] = {}
-    refused: set[tuple[Setting, str]] = set()
+    waiting: dict[Future[Run], Method] = {}
+    specs: dict[Future[Run], RunSpec] = {}
+    left = list(methods)
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         try:
             while True:
-                left = [e for e in entries if (e.setting, e.method) not in refused]
-                wanted = (each for entry in left for each in entry.next(records))
-                for each in dict.fromkeys(wanted):
-                    if len(waiting) < jobs and each not in waiting.values():
-                        waiting[pool.submit(perform, each, processes=processes)] = each
+                for method in left:
+                    for spec in tuning.next(method, runs):
+                        if len(waiting) < jobs and spec not in specs.values():
+                            future = pool.submit(method.run, spec)
+                            waiting[future], specs[future] = method, spec
                 if not waiting:
                     return
                 finished, _ = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in finished:
-                    each = waiting.pop(future)
+                    method, spec = waiting.pop(future), specs.pop(future)
                     try:
-                        record = future.result()
+                        run = future.result()
                     except ValueError as error:  # a budget that this setting cannot meet, say
-                        refused.add((each.setting, each.method))
-                        complain("quality", f"{each.setting}: {each.method}: {error}")
+                        left.remove(method)
+                        complain("quality", f"{method.title}: {error}")
                         continue
-                    records[each] = record
-                    with path.open("a") as file:
-                        file.write(record.to_json() + "\n")
-                    print(_summary(record), file=sys.stderr, flush=True)
+                    runs.add(run)
+                    loss = "diverged" if run.failure else f"{run.loss:.4f}"
+                    made = f"lr {run.settings['lr']:g}, seed {run.seed}"
+                    print(f"{method.title}, {made}: {loss}", file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             complain("quality", "interrupted; what is finished is kept")
             raise typer.Exit(130) from None
 
 
-def _summary(record: Record) -> str:
-    wanted = record.wanted
-    loss = "diverged" if record.loss is None else f"{record.loss:.4f}"
-    return (
-        f"{wanted.setting}, seed {wanted.seed}: {wanted.method}, lr {wanted.lr:g}: {loss}, "
-        f"{record.bits:.3g} bits, {record.seconds:.0f} s"
+def find(runs: RunStore, tries: int = 3) -> Found:
+    """Return the outcomes of all settings and methods that have finished runs, in their order."""
+    order = list(METHODS)
+    pairs = sorted(
+        {(Setting(**run.spec.labels), run.method) for run in runs},
+        key=lambda pair: (pair[0], order.index(pair[1]) if pair[1] in order else len(order)),
     )
+    tuning = make_tuning(tries, 1 + max((run.seed for run in runs), default=0))
+    found: Found = {}
+    for setting, name in pairs:
+        outcome = tuning.outcome(make_method(setting, name, METHODS.get(name, 4e-3)), runs)
+        if outcome is not None:
+            found[setting, name] = outcome
+    return found
 
 
 def _write(results: Path, tries: int) -> None:
-    """Write the page and the picture of all records and seeds, whatever was asked for now.
-
-    From the records that are kept here comes what ``comm-hooks advise`` knows, too.
-    """
-    records = by_wanted(read_records(results / "records.jsonl"))
-    order = list(METHODS)
-    pairs = sorted(
-        {(w.setting, w.method) for w in records},
-        key=lambda pair: (pair[0], order.index(pair[1]) if pair[1] in order else len(order)),
-    )
-    if not records:
+    """Write the page of all records and seeds; from the records of the repository ``advise``'s."""
+    found = find(RunStore(results / "records.jsonl"), tries)
+    if not found:
         return
-    seeds = range(1 + max(wanted.seed for wanted in records))
-    entries = [Entry(s, m, METHODS.get(m, 4e-3), tries, seeds) for s, m in pairs]
-    (results.parent / "quality.md").write_text(make_page(entries, records))
-    write_picture(entries, records, results / "share-vs-bits.png")
+    (results.parent / "quality.md").write_text(make_page(found))
     if results == RESULTS:
-        FILE.write_text(to_json(make_cells(entries, records)))
+        FILE.write_text(to_json(make_cells(found)))
 
 
 if __name__ == "__main__":

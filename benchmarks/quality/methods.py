@@ -1,4 +1,4 @@
-"""The methods of the page: as ``python -m benchmarks.compare`` takes them, and where their tuning starts."""
+"""The methods of the page, and where their tuning starts."""
 
 from collections.abc import Mapping
 
@@ -26,13 +26,3 @@ METHODS: Mapping[str, float] = {
     "low_communication:muon=true": 8e-3,
 }
 """The first learning rate of each."""
-
-_MUON = ("none+muon_adamw", "all_reduce+muon_adamw")
-
-
-def controls(method: str) -> tuple[str, str]:
-    """Return what a method's share lies between: no exchange, and all-reduce.
-
-    With AdamW, whatever else a method does locally; for what takes its steps with Muon, with Muon.
-    """
-    return _MUON if "muon" in method or "mu_lo_co" in method else (CONTROL, BASELINE)

@@ -18,16 +18,14 @@ import typer
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from benchmarks.lab.runs import BASELINE, Settings
-from benchmarks.lab.simulated import batch_generator, new_model
+from benchmarks.lab.runs import BASELINE, RunStore, Settings
 from benchmarks.lab.tables import make_table
-from benchmarks.lab.tasks import Batch, Task
-from benchmarks.quality.clients import CLIP_NORM
+from benchmarks.lab.tasks import Task
+from benchmarks.lab.training import batches_of, new_model
 from benchmarks.quality.methods import METHODS
 from benchmarks.quality.options import RESULTS, Batches, Ranks, Tasks, Tokens, parse_settings
-from benchmarks.quality.runs import BETAS, make_plan, read_records
+from benchmarks.quality.runs import BETAS, CLIP_NORM, make_method, make_plan, make_tuning
 from benchmarks.quality.settings import Setting, build
-from benchmarks.quality.tuning import Entry, Records, by_wanted
 from comm_hooks.launchers.output import make_console, refusing
 
 _BATCH = 8
@@ -94,7 +92,7 @@ def scales(setting: Setting, lr: float, points: int, samples: int) -> Iterator[S
     plan = replace(make_plan(setting), points=points)
     decay = Settings.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=BETAS, weight_decay=decay)
-    batches = _batches(task, setting.batch, seed=0)
+    batches = batches_of(task, setting.batch, seed=0)
     for step in range(1, plan.rounds + 1):
         optimizer.param_groups[0]["lr"] = lr * plan.schedule((step - 1) / plan.rounds)
         optimizer.zero_grad()
@@ -116,7 +114,7 @@ def _measure(task: Task, model: nn.Module, step: int, samples: int) -> Scale:
                 for batch in itertools.islice(own, count)
             ]
         )
-        for own in _batches(task, _BATCH, seed=_OTHER_BATCHES)
+        for own in batches_of(task, _BATCH, seed=_OTHER_BATCHES)
     ]
     noise, squared, between = estimate(gradients, _BATCH)
     told = squared > noise / samples  # what G's estimate has of noise is shorter than G
@@ -128,22 +126,17 @@ def _measure(task: Task, model: nn.Module, step: int, samples: int) -> Scale:
     )
 
 
-def _batches(task: Task, batch: int, seed: int) -> list[Iterator[Batch]]:
-    return [
-        shard.batches(batch, batch_generator(seed, rank)) for rank, shard in enumerate(task.clients)
-    ]
-
-
-def best_rate(setting: Setting, records: Records) -> float:
+def best_rate(setting: Setting, runs: RunStore) -> float:
     """Return all-reduce's best learning rate.
 
     Raises:
         ValueError: if its runs are missing.
     """
-    entry = Entry(setting, BASELINE, METHODS[BASELINE], 3, (0,))
-    if not (runs := entry.finished(records)):
+    method = make_method(setting, BASELINE, METHODS[BASELINE])
+    outcome = make_tuning(tries=3, seeds=1).outcome(method, runs)
+    if outcome is None:
         raise ValueError(f"{setting}: all-reduce has no learning rate yet: run benchmarks.quality")
-    return runs[0].wanted.lr
+    return outcome.settings["lr"]
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -165,8 +158,8 @@ def noise_scale(
     """
     with refusing("noise_scale"):
         settings = parse_settings(tasks, ranks, batches, tokens)
-        records = by_wanted(read_records(RESULTS / "records.jsonl"))
-        rates = [best_rate(setting, records) for setting in settings]
+        runs = RunStore(RESULTS / "records.jsonl")
+        rates = [best_rate(setting, runs) for setting in settings]
         for setting in settings:
             build(setting.task, setting.ranks)
     torch.set_num_threads(1)

@@ -35,7 +35,9 @@ def parse_settings(
     )
     names = [_known("task", task, PRESETS) for task in tasks.split(",")]
     schedule = _known("schedule", schedule, SCHEDULES)
-    return [Setting(name, *size, schedule) for name, size in itertools.product(names, sizes)]
+    return [
+        Setting(name, *size, schedule=schedule) for name, size in itertools.product(names, sizes)
+    ]
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:

@@ -1,32 +1,22 @@
-"""One training run, and its record: a line of JSON."""
+"""How a method is trained in a setting, and the quality it keeps."""
 
-import datetime
-import json
+import functools
 import math
-import time
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.lab.methods import parse_method
-from benchmarks.lab.outcomes import Diverged, Point
-from benchmarks.lab.plain import rebuild
+from benchmarks.lab.outcomes import Advance, Diverged, Method, Outcome
 from benchmarks.lab.processes import spawn_ranks
-from benchmarks.lab.runs import Settings
+from benchmarks.lab.runs import BASELINE, CONTROL, Point, Run, Settings, Tuned, mean_curve
 from benchmarks.lab.schedules import SCHEDULES, warmed_up
-from benchmarks.lab.simulated import (
-    Build,
-    Client,
-    NamedParameters,
-    Plan,
-    mean_curve,
-    new_model,
-    train,
-    train_rank,
-)
-from benchmarks.quality.clients import make_client, make_hooked_client
+from benchmarks.lab.search import Tuning
+from benchmarks.lab.simulated import train
+from benchmarks.lab.training import Client, NamedParameters, Plan, new_model, train_rank
 from benchmarks.quality.settings import PRESETS, Setting, build
 from comm_hooks.collectives import TorchDistributed, Transport
 
@@ -34,152 +24,156 @@ WARM_UP = 0.1
 """The share of the steps over which the learning rate rises."""
 POINTS = 4
 BETAS = 0.9, 0.95
+CLIP_NORM = 1.0
+"""Of gradients: of the mean where gradients are averaged, else of each rank's own."""
+_FACTOR, _MORE = 2.0, 4
+_SURE = 3.0
+"""The worth of exchanging must be so many times its own uncertainty to be divided by."""
+_MUON = ("none+muon_adamw", "all_reduce+muon_adamw")
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A run that may or may not have a record.
+def controls(method: str) -> tuple[str, str]:
+    """Return the two methods between which the quality of a method lies: no exchange, all-reduce.
+
+    Both with AdamW, or with Muon for methods whose local optimizer is Muon.
+    """
+    return _MUON if "muon" in method or "mu_lo_co" in method else (CONTROL, BASELINE)
+
+
+def make_tuning(tries: int, seeds: int) -> Tuning:
+    """Return the rule by which all methods are tuned."""
+    return Tuning(tries, range(seeds), _FACTOR, _MORE, confirm=True)
+
+
+def make_method(setting: Setting, spec: str, start: float, *, processes: bool = False) -> Method:
+    """Return a method in a setting.
 
     Args:
-        setting: what is trained.
-        method: as ``python -m benchmarks.compare --hooks`` takes it.
-        lr: the largest learning rate.
-        seed: of weights and batches.
+        setting: the setting.
+        spec: the method as ``python -m benchmarks.compare --hooks`` takes it.
+        start: the first learning rate of the search.
+        processes: whether each rank is a process of its own, as it always is where a method needs
+            DDP; else ranks take turns in this one.
     """
-
-    setting: Setting
-    method: str
-    lr: float
-    seed: int
+    run = functools.partial(_train, setting, spec, processes or parse_method(spec).needs_ddp)
+    return Method(spec, asdict(setting), run, start)
 
 
-@dataclass(frozen=True)
-class Record:
-    """A finished run.
-
-    Args:
-        wanted: which.
-        loss: on held-out data at the end; None if it diverged.
-        error: share of wrong predictions on held-out data.
-        bits: sent per parameter and step by one rank, in the mean.
-        curve: held-out losses on the way, evenly spread.
-        seconds: it took.
-        date: when.
-    """
-
-    wanted: Wanted
-    loss: float | None
-    error: float | None
-    bits: float
-    curve: list[float]
-    seconds: float
-    date: str
-
-    @property
-    def judged(self) -> float:
-        """The loss; infinite if the run diverged."""
-        return math.inf if self.loss is None else self.loss
-
-    def to_json(self) -> str:
-        """Return the record as one line."""
-        return json.dumps(asdict(self))
-
-
-def read_records(path: Path) -> list[Record]:
-    """Return the records of a file, if there is one.
-
-    Raises:
-        ValueError: for a line that is not one; names it.
-    """
-    records = []
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
-        try:
-            records.append(rebuild(Record, json.loads(line)))
-        except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number}: no record ({error}): remove it, and it is run again"
-            ) from None
-    return records
-
-
-def perform(wanted: Wanted, *, processes: bool = False, threads: int = 1) -> Record:
-    """Train, and return the record.
-
-    Args:
-        wanted: the run.
-        processes: each rank is a process of its own, joined by gloo, as it always is where a method
-            needs DDP; else ranks take turns in this.
-        threads: of torch.
-
-    Raises:
-        ValueError: for a method that cannot train here, and data that is missing.
-    """
-    torch.set_num_threads(threads)
-    started = time.monotonic()
-    try:
-        if processes or parse_method(wanted.method).needs_ddp:
-            curves = spawn_ranks(wanted.setting.ranks, _train_in_process, wanted, threads)
-            curve = mean_curve([[Point(*values) for values in rows] for rows in curves])
-        else:
-            task = build(wanted.setting.task, wanted.setting.ranks)
-            curve = train(task, _build(wanted), make_plan(wanted.setting), wanted.seed, _nothing)
-    except Diverged:
-        curve = []
-    last = curve[-1] if curve else None
-    sent = last.bytes_sent if last else 0
-    return Record(
-        wanted,
-        loss=last.loss if last else None,
-        error=last.error if last else None,
-        bits=8 * sent / wanted.setting.steps / PRESETS[wanted.setting.task].parameters,
-        curve=[round(point.loss, 5) for point in curve],
-        seconds=round(time.monotonic() - started, 1),
-        date=f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
-    )
+def bits_of(run: Run) -> float:
+    """Return the bits that a rank sent per parameter and step."""
+    setting = Setting(**run.spec.labels)
+    sent = run.curve[-1].bytes_sent if run.curve else 0
+    return 8 * sent / setting.steps / PRESETS[setting.task].parameters
 
 
 def make_plan(setting: Setting) -> Plan:
-    """Return how all runs of a setting go."""
+    """Return the course of all runs of a setting."""
     steps = setting.steps
     factor = warmed_up(SCHEDULES[setting.schedule], max(1, round(WARM_UP * steps)), steps)
     return Plan(steps, 1, setting.batch, POINTS, lambda over: factor(round(over * steps)))
 
 
-def _settings(wanted: Wanted) -> Settings:
+def _train(
+    setting: Setting, spec: str, processes: bool, settings: Tuned, seed: int, advance: Advance
+) -> list[Point]:
+    torch.set_num_threads(1)
+    if processes:
+        curves = spawn_ranks(setting.ranks, _train_in_process, setting, spec, settings["lr"], seed)
+        if None in curves:
+            raise Diverged
+        return mean_curve([[Point(*values) for values in rows] for rows in curves])
+    pair, shared = parse_method(spec), _settings(setting, settings["lr"], seed)
+
+    def make(named: NamedParameters, transport: Transport) -> Client:
+        return pair.attach(named, shared, transport, CLIP_NORM)
+
+    task = build(setting.task, setting.ranks)
+    return train(task, make, make_plan(setting), seed, advance)
+
+
+def _settings(setting: Setting, lr: float, seed: int) -> Settings:
     return Settings(
-        nproc=wanted.setting.ranks,
-        steps=wanted.setting.steps,
-        seed=wanted.seed,
-        learning_rate=wanted.lr,
+        nproc=setting.ranks,
+        steps=setting.steps,
+        seed=seed,
+        learning_rate=lr,
         betas=BETAS,
-        warmup=max(1, round(WARM_UP * wanted.setting.steps)),
+        warmup=max(1, round(WARM_UP * setting.steps)),
     )
 
 
-def _build(wanted: Wanted) -> Build:
-    method = parse_method(wanted.method)
-
-    def build(named: NamedParameters, transport: Transport) -> Client:
-        return make_client(method, named, transport, _settings(wanted))
-
-    return build
-
-
-def _train_in_process(wanted: Wanted, threads: int) -> list[tuple[int, float, float, int]]:
+def _train_in_process(
+    setting: Setting, spec: str, lr: float, seed: int
+) -> list[tuple[int, float, float, int]] | None:
     """Train one rank in a process of its own; return its curve as plain numbers."""
-    torch.set_num_threads(threads)
-    task = build(wanted.setting.task, wanted.setting.ranks)
-    model = new_model(task, wanted.seed, "cpu")
-    make = _build(wanted)
-    method = parse_method(wanted.method)
-    if method.needs_ddp:
-        # Rank 0 judges alone: nothing may be broadcast then.
-        trainer = method.connect(model, _settings(wanted), broadcast_buffers=False)
-        model, make = trainer.ddp, lambda named, transport: make_hooked_client(trainer)
-    plan, transport = make_plan(wanted.setting), TorchDistributed(dist.group.WORLD)
-    curve = train_rank(task, model, make, plan, wanted.seed, _nothing, transport)
+    task = build(setting.task, setting.ranks)
+    model = new_model(task, seed, "cpu")
+    pair, shared = parse_method(spec), _settings(setting, lr, seed)
+
+    def make(named: NamedParameters, transport: Transport) -> Client:
+        if pair.needs_ddp:
+            # Rank 0 judges alone: nothing may be broadcast then.
+            return pair.connect(model, shared, CLIP_NORM, broadcast_buffers=False)
+        return pair.attach(named, shared, transport, CLIP_NORM)
+
+    plan, transport = make_plan(setting), TorchDistributed(dist.group.WORLD)
+    try:
+        curve = train_rank(task, model, make, plan, seed, lambda: None, transport)
+    except Diverged:
+        return None
     return [(p.round, p.loss, p.error, p.bytes_sent) for p in curve]
 
 
-def _nothing() -> None:
-    pass
+@dataclass(frozen=True)
+class Quality:
+    """The quality that a method keeps: (none - method) / (none - all-reduce), in loss.
+
+    Args:
+        mean: ratio of the mean differences over the seeds that all three have.
+        spread: half the distance between the largest and the smallest quality of a single seed.
+        seeds: how many.
+    """
+
+    mean: float
+    spread: float
+    seeds: int
+
+    def __str__(self) -> str:
+        spread = f" ± {100 * self.spread:.0f}" if self.seeds > 1 else ""
+        return f"{100 * self.mean:.0f}{spread} %"
+
+
+def quality_kept(
+    method: Sequence[Run], none: Sequence[Run], all_reduce: Sequence[Run]
+) -> Quality | None:
+    """Return the quality that a method keeps.
+
+    None if there is no seed that all three finished, and if the worth of exchanging is too little
+    to be told from the noise between seeds.
+    """
+    by_seed = [{run.seed: run for run in runs} for runs in (none, method, all_reduce)]
+    seeds = sorted(set.intersection(*map(set, by_seed)))
+    losses = [[runs[seed].loss for runs in by_seed] for seed in seeds]
+    finished = [(n, m, a) for n, m, a in losses if math.isfinite(n) and math.isfinite(a)]
+    if not finished:
+        return None
+    worth = [n - a for n, _, a in finished]
+    mean = statistics.mean(worth)
+    noise = statistics.stdev(worth) / math.sqrt(len(worth)) if len(worth) > 1 else 0.0
+    if mean <= 0 or mean < _SURE * noise:
+        return None
+    kept = [n - m for n, m, _ in finished]
+    if -math.inf in kept:  # a run that diverged keeps nothing
+        return Quality(-math.inf, math.inf, len(kept))
+    ratios = [k / w for k, w in zip(kept, worth, strict=True)]
+    return Quality(statistics.mean(kept) / mean, (max(ratios) - min(ratios)) / 2, len(ratios))
+
+
+Found = dict[tuple[Setting, str], Outcome]
+
+
+def quality_of(setting: Setting, method: str, found: Found) -> Quality | None:
+    """Return the quality that a method keeps in a setting; None if that cannot be told."""
+    outcomes = [found.get((setting, name)) for name in (method, *controls(method))]
+    runs = [outcome.runs if outcome else [] for outcome in outcomes]
+    return quality_kept(*runs)

@@ -1,4 +1,4 @@
-"""What the commands of all studies share: options, checks, how they run and end."""
+"""The shared parts of the commands of all studies: options, checks, runs, records."""
 
 import importlib.util
 import inspect
@@ -8,7 +8,7 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -26,15 +26,18 @@ if _missing:
 import torch  # noqa: E402
 import typer  # noqa: E402
 from rich.console import Console  # noqa: E402
+from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
-from benchmarks.lab.kept_runs import KeptRuns  # noqa: E402
 from benchmarks.lab.machine import processor  # noqa: E402
-from benchmarks.lab.outcomes import Method, Outcome, Point  # noqa: E402
+from benchmarks.lab.outcomes import Advance, Method, Outcome  # noqa: E402
 from benchmarks.lab.output import INTERRUPTED, Interruption, prepare_folder  # noqa: E402
-from benchmarks.lab.progress import open_display  # noqa: E402
-from benchmarks.lab.search import run_method  # noqa: E402
+from benchmarks.lab.plots import draw_sections  # noqa: E402
+from benchmarks.lab.progress import Display, open_display  # noqa: E402
+from benchmarks.lab.runs import Point, RunStore  # noqa: E402
+from benchmarks.lab.search import Tuning  # noqa: E402
+from benchmarks.lab.tables import Columns, tabulate  # noqa: E402
 from benchmarks.lab.tasks import TASKS, Task, build_task  # noqa: E402
 from comm_hooks.config import unknown  # noqa: E402
 from comm_hooks.launchers.output import make_console, refusing  # noqa: E402
@@ -305,39 +308,46 @@ def _error(outcome: Outcome) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Methods that are tuned and run, and what is told of those that have finished.
+    """A study that tunes and runs methods.
 
     Args:
-        methods: what is compared.
+        methods: the methods.
         rounds: of a run.
-        make_tables: makes tables of outcomes.
-        write_plots: writes plots of them to a folder, and returns their paths.
+        title: of the table.
+        columns: of the table, given all outcomes.
+        section: the table has a line, and the plot another panel, where its value changes.
         settings: for the record, beside the options.
-        findings: what the record says of the outcomes as a whole.
-        reached: what is printed of a method.
-        follow: what becomes of an outcome.
-        point: makes a point of a curve from its fields.
-        choosing: options that only say which runs are made, beside methods, seeds and tries: runs
-            that were made with others still count.
+        findings: facts for the record about the outcomes as a whole.
+        reached: the result of a method in words.
+        follow: the outcomes to report in place of one.
+        curves: the y axis of the plot against rounds, and its name.
+        plots: write more plots of the outcomes to a folder, and return their paths.
+        choosing: options that only select runs, beside methods, seeds and tries: runs that were
+            made with others still count.
     """
 
     methods: Sequence[Method]
     rounds: int
-    make_tables: Callable[[list[Outcome]], list[Table]]
-    write_plots: Callable[[list[Outcome], Path], list[Path]]
+    title: str
+    columns: Callable[[list[Outcome]], Columns]
+    section: Callable[[Outcome], object]
     settings: Mapping[str, Any] = field(default_factory=dict)
     findings: Callable[[list[Outcome]], dict[str, Any]] = lambda outcomes: {}
     reached: Callable[[Outcome], str] = _error
     follow: Callable[[Outcome], Iterable[Outcome]] = lambda outcome: [outcome]
-    point: Callable[..., Point] = Point
+    curves: tuple[str, Callable[[Point], float]] = (
+        "held-out error (%)",
+        lambda point: 100 * point.error,
+    )
+    plots: Callable[[list[Outcome], Path], list[Path]] = lambda outcomes, out: []
     choosing: Sequence[str] = ()
 
     def __call__(self, place: Place) -> None:
-        """Run everything; write ``<name>.json`` and the plots, and print the tables.
+        """Run everything; write ``<name>.json`` and the plots, and print the table.
 
-        ``seeds`` are run, and ``tries`` made (one by default), as the settings say.  Until all is
-        finished, runs are kept beside them in ``runs.jsonl``, and not made again, whichever methods
-        they were made for.
+        ``seeds`` are run, and ``tries`` made (one by default), as the settings say. Until all is
+        finished, runs are kept in ``runs.jsonl`` and not made again, whichever methods they were
+        made for.
 
         Raises:
             typer.Exit: with code 130, after all that, if the study was interrupted.
@@ -345,40 +355,94 @@ class Comparison:
         console = make_console()
         settings = {**place.settings, **self.settings}
         finished: list[Outcome] = []
-        whole = {**place.options, **self.settings}
         chosen = {*_CHOOSING, *self.choosing}
+        whole = {**place.options, **self.settings}
         study = {key: value for key, value in whole.items() if key not in chosen}
-        runs = KeptRuns(place.out / "runs.jsonl", study, self.point)
-        if runs.count:
+        runs = RunStore(place.out / "runs.jsonl", study)
+        if len(runs):
             console.print(
-                f"Going on after {runs.count} runs, kept in {runs.file}: remove it to begin anew"
+                f"Going on after {len(runs)} runs, kept in {runs.file}: remove it to begin anew"
             )
+        tuning = Tuning(settings.get("tries", 1), range(settings["seeds"]))
         with Interruption() as interruption, open_display(console, len(self.methods)) as display:
             for method in self.methods:
-                outcome = run_method(
-                    method,
-                    seeds=range(settings["seeds"]),
-                    tries=settings.get("tries", 1),
-                    rounds=self.rounds,
-                    display=display,
-                    reached=self.reached,
-                    run_once=runs.run,
-                )
+                outcome = self._run(method, tuning, runs, display)
                 finished += self.follow(outcome)
         if finished:
-            for table in self.make_tables(finished):
-                console.print(table)
+            columns = self.columns(finished)
+            console.print(tabulate(self.title, columns, finished, self.section))
             record = {
-                "seconds": round(runs.seconds),
+                "seconds": round(sum(run.seconds or 0.0 for run in runs)),
                 "complete": not interruption.happened,
                 "settings": settings,
                 "findings": self.findings(finished),
                 "methods": [outcome.to_dict() for outcome in finished],
             }
-            write_record(place, record, console, self.write_plots(finished, place.out))
+            curves = place.out / "curves.png"
+            draw_sections(finished, self.section, *self.curves, curves)
+            paths = [curves, *self.plots(finished, place.out)]
+            write_record(place, record, console, paths)
         if not interruption.happened:
-            runs.forget()
+            runs.file.unlink(missing_ok=True)
         end(place, interruption, f", {len(finished)} methods finished")
+
+    def _run(self, method: Method, tuning: Tuning, runs: RunStore, display: Display) -> Outcome:
+        display.begin_method(method.title)
+        while specs := tuning.next(method, runs):
+            for spec in specs:
+                text = ", ".join(f"{name} {value:.3g}" for name, value in spec.settings.items())
+                display.begin_run(f"{text}, seed {spec.seed}", self.rounds)
+                runs.add(method.run(spec, display.advance))
+        outcome = tuning.outcome(method, runs)
+        assert outcome is not None
+        end = "diverged" if outcome.diverged else self.reached(outcome)
+        display.end_method(f"{end}, lr {outcome.settings['lr']:.3g}")
+        return outcome
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A study with a row for each measurement.
+
+    Args:
+        work: calls of the function that is given to ``measure``.
+        measure: yields rows, and calls the function that it is given on the way.
+        make_tables: makes tables of the rows.
+        record: the fields of the record, given the rows.
+        plots: write plots of the rows to a folder, and return their paths.
+        settings: for the record, beside the options.
+    """
+
+    work: int
+    measure: Callable[[Advance], Iterator[Any]]
+    make_tables: Callable[[list[Any]], list[Table]]
+    record: Callable[[list[Any]], dict[str, Any]]
+    plots: Callable[[list[Any], Path], list[Path]] = lambda rows, out: []
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, place: Place) -> None:
+        """Measure; write ``<name>.json`` and the plots, and print the tables.
+
+        Raises:
+            typer.Exit: with code 130, after all that, if the study was interrupted.
+        """
+        console = make_console()
+        bars = Progress(console=console, disable=not console.is_terminal)
+        rows: list[Any] = []
+        with Interruption() as interruption, bars as progress:
+            bar = progress.add_task(place.name, total=self.work)
+            for row in self.measure(lambda: progress.advance(bar)):
+                rows.append(row)
+        if rows:
+            for table in self.make_tables(rows):
+                console.print(table)
+            record = {
+                "complete": not interruption.happened,
+                "settings": {**place.settings, **self.settings},
+                **self.record(rows),
+            }
+            write_record(place, record, console, self.plots(rows, place.out))
+        end(place, interruption)
 
 
 def end(place: Place, interruption: Interruption, account: str = "") -> None:

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,9 +18,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from benchmarks.lab.outcomes import Advance, Point
-from benchmarks.lab.simulated import is_due, judge, known_warnings_ignored
+from benchmarks.lab.outcomes import Advance
+from benchmarks.lab.runs import Point
 from benchmarks.lab.tasks import Batch, Shard, Task
+from benchmarks.lab.training import is_due, judge, known_warnings_ignored
 from comm_hooks.collectives import Transport
 from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.optim.private import PrivacyEngine, PrivacyError
@@ -29,19 +30,6 @@ RECORDED = {"accountant": "rdp", "schedule": "constant"}
 """What the records of all studies of private training say."""
 
 Placement = Literal["central", "shares", "local", "aggregate"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrivatePoint(Point):
-    """A point of a curve, and what privacy had been spent until there."""
-
-    epsilon: float  # against who sees the model
-    peer_epsilon: float | None  # against who sees what single ranks send; None: unprotected
-
-
-def point_of(**values: Any) -> Point:
-    """Return the point that a record has: with what was spent, where anything was private."""
-    return (PrivatePoint if "epsilon" in values else Point)(**values)
 
 
 @dataclass(frozen=True)
@@ -181,15 +169,15 @@ def loader_over(samples: Shard) -> DataLoader[Any]:
     return DataLoader(range(len(samples)), collate_fn=collate)  # type: ignore[arg-type]
 
 
-def _with_cost(point: Point, engine: PrivacyEngine, delta: float) -> PrivatePoint:
+def _with_cost(point: Point, engine: PrivacyEngine, delta: float) -> Point:
     try:
         peer = engine.get_epsilon(delta, observer="rank")
     except PrivacyError:
         peer = None
-    return PrivatePoint(**vars(point), epsilon=engine.get_epsilon(delta), peer_epsilon=peer)
+    return replace(point, epsilon=engine.get_epsilon(delta), peer_epsilon=peer)
 
 
-def end_of(curve: Sequence[Point]) -> PrivatePoint | None:
+def end_of(curve: Sequence[Point]) -> Point | None:
     """Return the last point; None if there is none, or nothing was private."""
     last = curve[-1] if curve else None
-    return last if isinstance(last, PrivatePoint) else None
+    return last if last and last.epsilon is not None else None

@@ -1,9 +1,9 @@
-"""How payloads move between ranks.
+"""Transports, which move payloads between ranks.
 
-``requests`` says what a round may ask for, ``comm_hooks.exchange.routes`` in which order it asks,
-and the transports (``torch_distributed``, ``mpi``, ``simulated``, ``threads``) carry it out.
-``worker`` lets rounds of several collectives go on beside the caller, over the connections of
-``gloo``.
+``requests`` defines the collectives of a round, ``comm_hooks.exchange.routes`` their order, and the
+transports (``torch_distributed``, ``mpi``, ``simulated``, ``threads``) carry them out.  ``worker``
+runs rounds concurrently with the caller, over the connections of ``gloo``.
+``failure_detection`` names the ranks that made a collective fail.
 """
 
 from comm_hooks.collectives.base import Transport

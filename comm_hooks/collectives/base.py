@@ -1,4 +1,4 @@
-"""What carries requests: a transport."""
+"""The contract of transports, which carry out requests."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -23,17 +23,17 @@ class Transport(ABC):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """All ranks in their order, by the numbers under which users know them."""
+        """The global numbers of all ranks, in order."""
         return range(self.world_size)
 
     @property
     def own_name(self) -> int:
-        """The number under which users know this rank."""
+        """The global number of this rank."""
         return self.ranks[self.rank]
 
     @property
     def ranks_per_node(self) -> int | None:
-        """How many ranks share a node; None if that is not known or differs between nodes."""
+        """The number of ranks on a node; None if it is unknown or differs between nodes."""
         return None
 
     @abstractmethod
@@ -44,15 +44,15 @@ class Transport(ABC):
     def start(self, request: Request) -> torch.futures.Future[Any]:
         """Begin a collective; the future holds the reply."""
 
-    def alike(
+    def compute_once(
         self, what: str, reply: torch.Tensor, compute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Return ``compute()``, which follows from a reply that is the same on all ranks.
+        """Return ``compute()``, a function of a reply that is equal on all ranks.
 
-        A transport that plays several ranks may compute it for one of them.
+        A transport that simulates several ranks may compute it for one of them.
 
         Args:
-            what: tells apart what is computed from one reply.
+            what: a name for the result, if several are computed from one reply.
         """
         return compute()
 
@@ -83,8 +83,8 @@ class Transport(ABC):
     ) -> torch.futures.Future[Result]:
         """Run a round up to its final request and return a future of its result.
 
-        Requests before the final one block the caller.  After the final reply only arithmetic is
-        left, which runs wherever the future's callback does.
+        Requests before the final one block the caller.  The arithmetic after the final reply runs
+        in the thread of the future's callback.
 
         Args:
             round_: on an accelerator it must return a tensor.
@@ -101,19 +101,19 @@ class Transport(ABC):
         return future.then(lambda done: finish(round_, done.value))
 
     def begin_round(self) -> int:
-        """Return the number of a round that begins, by which :meth:`report` tells it apart."""
+        """Return the number of a new round, for :meth:`report`."""
         return 0
 
     def report(self, error: BaseException, round_number: int) -> None:
-        """Tell the other ranks, who may be waiting for this one, what went wrong in a round.
+        """Tell the other ranks, which may be waiting, the error of a round on this one.
 
-        Where there is a way to: by default nobody is told.
+        By default a transport has no way to do it.
         """
         return
 
 
 def finish(round_: Round[Result], reply: Callable[[], Any]) -> Result:
-    """Send the final reply, or throw the error that comes instead; return the round's result."""
+    """Send the final reply or throw its error into the round; return the round's result."""
     try:
         try:
             value = reply()
@@ -127,7 +127,7 @@ def finish(round_: Round[Result], reply: Callable[[], Any]) -> Result:
 
 
 def completed(value: Any) -> torch.futures.Future[Any]:
-    """Return a future that holds ``value`` already."""
+    """Return a completed future of ``value``."""
     is_accelerated = isinstance(value, torch.Tensor) and value.device.type != "cpu"
     future: torch.futures.Future[Any] = torch.futures.Future(
         devices=[value.device] if is_accelerated else None
@@ -139,9 +139,9 @@ def completed(value: Any) -> torch.futures.Future[Any]:
 def after_all(
     futures: Sequence[torch.futures.Future[Result]], device: torch.device
 ) -> torch.futures.Future[Result]:
-    """Return a future of what the last of some rounds returns, when all of them have ended."""
+    """Return a future of the last round's result that waits for all rounds."""
     if len(futures) == 1 or device.type != "cpu":
-        # On an accelerator all of them are on one stream, one after the other.
+        # On an accelerator they are on one stream, one after the other.
         return futures[-1]
     return torch.futures.collect_all(list(futures)).then(
         lambda done: [future.value() for future in done.value()][-1]

@@ -1,50 +1,105 @@
-"""Finds out, after a collective has failed, who is still there."""
+"""Failure detection: name the ranks that are dead, late or in another collective."""
 
 import json
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from comm_hooks.collectives.progress import Progress
 from comm_hooks.collectives.requests import AllGatherObject, Request
 from comm_hooks.errors import PeerError
 
 _LONGEST_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-# Clocks of nodes agree better than that.
+# The clocks of nodes differ by less.
 _LATE_SECONDS = 0.5
-# Where in a library's source an error arose.
+# The place in the source of a library, in its error messages.
 _SOURCE = re.compile(r"\[\S+\.\w+:\d+\] ")
+
+
+@dataclass
+class Progress:
+    """Counts the rounds of this process in a group, over all its exchanges.
+
+    Messages between ranks carry the number of their round: a rank that catches an error and
+    continues must not take an old failure for a new one.
+
+    Attributes:
+        generation: the number of earlier groups of the same name in this process; their messages
+            are still in the store.
+        begun: the number of rounds that have begun, the present one included.
+        forgiven: the last round that had failed here when the present round or comparison began.
+        notices: comparisons within the present round.
+    """
+
+    generation: int = 0
+    begun: int = 0
+    forgiven: int = -1
+    notices: int = 0
+    _failed: int = -1
+
+    def begin(self) -> int:
+        """Begin a round; return its number."""
+        self.begun += 1
+        self.notices = 0
+        self.forgiven = self._failed
+        return self.begun
+
+    def compare(self) -> str:
+        """Begin a comparison; return its name, which is the same on all ranks."""
+        self.notices += 1
+        self.forgiven = self._failed
+        return f"{self.begun}.{self.notices}"
+
+    def fail(self, number: int) -> None:
+        """Note that a round has failed here."""
+        self._failed = max(self._failed, number)
+
+
+_generations: Counter[str] = Counter()
+_of_group: WeakKeyDictionary[dist.ProcessGroup, Progress] = WeakKeyDictionary()
+
+
+def progress_of(group: dist.ProcessGroup) -> Progress:
+    """Return the progress of this process in a group, shared by all its transports."""
+    if group not in _of_group:
+        name = group.group_name
+        _of_group[group] = Progress(_generations[name])
+        _generations[name] += 1
+    return _of_group[group]
 
 
 @dataclass(frozen=True)
 class _Signature:
-    """In which round and when a rank has given up, by its clock, and what it had asked for."""
+    """The round, the time and the collective in which a rank has given up."""
 
     round: int
     at: float
     request: str
 
 
-class RollCall:
-    """Lets ranks tell each other, in the store by which they met, that a collective has failed.
+class FailureDetector:
+    """Finds the ranks that made a collective fail, through the store of the process group.
 
-    What a network library says of a lost connection is an address and a port at best, on every rank
-    another one's.  Here every rank that notices a failure signs with what it was waiting for, waits
-    for the others to do so, and those that do not, or waited for something else, are named.
+    An error of a network library names an address and a port at best, a different one on every
+    rank.  Here every rank that notices a failure signs in the store with the collective that it was
+    in, and waits some seconds for the others; the error names the ranks that did not sign, or were
+    in another collective.
 
     Args:
         store: of these ranks.
-        ranks: all of them, as users count them.
-        own: this rank, as users count it.
-        timeout: after which a collective fails.
-        progress: of this process among these ranks.
+        ranks: the global numbers of all of them.
+        own: the global number of this rank.
+        timeout: of a collective.
+        progress: of this process in the group.
     """
 
     def __init__(
@@ -55,7 +110,7 @@ class RollCall:
         timeout: timedelta,
         progress: Progress,
     ) -> None:
-        self._store = PrefixStore("roll call", store)
+        self._store = PrefixStore("failures", store)
         self._ranks = ranks
         self._own = own
         self._timeout = timeout
@@ -63,13 +118,13 @@ class RollCall:
         self._reason = ""
 
     def report(self, error: BaseException, round_number: int) -> None:
-        """Tell the others, who may be waiting for this rank, why it does not come."""
+        """Tell the other ranks, which may be waiting, the error of this rank."""
         self._progress.fail(round_number)
         failure = {"round": round_number, "error": f"{type(error).__name__}: {_line(error)}"}
         _within(_LONGEST_SECONDS, lambda: self._say("failure", failure))
 
-    def has_begun(self, ranks: Sequence[int]) -> bool:
-        """Return whether one of these ranks has given up, or failed, since the last time."""
+    def has_failed(self, ranks: Sequence[int]) -> bool:
+        """Return whether one of these ranks has failed or given up since the last failure."""
         kinds = ("signed", "failure")
         return any(self._said(kind, rank) for kind in kinds for rank in ranks)
 
@@ -77,22 +132,22 @@ class RollCall:
         self._store.set(f"{kind} {self._own}", json.dumps(said))
 
     def _said(self, kind: str, rank: int) -> dict[str, Any] | None:
-        """Return what a rank says of a round that has not failed here and been left behind."""
+        """Return the message of a rank about a round that is not an old failure here."""
         if not self._store.check([f"{kind} {rank}"]):
             return None
         said: dict[str, Any] = json.loads(self._store.get(f"{kind} {rank}"))
         return said if said["round"] > self._progress.forgiven else None
 
     def explain(self, error: BaseException, request: Request) -> PeerError:
-        """Return what to raise instead of an error of the network; takes some seconds at most.
+        """Return the error to raise instead of one of the network; takes some seconds at most.
 
         Args:
             error: of the network.
-            request: what was asked of it.
+            request: the collective.
         """
         cause = _line(error)
         if self._reason:
-            # No network outlives a collective that has failed: what follows has the same reason.
+            # Connections do not survive a failed collective: later errors have the same reason.
             return PeerError(f"an exchange failed because {self._reason} ({cause})")
         waited = min(_LONGEST_SECONDS, self._timeout.total_seconds())
         signed: dict[int, _Signature] = {}
@@ -114,7 +169,7 @@ class RollCall:
                 if said := self._said("failure", rank):
                     failures[rank] = said["error"]
 
-        # In a thread of its own: if the keeper of the store is gone, too, it may never answer.
+        # In a thread of its own: a store whose process has ended may never answer.
         if not _within(2 * waited + 1, call):
             reason = (
                 "the store by which ranks found each other does not answer: the process that keeps "
@@ -127,7 +182,7 @@ class RollCall:
         return PeerError(f"an exchange failed because {reason} ({cause})")
 
     def _told(self, signed: Mapping[int, "_Signature"], failures: Mapping[int, str]) -> str:
-        """Return the reason, given what ranks have signed and what some of them say."""
+        """Return the reason, given the signatures and the failures of ranks."""
         if failures:
             rank, failure = next(iter(failures.items()))
             return f"rank {rank} did: {failure}"
@@ -155,7 +210,7 @@ class RollCall:
 
 
 def different_requests(requests: Mapping[int, str]) -> str:
-    """Return in words which ranks wait for what; nothing if all wait for the same.
+    """Return a description of the collective of each rank; empty if all are in the same.
 
     Example::
 
@@ -187,10 +242,10 @@ def _within(seconds: float, call: Any) -> bool:
         try:
             call()
             done.set()
-        except Exception:  # the store is gone: there is nobody to tell
+        except Exception:  # the store is gone
             return
 
-    thread = threading.Thread(target=run, name="comm-hooks roll call", daemon=True)
+    thread = threading.Thread(target=run, name="comm-hooks failure detection", daemon=True)
     thread.start()
     thread.join(seconds)
     return done.is_set()

@@ -1,4 +1,4 @@
-"""Ranks joined by gloo beside the process groups of ``torch.distributed``."""
+"""A gloo transport outside of the process groups of ``torch.distributed``."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,16 +24,16 @@ from comm_hooks.collectives.rings import Rings
 
 
 class GlooRanks(Transport):
-    """Ranks that only this library knows of, with connections of their own.
+    """A transport over gloo connections of its own.
 
-    Not a process group, because ``new_group`` takes all ranks of the program, or with
+    Not a process group, because ``new_group`` is collective over all ranks of the program, or with
     ``use_local_synchronization`` hangs unless its members belong to equally many other groups.
 
     Args:
-        store: how the ranks find each other; nobody else may use it.
+        store: of these ranks alone.
         rank, world_size: among these ranks.
-        timeout: after which a collective fails.
-        explain: what to raise instead of an error of the network.
+        timeout: of a collective.
+        explain: returns the error to raise instead of one of the network.
 
     Not supported: tensors on accelerators.
     """
@@ -71,10 +71,10 @@ class GlooRanks(Transport):
         return Rings(context, self._rank, self._world_size)
 
     def connect(self, request: Request) -> None:
-        """Make the connections of a round that begins with this request, if they are not there.
+        """Make the connections of a round that begins with this request, if there are none.
 
-        To be called in the main thread: a wait in a store keeps all other threads from it, so that
-        two ranks could wait for each other.
+        Call it in the main thread: a wait in a store blocks all its other threads, so that two
+        ranks could wait for each other.
         """
         if request.group:
             for kind in get_args(GroupKind):
@@ -126,6 +126,6 @@ class GlooRanks(Transport):
 
 
 def _alone(request: Request) -> torch.Tensor:
-    """Return the reply where there is one rank."""
+    """Return the reply of a collective of one rank."""
     payload: torch.Tensor = request.payload
     return payload[None] if isinstance(request, AllGather) else payload

@@ -1,4 +1,4 @@
-"""Ranks that train with this one and exchange nothing with it: they hold other parts of a model."""
+"""Collectives with model-parallel ranks, which hold other parts of the model."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,13 +14,13 @@ from comm_hooks.collectives.torch_distributed import TorchDistributed
 def gather_from_all(
     transport: Transport, model_parallel_groups: Iterable[dist.ProcessGroup], finding: Any
 ) -> list[Any]:
-    """Return what each rank has found, the same on all of them.
+    """Return the findings of all ranks, in the same order on all of them.
 
-    All must call it: those of the transport, and those that hold other parts.
+    Collective over the ranks of the transport and the model-parallel ranks.
 
     Args:
         transport: between the ranks that exchange.
-        model_parallel_groups: groups across them, one for each way in which the model is divided.
+        model_parallel_groups: groups across them, one for each dimension of the model's division.
         finding: of this rank, as plain values.
     """
     found: list[Any] = transport.perform(AllGatherObject(finding))
@@ -31,10 +31,10 @@ def gather_from_all(
 
 
 def found_by_all(model_parallel_groups: Iterable[Transport], finding: torch.Tensor) -> torch.Tensor:
-    """Return whether all ranks that hold other parts have found what this one has.
+    """Return whether the finding is true on all model-parallel ranks.
 
     Args:
-        model_parallel_groups: between them, one for each way in which the model is divided.
+        model_parallel_groups: one transport for each dimension of the model's division.
         finding: a boolean, ().
     """
     missing = (~finding).float().view(1)

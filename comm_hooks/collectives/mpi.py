@@ -30,9 +30,9 @@ _CUDA_VARIABLES = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")
 
 
 class MPITransport(Transport):
-    """A transport over an mpi4py communicator: nothing else of a training loop changes.
+    """A transport over an mpi4py communicator.
 
-    Payloads travel as buffers, without pickling and without a copy: ``MPI_Allreduce``,
+    Payloads are sent as buffers, without pickling and without a copy: ``MPI_Allreduce``,
     ``MPI_Allgather`` and ``MPI_Alltoall``, and their non-blocking forms for :meth:`start`.  The
     aggregate is bit-identical on all ranks: MPI requires identical results of an all-reduce, and
     gathered payloads are decoded in rank order.  Payloads may be larger than 2 GiB.
@@ -52,7 +52,7 @@ class MPITransport(Transport):
 
     Raises:
         ImportError: without mpi4py or an MPI library.
-        ValueError: if ``comm`` is no intracommunicator.  In a round, before the payload is sent:
+        ValueError: if ``comm`` is not an intracommunicator; in a round, before the payload is sent,
             for tensors that this MPI cannot read.
 
     Not supported: accelerators other than CUDA; an MPI without ``MPI_THREAD_MULTIPLE`` works, but
@@ -159,7 +159,7 @@ class MPITransport(Transport):
         return future
 
     def _part(self, group: Group | None) -> "MPI.Intracomm":
-        """Return the communicator of a part of the ranks, made at the first call by all of them."""
+        """Return the communicator of a subgroup, made collectively at the first call."""
         if group is None:
             return self._comm
         if group not in self._parts:
@@ -170,7 +170,7 @@ class MPITransport(Transport):
         return self._parts[group]
 
     def _readable(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return the payload as MPI needs it: contiguous, reachable and complete."""
+        """Return the payload contiguous, in readable memory and complete, for MPI."""
         device = payload.device
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"MPITransport: MPI cannot read tensors on {device}")
@@ -190,7 +190,7 @@ class MPITransport(Transport):
 
 
 def is_cuda_aware() -> bool:
-    """Return whether the MPI library says that it reads CUDA memory."""
+    """Return whether the MPI library reports that it reads CUDA memory."""
     from mpi4py import MPI
 
     try:

@@ -1,8 +1,8 @@
-"""What a round asks of the network.
+"""The collectives that a round can request.
 
-A round is a generator that yields requests and is sent the replies.  It never touches a network
-itself, so that the same code runs over torch.distributed, in a simulated world, blocking or
-asynchronously: its driver decides.
+A round is a generator that yields requests and receives the replies.  It never uses a network
+itself, so the same code runs over torch.distributed or in a simulated world, blocking or
+asynchronously, as its driver decides.
 """
 
 import json
@@ -18,13 +18,13 @@ GroupKind = Literal["node", "across"]
 Result = TypeVar("Result")
 Round = Generator["Request", Any, Result]
 
-# Settings are thousands of bytes: a length beyond this one was never meant as one.
+# Settings are thousands of bytes: a larger length is not a length.
 _MOST_OBJECT_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class Group:
-    """Some of the ranks, of whom each ``ranks_per_node`` that follow each other share a node.
+    """A subset of the ranks, where every ``ranks_per_node`` consecutive ranks share a node.
 
     Args:
         kind: ``"node"``: the ranks of one node; ``"across"``: the ranks at the same place in each
@@ -36,7 +36,7 @@ class Group:
     ranks_per_node: int
 
     def members(self, rank: int, world_size: int) -> range:
-        """Return the ranks of the one group of this kind to which ``rank`` belongs, ascending."""
+        """Return the ranks of the group of this kind that includes ``rank``, ascending."""
         place = rank % self.ranks_per_node
         if self.kind == "node":
             return range(rank - place, rank - place + self.ranks_per_node)
@@ -47,8 +47,8 @@ class Group:
 class Request:
     """One collective.
 
-    ``final`` marks the last one of a round, after which only arithmetic is left.  ``group`` says
-    among whom: all ranks if None.  What is said of ranks below is then said of the group's members.
+    ``final`` marks the last one of a round; only arithmetic follows.  ``group`` restricts it to
+    some ranks; None: all ranks.
     """
 
     payload: Any
@@ -60,7 +60,7 @@ class Request:
         """Return the bytes that each rank sends, and receives, without transport headers.
 
         Args:
-            world_size: how many ranks take part.
+            world_size: the number of participating ranks.
         """
         raise NotImplementedError
 
@@ -107,14 +107,13 @@ class AllToAll(Request):
 
 @dataclass(frozen=True)
 class AllGatherObject(Request):
-    """Give every rank what all others say, in plain values; reply: a list in rank order.
+    """Give every rank the plain values of all ranks; reply: a list in rank order.
 
-    Plain values are what JSON knows, and nothing that is received is ever unpickled: tuples come
-    back as lists.  For settings, before the first gradient; not counted as traffic.
+    Values are sent as JSON, never pickled: tuples come back as lists.  For settings, before the
+    first gradient; not counted as traffic.
 
-    ``about``: what is compared, for errors.  ``may_be_alone``: perhaps only some ranks have come to
-    this place, such as one that has made its optimizer anew.  Where ranks mean different
-    collectives, a network may hang.
+    ``about``: names the comparison in errors.  ``may_be_alone``: perhaps only some ranks are in
+    this comparison, such as one that has made its optimizer again, so a network might hang.
     """
 
     final: bool = False
@@ -128,6 +127,11 @@ class AllGatherObject(Request):
         return f"a comparison of {self.about}"
 
 
+def ask(request: Request) -> Round[Any]:
+    """Return a round of one request; its result is the reply."""
+    return (yield request)
+
+
 def encoded(value: Any) -> torch.Tensor:
     """Return plain values as bytes, 1-D uint8."""
     return torch.frombuffer(bytearray(encoded_text(value)), dtype=torch.uint8)
@@ -139,35 +143,35 @@ def encoded_text(value: Any) -> bytes:
 
 
 def decoded(octets: torch.Tensor) -> Any:
-    """Return the values that :func:`encoded` has turned into bytes.
+    """Return the values in bytes of :func:`encoded`.
 
     Raises:
-        PayloadError: if they say nothing.
+        PayloadError: if they are damaged.
     """
     return decoded_text(bytes(octets.cpu().numpy()))
 
 
 def decoded_text(text: bytes) -> Any:
-    """Return the values that :func:`encoded_text` has turned into bytes.
+    """Return the values in bytes of :func:`encoded_text`.
 
     Raises:
-        PayloadError: if they say nothing.
+        PayloadError: if they are damaged.
     """
     try:
         return json.loads(text)
     except ValueError:
         raise PayloadError(
-            "what a rank says about its settings cannot be read: all ranks must take part in the "
+            "the settings that a rank sent cannot be read: all ranks must take part in the "
             "same round"
         ) from None
 
 
 def gather_objects(perform: Callable[[Request], torch.Tensor], own: torch.Tensor) -> list[Any]:
-    """Return what all ranks say, by two all-gathers: of the lengths, then of the bytes.
+    """Return the values of all ranks, by two all-gathers: of the lengths, then of the bytes.
 
     Args:
         perform: carries out an :class:`AllGather` among the ranks.
-        own: this rank's, :func:`encoded`, on a device that the network reads.
+        own: the value of this rank, :func:`encoded`, on a device that the network reads.
     """
     length = torch.tensor([own.numel()], device=own.device).view(torch.uint8)
     lengths = perform(AllGather(length)).view(torch.int64).flatten().tolist()

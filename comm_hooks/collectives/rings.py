@@ -1,13 +1,11 @@
 """Collectives made of messages between two ranks, over a process group of gloo.
 
-Gloo has collectives of its own.  Where ranks call them with payloads of different sizes, because
-one of them is in another round, it ends the process with ``abort()``.  Messages can be told apart
-by a tag: those of payloads of another size never meet, and their receiver times out.  The
-algorithms are the same, and as fast (``python -m benchmarks.rings``).
+Gloo's own collectives end the process with ``abort()`` if ranks call them with payloads of
+different sizes, because one of them is in another round.  Messages have a tag: those of payloads of
+different sizes never meet, and their receiver times out.  The algorithms are the same, and as fast.
 
-All of them post receives before sends: a message that meets a posted receive is sent at once, and
-that a receive has been posted is said on the connection on which this rank's own data would be in
-the way.
+All of them post receives before sends: a message to a posted receive is sent at once, and the
+notice of a posted receive would wait behind this rank's own data on the same connection.
 """
 
 import zlib
@@ -21,14 +19,14 @@ import torch
 _SEGMENT_NBYTES = 1 << 20
 
 _Segments = Sequence[tuple[torch.Tensor, Any]]
-"""Parts of a payload, and the work that ends when they have arrived."""
+"""Parts of a payload, each with the work handle of its receive."""
 
 
 class Rings:
-    """Ranks in a ring, each of which receives from its left neighbour and sends to its right one.
+    """Collectives in a ring: each rank receives from its left and sends to its right neighbour.
 
     Args:
-        context: ``ProcessGroupGloo`` of these ranks, on which nobody else sends.
+        context: ``ProcessGroupGloo`` of these ranks, for this object alone.
         rank, world_size: among them.
     """
 
@@ -40,9 +38,9 @@ class Rings:
     def all_reduce_(self, payload: torch.Tensor) -> None:
         """Sum a 1-D payload over ranks, in place; bit-identical on all of them.
 
-        1. Cut it into N chunks.  Chunk c starts at rank c and goes round the ring once; everybody
+        1. Cut it into N chunks.  Chunk c starts at rank c and goes round the ring once; every rank
            adds its own.
-        2. What has come to the end of that, complete, goes round once more.
+        2. The complete chunks go round once more.
 
         Every rank sends 2 (N - 1) chunks of N.
         """
@@ -107,7 +105,7 @@ class Rings:
         return reply
 
     def _pass_on(self, steps: Sequence[_Segments], tag: int, sends: list[Any]) -> None:
-        """Send on what arrives, but in the last step: that has come all the way round."""
+        """Send arriving segments on, except in the last step of the ring."""
         for index, step in enumerate(steps):
             for segment, receive in step:
                 receive.wait()
@@ -129,5 +127,5 @@ def _segments(chunk: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _tag(kind: str, payload: torch.Tensor) -> int:
-    """Return what tells messages of one collective from those of another: 31 bits."""
+    """Return the tag of the messages of a collective: 31 bits."""
     return zlib.crc32(f"{kind} {payload.nbytes}".encode()) >> 1

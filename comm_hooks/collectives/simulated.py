@@ -1,7 +1,7 @@
 """N ranks in one process: the same rounds without a network.
 
-For tests, for studies at numbers of ranks nobody has, and for federated runs in which one process
-plays many clients.
+For tests, for studies with very many ranks, and for federated runs in which one process simulates
+many clients.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,10 +31,9 @@ class Simulated:
 
     Args:
         world_size: N, at least 1.
-        decode_once: let one rank decode what all ranks have received and give the result to the
-            others.  Without it every rank decodes by itself, as in a real world, so that a
-            difference between ranks would show; but an all-gather of N payloads, each decoded N
-            times, is out of the question for N in the hundreds.
+        decode_once: whether one rank decodes for all others.  Without it every rank decodes by
+            itself, as in a real world, so that a difference between ranks would show; but decoding
+            N payloads N times takes too long for N in the hundreds.
 
     Raises:
         ValueError: for a ``world_size`` below 1.
@@ -108,7 +107,7 @@ def _reply(requests: Sequence[Request]) -> Sequence[Any]:
     """Carry out a collective, given the request of each of its ranks in order."""
     payloads = [request.payload for request in requests]
     if isinstance(requests[0], AllGatherObject):
-        # As over a real network: nobody gets an object of another rank.
+        # As over a real network: no rank gets an object of another rank.
         return [[decoded(encoded(payload)) for payload in payloads] for _ in requests]
     if isinstance(requests[0], AllReduce):
         total = payloads[0].clone()
@@ -138,14 +137,14 @@ class SimulatedRank(Transport):
     def world_size(self) -> int:
         return self._world.world_size
 
-    def alike(
+    def compute_once(
         self, what: str, reply: torch.Tensor, compute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         if not self._world.decode_once:
             return compute()
         known = self._world._decoded.get(what)
         if known is None or known[0] is not reply:
-            # Ranks go on writing to what they compute.
+            # Ranks write to the result later.
             known = self._world._decoded[what] = reply, compute().clone()
         return known[1]
 

@@ -1,4 +1,4 @@
-"""Where ranks read what the others say, without a collective of the network."""
+"""Gather plain values through the store of the process group, without a collective."""
 
 import hashlib
 import time
@@ -8,8 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from comm_hooks.collectives.failure_detection import different_requests
-from comm_hooks.collectives.progress import progress_of
+from comm_hooks.collectives.failure_detection import different_requests, progress_of
 from comm_hooks.collectives.requests import AllGatherObject, decoded_text, encoded_text
 from comm_hooks.errors import PeerError
 
@@ -17,23 +16,22 @@ _FIRST_POLL_SECONDS = 0.001
 _POLL_SECONDS = 0.05
 
 
-class NoticeBoard:
-    """Gathers plain values in the store by which the ranks have met.
+class StoreGather:
+    """Gathers the plain values of all ranks through their store.
 
-    A collective takes all ranks.  Whether all of them are about to compare their settings is what
-    one of them does not know that has made its optimizer anew, while the others go on exchanging,
-    and what compares may have no connections yet.  Here
+    A collective would hang if only some ranks take part, such as one that has made its optimizer
+    again while the others exchange, and needs connections.  Instead
 
-    1. every rank puts up what it has to say, and a digest of it;
-    2. it reads the digests of all ranks, waiting for those that are not there yet;
-    3. it reads what those say whose digest is another one than its own.
+    1. every rank stores its value and a digest of it;
+    2. it reads the digests of all ranks, and waits for those that are missing;
+    3. it reads the values with other digests than its own.
 
     Args:
         store: of these ranks.
-        group: whose ranks they are.
-        timeout_seconds: after which a rank is not waited for any longer.
-        is_over: says that there is nobody to wait for any more, given the absent ranks' numbers
-            within the group.
+        group: of the ranks.
+        timeout_seconds: of the wait for other ranks.
+        is_over: returns whether the wait for the absent ranks, by their numbers within the group,
+            is in vain.
     """
 
     def __init__(
@@ -50,11 +48,11 @@ class NoticeBoard:
         self._is_over = is_over
 
     def gather(self, request: AllGatherObject) -> list[Any]:
-        """Return what all ranks say, in rank order.
+        """Return the values of all ranks, in rank order.
 
         Raises:
-            PeerError: on all ranks, if they do not all speak of the same.
-            TimeoutError: if not all have said anything in time.
+            PeerError: on all ranks, if they gather different things.
+            TimeoutError: if the value of a rank does not arrive in time.
         """
         value = request.payload
         ranks, own = dist.get_world_size(self._group), dist.get_rank(self._group)
@@ -80,7 +78,7 @@ class NoticeBoard:
 
     def _wait(self, places: Sequence[str]) -> None:
         until, poll = time.monotonic() + self._timeout_seconds, _FIRST_POLL_SECONDS
-        # Not Store.wait(): it would keep all other threads from the store.
+        # Not Store.wait(): it would block all other threads of the store.
         while not self._store.check(list(places)):
             absent = [rank for rank, place in enumerate(places) if not self._store.check([place])]
             if absent and (time.monotonic() > until or self._is_over(absent)):

@@ -1,8 +1,8 @@
-"""Ranks as threads of one process, for code that exchanges by itself.
+"""Ranks as threads of one process, for code that runs rounds itself.
 
-:class:`~comm_hooks.collectives.Simulated` drives rounds; an optimizer or a training loop makes its
-own, deep inside and as many as it likes.  Here such code runs unchanged, once per rank, and what it
-asks of the network is passed to a simulated world.
+:class:`~comm_hooks.collectives.Simulated` drives single rounds; an optimizer or a training loop
+runs rounds inside.  Here such code runs unchanged, once per rank, and its requests go to a
+simulated world.
 """
 
 import threading
@@ -20,25 +20,24 @@ from comm_hooks.collectives.simulated import Simulated
 def run_ranks(function: Callable[[Transport], Result], world_size: int) -> list[Result]:
     """Call ``function(transport)`` as each rank of a simulated world; return all results.
 
-    The ranks take turns: in rank order, each runs until it asks for a collective or returns.  At
-    no time does more than one of them run, so results do not depend on timing, what the process
-    has only once (torch's random numbers, the warning filters) is used in the same order in every
-    run, and nothing needs to be safe against other threads.  Nothing is faster than one rank after
-    the other, either: this is for studies and tests.
+    The ranks take turns: in rank order, each runs until it requests a collective or returns.  Only
+    one of them runs at any time, so results do not depend on timing, global state (torch's random
+    numbers, the warning filters) is used in the same order in every run, and no code needs to be
+    thread-safe.  It takes as long as one rank after the other: this is for studies and tests.
 
-    Every rank has a thread of its own, with torch's defaults for whatever belongs to a thread
-    (gradients enabled, no autocast).
+    Every rank has a thread of its own, with torch's defaults for the state of a thread (gradients
+    enabled, no autocast).
 
     Args:
         function: gets its rank's transport, for ``Exchange(..., transport=transport)``.
-        world_size: how many ranks there are.
+        world_size: the number of ranks.
 
     Returns:
-        What the ranks returned, in rank order.
+        The results of the ranks, in rank order.
 
     Raises:
         RuntimeError: if ranks ask for different collectives, where a real world would hang.
-        BaseException: whatever a rank raises.  The other ranks end with it, at their collective.
+        BaseException: any exception of a rank.  The other ranks end at their collective.
 
     Not supported: accelerator devices other than the current one of the main thread.
 
@@ -65,12 +64,12 @@ def run_ranks(function: Callable[[Transport], Result], world_size: int) -> list[
 class _Ended(BaseException):
     """Raised at a rank's collective when the world has ended.
 
-    No Exception, so that code which handles those does not go on.
+    Not an Exception, so that code with an ``except Exception`` does not continue.
     """
 
 
 class _ThreadRank(Transport, Generic[Result]):
-    """A rank's function, seen by itself as a network and by the world as a round."""
+    """A transport for the function of a rank, and a round for the world."""
 
     def __init__(self, function: Callable[[Transport], Result], rank: int, world_size: int) -> None:
         self._function = function
@@ -100,7 +99,7 @@ class _ThreadRank(Transport, Generic[Result]):
         return completed(self.perform(request))
 
     def round(self) -> Round[Result]:
-        """Let the rank's thread run whenever this generator does."""
+        """Run the thread of the rank whenever this generator runs."""
         thread = threading.Thread(
             target=self._live, name=f"rank {self._rank} of {self._world_size}", daemon=True
         )

@@ -14,9 +14,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_nccl_timeout
 
 from comm_hooks.collectives.base import Transport, completed
-from comm_hooks.collectives.failure_detection import RollCall
+from comm_hooks.collectives.failure_detection import FailureDetector, progress_of
 from comm_hooks.collectives.gloo import GlooRanks
-from comm_hooks.collectives.progress import progress_of
 from comm_hooks.collectives.requests import (
     AllGather,
     AllGatherObject,
@@ -26,10 +25,11 @@ from comm_hooks.collectives.requests import (
     Request,
     Result,
     Round,
+    ask,
     encoded,
     gather_objects,
 )
-from comm_hooks.collectives.store import NoticeBoard
+from comm_hooks.collectives.store import StoreGather
 from comm_hooks.collectives.worker import RoundWorker
 from comm_hooks.errors import PeerError
 
@@ -37,24 +37,22 @@ from comm_hooks.errors import PeerError
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# Of all transports of a group, for what the calling thread waits for.
+# Of all transports of a group, for blocking collectives.
 _gloo_of: WeakKeyDictionary[dist.ProcessGroup, GlooRanks] = WeakKeyDictionary()
 
 
 class TorchDistributed(Transport):
     """A transport over a process group, the default one if ``group`` is None.
 
-    Tensors on the CPU, on gloo, travel by messages between two ranks
+    Tensors on the CPU, on gloo, are sent by messages between two ranks
     (``comm_hooks.collectives.rings``), over connections of their own: the first exchange makes
-    them, which takes 10 ms or so and all ranks.  All others travel by the collectives of
-    ``torch.distributed``.
+    them, collectively, in about 10 ms.  All others use the collectives of ``torch.distributed``.
 
-    How rounds go on beside the caller (:meth:`run_async`):
+    Rounds run concurrently with the caller (:meth:`run_async`):
 
-    * gloo: a thread takes them to their end, one after the other, over connections of its own
+    * gloo: a thread runs them, one after the other, over connections of its own
       (:class:`~comm_hooks.collectives.worker.RoundWorker`);
-    * accelerators: all of it on a stream of their own, for which neither the caller nor its stream
-      waits.
+    * accelerators: on a stream of their own; neither the caller nor its stream waits.
 
     Raises:
         ValueError: if ``torch.distributed`` is not initialized, or this rank is not in the group.
@@ -83,16 +81,18 @@ class TorchDistributed(Transport):
         self._streams: dict[torch.device, Any] = {}
         store = dist.distributed_c10d._get_default_store()
         timeout = _timeout(self._group) or dist.default_pg_timeout
-        # Of each group for itself: others may go on when one has failed.
+        # Of each group: others may continue when one has failed.
         self._progress = progress_of(self._group)
         name = f"comm_hooks {self._group.group_name} {self._progress.generation}"
         of_group = PrefixStore(name, store)
-        self._roll_call = RollCall(of_group, self.ranks, dist.get_rank(), timeout, self._progress)
-        self._board = NoticeBoard(
+        self._failures = FailureDetector(
+            of_group, self.ranks, dist.get_rank(), timeout, self._progress
+        )
+        self._store_gather = StoreGather(
             of_group,
             self._group,
             timeout.total_seconds(),
-            lambda absent: self._roll_call.has_begun([self.ranks[rank] for rank in absent]),
+            lambda absent: self._failures.has_failed([self.ranks[rank] for rank in absent]),
         )
 
     @property
@@ -108,7 +108,7 @@ class TorchDistributed(Transport):
         return self._ask(dist.get_process_group_ranks)
 
     def _ask(self, about: Callable[[dist.ProcessGroup], Result]) -> Result:
-        """Return what torch says about the group, as long as it knows it."""
+        """Return a property of the group, or raise ``ValueError`` if it was destroyed."""
         try:
             return about(self._group)
         except (ValueError, KeyError):
@@ -128,14 +128,14 @@ class TorchDistributed(Transport):
         return _gloo_of[self._group]
 
     def _gloo_ranks(self) -> GlooRanks:
-        """Return the same ranks with connections of their own.  Takes all ranks."""
-        # Of this process's group, and of this moment: stores outlive both.
+        """Return the same ranks with connections of their own.  Collective."""
+        # Unique for this group and moment: the store outlives both.
         name = f"{uuid.uuid4().hex} {self._progress.begun}.{self._progress.notices}"
         names = self._compare(AllGatherObject(name, about="connections"))
         default_store = dist.distributed_c10d._get_default_store()
         store = PrefixStore(f"comm_hooks {names[0]}", default_store)
         return GlooRanks(
-            store, self.rank, self.world_size, _timeout(self._group), self._roll_call.explain
+            store, self.rank, self.world_size, _timeout(self._group), self._failures.explain
         )
 
     def perform(self, request: Request) -> Any:
@@ -148,18 +148,18 @@ class TorchDistributed(Transport):
 
     def _compare(self, request: AllGatherObject) -> list[Any]:
         try:
-            return self._board.gather(request)
+            return self._store_gather.gather(request)
         except PeerError:
             raise
         except (TimeoutError, RuntimeError) as error:
-            raise self._roll_call.explain(error, request) from error
+            raise self._failures.explain(error, request) from error
 
     def _perform(self, request: Request) -> Any:
         if self._goes_by_gloo(request):
             try:
                 return self._gloo.perform(request)
             except PeerError:
-                # Nothing more comes over these connections.
+                # These connections are dead.
                 _gloo_of.pop(self._group, None)
                 raise
         group = self._part(request.group)
@@ -167,7 +167,7 @@ class TorchDistributed(Transport):
             work, reply = self._issue(request, group)
             work.wait()
         except RuntimeError as error:
-            raise self._roll_call.explain(error, request) from error
+            raise self._failures.explain(error, request) from error
         return reply
 
     @property
@@ -180,7 +180,7 @@ class TorchDistributed(Transport):
 
     def start(self, request: Request) -> torch.futures.Future[Any]:
         if self._goes_by_gloo(request):
-            return self.run_async(_only(request))
+            return self.run_async(ask(request))
         work, reply = self._issue(request, self._part(request.group))
         return work.get_future().then(lambda done: self._checked(done, request, reply))
 
@@ -188,16 +188,16 @@ class TorchDistributed(Transport):
         return self._progress.begin()
 
     def report(self, error: BaseException, round_number: int) -> None:
-        self._roll_call.report(error, round_number)
+        self._failures.report(error, round_number)
 
     def _checked(
         self, done: torch.futures.Future[Any], request: Request, reply: torch.Tensor
     ) -> torch.Tensor:
-        """Return the reply of a collective that has ended, if it has succeeded."""
+        """Return the reply of a collective that has ended, or raise its error."""
         try:
             done.value()
         except Exception as error:
-            raise self._roll_call.explain(error, request) from error
+            raise self._failures.explain(error, request) from error
         return reply
 
     def run_async(
@@ -211,7 +211,7 @@ class TorchDistributed(Transport):
             return completed(self.run(round_))
         try:
             request = next(round_)
-            # In the first round of all ranks; the next bucket must find them agreed.
+            # Comparisons block: the next bucket needs their result.
             while isinstance(request, AllGatherObject):
                 request = self.advance(round_, request)
         except StopIteration as stop:
@@ -231,8 +231,8 @@ class TorchDistributed(Transport):
     ) -> torch.futures.Future[Result]:
         """Queue all of a round on a side stream; the future orders its readers.
 
-        One stream for everything: what a round allocates is then used and freed on the stream that
-        it belongs to.  Waiting for a collective holds up that stream only.
+        One stream for everything: the memory of a round is then used and freed on the stream that
+        it belongs to.  Waiting for a collective blocks that stream only.
         """
         accelerator = torch.get_device_module(device)
         if device not in self._streams:
@@ -242,7 +242,7 @@ class TorchDistributed(Transport):
         with accelerator.stream(side):
             result = self.run(round_)
             if isinstance(result, torch.Tensor):
-                # Others have made it, and could reuse its memory too early.
+                # Its stream could reuse the memory too early.
                 result.record_stream(side)
             return completed(result)
 
@@ -259,7 +259,7 @@ class TorchDistributed(Transport):
             backend = dist.get_backend_config(self._group)
             counts = self.perform(AllGatherObject(len(dist.distributed_c10d._world.pg_names)))
             if len(set(counts)) > 1:
-                # new_group() would wait for members that go by another name.
+                # new_group() would wait for a group of another name.
                 raise RuntimeError(
                     "ranks cannot be divided into nodes, because they belong to different numbers "
                     f"of process groups ({counts}): make the exchange before those groups"
@@ -282,12 +282,8 @@ class TorchDistributed(Transport):
         raise TypeError(f"no such request: {request}")
 
 
-def _only(request: Request) -> Round[Any]:
-    return (yield request)
-
-
 def _new_group(ranks: list[int], backend: str, *, like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Make a group that only its own ranks have to make, with the timeout of another."""
+    """Make a group, collectively among its ranks only, with the timeout of another."""
     unsorted: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     group = dist.new_group(
         ranks,
@@ -302,7 +298,7 @@ def _new_group(ranks: list[int], backend: str, *, like: dist.ProcessGroup) -> di
 
 
 def _ranks_per_node(group: dist.ProcessGroup) -> int | None:
-    """Return how many of a group share a node, by ``LOCAL_WORLD_SIZE``, which torchrun sets.
+    """Return how many ranks of a group share a node, by ``LOCAL_WORLD_SIZE`` of torchrun.
 
     None if it is not set, or if the group has not equally many consecutive ranks on each node.
     """
@@ -316,10 +312,10 @@ def _ranks_per_node(group: dist.ProcessGroup) -> int | None:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Return after how long an exchange of a group fails; None where torch does not tell.
+    """Return the timeout of a group; None if torch does not tell.
 
-    Groups of which nothing was said, as those of a device mesh, have torch's default of half an
-    hour even where ``init_process_group`` was given another one, which is meant for them, too.
+    Groups made without one, as those of a device mesh, have torch's default of half an hour even if
+    ``init_process_group`` was given another timeout, which then applies.
     """
     timeout = _own_timeout(group)
     if timeout in (dist.default_pg_timeout, default_pg_nccl_timeout):

@@ -1,4 +1,4 @@
-"""A thread that carries rounds out one after the other, while the caller goes on."""
+"""A thread that runs rounds one after the other, concurrently with the caller."""
 
 import os
 import threading
@@ -17,17 +17,16 @@ _SECONDS_TO_END = 5.0
 
 
 class RoundWorker:
-    """Takes rounds from their first request to their end, in the order in which they came.
+    """Runs rounds from their first request to their end, in the order of submission.
 
-    On gloo all collectives of a group must be issued by one thread, in an order that is the same
-    on all ranks: those of a callback meet the wrong partners.  Rounds of several collectives can
-    still go on beside the caller if each of them is finished before the next one begins, by one
-    thread whose group nobody else uses.
+    On gloo one thread must issue all collectives of a group, in the same order on all ranks:
+    collectives of callbacks would meet the wrong partners.  So one thread, with a group of its own,
+    finishes each round before it begins the next.
 
-    A round that fails before its final collective was done leaves the other ranks waiting in the
-    middle of it: this rank's later rounds would meet theirs, so all of them fail with it.
+    A round that fails before its final collective leaves the other ranks waiting in the middle of
+    it.  Later rounds of this rank would meet theirs, so all of them fail.
 
-    The thread ends with this object, or with the process.  Nothing of it is left after a fork.
+    The thread ends with this object, or with the process.  It does not exist after a fork.
 
     Args:
         transport: used by this thread alone.
@@ -40,12 +39,12 @@ class RoundWorker:
             target=_work, args=(self._jobs, transport), name="comm-hooks rounds", daemon=True
         )
         thread.start()
-        # At exit, too: a daemon thread that asks for the interpreter lock while the interpreter
-        # finalizes is ended by force, which C++ answers with abort().
+        # At exit, too: while the interpreter finalizes, a daemon thread that takes its lock is
+        # killed, and C++ calls abort().
         weakref.finalize(self, _end, self._jobs, thread)
 
     def submit(self, round_: Round[Result], request: Request) -> torch.futures.Future[Result]:
-        """Go on with a round that has asked for ``request``; return a future of its result.
+        """Run a round that has yielded ``request``; return a future of its result.
 
         Futures are completed by the thread, in the order of the calls.
 
@@ -58,7 +57,7 @@ class RoundWorker:
                 "to exchange with: make process group and exchange after the fork"
             )
         future: torch.futures.Future[Result] = torch.futures.Future()
-        # Only a callback can give a future an error that C++ sees, and DDP with it.
+        # Only a callback can set an error that C++, and so DDP, can see.
         checked = future.then(lambda done: done.value())
         self._jobs.put(_Job(round_, request, future))
         return checked
@@ -72,13 +71,13 @@ class _Job:
 
 
 class _OutOfStepError(RuntimeError):
-    """This rank stopped in the middle of a round, and the others may wait for the rest of it."""
+    """This rank stopped in the middle of a round, where the others may wait."""
 
 
 # Not a method: a thread that held its object would keep it alive forever.
 def _work(jobs: "SimpleQueue[_Job | None]", transport: Transport) -> None:
     failure = ""
-    # What belongs to a thread: hooks run with gradients off, too.
+    # Hooks run with gradients off, too; the mode belongs to a thread.
     with torch.no_grad():
         while job := jobs.get():
             try:
@@ -96,7 +95,7 @@ def _work(jobs: "SimpleQueue[_Job | None]", transport: Transport) -> None:
                 job.future.set_exception(error)
             else:
                 job.future.set_result(result)
-            # A job that is done must not keep its exchange alive until the next one comes.
+            # A finished job must not keep its exchange alive until the next one.
             del job
 
 

@@ -1,4 +1,4 @@
-"""The contract between a vector and what crosses the wire."""
+"""The contract of compressors: from a vector to a payload and back."""
 
 import math
 from abc import ABC, abstractmethod
@@ -23,17 +23,17 @@ class Compressor(ABC):
     :meth:`payload_nbytes`, :meth:`encode`, :meth:`decode` and the properties ``unbiased`` and
     ``contractive``; everything else is derived from them.
 
-    Class attributes say what a caller may rely on:
+    Class attributes state guarantees for callers:
 
     * ``linear``: payloads may be summed on the wire; the sum decompresses to the sum.  Such
       payloads are float32, and ``compress`` is a linear map that depends on public state only.
     * ``unbiased``: the mean of ``decompress(compress(v))`` over keys is ``v``.
     * ``contractive``: ``|v - decompress(compress(v))|`` is below ``|v|`` (in mean square for
-      compressors that draw), which is what keeps error feedback from growing without bound.
+      compressors that draw), so that residuals of error feedback stay bounded.
     * ``per_rank``: the payload depends on the rank even for equal vectors (:class:`PermK`), so it
       cannot be re-cut into shards or summed.
-    * ``granularity``: what is compressed as one vector where nothing else is asked for: each
-      ``"parameter"``, or a whole ``"bucket"`` of them.
+    * ``granularity``: the default unit of compression: each ``"parameter"``, or a whole
+      ``"bucket"``.
     """
 
     linear: ClassVar[bool] = False
@@ -55,16 +55,16 @@ class Compressor(ABC):
 
     @property
     def adds_up(self) -> bool:
-        """Whether :meth:`decode_sum` gives the sum of what :meth:`decode` gives."""
+        """Whether :meth:`decode_sum` is the sum of :meth:`decode` over ranks."""
         return True
 
     @abstractmethod
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
-        """Return the payload's size in bytes: a multiple of 4 that depends on nothing else."""
+        """Return the size of a payload in bytes: a multiple of 4, a function of these arguments."""
 
     @abstractmethod
     def encode(self, rows: Tensor, draw: Draw) -> Tensor:
-        """Return the payloads of ``rows`` (n, numel), float32, which stay as they are.
+        """Return the payloads of ``rows`` (n, numel), float32; rows do not change.
 
         Returns:
             (n, payload_nbytes / 4) float32 if ``linear``; else that, or (n, payload_nbytes) uint8.
@@ -74,25 +74,24 @@ class Compressor(ABC):
     def decode(
         self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
-        """Write ``alpha`` times what payloads stand for to ``out``; :func:`write` does.
+        """Write ``alpha`` times the decompressed payloads to ``out``, with :func:`write`.
 
         Args:
             out: (n, numel), float32.
-            payloads: (n, payload_nbytes), uint8, each beginning at a whole word; not to be changed.
-            draw: with which they were encoded.
+            payloads: (n, payload_nbytes), uint8, each aligned to 4 bytes; read only.
+            draw: of :meth:`encode`.
             alpha: the factor.
-            add: add it to what ``out`` holds.
+            add: whether to add to ``out`` instead.
         """
 
     def extract(self, rows: Tensor, draw: Draw, residual: Residual | None = None) -> Tensor:
-        """Add the residual to ``rows``, and move from there to the payloads what these can say.
+        """Add the residual to ``rows``, encode them, and leave the new residual in ``rows``.
 
-        What error feedback keeps is then in ``rows``.  To be overridden where that takes fewer
-        passes over memory than adding, encoding and decoding.
+        Override it if that takes fewer passes over memory than adding, encoding and decoding.
 
         Args:
             rows: (n, numel), float32, changed in place.
-            residual: what is added first, if anything.
+            residual: added to the rows first, if given.
 
         Returns:
             The payloads, as :meth:`encode` does.
@@ -106,8 +105,8 @@ class Compressor(ABC):
     def decode_sum(self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0) -> None:
         """Write ``alpha`` times the sum, in rank order, of all ranks' payloads to ``out``.
 
-        Or what takes the place of the sum, where not :attr:`adds_up`.  To be overridden where that
-        takes less than decoding one after the other.
+        Compressors without :attr:`adds_up` write a replacement of the sum.  Override it if that is
+        faster than decoding one payload after the other.
 
         Args:
             out: (n, numel), float32.
@@ -118,15 +117,15 @@ class Compressor(ABC):
             self.decode(out, octets, replace(draw, rank=rank), alpha=alpha, add=rank > 0)
 
     def for_shards(self, rows: Tensor, owners: int) -> "Compressor":
-        """Return who compresses the shards of ``rows`` (n, numel), stacked as (owners * n, width).
+        """Return the compressor of the shards of ``rows`` (n, numel), as (owners * n, width).
 
-        To be overridden where something in a payload belongs to a row as a whole.  What is returned
+        Override it if a part of a payload belongs to a row as a whole.  The returned compressor
         writes payloads that this compressor reads.
         """
         return self
 
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
-        """Return the largest possible ``|compress(v)| / |v|``; infinite where there is none.
+        """Return the largest possible ``|compress(v)| / |v|``; infinite if there is none.
 
         Only meaningful for linear maps.  Clipping a vector to C bounds its payload by
         ``norm_bound * C``, which is the sensitivity that private training needs.
@@ -139,8 +138,7 @@ class Compressor(ABC):
         Args:
             vector: 1-D, floating point, finite, any device.
             key: drawn from (seed, step, parameter); the same on all ranks.
-            rank, world_size: whose payload this is.  Only :class:`PermK` and stochastic rounding
-                look at them.
+            rank, world_size: of the sender; only :class:`PermK` and stochastic rounding use them.
 
         Raises:
             ValueError: if ``vector`` is not a non-empty 1-D floating-point tensor.
@@ -162,16 +160,16 @@ class Compressor(ABC):
         world_size: int = 1,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the float32 vector of ``numel`` elements that ``payload`` stands for.
+        """Return the decompressed float32 vector of ``numel`` elements.
 
         Args:
             payload: from :meth:`compress` with the same ``key``, ``rank`` and ``world_size``, or,
                 for linear compressors, a sum of such payloads.
 
         Raises:
-            PayloadError: if the payload's size is not ``payload_nbytes(numel)``, or its bytes are
-                none that a compressor of these settings writes.
-            ValueError: if the arguments are not of these kinds and shapes.
+            PayloadError: if the size of the payload is not ``payload_nbytes(numel)``, or no
+                compressor with these settings writes such bytes.
+            ValueError: if an argument has another kind or shape.
         """
         if isinstance(numel, bool) or not isinstance(numel, int) or numel < 1:
             raise ValueError(f"decompress() needs a positive number of elements, got {numel!r}")
@@ -195,7 +193,7 @@ class Compressor(ABC):
             )
         payloads = payload.contiguous().view(torch.uint8)[None]
         if payloads.storage_offset() % 4:
-            payloads = payloads.clone()  # cut out of something larger, where no float32 can begin
+            payloads = payloads.clone()  # a slice without the alignment of float32
         self.decode(out[None], payloads, Draw((key,), rank, world_size))
         return out
 

@@ -1,4 +1,4 @@
-"""Three compressors in one: a random subset, the largest of it, in a few bits each."""
+"""A random subset, its largest elements, and a few bits for each of them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +18,8 @@ class Cocktail(Compressor):
     """The largest elements of a random subset that is the same on all ranks, quantized.
 
     The operator of CocktailSGD (Wang et al., ICML 2023).  Top-k alone spends most of its bytes on
-    indices; within a subset that every rank draws for itself they are short, and the subset changes
-    every step, so that nothing is left out for long.
+    indices; within a subset that every rank draws they are short, and the subset changes every
+    step, so that no element waits for long.
 
     1. cut the vector into m = mask x d equal strata and draw one element of each (from the key,
        as :class:`~comm_hooks.RandomK` does);
@@ -28,19 +28,19 @@ class Cocktail(Compressor):
        (:class:`~comm_hooks.TopK` does 2 and 3).
 
     Differences to the authors' code: elements are drawn independently at every step, where theirs
-    moves a regular grid by one element; places travel in Elias-Fano codes, 4.25 bits each at
+    moves a regular grid by one element; places are sent in Elias-Fano codes, 4.25 bits each at
     density 0.2 where a bitmap of the subset takes 5; levels belong to a block rather than to 128
-    values.  What is compressed (theirs: the difference between the local and the shared model) and
-    what becomes of the rest is up to the exchange and its memory.
+    values.  The vector (theirs: the difference between the local and the shared model) and the
+    residual are up to the exchange and its memory.
 
     Args:
         mask: m/d, the fraction of elements that may be sent in a step, in (0, 1].
-        density: the fraction of those that is, in (0, 1].
+        density: the fraction of these that is sent, in (0, 1].
         value_bits: 1, 2, 3, 4, 16 or 32, as in :class:`~comm_hooks.TopK`.
         block_size: the largest block of the subset, 1 to 65536 elements.
 
     Shapes: vector (d,) -> payload uint8; by default 0.165 bits per element of the vector.
-    Use with :class:`~comm_hooks.memory.ErrorFeedback`: alone it drops the rest for ever.
+    Use with :class:`~comm_hooks.memory.ErrorFeedback`: without it other elements are lost.
     Not supported: summing payloads (each rank sends other places).
 
     Example::

@@ -20,7 +20,7 @@ class DCTTopK(Compressor):
     """The largest coefficients of the discrete cosine transform of every chunk of the vector.
 
     DeMo (Peng, Quesnelle & Kingma, 2024, section 3): where neighbours move together, a few
-    coefficients say what many elements do.
+    coefficients describe many elements.
 
     1. cut the vector into chunks of chunk x chunk consecutive elements, the last one padded with
        zeros, and see each as a square X;
@@ -35,8 +35,8 @@ class DCTTopK(Compressor):
     of its two axes (the same thing where a matrix has ``chunk`` columns), because a compressor sees
     vectors, and shards of vectors; the mean of a coefficient is over all ranks, but under
     :class:`~comm_hooks.optim.DeMo` over those that sent it, as theirs; an index takes 2 +
-    log2(1/density) bits rather than 64.  The momentum, its decay and the sign of the update are an
-    optimizer's affair.
+    log2(1/density) bits rather than 64.  The momentum, its decay and the sign of the update belong
+    to the optimizer.
 
     Args:
         chunk: the side of a chunk, 1 to 256.
@@ -45,8 +45,8 @@ class DCTTopK(Compressor):
         value_bits: 1, 2, 3, 4, 16 or 32, as in :class:`~comm_hooks.TopK`.
 
     Shapes: vector (d,) -> payload uint8.
-    Cost: 2 chunk multiplications per element each way, in matrix products, beside that of TopK.
-    Use with :class:`~comm_hooks.memory.ErrorFeedback`: alone it drops the rest for ever.
+    Cost: 2 chunk multiplications per element each way, in matrix products, in addition to TopK.
+    Use with :class:`~comm_hooks.memory.ErrorFeedback`: without it other coefficients are lost.
     Not supported: summing payloads (each rank sends other coefficients).
 
     Example::
@@ -71,7 +71,7 @@ class DCTTopK(Compressor):
     contractive = True
 
     def _plan(self, numel: int) -> tuple[int, int, TopK]:
-        """Return the side of a chunk, the number of elements with padding, and what selects."""
+        """Return the side of a chunk, the number of elements with padding, and the selection."""
         side = min(self.chunk, math.isqrt(numel - 1) + 1)
         padded = -(-numel // side**2) * side**2
         return side, padded, TopK(self.density, side**2, self.value_bits)
@@ -95,7 +95,7 @@ class DCTTopK(Compressor):
         self.write_vectors(out, self.coefficients(payloads, out.shape[1], draw), alpha, add)
 
     def coefficients(self, payloads: Tensor, numel: int, draw: Draw) -> Tensor:
-        """Return the coefficients (n, padded) that payloads (n, nbytes) say; others are zero."""
+        """Return the coefficients (n, padded) in payloads (n, nbytes); others are zero."""
         _, padded, top_k = self._plan(numel)
         coefficients = torch.empty(
             len(payloads), padded, device=payloads.device, dtype=torch.float32

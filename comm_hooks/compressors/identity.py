@@ -1,4 +1,4 @@
-"""No compression: the control, and the way small parameters travel."""
+"""No compression: the control for comparisons, and the format of small parameters."""
 
 import math
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from comm_hooks.wire.sections import join, word_aligned
 class Identity(Compressor):
     """Sends every element, as float32 or rounded to bfloat16.
 
-    With ``collective="all_reduce"`` this is plain averaging through the same code as everything
-    else, which makes it the control to compare with.
+    With ``collective="all_reduce"`` this is plain averaging through the code of all compressors:
+    the control for comparisons.
 
     Args:
         bits: 32 (float32) or 16 (bfloat16, whose payloads cannot be summed on the wire).

@@ -32,12 +32,12 @@ class Sign(Compressor):
     ``Sign(block_size=None, scale="rms")``.  Zero counts as positive.
 
     Args:
-        block_size: the elements that share a scale (float32); the last ones may be fewer.  None:
-            all of a vector, also where an exchange then sends its shards to several owners: each of
-            them gets the scale of the whole, and sends one of its own for its shard.
+        block_size: the number of elements that share a scale (float32); the last block may be
+            smaller.  None: the whole vector, also if its shards go to several owners: each owner
+            gets the scale of the whole, and sends one of its own for its shard.
         scale: ``"mean"``, or ``"rms"`` for the root mean square, which keeps the vector's norm.  It
-            is contractive only where ``|x|_1`` is at least ``sqrt(c) |x|_2 / 2``, as it is not for
-            sparse blocks; error feedback stays bounded all the same.
+            is contractive only if ``|x|_1`` is at least ``sqrt(c) |x|_2 / 2``, so not for sparse
+            blocks; residuals stay bounded anyway.
 
     Shapes: vector (d,) -> payload uint8, about d/8 bytes.
     Use with :class:`~comm_hooks.memory.ErrorFeedback`.
@@ -124,7 +124,7 @@ class Sign(Compressor):
 
 @dataclass(frozen=True, eq=False)
 class _SignOfShards(Sign):
-    """The same for shards of vectors whose scales are known: (owners * n, 1)."""
+    """Compresses shards with the scales (owners * n, 1) of their whole vectors."""
 
     scales: Tensor = field(kw_only=True)
 
@@ -141,11 +141,11 @@ class Quantize(Compressor):
     1. low and high are the block's extremes, unit = (high - low) / (2^bits - 1);
     2. code = floor((x - low) / unit + 1/2), or, ``stochastic``, floor((x - low) / unit + xi) with
        xi uniform in [0, 1), which is unbiased;
-    3. the code is packed; low and unit travel as float32.
+    3. the code is packed; low and unit are sent as float32.
 
     Args:
         bits: 1, 2, 4 or 8.
-        block_size: the elements that share a range; the last ones may be fewer.
+        block_size: the number of elements that share a range; the last block may be smaller.
         stochastic: unbiased rounding; the draws are independent across ranks.
 
     Shapes: vector (d,) -> payload uint8, about d x bits / 8 + d / 32 bytes.

@@ -2,8 +2,8 @@
 
 All three follow SAFL (sk(v) = R v, desk(s) = R^T s, R in R^{b x d} the same on all ranks within a
 round): ``compress`` is linear, so sketches are summed on the wire, and E[R^T R] = I, so the
-decompressed mean is unbiased.  No error feedback belongs to them: R^T R v is off by sqrt(d/b) times
-``|v|``, which feedback would amplify.  The noise averages out over steps, through the momentum.
+decompressed mean is unbiased.  Do not use error feedback: the error of R^T R v is sqrt(d/b) times
+``|v|``, and feedback would amplify it.  The noise averages out over steps, through the momentum.
 """
 
 import math
@@ -25,12 +25,12 @@ from comm_hooks.transfers import to_device
 
 @dataclass(frozen=True)
 class _Sketch(Compressor):
-    """What the three sketches share: a ratio, float32 payloads, linearity, no bias.
+    """The base of the three sketches: a ratio, float32 payloads, linearity, no bias.
 
-    Of a bucket rather than of each parameter: a sketch spreads its noise evenly over what it
-    holds.  Over all layers alike, those of large gradients (embeddings) stand out of it; a sketch
-    per layer gives each layer noise in proportion to its gradient, and an optimizer that takes
-    steps of signal over noise, as Adam does, finds every element as lost as the others.
+    The default granularity is a bucket: a sketch spreads its noise evenly over its vector.  Layers
+    with large gradients (embeddings) stand out of the noise of a bucket; with a sketch per layer
+    noise is proportional to the layer's gradient, which no layer stands out of, and Adam's steps
+    divide by the noise.
     """
 
     ratio: float = 0.02
@@ -43,7 +43,7 @@ class _Sketch(Compressor):
         require_fraction(self, "ratio", self.ratio)
 
     def width(self, numel: int) -> int:
-        """Return b, the number of float32 values that stand for ``numel`` elements."""
+        """Return b, the number of float32 values of a sketch of ``numel`` elements."""
         return max(1, round(self.ratio * numel))
 
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
@@ -58,7 +58,7 @@ class CountSketch(_Sketch):
     """Count-Sketch with a structured hash: every element is added, with a sign, to one of b sums.
 
     Charikar, Chen & Farach-Colton, ICALP 2002; as an operator on gradients: SAFL, FetchSGD.
-    A hash that scatters single elements runs at the speed of random memory access.  Here
+    Scattering single elements would run at the speed of random memory access.  Here
 
     1. the vector is cut into d/b rows of length b;
     2. each row is multiplied by random signs (a window of a fixed balanced table, read at an

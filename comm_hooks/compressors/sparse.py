@@ -1,4 +1,4 @@
-"""Compressors that send some of the elements: the largest, random ones, or each rank's own."""
+"""Compressors that send some of the elements: the largest, random ones, or one part per rank."""
 
 import math
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ from comm_hooks.wire.sections import join, word_aligned
 from comm_hooks.wire.values import VALUE_BITS, ValueCode
 
 MAX_BLOCK_SIZE = 65536
-# Payloads are decoded together, in fewer and larger operations: so many of them, which for 64 of
-# 4096 needs about as much memory as the vector, or more if they have no more entries than that.
+# The number of payloads that are decoded together, in fewer and larger operations: for 64 of 4096
+# they need about as much memory as the vector.  More, up to so many entries in all.
 _RANKS_AT_ONCE = 8
 _ENTRIES_AT_ONCE = 1 << 15
 
@@ -51,18 +51,18 @@ class TopK(Compressor):
         value_bits: 32 (float32), 16 (bfloat16), or the sign and 0, 1, 2 or 3 bits of magnitude: 1,
             2, 3 or 4 (:class:`~comm_hooks.wire.values.ValueCode`), which cost little with error
             feedback.
-        index_code: ``"elias_fano"`` has room for any places; ``"rice"`` for those that random and
-            most other vectors keep, at half a bit less each, and leaves out what does not fit:
-            elements of the last blocks, in an order that is drawn anew for every key.  Where more
-            than about a quarter is kept, both are a bitmap.
-        overlap: p, in [0, 1]: where c ranks send an element, their sum is divided by c^p.  0: the
-            sum, and exchanges return means over all ranks.  With 1/2 all elements of what arrives
-            are about as large as one rank sends them where ranks send noise, of which c terms add
-            up to sqrt(c).  With 1, means over those that sent.  For servers whose step makes up
-            for all the ranks that sent nothing: without, it is too long where all did.
+        index_code: ``"elias_fano"`` has room for any places; ``"rice"`` takes half a bit less each
+            and has room for those of random and most other vectors: elements that do not fit, of
+            the last blocks in an order drawn for every key, are left out.  If more than about a
+            quarter is kept, both are a bitmap.
+        overlap: p, in [0, 1]: the sum of an element that c ranks send is divided by c^p.  0: the
+            sum; exchanges return means over all ranks.  1: the mean over its senders.  1/2: the
+            size that one rank sends, if ranks send noise, since c terms add up to sqrt(c).  For
+            optimizers with a step that makes up for ranks that did not send: with the sum it would
+            be too long where all ranks send.
 
-    Shapes: vector (d,) -> payload uint8.  Elements equal in magnitude are chosen among arbitrarily.
-    Use with :class:`~comm_hooks.memory.ErrorFeedback`: alone it drops the rest for ever.
+    Shapes: vector (d,) -> payload uint8.  Ties in magnitude are broken arbitrarily.
+    Use with :class:`~comm_hooks.memory.ErrorFeedback`: without it the other elements are lost.
     Not supported: summing payloads (each rank sends other places).
 
     Example::
@@ -121,7 +121,7 @@ class TopK(Compressor):
     def _select(
         self, rows: Tensor, draw: Draw, residual: Residual | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the payloads, and the places in the rows, (n, k), and values that they say."""
+        """Return the payloads, and the places in the rows, (n, k), and values in them."""
         blocks, code = self._plan(rows.shape[1])
         places, values = block_top_k(rows, blocks.size, code.count, residual)
         codes, present = code.encode(places, _first_blocks(blocks, draw.keys))
@@ -139,7 +139,7 @@ class TopK(Compressor):
         blocks, code = self._plan(out.shape[1])
         entries = len(out) * blocks.count * code.count
         at_once = max(_RANKS_AT_ONCE, _ENTRIES_AT_ONCE // entries)
-        if self.overlap:  # how many ranks sent an element is known when all are decoded
+        if self.overlap:  # the number of senders of an element is known when all are decoded
             at_once = len(payloads)
         for first in range(0, len(payloads), at_once):
             group = payloads[first : first + at_once]
@@ -166,7 +166,7 @@ class TopK(Compressor):
 
 
 def _first_blocks(blocks: Blocks, keys: Keys) -> npt.NDArray[np.int64]:
-    """Return for each row the block that is sure of its room, another for each key."""
+    """Return for each row the first block to get room, another for each key."""
     return (fork(keys, 0) % np.uint64(blocks.count)).astype(np.int64)
 
 

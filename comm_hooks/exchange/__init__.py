@@ -1,4 +1,4 @@
-"""One round on flat vectors, no framework in sight: its settings, its buckets and its routes."""
+"""One round on flat vectors, without a framework: settings, buckets, routes and state."""
 
 from comm_hooks.exchange.exchange import Exchange, largest_in
 from comm_hooks.exchange.settings import Collective, ExchangeSettings

@@ -1,4 +1,4 @@
-"""What ranks must have in common: compared in words before the first exchange, later by digests."""
+"""Compare the settings of all ranks: in words before the first exchange, later by digests."""
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -17,24 +17,24 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class Owner(Protocol):
-    """What an exchange works for, where that must be the same on all ranks: an optimizer."""
+    """The optimizer or hook that uses an exchange; it must be the same on all ranks."""
 
     def hyperparameters(self) -> Mapping[str, Any]:
-        """Return what the next step goes by, as plain values: compared at every exchange."""
+        """Return the settings of the next step as plain values; compared at every exchange."""
 
     def replica(self) -> Sequence[torch.Tensor]:
-        """Return what is bit-identical on all ranks before every exchange, such as parameters."""
+        """Return tensors that are bit-identical on all ranks before every exchange: parameters."""
 
     def names(self) -> Collection[str] | None:
-        """Return the names of all tensors that are ever exchanged; None if nobody knows."""
+        """Return the names of all tensors that are ever exchanged; None if they are unknown."""
 
 
 class Agreement:
-    """What the ranks of an exchange must have in common, and when they make sure of it.
+    """The settings that the ranks of an exchange compare, and their stamps.
 
     Attributes:
-        settings: what the users of the exchange have added to its own settings.
-        reached: whether ranks have compared all of it.
+        settings: of the owner, in addition to those of the exchange.
+        reached: whether ranks have compared all settings.
     """
 
     def __init__(self) -> None:
@@ -43,18 +43,18 @@ class Agreement:
         self._owner: weakref.ref[Owner] | None = None
 
     def __copy__(self) -> "Agreement":
-        """Return the same without an owner: a copy of the exchange has another one."""
+        """Return a copy without an owner: a copy of the exchange has another one."""
         duplicate = Agreement()
         duplicate.__dict__.update(self.__getstate__(), settings=dict(self.settings))
         return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: all but the owner, which is known by a weak reference."""
+        """Return the pickled state: all but the owner, a weak reference."""
         return {**self.__dict__, "_owner": None}
 
     @property
     def owner(self) -> Owner | None:
-        """The optimizer or hook that exchanges, as long as there is one."""
+        """The optimizer or hook that exchanges, as long as it exists."""
         return self._owner() if self._owner else None
 
     @owner.setter
@@ -63,15 +63,15 @@ class Agreement:
         self._owner = weakref.ref(owner) if owner else None
 
     def add(self, settings: Mapping[str, Any]) -> None:
-        """Let ranks agree on these values, too."""
+        """Add values that ranks compare."""
         self.settings |= settings
 
     def reach(self, config: Mapping[str, Any], ranks: Sequence[int]) -> Round[None]:
-        """Return a round in which all ranks find out whether they are configured alike.
+        """Return a round that compares the settings of all ranks.
 
         Args:
-            config: of this one.
-            ranks: all of them, as users know them.
+            config: the settings of this rank.
+            ranks: the global numbers of all ranks.
         """
         yield from compare_settings(config, self.owner, ranks)
         self.reached = True
@@ -88,10 +88,10 @@ class Agreement:
         return Stamp(digest_, step, loads, hyperparameters)
 
     def with_fingerprint(self, stamp: Stamp, replica: Sequence[torch.Tensor] | None) -> Stamp:
-        """Return a stamp with the fingerprint of what must be bit-identical on all ranks.
+        """Return a stamp with the fingerprint of tensors that must be equal on all ranks.
 
         Args:
-            replica: that; None for what the owner says.
+            replica: the tensors; None for those of the owner.
         """
         if replica is None:
             replica = self.owner.replica() if self.owner else ()
@@ -99,9 +99,9 @@ class Agreement:
 
 
 def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the plain values in parameter groups, by names for people.
+    """Return the plain values in parameter groups, by readable names.
 
-    Numbers in tensors on accelerators are left out: reading them would wait.
+    Tensors on accelerators are left out: reading them would block.
 
     Example::
 
@@ -124,7 +124,7 @@ def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def compare_settings(
     settings: Mapping[str, Any], owner: Owner | None, ranks: Sequence[int]
 ) -> Round[None]:
-    """Return a round in which all ranks find out whether they are configured alike.
+    """Return a round that compares the settings of all ranks.
 
     Raises:
         ConfigMismatchError: on all ranks, naming the settings and the ranks.
@@ -139,7 +139,7 @@ def compare_settings(
 
 
 def compare_tensors(segments: Sequence[Segment], ranks: Sequence[int]) -> Round[None]:
-    """Return a round in which all ranks find out whether they are about to average the same.
+    """Return a round that compares the names and shapes of the tensors of all ranks.
 
     Raises:
         ConfigMismatchError: on all ranks, naming the first tensor that differs, and the ranks.
@@ -163,11 +163,11 @@ def compare_tensors(segments: Sequence[Segment], ranks: Sequence[int]) -> Round[
 
 
 def check_agreement(configs: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
-    """Raise ``ConfigMismatchError`` naming the settings in which ranks differ.
+    """Raise ``ConfigMismatchError`` if settings differ; it names the settings and the ranks.
 
     Args:
         configs: settings by name, of each rank.
-        ranks: as users know them, in the same order.
+        ranks: their global numbers, in the same order.
     """
     found = []
     for setting in dict.fromkeys(key for config in configs for key in config):
@@ -183,7 +183,7 @@ def check_agreement(configs: Sequence[Mapping[str, Any]], ranks: Sequence[int]) 
 
 
 def differences(values: Sequence[str], ranks: Sequence[int]) -> str:
-    """Return which ranks have which value, in words.
+    """Return a description of the value of each rank.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""What an exchange knows of each bucket."""
+"""The buckets of an exchange."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
@@ -11,13 +11,13 @@ from comm_hooks.requirements import require_dense_floats
 
 
 class Bucket:
-    """One bucket: where its vectors are laid out, how they travel, and what ranks know of it.
+    """One bucket: its workspace, its routes, and the state of its comparison.
 
     Attributes:
         layout: the workspace.
-        routes: how it travels, by whatever that depends on.
-        digest: 32 bits of the settings and tensors that all ranks must have in common, or None.
-        compared: whether ranks have compared the tensors.
+        routes: by compressor and place of the noise.
+        digest: 32 bits of the settings and tensors, equal on all ranks; None until it is needed.
+        compared: whether ranks have compared the names and shapes of the tensors.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -28,13 +28,13 @@ class Bucket:
 
 
 class Buckets:
-    """The buckets of an exchange, each made when it is first met.
+    """The buckets of an exchange, each made at its first use.
 
-    A bucket that shares a parameter with a new one is gone: DDP has rebuilt its buckets.
+    A new bucket replaces those that share a parameter with it: DDP rebuilds its buckets.
 
     Args:
         settings: of the exchange.
-        numels: where to note the number of elements of each parameter.
+        numels: receives the number of elements of each parameter.
     """
 
     def __init__(self, settings: ExchangeSettings, numels: dict[str, int]) -> None:
@@ -76,7 +76,7 @@ class Buckets:
         """Return the bucket of these parameters' gradients.
 
         Args:
-            parameters: which decide whether they are exempt; they must outlive the exchange.
+            parameters: their shapes decide on exemption; they must outlive the exchange.
             tensors: the gradients, shaped as at the first call.
             name_of: returns a parameter's name.
         """

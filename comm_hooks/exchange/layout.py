@@ -1,12 +1,12 @@
-"""How a bucket's parameters are laid out for a round.
+"""The layout of the parameters of a bucket in memory, for a round.
 
 A bucket arrives as flat segments, one per parameter.  Small and one-dimensional parameters (norms,
-biases) are exempt from compression: they are a fraction of a percent of the elements and suffer
+biases) are exempt from compression: they are a fraction of a percent of the elements and lose
 most.  The others are grouped by length, so that a compressor sees one matrix per distinct length
 with a parameter in each row, and repeated layers cost one batched operation, not a Python loop.
 
-A layout is an arrangement of the moment: DDP rebuilds its buckets, torch.compile changes them, a
-resumed run has others.  Whatever must last (residuals, random keys) is tied to parameter names.
+A layout is temporary: DDP rebuilds its buckets, torch.compile changes them, a resumed run has
+others.  Everything that lasts (residuals, random keys) is tied to parameter names.
 """
 
 import hashlib
@@ -28,11 +28,10 @@ class Segment:
     """One tensor of a bucket.
 
     Args:
-        name: the parameter's.
-        shape: in which it arrives.
-        exempt: travels uncompressed, as the exchange's ``exempt_bits`` say.
-        exact: travels in float32 whatever the settings are: what is no parameter, but flags, counts
-            and the like that go beside them.
+        name: of the parameter.
+        shape: of the tensor.
+        exempt: whether it is sent uncompressed, in the exchange's ``exempt_bits``.
+        exact: whether it is sent in float32 with any settings: flags, counts and other extras.
     """
 
     name: str
@@ -46,21 +45,21 @@ class Segment:
 
 
 class Workspace:
-    """Vectors of many parameters in one tensor, and the views of it that the steps of a round need.
+    """Vectors of many parameters in one tensor, with a view of each part.
 
     Args:
-        exact: how many elements travel in float32; None if there is nothing of the kind.
-        exempt: how many travel uncompressed otherwise; None if there is nothing of the kind.
+        exact: the number of elements sent in float32; None if there are none.
+        exempt: the number of elements sent uncompressed otherwise; None if there are none.
         groups: the parameters to compress: for each distinct length, their names and that length.
-        device: where it is.
-        granularity: what a compressor sees as one vector.
+        device: of the tensor.
+        granularity: see :class:`~comm_hooks.ExchangeSettings`.
 
     Attributes:
         work: float32, all elements: exact ones, exempt ones, then the groups.
-        exact, exempt: what travels uncompressed, one row each; None if nothing does.
+        exact, exempt: the uncompressed elements, one row each; None if there are none.
         groups: the parameters to compress, a row for each.
-        compressed: the rows a compressor sees: ``groups``, or with ``granularity="bucket"`` all of
-            them as a single row.
+        compressed: the rows that a compressor gets: ``groups``, or with ``granularity="bucket"``
+            all of them as a single row.
     """
 
     def __init__(
@@ -89,27 +88,27 @@ class Workspace:
             self.compressed = [Rows((digest,), self.work[None, start:])]
 
     def vectors(self) -> list[Rows]:
-        """Return everything that there is: what is uncompressed, if anything, then the groups."""
+        """Return all rows: the uncompressed ones, then the groups."""
         return [*self._plain, *self.groups]
 
     def parts(self) -> list[Rows]:
-        """Return everything as it travels: what is uncompressed, if anything, then the rest."""
+        """Return the rows of a payload: the uncompressed ones, then :attr:`compressed`."""
         return [*self._plain, *self.compressed]
 
     def compressors(self, compressor: Compressor, exempt: Compressor) -> list[Compressor]:
-        """Return who compresses each of :meth:`parts`.
+        """Return the compressor of each of :meth:`parts`.
 
         Args:
-            compressor: what compresses.
-            exempt: what compresses the exempt row.
+            compressor: of the compressed rows.
+            exempt: of the exempt row.
         """
         plain = [Identity() if rows is self.exact else exempt for rows in self._plain]
         return [*plain, *[compressor] * len(self.compressed)]
 
     def residuals(self, of_groups: Sequence[Residual | None]) -> list[Residual | None]:
-        """Return what is still to be added to each of :meth:`parts`, given that of each group.
+        """Return the residual to be added to each of :meth:`parts`, given that of each group.
 
-        Residuals of groups that share a part are added here.
+        If groups share a part, their residuals are added here.
         """
         of_compressed = list(of_groups)
         if self.compressed is not self.groups:
@@ -121,7 +120,7 @@ class Workspace:
 
 
 class Layout(Workspace):
-    """A workspace for one bucket, which tensors shaped like its parameters are copied to.
+    """The workspace of one bucket, with a view for each of its parameters.
 
     Args:
         segments: the parameters of the bucket.
@@ -162,7 +161,7 @@ class Layout(Workspace):
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy tensors shaped like the segments (any float dtype) into the workspace.
 
-        Nothing is to be done for :attr:`views` themselves.
+        Does nothing for :attr:`views` themselves.
         """
         if not self._are_views(tensors):
             torch._foreach_copy_(self.views, list(tensors))

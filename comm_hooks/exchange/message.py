@@ -1,4 +1,4 @@
-"""What a rank gives to a round on one bucket: prepared here, and nowhere else."""
+"""The vectors of one rank in a round: their residuals, random keys and health."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from comm_hooks.wire.stamp import Stamp
 
 @dataclass(frozen=True)
 class RoundContext:
-    """On what context a bucket is averaged in one step.
+    """The settings of one round on one bucket.
 
     Attributes:
-        stamp: what all payloads must have in common.
-        memory: of this rank; None to remember nothing.
-        scale: the factor by which the vectors are scaled at present.
-        verify: make sure that what is remembered is finite, which takes a pass over it.
-        limit: the largest element that the receiver of the mean can hold; what is above it is
-            remembered.
-        noise_hook: clips and adds noise on the way.
-        checks: where what an accelerator has found in headers waits to be judged.
+        stamp: equal in the payloads of all ranks.
+        memory: keeps the residuals of this rank; None for a round without.
+        scale: the present scale of the vectors (loss scaling).
+        verify: whether residuals are checked to be finite, in one more pass.
+        limit: the largest element that the dtype of the mean can hold; the excess joins the
+            residual.
+        noise_hook: clips and adds noise.
+        checks: headers on an accelerator that are still to be checked.
     """
 
     stamp: Stamp
@@ -42,28 +42,26 @@ class RoundContext:
 
 
 class Message:
-    """Vectors about to be sent: with their random keys, their health, and what a memory adds.
+    """The vectors that a rank is about to send, with random keys, health and residuals.
 
-    Make it once the vectors are filled in: the constructor adds, in place, any residual that the
-    compressor cannot add itself.  The memory adds to the ``groups`` only, and keeps what is left of
-    them.
+    The constructor adds, in place, any residual that the compressor cannot add itself, so make it
+    after the vectors are filled in.  Only ``groups`` have residuals.
 
     Args:
         vectors: of this rank.
-        keys: of each of their parts, one key per row.
-        own_key: this rank's and round's own, for memories that draw.
+        keys: of each part of the vectors, one key per row.
+        own_key: of this rank and round, for memories that draw random numbers.
         context: of the round.
 
     Raises:
-        ValueError: if what is remembered is not finite (only with ``context.verify``): one such
-            number would make all gradients NaN for ever.
+        ValueError: if a residual is not finite (only with ``context.verify``): it would make all
+            gradients NaN for ever.
 
     Attributes:
         matrices: of each part of the vectors.
         keys: see above.
         stamp: of the round.
-        residuals: what is still to be added to each part before it is compressed; None without a
-            memory.
+        residuals: still to be added to each part before it is compressed; None without a memory.
     """
 
     def __init__(
@@ -82,10 +80,10 @@ class Message:
 
     @classmethod
     def of(cls, vectors: Workspace, context: RoundContext, *, seed: int, rank: int) -> Message:
-        """Return a rank's message with the keys that follow from a seed, in the context' step."""
+        """Return a message with the keys of a seed, a rank and the step of the context."""
         step = context.stamp.step
         keys = [derive_keys(seed, step, part.names) for part in vectors.parts()]
-        # Of now: by the time the memory draws, the owner may have gone on to the next step.
+        # Derived now: the owner may be in the next step when the memory draws.
         return cls(vectors, keys, derive_key(seed, step, f"memory of rank {rank}"), context)
 
     @property
@@ -99,7 +97,7 @@ class Message:
         return torch.cat([norm - norm for norm in norms]).sum()
 
     def add_residuals(self) -> None:
-        """Add what is still to be added, in place: before the vectors are cut into shards."""
+        """Add the residuals in place, before the vectors are cut into shards."""
         for matrix, residual in zip(self.matrices, self.residuals or (), strict=False):
             if residual:
                 residual.add_to(matrix)
@@ -107,34 +105,36 @@ class Message:
             self.residuals = [None] * len(self.residuals)
 
     def commit(self, accept: torch.Tensor) -> None:
-        """Remember what this rank did not send, which is what the groups hold by now.
+        """Keep the new residuals, which the groups hold after encoding.  Call it once.
 
-        To be called once; ``accept`` is a boolean scalar: whether all ranks' vectors were finite.
+        Args:
+            accept: boolean scalar: whether the vectors of all ranks were finite.
         """
         if self._memory:
             for rows, active in zip(self._vectors.groups, self._active, strict=True):
                 self._memory.retain(rows, active & accept, self._scale, self._own_key)
 
     def give_back(self, *, ranks: int = 1, factor: float = 1.0) -> None:
-        """Keep the elements of the mean, which the groups hold by now, within the context' limit.
+        """Clamp the mean, which the groups hold after decoding, to the limit of the context.
 
-        What is above it is remembered, on all ranks alike, and arrives later.  A mean that is not
-        finite is left alone.
+        The excess joins the residuals of all ranks and arrives later.  A mean that is not finite
+        stays as it is.
 
         Args:
-            ranks: for how many ranks this one remembers it: for all, if nobody else has this mean.
-            factor: by which the mean is multiplied afterwards.
+            ranks: the number of ranks that share this rank's residual of the excess: all of them,
+                if only this rank has the mean.
+            factor: of the mean, applied afterwards.
         """
         if self._memory is None or self._limit is None:
             return
         limit = self._limit / factor
         for rows in self._vectors.groups:
-            rest = rows.matrix - rows.matrix.clamp(-limit, limit)
-            rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            # Most often there is nothing.  On an accelerator nobody waits to find that out.
-            if rest.device.type != "cpu" or rest.any():
-                rows.matrix.sub_(rest)
-                self._memory.give_back(rows, rest.mul_(ranks), self._scale)
+            excess = rows.matrix - rows.matrix.clamp(-limit, limit)
+            excess.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            # Most often there is no excess.  An accelerator is not waited for to find out.
+            if excess.device.type != "cpu" or excess.any():
+                rows.matrix.sub_(excess)
+                self._memory.give_back(rows, excess.mul_(ranks), self._scale)
 
     def _row_norms(self) -> list[torch.Tensor]:
         """Return the norms of the rows of each group, (n, 1), before anything was added."""
@@ -162,9 +162,9 @@ def row_norms(matrix: torch.Tensor) -> torch.Tensor:
 
 def _require_finite(rows: Rows, residual: Residual | None, norm: torch.Tensor) -> None:
     """Raise ``ValueError`` for a residual that is not finite, of vectors of these norms, (n, 1)."""
-    # What has been added already is in the vectors, which may have been bad themselves.
-    remembered = residual.vectors if residual else rows.matrix
-    bad = ~remembered.isfinite().all(1)
+    # A residual that was added is in the vectors, which may not have been finite themselves.
+    checked = residual.vectors if residual else rows.matrix
+    bad = ~checked.isfinite().all(1)
     if not residual:
         bad &= norm.isfinite()[:, 0]
     for name, is_bad in zip(rows.names, bad.tolist(), strict=True):

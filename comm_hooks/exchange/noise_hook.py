@@ -1,14 +1,14 @@
-"""Where private training reaches into a round."""
+"""The interface of private training to a round."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
 Place = Literal["payload", "message", "owner"]
 
-# The collective on whose way each place lies.
+# The collective of the rounds that have each place.
 COLLECTIVE_OF: dict[Place, str] = {
     "payload": "all_reduce",
     "message": "all_gather",
@@ -17,29 +17,29 @@ COLLECTIVE_OF: dict[Place, str] = {
 
 
 class NoiseHook(ABC):
-    """Clips what single ranks send and adds noise to the sum, at one place of a round.
+    """Clips the messages of single ranks and adds noise to their sum, at one place of a round.
 
-    ``place`` says where, and with it which collective carries the round:
+    ``place`` decides on the collective of the round:
 
     * ``"payload"``: each rank's payload is clipped before it is sent, noise is added to the sum of
       payloads, which is decompressed afterwards; linear compressors only.
-    * ``"message"``: its receivers decompress and clip a payload; noise is added to the
-      sum of those.
-    * ``"owner"``: vectors travel to the owners of shards uncompressed, in float32; an owner adds
-      noise to the sum of its shard, and what it then compresses for everybody, with an error
-      feedback of its own, is already noised.  What ranks remember themselves is not used.
+    * ``"message"``: the receivers decompress and clip each payload; noise is added to the sum of
+      the clipped vectors.
+    * ``"owner"``: the owners of shards receive vectors uncompressed, in float32.  An owner adds
+      noise to the sum of its shard, and compresses the noised mean for all ranks with an error
+      feedback of its own.  The residuals of single ranks are not used.
 
-    At the first two places all ranks do the same to the same numbers, so noise must be equal on all
-    ranks; at the third every rank has its own.
+    At the first two places all ranks add noise to the same sum, so the noise must be equal on all
+    ranks; at the third every rank draws its own.
     """
 
-    place: ClassVar[Place]
+    place: Place
 
     @abstractmethod
     def clip_(self, message: Sequence[torch.Tensor]) -> None:
         """Scale one rank's message, float32 tensors that make up one vector, in place.
 
-        Not called at the owner's place, where no message arrives whole.
+        Not called at the place ``"owner"``, where no message arrives whole.
         """
 
     @abstractmethod

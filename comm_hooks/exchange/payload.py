@@ -1,13 +1,13 @@
-"""The one place where payloads are built and read.
+"""Build and read payloads.
 
 A payload is one contiguous byte string per bucket and rank, of a size that all ranks can compute:
 
     header | rows of part 0 | rows of part 1 | ... | zeros up to a multiple of 8 bytes
 
-One that is to be summed on the wire must be all float32, its header included: that is another one
-(:mod:`comm_hooks.wire.summed_header`) than of payloads that are gathered
-(:mod:`comm_hooks.wire.gathered_header`).  From either of them every rank learns whether all vectors
-are finite and all ranks mean the same round, at no extra collective.
+A payload that is summed on the wire is all float32, its header included
+(:mod:`comm_hooks.wire.summed_header`); other payloads have another header
+(:mod:`comm_hooks.wire.gathered_header`).  Either header tells every rank, at no extra collective,
+whether all vectors are finite and all ranks are in the same round.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,13 +27,13 @@ from comm_hooks.wire.summed_header import SummedHeader
 
 
 class PayloadFormat:
-    """Where each part lies in a payload.
+    """The offsets of each part in a payload.
 
     Args:
         parts: (compressor, number of rows, elements per row) of each part.
-        ranks: those that take part, as users count them, in their order.
+        ranks: the global numbers of the participating ranks, in order.
         place: of this rank among them.
-        summed: the payloads are summed on the wire; all compressors must be linear.
+        summed: whether payloads are summed on the wire; all compressors must be linear.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class PayloadFormat:
     ) -> Tensor:
         """Return the payload (nbytes,), uint8, of a message.
 
-        With a memory the message's matrices keep, in place, what the payload does not say.
+        With a memory the matrices of the message become, in place, the new residuals.
 
         Args:
-            health: what takes the place of the message's own.
-            out: where to put it.
+            health: replaces that of the message.
+            out: receives the payload.
         """
         return self.encode_all(
             [matrix[None] for matrix in message.matrices],
@@ -99,10 +99,10 @@ class PayloadFormat:
             keys: for each part, those of all rows, (M * rows,).
             health: float32 scalar, 0 if the matrices are finite, else NaN.
             stamp: of this rank.
-            residuals: for each part, what is to be added to its matrices first, if anything; these
-                then keep, in place, what the payloads do not say.  None: they stay as they are.
+            residuals: of each part, added to its matrices first; the matrices become, in place, the
+                new residuals.  None: the matrices do not change.
             wholes: if the M matrices are shards, the matrix of each part that was cut into them.
-            out: where to write the payloads.
+            out: receives the payloads.
         """
         count = len(stacks[0])
         if out is None:
@@ -149,7 +149,7 @@ class PayloadFormat:
         keys: Sequence[Keys],
         rank: int,
     ) -> None:
-        """Write what the payload of ``rank`` stands for to matrices."""
+        """Write the decompressed payload of ``rank`` to matrices."""
         for matrix, (compressor, octets, draw) in zip(
             matrices, self._parts(payload[None], keys, rank), strict=True
         ):

@@ -1,4 +1,4 @@
-"""The settings of an exchange: what users write, and what ranks must have in common."""
+"""The settings of an exchange, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypedDict
 
     class ExchangeOptions(TypedDict, total=False):
-        """The settings that have no place of their own in the signatures of entrances."""
+        """The settings that entrances take as further keywords."""
 
         min_numel: int
         min_ndim: int
@@ -46,37 +46,35 @@ Collective = Literal["auto", "all_reduce", "all_gather", "sharded", "hierarchica
 
 @dataclass(frozen=True, eq=False)
 class ExchangeSettings:
-    """What all ranks must have in common to exchange: frozen, and valid once it is there.
+    """The settings of an exchange: frozen, checked, and equal on all ranks.
 
     Args:
-        compressor: what turns a parameter into a payload.
-        memory: what is remembered between rounds; None for nothing; ``"auto"``: error feedback
-            where the compressor is biased.  Only the memory's settings are used: each exchange made
-            from these gets a memory of its own.
-        collective: how payloads travel: ``"all_reduce"`` (linear compressors only),
+        compressor: turns a parameter into a payload.
+        memory: keeps residuals between rounds; None to drop them; ``"auto"``: error feedback if the
+            compressor is biased.  Only the memory's settings are used: each exchange made from
+            these settings gets a memory of its own.
+        collective: moves payloads between ranks: ``"all_reduce"`` (linear compressors only),
             ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one of these that moves the fewest
             bytes (never shards of what can be summed).  ``"hierarchical"``: averages vectors in
-            full precision inside each node, and compresses only what nodes send to each other, by
-            the cheapest of the others.
-        seed: where random draws come from.
+            full precision inside each node, and compresses only the exchange between nodes, by the
+            cheapest of the others.
+        seed: of all random draws.
         min_numel: parameters with fewer elements are not compressed.
-        min_ndim: nor are those with fewer dimensions: norms and biases, which suffer most.  1
-            compresses them as well, for links so thin that they are most of what is sent.
-        exempt_bits: how those travel: 32 (float32) or 16 (bfloat16; what rounding drops is not
-            remembered).
+        min_ndim: parameters with fewer dimensions (norms and biases) are not compressed either; 1
+            compresses them as well, for very slow links.
+        exempt_bits: of uncompressed parameters on the wire: 32 (float32) or 16 (bfloat16, without
+            a residual of the rounding).
         granularity: ``"parameter"`` compresses each parameter on its own; ``"bucket"`` the whole
-            bucket as one vector (whose random draws then depend on what is in the bucket), or where
-            the exchange divides it into shards, each of those; ``"auto"``: what suits the
-            compressor, a bucket for sketches and each parameter for all others.
-        ranks_per_node: of ``"hierarchical"``: how many ranks, each following the other, share a
-            node; by default what torchrun says (``LOCAL_WORLD_SIZE``).
-        verify_every: how often ranks compare, beside what they send, a fingerprint of what must be
-            the same on all of them (the parameters, for hooks and optimizers): at the first
-            exchange, and whenever so many are over.  0: never, for machines that differ in
-            their arithmetic.
-        downlink: what compresses the means that owners of shards pass on; None for ``compressor``.
-            A mean of N sparse vectors has up to N times as many elements, and what is dropped on
-            the way back is lost to all ranks at once, so a denser one pays from some five ranks on.
+            bucket, or each of its shards, as one vector (random draws then depend on the bucket);
+            ``"auto"``: buckets for sketches, parameters for all other compressors.
+        ranks_per_node: for ``"hierarchical"``: the number of consecutive ranks on a node; by
+            default that of torchrun (``LOCAL_WORLD_SIZE``).
+        verify_every: the number of steps between comparisons of a fingerprint of the replicas
+            (the parameters, for hooks and optimizers), which is sent with the payload.  0: never,
+            for machines with different arithmetic.
+        downlink: compresses the means that owners of shards send; None for ``compressor``.  A mean
+            of N sparse vectors has up to N times as many elements, and elements dropped here are
+            late on all ranks at once, so a denser compressor pays from about five ranks on.
 
     Raises:
         ValueError: for values and combinations that cannot work.
@@ -163,7 +161,7 @@ class ExchangeSettings:
     def of(
         cls, compressor: Compressor | str | Mapping[str, Any], /, **options: Any
     ) -> ExchangeSettings:
-        """Return settings from names as well as objects.
+        """Return settings from names of compressors and memories as well as objects.
 
         Args:
             compressor: an object, or a specification of one and of the settings
@@ -216,7 +214,7 @@ class ExchangeSettings:
 
         Args:
             block: ``compressor``, a specification, and the options of :meth:`of`.
-            path: where the block stands in the configuration, for messages.
+            path: of the block in the configuration, for messages.
 
         Raises:
             ValueError: as :meth:`of`, with the path.
@@ -249,11 +247,11 @@ class ExchangeSettings:
 
     @property
     def exempt(self) -> Identity:
-        """What compresses the parameters that ``compressor`` does not see."""
+        """The compressor of the exempt parameters."""
         return Identity(self.exempt_bits)
 
     def exempts(self, shape: Sequence[int]) -> bool:
-        """Return whether a parameter of this shape travels uncompressed."""
+        """Return whether a parameter of this shape is sent uncompressed."""
         return len(shape) < self.min_ndim or math.prod(shape) < self.min_numel
 
     def carriers(self, compressor: Compressor | None = None) -> list[str]:
@@ -262,7 +260,7 @@ class ExchangeSettings:
         Without ``"hierarchical"``, which uses one of these between nodes.
 
         Args:
-            compressor: another one than that of the settings.
+            compressor: replaces that of the settings.
         """
         compressor = compressor or self.compressor
         collectives = ["all_reduce"] if compressor.linear and self.exempt.linear else []
@@ -272,7 +270,7 @@ class ExchangeSettings:
         return collectives
 
     def check(self, compressor: Compressor) -> None:
-        """Raise ``ValueError`` for a compressor that the other settings cannot go with."""
+        """Raise ``ValueError`` for a compressor that does not fit the other settings."""
         name = type(compressor).__name__
         supported = [*self.carriers(compressor), "hierarchical"]
         if self.collective not in ("auto", *supported):
@@ -304,7 +302,7 @@ class ExchangeSettings:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what ranks must have in common, as plain values."""
+        """Return all settings as plain values, for comparison between ranks."""
         values = {field.name: getattr(self, field.name) for field in fields(self)[2:]}
         return {
             "compressor": type(self.compressor).__name__,
@@ -316,7 +314,7 @@ class ExchangeSettings:
 
 
 def require_gradients(settings: ExchangeSettings, who: str) -> None:
-    """Raise ``ValueError`` unless rounds return means of what they are given."""
+    """Raise ``ValueError`` unless rounds return means of gradients, not of changes."""
     if settings.memory is not None and settings.memory.sends_changes:
         raise ValueError(
             f"{who}: {settings.memory} sends changes, which an optimizer behind a hook would take "

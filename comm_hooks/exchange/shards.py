@@ -1,4 +1,4 @@
-"""How a bucket's vectors are divided among owners."""
+"""Divide the vectors of a bucket into shards."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,16 +10,16 @@ from comm_hooks.exchange.layout import Workspace
 class Shards:
     """Equal ranges of the elements of every vector, one for each owner.
 
-    Which owner has an element depends on its parameter alone, not on the bucket that it came in nor
-    on what is compressed together: what owners remember outlasts DDP's rebuilding of buckets.
+    The owner of an element depends on its parameter alone, not on the bucket or the granularity:
+    residuals of owners remain valid when DDP rebuilds its buckets.
 
     Args:
-        whole: what is divided.
-        owners: among how many.
+        whole: the workspace to divide.
+        owners: their number.
 
     Attributes:
-        owned: a workspace for what one owner has, in which everything is named as in ``whole``.
-            Ranges that are shorter than others have zeros at their end.
+        owned: a workspace for one owner's ranges, with the names of ``whole``.  Ranges that are
+            shorter than others have zeros at their end.
     """
 
     def __init__(self, whole: Workspace, owners: int) -> None:
@@ -62,12 +62,12 @@ class Shards:
 
 
 def shard_width(numel: int, owners: int) -> int:
-    """Return how many elements of a vector each owner has."""
+    """Return the number of elements of a vector that each owner has."""
     return -(-numel // owners)
 
 
 def cut_into(shards: torch.Tensor, vectors: torch.Tensor) -> None:
-    """Copy vectors (n, numel) to shards (owners, n, width), but for the padding at their end."""
+    """Copy vectors (n, numel) to shards (owners, n, width), except for their padding."""
     for shard, columns in _pairs(shards, vectors):
         shard.copy_(columns)
 
@@ -81,7 +81,7 @@ def join_from(shards: torch.Tensor, vectors: torch.Tensor) -> None:
 def _pairs(
     shards: torch.Tensor, vectors: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield all full shards and their elements, then the shard that has fewer, if there is one."""
+    """Yield all full shards with their elements, then the shorter shard, if there is one."""
     width = shards.shape[2]
     full = vectors.shape[1] // width if width else 0
     if full:

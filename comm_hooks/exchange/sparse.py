@@ -1,4 +1,4 @@
-"""Sparse gradients (``nn.Embedding(sparse=True)``): averaged exactly, at the size they have."""
+"""Average sparse gradients (``nn.Embedding(sparse=True)``) exactly, in sparse form."""
 
 import torch
 
@@ -13,7 +13,7 @@ def average_sparse(
 ) -> torch.futures.Future[torch.Tensor]:
     """Return a completed future of the mean over ranks of a sparse COO gradient.
 
-    1. gather how many entries each rank has, and whether it is of the same step and parameter;
+    1. gather the number of entries, the step and the shape of each rank;
     2. gather indices (int64) and values, padded to the largest number;
     3. add them up in rank order, in float32 at least, and divide by the number of ranks.
     """

@@ -1,7 +1,6 @@
-"""The loops over every element, one module per operator: a plain reference and what is faster.
+"""The loops over every element, one module per operator: a plain reference and faster versions.
 
-An :class:`~comm_hooks.kernels.operators.Operator` is its reference, which says in a few lines of
-torch what is computed, and what computes the same the fastest way that the tensor's device allows.
-On the CPU that is numpy or torch on pieces that stay in the cache: most of the time of a pass over
-a large vector goes into moving it to and from memory.
+An :class:`~comm_hooks.kernels.operators.Operator` has a reference of a few lines of torch, and runs
+the fastest equivalent for the tensor's device.  On the CPU that is numpy or torch on pieces that
+stay in the cache: a pass over a large vector spends most of its time on memory traffic.
 """

@@ -31,7 +31,7 @@ def unpack_bits(octets: Tensor, count: int) -> Tensor:
 
 
 def packed_nbytes(count: int, width: int) -> int:
-    """Return how many bytes ``count`` codes of ``width`` bits take."""
+    """Return the number of bytes of ``count`` codes of ``width`` bits."""
     return -(-count * width // 8)
 
 
@@ -39,12 +39,11 @@ def pack_codes(codes: Tensor, width: int) -> Tensor:
     """Pack integers (..., m) below 2**width into bytes (..., ceil(m * width / 8)).
 
     Codes of 1, 2, 4 and 8 bits are packed whole, others in planes: the lowest bits of all codes,
-    then the second ones, and so on, which takes as many operations on whole vectors as there are
-    bits.
+    then the second ones, and so on, with one operation on whole vectors per bit.
 
     Args:
         codes: any integer dtype.
-        width: 0 to 16 bits; with 0 nothing is stored.
+        width: 0 to 16 bits; 0 stores no bytes.
 
     Example::
 
@@ -111,15 +110,16 @@ def _unpack_whole(octets: Tensor, count: int, width: int) -> Tensor:
 
 
 def set_places(bits: Tensor, count: int, *, missing: int | None = None) -> Tensor:
-    """Return where the bits are set, ascending: int64 (n, sets, count).
+    """Return the places of set bits, ascending: int64 (n, sets, count).
 
     Args:
         bits: zeros and ones (n, sets, m), uint8.
-        count: how many of each set are set.
-        missing: stands for those that a set has less; None: every set has ``count``.
+        count: the number of set bits in each set.
+        missing: replaces absent places of a set with fewer bits; None: every set has ``count``.
 
     Raises:
-        PayloadError: on the CPU, if a set has more than ``count``, or less and none may be missing.
+        PayloadError: on the CPU, if a set has more than ``count`` bits, or fewer with
+            ``missing=None``.
     """
     rows, sets, width = bits.shape
     if bits.device.type == "cpu":

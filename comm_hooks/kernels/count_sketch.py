@@ -26,7 +26,7 @@ Draws = npt.NDArray[np.int64]
 
 
 def draw(keys: Keys, numel: int, width: int) -> tuple[Draws, Draws]:
-    """Return what a sketch draws from each key.
+    """Return the random rotations and sign offsets of each key.
 
     Returns:
         ``(rotations, offsets)`` for the ``count = ceil(numel / width)`` lines of a row and the
@@ -61,7 +61,7 @@ def unsketch(out: Tensor, sketches: Tensor, keys: Keys, *, alpha: float, add: bo
     Args:
         out: (n, numel), float32.
         sketches: (n, width), float32.
-        keys: with which they were made.
+        keys: of :func:`sketch`.
         alpha, add: see above.
     """
     places, signs = _hash(out.shape[1], sketches.shape[1], keys, out.device)
@@ -99,7 +99,7 @@ def _pieces(
 ) -> Iterator[Iterator[tuple[int, int, int, int]]]:
     """Yield, per row, (start, stop, first sum, sign offset) of every contiguous piece.
 
-    A piece ends with its window of signs, and where the rotation goes on with the first sum.
+    A piece ends with its window of signs, and where the rotation wraps around to the first sum.
     """
     windows = -(-width // SIGN_WINDOW)
     for row_rotations, row_offsets in zip(rotations.tolist(), offsets.tolist(), strict=True):
@@ -117,7 +117,7 @@ def _pieces(
 
 
 def _halves(first: int, last: int, middle: int) -> list[tuple[int, int]]:
-    """Return what of ``range(first, last)`` is below ``middle``, and what is not."""
+    """Return the parts of ``range(first, last)`` below ``middle`` and from it on."""
     if first < middle < last:
         return [(first, middle), (middle, last)]
     return [(first, last)] if first < last else []

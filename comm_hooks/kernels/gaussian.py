@@ -1,4 +1,4 @@
-"""Gaussian noise from a key of 128 bits, each element by itself: for GPUs."""
+"""Gaussian noise from a key of 128 bits, one element at a time, for GPUs."""
 
 from functools import cache
 
@@ -17,14 +17,14 @@ def add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
 
         std sqrt(-2 log u) (cos 2 pi v, sin 2 pi v)
 
-    with u of 128 bits, so that the tails end at 13.3 standard deviations, and v of 64.  On a GPU
-    that has not drawn any yet, some are compared with what they must be.
+    with u of 128 bits, so that the tails end at 13.3 standard deviations, and v of 64.  The first
+    call on a GPU compares some numbers with the reference.
 
     Args:
         values: float32, contiguous.
         std: the standard deviation.
         key: of Philox, 128 bits.
-        counter: where it begins, 256 bits, of which the lower 128 are 0.
+        counter: the first one, 256 bits; the lower 128 are 0.
 
     Raises:
         RuntimeError: if the GPU draws other numbers.
@@ -46,7 +46,7 @@ def add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
 
 
 def reference_add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
-    """Do the same as :func:`add_gaussian_` in the plainest way.
+    """The reference of :func:`add_gaussian_`.
 
     Logarithms, sines and cosines of two libraries may differ in the last bit of float64.
     """
@@ -64,7 +64,7 @@ def reference_add_gaussian_(values: Tensor, std: float, key: int, counter: int) 
 
 @cache
 def _check(device: torch.device) -> None:
-    """Compare what a GPU draws: nothing else would show that noise is not what it should be."""
+    """Compare numbers of a GPU with the reference: wrong noise would go unnoticed."""
     from comm_hooks.kernels.triton import gaussian as on_gpu
 
     key, counter = 2**128 // 3, 2**128 // 7 << 128

@@ -1,4 +1,4 @@
-"""Codes of a few bits between the minimum and the maximum of their block, and back."""
+"""Code elements in a few bits between the extremes of their block, and decode them."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def encode_min_max(
 
     Args:
         rows: (n, numel), float32.
-        size: the elements of a block; the last block of a row may be shorter.
+        size: the number of elements of a block; the last block of a row may be shorter.
         bits: 1, 2, 4 or 8.
         seeds: one for each row, for ``torch.Generator``; None: round to the nearest.
 
@@ -66,7 +66,7 @@ def decode_min_max(
 
     Args:
         out: (n, numel), float32.
-        low, unit, octets, size, bits: as :func:`encode_min_max` has them; more octets may follow.
+        low, unit, octets, size, bits: of :func:`encode_min_max`; more octets may follow.
         alpha, add: see above.
     """
     numel = out.shape[1]

@@ -1,4 +1,4 @@
-"""One operator of many ways to compute it: the plainest, and what is faster where it can be had."""
+"""Operators with a plain reference and faster versions for some devices."""
 
 import functools
 import importlib
@@ -14,15 +14,15 @@ _R = TypeVar("_R")
 
 
 class Operator(Generic[_P, _R]):
-    """A function that is computed in the fastest way that its first argument, a tensor, allows.
+    """A function that runs its fastest version for its first argument, a tensor.
 
-    1. On a GPU with Triton: by the function of its name in the module of its name in
+    1. On a GPU with Triton: the function and module of its name in
        :mod:`comm_hooks.kernels.triton`, if there is one that takes the arguments;
-    2. by what :meth:`fast` has registered, on the CPU or everywhere;
-    3. else by the reference.
+    2. else the version that :meth:`fast` has registered, on the CPU or everywhere;
+    3. else the reference.
 
     Attributes:
-        reference: says in a few lines of torch what is computed.
+        reference: defines the result in a few lines of torch.
     """
 
     def __init__(self, reference: Callable[_P, _R], triton: Callable[..., bool] | None) -> None:
@@ -45,7 +45,7 @@ class Operator(Generic[_P, _R]):
         return self._fast(*args, **kwargs)
 
     def fast(self, *, only_on_cpu: bool = True) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-        """Register what is faster than the reference, as a decorator."""
+        """Register a faster version than the reference, as a decorator."""
 
         def register(function: Callable[_P, _R]) -> Callable[_P, _R]:
             self._fast, self._only_on_cpu = function, only_on_cpu
@@ -60,8 +60,7 @@ def operator(
     """Make an :class:`Operator` of its reference, as a decorator.
 
     Args:
-        triton: whether the Triton kernel takes the arguments it is called with; None: there is no
-            kernel.
+        triton: returns whether the Triton kernel takes given arguments; None: there is no kernel.
 
     Example::
 
@@ -79,10 +78,10 @@ def operator(
 
 
 def always(*args: object, **kwargs: object) -> bool:
-    """Say that a kernel takes any arguments."""
+    """Return True: the kernel takes any arguments."""
     return True
 
 
 def if_contiguous(tensor: Tensor, *args: object, **kwargs: object) -> bool:
-    """Say that a kernel takes a first argument whose elements stand one after the other."""
+    """Return whether the first argument is contiguous."""
     return tensor.is_contiguous()

@@ -1,4 +1,4 @@
-"""How rows are cut: into blocks, and into pieces of many blocks that stay in the cache."""
+"""Cut rows into blocks, and into pieces of many blocks that stay in the cache."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ PIECE = 1 << 19
 
 @dataclass(frozen=True)
 class Blocks:
-    """Equal blocks of at most ``largest`` elements into which a row of ``numel`` is cut.
+    """The division of a row of ``numel`` elements into equal blocks of at most ``largest``.
 
-    Equal ones need no special case for a tail: a row is padded with at most ``count - 1`` zeros in
-    all, and a payload's size follows from ``numel`` alone.
+    Equal blocks need no special case for a tail: a row is padded with at most ``count - 1`` zeros,
+    and the size of a payload is a function of ``numel`` alone.
 
     Example::
 
@@ -44,7 +44,7 @@ class Blocks:
 
 
 def cut(rows: Tensor, size: int) -> Tensor:
-    """View (or, where padding with zeros is needed, copy) rows (n, numel) as (n, blocks, size)."""
+    """Return rows (n, numel) as (n, blocks, size): a view, or a copy padded with zeros."""
     padding = -rows.shape[1] % size
     if padding:
         rows = torch.nn.functional.pad(rows, (0, padding))
@@ -52,10 +52,10 @@ def cut(rows: Tensor, size: int) -> Tensor:
 
 
 class Pieces:
-    """Cuts rows (n, numel) of blocks of ``size`` into pieces: some rows, or some blocks of one row.
+    """Cuts rows (n, numel) of blocks of ``size`` into pieces: some rows or blocks of one row.
 
-    A piece begins at the start of a row or a multiple of 8 blocks behind it: codes of any number of
-    bits begin at a whole byte there.
+    A piece begins at a multiple of 8 blocks of a row, where codes of any number of bits begin at a
+    whole byte.
 
     Example::
 
@@ -89,13 +89,13 @@ class Pieces:
     def buffer(self, height: int, width: int) -> Tensor:
         """Return uninitialized float32 memory of this shape, the same at every call.
 
-        There is enough for a piece, and for one whose rows are a multiple of 8 elements long.
+        It is large enough for a piece, also with rows padded to a multiple of 8 elements.
         """
         return self._buffer[: height * width].view(height, width)
 
 
 def packed(columns: slice, bits: int) -> slice:
-    """Return which bytes hold the codes of a piece, of ``bits`` bits each."""
+    """Return the slice of the bytes with the codes of a piece, of ``bits`` bits each."""
     return slice(columns.start * bits // 8, packed_nbytes(columns.stop, bits))
 
 
@@ -106,8 +106,8 @@ def in_blocks(
 
     Args:
         size: the elements of a block.
-        matrices: (n, numel) each, of which (n, blocks, size) is seen.
-        values: one for each block, (n, count), of which (n, blocks, 1) is seen.
+        matrices: (n, numel) each; viewed as (n, blocks, size).
+        values: one for each block, (n, count); viewed as (n, blocks, 1).
 
     Example::
 

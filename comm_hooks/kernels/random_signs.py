@@ -1,4 +1,4 @@
-"""Random signs, read from a fixed table at places that are drawn."""
+"""Random signs, read from a fixed table at random places."""
 
 import functools
 
@@ -19,7 +19,7 @@ _TABLE_KEY = 0x9E3779B97F4A7C15
 
 @functools.lru_cache(maxsize=8)
 def sign_table(device: torch.device) -> Tensor:
-    """Return the fixed table of random signs, float32, long enough to read a window anywhere.
+    """Return the fixed table of random signs, float32, with room for a window at any offset.
 
     The table holds exactly as many +1 as -1, so the product of two signs read at independent
     uniform offsets has mean exactly zero: sketches built on it are unbiased over their keys, not
@@ -31,7 +31,7 @@ def sign_table(device: torch.device) -> Tensor:
 
 
 def sign_offsets(keys: Keys, numel: int, lines: int = 1) -> npt.NDArray[np.int64]:
-    """Return for each key where the windows of signs begin in the table, (len(keys), windows).
+    """Return the offsets of the windows of each key in the table, (len(keys), windows).
 
     Each of ``lines`` lines of ``numel`` elements has windows of its own.
     """

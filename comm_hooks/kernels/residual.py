@@ -1,4 +1,4 @@
-"""What is still to be added to vectors before they are compressed."""
+"""A residual that is added to vectors before they are compressed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """A vector for each row of a matrix, still to be added by the matrix's next reader.
+    """A residual for each row of a matrix, which the next reader of the matrix must add.
 
-    Compressors that read their input piece by piece add it on the way, which saves a pass.
+    Compressors that read their input piece by piece add it meanwhile, which saves a pass.
 
     Attributes:
         vectors: (n, numel), float32 or bfloat16.
-        factor: what they are multiplied by first: one number, or float32 (n, 1).
+        factor: of the vectors: one number, or float32 (n, 1).
 
     Example::
 

@@ -1,4 +1,4 @@
-"""The sum of sparse vectors that several ranks sent, added in rank order."""
+"""Sum the sparse vectors of several ranks, in rank order."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Signs in one bit each, with the mean magnitude of their block, and back."""
+"""Code signs in one bit each, with the mean magnitude of their block, and decode them."""
 
 from functools import cache
 
@@ -31,15 +31,15 @@ def encode_signs(
 
     Args:
         rows: (n, numel), float32.
-        size: the elements of a block; the last block of a row may be shorter.
+        size: the number of elements of a block; the last block of a row may be shorter.
         residual: added to ``rows``, in place, first.
-        subtract: subtract from ``rows``, in place, what :func:`decode_signs` makes of the result.
-        scales: take the place of the mean magnitudes, in their shape, and are returned.
+        subtract: whether to subtract the decoded result from ``rows``, in place.
+        scales: replace the mean magnitudes, in their shape, and are returned.
 
     Returns:
-        ``(scales, octets)``: float32 (n, ceil(numel / size)), and uint8 (n, ceil(numel / 8)), in
-        which a bit is 1 where ``x >= 0``, for zeros of either sign too.  The bits behind a row's
-        last element are 0.
+        ``(scales, octets)``: float32 (n, ceil(numel / size)), and uint8 (n, ceil(numel / 8)) with
+        a bit of 1 where ``x >= 0``, also for negative zeros.  The bits behind the last element of a
+        row are 0.
 
     Example::
 
@@ -60,15 +60,14 @@ def encode_signs(
 def decode_signs(
     out: Tensor, scales: Tensor, octets: Tensor, size: int, *, alpha: float, add: bool
 ) -> None:
-    """Write ``alpha`` times the sum of what N ranks' signs stand for to ``out``, or ``add`` it.
+    """Write ``alpha`` times the sum of the decoded signs of N ranks to ``out``, or ``add`` it.
 
-    In rank order: on all ranks with the same roundings.
+    The sum is in rank order: all ranks round alike.
 
     Args:
         out: (n, numel), float32.
-        scales, octets: as :func:`encode_signs` has them, for each rank: (N, n, ...); more octets
-            may follow.
-        size: the elements of a block.
+        scales, octets: of :func:`encode_signs`, for each rank: (N, n, ...); more octets may follow.
+        size: the number of elements of a block.
         alpha, add: see above.
 
     Example::
@@ -91,7 +90,7 @@ def mean_magnitudes(rows: Tensor, size: int, *, power: int) -> Tensor:
 
     Args:
         rows: (n, numel), float32.
-        size: the elements of a block; the last block of a row may be shorter.
+        size: the number of elements of a block; the last block of a row may be shorter.
         power: 1 for the mean magnitude, 2 for the root mean square.
 
     Example::
@@ -162,7 +161,7 @@ def _decode_in_pieces(
 
 
 def _decode_rows(out: Tensor, scales: Tensor, octets: Tensor, size: int, *, add: bool) -> None:
-    """Write what rows of octets (n, ...) stand for to ``out`` (n, numel), or add it."""
+    """Write the decoded rows of octets (n, ...) to ``out`` (n, numel), or add them."""
     packed_signs = octets.numpy()
     pieces = Pieces(len(out), out.shape[1], size)
     for top, columns, blocks in pieces:
@@ -187,6 +186,6 @@ def _signs(octets: npt.NDArray[np.uint8], pieces: Pieces) -> Tensor:
 
 @cache
 def _table() -> npt.NDArray[np.float32]:
-    """Return the eight signs that each octet stands for, (256, 8)."""
+    """Return the eight signs of each octet, (256, 8)."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return 2 * bits.astype(np.float32) - 1

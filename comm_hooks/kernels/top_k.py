@@ -1,4 +1,4 @@
-"""The largest elements of every block, and the addition of a residual before they are chosen."""
+"""Choose the largest elements of every block, after adding a residual."""
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ def block_top_k(
 
     Args:
         rows: (n, numel), float32.
-        size: elements per block.  The last block of a row is padded with zeros where it is shorter.
+        size: elements per block.  The last block of a row is padded with zeros.
         count: 1 to ``size``.
         residual: added to ``rows``, in place, first.
 
@@ -57,7 +57,7 @@ def block_top_k(
 def _block_top_k_in_pieces(
     rows: Tensor, size: int, count: int, residual: Residual | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Find the places through bounds, so that few elements are compared with each other.
+    """Find the places through bounds, so that few elements are compared.
 
     The bits of non-negative floats are ordered as the floats are, so magnitudes are compared as
     integers.  For every block, while a piece of the vectors is in the cache:
@@ -69,7 +69,7 @@ def _block_top_k_in_pieces(
     Then for all blocks together:
 
     4. the count-th largest of the candidates is the threshold (:func:`_thresholds`);
-    5. what is above the threshold is taken, and as many of those equal to it as are missing.
+    5. elements above the threshold are taken, and as many equal to it as are missing.
     """
     if residual and (rows.shape[1] % size or not rows.is_contiguous()):
         residual.add_to(rows)
@@ -118,7 +118,7 @@ def _candidates(magnitudes: _Ints, count: int, is_candidate: npt.NDArray[np.bool
 
 
 def _largest(candidates: _Indices, values: _Ints, rows: int, size: int, count: int) -> _Indices:
-    """Return the ``count`` of each row's candidates that are largest, ascending.
+    """Return the ``count`` largest candidates of each row, ascending.
 
     Args:
         candidates: ascending indices into rows of ``size`` elements, at least ``count`` of each.
@@ -144,9 +144,9 @@ def _largest(candidates: _Indices, values: _Ints, rows: int, size: int, count: i
 def _lower_bounds(magnitudes: _Ints, count: int) -> _Ints:
     """Return for each row a number that at least ``count`` of its elements reach, (rows,).
 
-    A row is cut into 4 to 8 times ``count`` groups, of elements that are far apart: their maxima
-    are vector operations, where those of neighbours would need elements one by one.  ``count``
-    groups have a maximum that reaches the count-th largest of the maxima.
+    A row is cut into 4 to 8 times ``count`` groups of elements that are far apart, so that maxima
+    are vector operations.  ``count`` groups have a maximum that reaches the count-th largest of the
+    maxima.
     """
     size = magnitudes.shape[1]
     groups = size >> max(0, (size // (4 * count)).bit_length() - 1)
@@ -162,8 +162,8 @@ def _thresholds(values: _Ints, owners: _Indices, tallies: _Indices, count: int) 
     """Return the count-th largest candidate of each row, (rows,).
 
     Args:
-        values, owners: each candidate's value and its row, in ascending order of rows.
-        tallies: how many candidates each row has, at least ``count``.
+        values, owners: the value and row of each candidate, in ascending order of rows.
+        tallies: the number of candidates of each row, at least ``count``.
     """
     longest = int(tallies.max())
     table = np.full((len(tallies), longest), -1, np.int32)

@@ -1,4 +1,4 @@
-"""What a rank remembers from one round to the next."""
+"""The contract of memories, which keep residuals from one round to the next."""
 
 import math
 from abc import ABC, abstractmethod
@@ -9,42 +9,41 @@ import torch
 from torch import Tensor
 
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.memory.named_rows import NamedRows, check_rows
-from comm_hooks.memory.rows import Rows
+from comm_hooks.memory.rows import NamedRows, Rows, check_rows
 from comm_hooks.randomness import Keys
 
 
 class Memory(ABC):
-    """Adds something to a rank's vector before it is compressed, and learns what was not sent.
+    """Adds residuals to a rank's vectors before they are compressed, and keeps the new residuals.
 
-    A memory is tied to parameter names: a row of :class:`Rows` may be found in another matrix, at
-    another place, in the next round.
+    A memory is tied to parameter names: a row of :class:`Rows` may be in another matrix, at another
+    place, in the next round.
 
-    ``sends_changes``: a round returns the mean of changes that the receiver must add up, not a mean
-    of vectors.
+    ``sends_changes``: a round returns the mean of changes, which the receiver must add up, not the
+    mean of vectors.
 
-    ``linear``: what it adds is, but for roundings of float32, a linear function of the vectors that
-    it has seen and of those that were sent of them.
+    ``linear``: except for roundings of float32, the residuals are a linear function of the vectors
+    of all rounds and of the payloads.
     """
 
     sends_changes: ClassVar[bool] = False
     linear: bool = True
-    # What more of what is stored means for what the mean over ranks still has to receive.
+    # The change of the residual of the mean over ranks per change of the stored vectors.
     _owed: ClassVar[float] = 1.0
     _dtype = torch.float32
 
     def __init__(self, *prefixes: str) -> None:
-        """Store a row per parameter under each prefix of its name; of the last one is the norm."""
+        """Store a row per parameter and prefix; :meth:`norm` is that of the last prefix."""
         self._stores = {prefix: NamedRows(self._empty) for prefix in prefixes or ("",)}
         self._last = [*self._stores][-1]
         self._kept = self._stores[self._last]
 
     @abstractmethod
     def fresh(self) -> "Memory":
-        """Return an empty memory with the same settings: another client's."""
+        """Return an empty memory with the same settings, for another client."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Memory":
-        """Return a memory of the same, on the same devices."""
+        """Return a memory with copies of all rows, on the same devices."""
         duplicate = memo[id(self)] = self.fresh()
         for prefix, store in self._stores.items():
             duplicate._stores[prefix].copy_(store)
@@ -52,60 +51,60 @@ class Memory(ABC):
 
     @abstractmethod
     def for_server(self) -> "ResidualMemory":
-        """Return an empty memory for the server, which compresses the mean once more."""
+        """Return an empty memory for the owner of a shard, who compresses the mean again."""
 
     @abstractmethod
     def __repr__(self) -> str:
         """Return all settings, which must be equal on all ranks."""
 
     def active(self, norms: Tensor) -> Tensor:
-        """Return which rows take part in a round, booleans (n, 1), given the norms of the vectors.
+        """Return the rows that take part in a round, booleans (n, 1), given the vectors' norms.
 
-        A row without any gradient is left alone, since DDP discards what is returned for a
-        parameter that no rank used.
+        A row without any gradient does not, since DDP discards the result for a parameter that no
+        rank used.
         """
         return norms != 0
 
     @abstractmethod
     def compensate(self, rows: Rows, active: Tensor, scale: float) -> Residual | None:
-        """Add what is remembered to ``rows.matrix``, in place, where ``active``.
+        """Add residuals to ``rows.matrix``, in place, where ``active``.
 
         Args:
             rows: this round's vectors.
             active: from :meth:`active`.
-            scale: the factor by which gradients are scaled at present (loss scaling).
+            scale: the present scale of the gradients (loss scaling).
 
         Returns:
-            What the next reader of the vectors has to add; None if all has been.
+            A residual that the next reader of the vectors has to add; None if all was added.
         """
 
     @abstractmethod
     def retain(self, rows: Rows, accept: Tensor, scale: float, key: int) -> None:
-        """Remember ``rows.matrix``, what was left of the vectors after sending, where ``accept``.
+        """Keep ``rows.matrix``, the residual after encoding, where ``accept``.
 
-        Where ``accept`` (n, 1) is false the row's memory stays as it was.  ``key`` is this rank's
-        and round's own, for memories that draw.
+        Where ``accept`` (n, 1) is false the stored row does not change.  ``key`` belongs to this
+        rank and round, for memories that draw random numbers.
         """
 
-    def give_back(self, rows: Rows, rest: Tensor, scale: float) -> None:
-        """Remember ``rest``, a part of the mean that arrived and could not be delivered.
+    def give_back(self, rows: Rows, excess: Tensor, scale: float) -> None:
+        """Add ``excess``, a part of the mean that its dtype could not hold, to the residual.
 
-        Called on all ranks alike, after :meth:`retain`: what the mean over ranks still has to
-        receive is then as much more.  (Or on one rank alone, with as many times as much.)
+        Call it after :meth:`retain`, on all ranks with the same excess, or on one rank with the
+        excess times the number of ranks: the residual of the mean over ranks grows by the excess.
 
         Args:
             rows: those of the round.
-            rest: (n, numel), float32, scaled as the vectors were.
+            excess: (n, numel), float32, with the scale of the vectors.
             scale: see :meth:`compensate`.
         """
         stored = self._kept.matrix(rows)
-        vectors = self._decode(stored, rows.matrix.shape[1]).add_(rest, alpha=self._owed / scale)
+        vectors = self._decode(stored, rows.matrix.shape[1]).add_(excess, alpha=self._owed / scale)
         stored.copy_(self._encode(vectors, (0,) * len(vectors)))
 
     def vector(self, name: str) -> Tensor | None:
-        """Return what is remembered of a parameter, (numel,), float32; None if nothing is.
+        """Return the residual of a parameter, (numel,), float32; None if there is none.
 
-        In units of a vector whose scale is 1; perhaps the memory's own tensor: only to be read.
+        In unscaled units.  It may share memory with the stored row: do not write to it.
         """
         found = self._kept.get(name)
         if found is None:
@@ -114,12 +113,12 @@ class Memory(ABC):
         return self._decode(row[None], numel)[0]
 
     def norm(self) -> float:
-        """Return the Euclidean norm of all that is remembered, in unscaled gradient units."""
+        """Return the Euclidean norm of all residuals, in unscaled gradient units."""
         norms = (self._decode(row[None], numel).norm() for _, row, numel in self._kept.items())
         return math.sqrt(sum(float(norm) ** 2 for norm in norms))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what to save, as a flat dictionary of tensors."""
+        """Return the stored rows as a flat dictionary of tensors."""
         return {
             prefix + name: row
             for prefix, store in self._stores.items()
@@ -127,15 +126,15 @@ class Memory(ABC):
         }
 
     def parameters_in(self, state: Mapping[str, Tensor]) -> set[str]:
-        """Return the names of the parameters that a state is about."""
+        """Return the names of the parameters in a state."""
         return {name for prefix in self._stores for name in _under(prefix, state)}
 
     def check(self, state: Mapping[str, Tensor], numels: Mapping[str, int] | None = None) -> None:
-        """Raise ``ValueError`` unless a state can be what a memory with these settings has saved.
+        """Raise ``ValueError`` unless a memory with these settings can have saved a state.
 
         Args:
-            state: whatever it is.
-            numels: the number of elements of each parameter, if that is known.
+            state: any object.
+            numels: the number of elements of each parameter, if it is known.
         """
         widths = None
         if numels is not None:
@@ -147,10 +146,10 @@ class Memory(ABC):
     def load_state_dict(
         self, state: Mapping[str, Tensor], numels: Mapping[str, int] | None = None
     ) -> None:
-        """Replace all that is remembered.
+        """Replace all residuals.
 
         Args:
-            state: what :meth:`state_dict` returned.
+            state: from :meth:`state_dict`.
             numels: the number of elements of each parameter in it.  Vectors of another length, or
                 all of them without it, count in :meth:`norm` from their next round on.
 
@@ -170,19 +169,18 @@ class Memory(ABC):
     def merge(
         self,
         states: Sequence[Mapping[str, Tensor]],
-        unsent: Mapping[str, Tensor],
+        of_shards: Mapping[str, Tensor],
         numels: Mapping[str, int],
         *,
         scale: float = 1.0,
     ) -> dict[str, Tensor]:
-        """Return a state for every rank of a run that continues one with other ranks.
+        """Return one state for every rank of a run that continues a run of other ranks.
 
-        What the mean over ranks still has to receive stays the same, however many ranks there are,
-        or is multiplied by ``scale``.
+        The residual of the mean over ranks stays the same on any number of ranks, times ``scale``.
 
         Args:
-            states: of all ranks of the run that was, in rank order.
-            unsent: what its servers had not passed on, (numel,) float32 per parameter: a part of
+            states: of all former ranks, in rank order.
+            of_shards: residuals of the owners of shards, (numel,) float32 per parameter: a part of
                 the mean itself.
             numels: the number of elements of each parameter.
             scale: see above.
@@ -195,14 +193,14 @@ class Memory(ABC):
             for name, row in self._vectors(state, numels).items():
                 total[name] = total[name] + row if name in total else row
         mean = {name: row * (scale / len(states)) for name, row in total.items()}
-        for name, row in unsent.items():
+        for name, row in of_shards.items():
             stored = self._last + name
             rest = self._owed * scale * row
             mean[stored] = mean[stored] + rest if stored in mean else rest
         return {name: self._encode(row[None], (0,))[0] for name, row in mean.items()}
 
     def _vectors(self, state: Mapping[str, Tensor], numels: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return the rows of a state as vectors (numel,), float32, after checking it."""
+        """Check a state and return its rows as vectors (numel,), float32."""
         self.check(state, numels)
         return {
             prefix + name: self._decode(row[None], numels[name])[0]
@@ -211,27 +209,27 @@ class Memory(ABC):
         }
 
     def _empty(self, matrix: Tensor) -> Tensor:
-        """Return what is stored for the vectors (n, numel) of a group at first."""
+        """Return the initial stored rows for the vectors (n, numel) of a group."""
         return self._encode(torch.zeros_like(matrix), (0,) * len(matrix))
 
     def _width(self, numel: int) -> int:
-        """Return the elements of what is stored for ``numel``."""
+        """Return the number of elements of a stored row for ``numel``."""
         return numel
 
     def _encode(self, vectors: Tensor, keys: Keys) -> Tensor:
-        """Return what is stored for vectors (n, numel), float32, with keys to draw from."""
+        """Return the stored rows for vectors (n, numel), float32, with keys to draw from."""
         return vectors.to(self._dtype)
 
     def _decode(self, stored: Tensor, numel: int) -> Tensor:
-        """Return the vectors (n, numel), float32, that rows stand for; perhaps the same memory."""
+        """Return the vectors (n, numel), float32, of stored rows; they may share memory."""
         return stored.float()
 
 
 class ResidualMemory(Memory):
-    """A memory of what is still to be sent, and of nothing else: what a server can have."""
+    """A memory of residuals alone, without momenta or estimates; owners of shards have one."""
 
     def vectors(self, state: Mapping[str, Tensor], numels: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return what a state remembers as vectors (numel,), float32.
+        """Return the residuals in a state as vectors (numel,), float32.
 
         Raises:
             ValueError: as :meth:`check`.

@@ -1,4 +1,4 @@
-"""Differences: send only how far the vector has moved from what the others believe it to be."""
+"""Differences: send the change of a vector against an estimate that all receivers share."""
 
 from weakref import WeakKeyDictionary
 
@@ -7,8 +7,7 @@ from torch import Tensor
 
 from comm_hooks.memory.base import Memory
 from comm_hooks.memory.error_feedback import ErrorFeedback
-from comm_hooks.memory.named_rows import replace_
-from comm_hooks.memory.rows import Rows
+from comm_hooks.memory.rows import Rows, replace_
 
 
 class Differences(Memory):
@@ -21,7 +20,7 @@ class Differences(Memory):
     2. send c = D(C(d));
     3. h = h + c, unless some rank's vector was not finite: then h stays.
 
-    What a round returns is the mean of the *changes* c: the receiver adds them up, as
+    A round returns the mean of the *changes* c: the receiver adds them up, as
     :class:`~comm_hooks.optim.EF21` and :class:`~comm_hooks.optim.CDAdam` do.  As the estimates
     approach the gradients, the changes and with them the compression error vanish.
 
@@ -37,7 +36,7 @@ class Differences(Memory):
     """
 
     sends_changes = True
-    # The less the receivers believe, the more they still have to receive.
+    # A smaller estimate leaves a larger residual.
     _owed = -1.0
 
     def __init__(self) -> None:
@@ -51,12 +50,11 @@ class Differences(Memory):
         return Differences()
 
     def for_server(self) -> ErrorFeedback:
-        # The server's changes are to the sum of the changes it was sent: what it left out of the
-        # latter is the difference between the two, which error feedback keeps.
+        # The owner of a shard sends a mean of changes: error feedback keeps its residual.
         return _EagerFeedback()
 
     def active(self, norms: Tensor) -> Tensor:
-        # That a gradient has become zero is a change which the receivers must hear of.
+        # A gradient that has become zero is a change that receivers must get.
         return torch.ones_like(norms, dtype=torch.bool)
 
     def compensate(self, rows: Rows, active: Tensor, scale: float) -> None:
@@ -70,7 +68,7 @@ class Differences(Memory):
 
 
 class _EagerFeedback(ErrorFeedback):
-    """What the server has not passed on yet, which it also sends when no new changes come in."""
+    """Error feedback that sends residuals also in rounds without new changes."""
 
     def active(self, norms: Tensor) -> Tensor:
         return torch.ones_like(norms, dtype=torch.bool)

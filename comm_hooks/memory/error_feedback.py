@@ -1,4 +1,4 @@
-"""Error feedback: what was not sent this time is added next time."""
+"""Error feedback: keep the residual of a round and add it to the next."""
 
 import torch
 from torch import Tensor
@@ -7,17 +7,15 @@ from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.memory.base import ResidualMemory
-from comm_hooks.memory.named_rows import replace_
-from comm_hooks.memory.rows import Rows
+from comm_hooks.memory.rows import Rows, replace_
 from comm_hooks.randomness import Draw, Keys, derive_keys
 from comm_hooks.requirements import require_choice, require_flag, require_within
 
 
 def fitting_memory(compressor: Compressor) -> "ErrorFeedback | None":
-    """Return what ``memory="auto"`` stands for: error feedback where it is needed and can be.
+    """Return the memory of ``memory="auto"``: error feedback if needed and possible, else None.
 
-    That is where the compressor is biased, so that what it leaves out would be lost, and
-    contractive, so that residuals stay bounded.
+    It is needed for biased compressors, and possible for those with bounded residuals.
     """
     return ErrorFeedback() if compressor.bounds_residuals and not compressor.unbiased else None
 
@@ -31,16 +29,14 @@ class ErrorFeedback(ResidualMemory):
     2. send C(a);
     3. e = a - D(C(a)), unless some rank's vector was not finite, or g is all zero: then e stays.
 
-    With ``decay=1``, summed over rounds, the true gradients equal what was sent plus e: nothing is
-    lost.
+    With ``decay=1``, summed over rounds, the true gradients equal the decompressed payloads plus e.
 
     Args:
         bits: how the residual is stored: 32 (float32), 16 (bfloat16) or 4 (min-max codes in blocks
-            of 256, 0.53 bytes per element).  What rounding drops in steps 1 to 3 is lost: 16 keeps
-            8 bits of every element, 4 keeps a fifteenth of its block's range.
-        decay: in (0, 1].  Below 1 old residuals fade, so that nothing arrives that is long out of
-            date: SparseLoCo (0.95), DeMo (0.999).
-        stochastic: 4 bits only: round at random, so that what rounding drops is zero in the mean.
+            of 256, 0.53 bytes per element).  Rounding errors of steps 1 to 3 are lost: 16 keeps 8
+            bits of every element, 4 keeps a fifteenth of its block's range.
+        decay: in (0, 1].  Below 1 old residuals fade: SparseLoCo (0.95), DeMo (0.999).
+        stochastic: 4 bits only: round at random, so that rounding errors are zero in the mean.
 
     Memory: 4, 2 or 0.53 bytes per compressed parameter and rank.  Each rank's residual is its own:
     save and load it on every rank.
@@ -89,7 +85,7 @@ class ErrorFeedback(ResidualMemory):
         left = rows.matrix if scale == 1 else rows.matrix / scale
         if self._codec:
             left = self._encode(left, derive_keys(key, 0, rows.names))
-        # Anything else is rounded, if at all, on the way to where it is kept.
+        # The copy rounds other dtypes.
         replace_(self._kept.matrix(rows), left, accept)
 
     def _width(self, numel: int) -> int:

@@ -1,4 +1,4 @@
-"""Momentum correction: what waits to be sent gathers momentum meanwhile."""
+"""Momentum correction: residuals of the velocity instead of the gradient."""
 
 from collections.abc import Mapping
 from weakref import WeakKeyDictionary
@@ -7,8 +7,7 @@ from torch import Tensor
 
 from comm_hooks.memory.base import Memory
 from comm_hooks.memory.error_feedback import ErrorFeedback
-from comm_hooks.memory.named_rows import replace_
-from comm_hooks.memory.rows import Rows
+from comm_hooks.memory.rows import Rows, replace_
 from comm_hooks.requirements import require_within
 
 
@@ -25,7 +24,7 @@ class MomentumCorrection(Memory):
        zero: then both stay.
 
     The momentum is applied before sending, by each rank: the optimizer behind it is plain SGD.
-    Clearing u where something was sent keeps momenta that are out of date from pushing on.
+    Clearing u where an element was sent avoids stale momenta.
 
     Args:
         momentum: in [0, 1).

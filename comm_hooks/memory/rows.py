@@ -1,13 +1,162 @@
-"""What a memory sees of a bucket."""
+"""Named vectors in matrices, and a store that finds them by name in any layout."""
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 
 @dataclass(eq=False)
 class Rows:
-    """Equally long vectors as a float32 matrix (n, numel), with the name of each row."""
+    """Equally long vectors as a float32 matrix (n, numel), with the parameter name of each row."""
 
     names: tuple[str, ...]
-    matrix: torch.Tensor
+    matrix: Tensor
+
+
+class NamedRows:
+    """Stores one vector per parameter as a row of a matrix, found by name.
+
+    A round touches one matrix per group of parameters.  When the grouping changes (DDP has rebuilt
+    its buckets) the rows move to the new matrices by name.
+
+    Args:
+        empty: returns the initial stored matrix for the vectors (n, numel) of a group; its rows may
+            be of another dtype and width.
+    """
+
+    def __init__(self, empty: Callable[[Tensor], Tensor]) -> None:
+        self._empty = empty
+        self._matrices: WeakKeyDictionary[Rows, Tensor] = WeakKeyDictionary()
+        self._owners: WeakValueDictionary[str, Rows] = WeakValueDictionary()
+        self._rows: dict[str, Tensor] = {}
+        self._numels: dict[str, int] = {}
+
+    def matrix(self, rows: Rows) -> Tensor:
+        """Return the stored matrix of ``rows``, one row each, to be changed in place.
+
+        Raises:
+            ValueError: if a stored row belongs to a parameter of another size.
+        """
+        if rows in self._matrices:
+            return self._matrices[rows]
+        matrix = self._empty(rows.matrix)
+        for row, name in zip(matrix, rows.names, strict=True):
+            known = self._rows.get(name)
+            if known is not None and known.shape != row.shape:
+                raise ValueError(
+                    f"the residual of {name!r} has {known.numel()} elements, but the parameter "
+                    f"needs {row.numel()}: the state belongs to another model"
+                )
+            if known is not None:
+                row.copy_(known)
+            if name in self._owners:
+                # If that group comes back, it must fetch its rows again.
+                self._matrices.pop(self._owners[name], None)
+            self._owners[name] = rows
+            self._rows[name] = row
+            self._numels[name] = rows.matrix.shape[1]
+        self._matrices[rows] = matrix
+        return matrix
+
+    def get(self, name: str) -> tuple[Tensor, int] | None:
+        """Return the stored row and the number of elements of a parameter in use, or None."""
+        if name not in self._numels:
+            return None
+        return self._rows[name], self._numels[name]
+
+    def items(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Yield the name, the stored row and the number of elements of each parameter in use."""
+        return (
+            (name, row, self._numels[name])
+            for name, row in self._rows.items()
+            if name in self._numels
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return a copy of each row, on the CPU."""
+        return {name: row.detach().cpu().clone() for name, row in self._rows.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], numels: Mapping[str, int]) -> None:
+        """Replace all rows; they move into matrices in the next round of their parameters.
+
+        Args:
+            state: the rows by name.
+            numels: the number of elements of each row's vector, as far as it is known.
+        """
+        # A row of another size is refused in the next round of its parameter.
+        known = {
+            name: numel
+            for name, numel in self._numels.items()
+            if name in state and state[name].shape == self._rows[name].shape
+        }
+        self._numels = {**known, **numels}
+        self._rows = {name: row.clone() for name, row in state.items()}
+        self._matrices.clear()
+
+    def copy_(self, other: "NamedRows") -> None:
+        """Replace all rows by copies of those of another store, on the same devices."""
+        self.load_state_dict(other._rows, other._numels)
+
+
+def check_rows(
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    owner: object,
+    widths: Mapping[str, int] | None = None,
+) -> None:
+    """Raise ``ValueError`` unless a state has a vector for each name in it.
+
+    Args:
+        state: any object.
+        dtype: of the vectors.
+        owner: stores them; for messages.
+        widths: the length of each, if it is known.
+    """
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"the saved state of {owner} must be a dictionary of vectors, got "
+            f"{type(state).__name__}: load what state_dict() returned"
+        )
+    for name, row in state.items():
+        if not isinstance(name, str) or not _is_vector(row):
+            raise ValueError(
+                f"the saved state of {owner} must have a vector under each parameter's name, got "
+                f"{_kind(row)} under {_kind(name)}: load what state_dict() returned"
+            )
+        if row.dtype != dtype:
+            raise ValueError(
+                f"the saved residual of {name!r} is {row.dtype}, but {owner} stores "
+                f"{dtype}: load it into a memory with the settings it was saved with"
+            )
+        if widths is not None and len(row) != widths.get(name):
+            raise ValueError(
+                f"the saved residual of {name!r} has {len(row)} elements, but the parameter needs "
+                f"{widths.get(name, 'to be known')}: the state belongs to another model"
+            )
+
+
+def _is_vector(value: object) -> bool:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return value.dim() == 1 and not value.is_meta
+
+
+def _kind(value: object) -> str:
+    """Return a description of an object in one line."""
+    if isinstance(value, str):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} on {value.device}"
+    return type(value).__name__
+
+
+def replace_(old: Tensor, new: Tensor, accept: Tensor) -> None:
+    """Copy the rows of ``new`` for which ``accept`` (n, 1) is true to ``old``."""
+    if accept.device.type == "cpu" and accept.all():
+        old.copy_(new)
+    else:
+        # Does not ask the device whether all rows are accepted: that would wait for it.
+        old.copy_(torch.where(accept, new, old))

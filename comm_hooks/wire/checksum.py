@@ -1,4 +1,4 @@
-"""64 bits that tell whether two strings of bytes are the same.
+"""A checksum of 64 bits for strings of bytes, on any device.
 
 A string is read as signed 64-bit words x_j, little-endian, with h_j the upper half of each, and
 becomes
@@ -51,15 +51,15 @@ def checksums(words: Tensor) -> Tensor:
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
-    """Return 32 bits that differ where any element of any tensor does, or their order.
+    """Return a fingerprint of 32 bits of all elements of tensors and their order.
 
-    Elements count in the order of their indices, wherever they lie in memory.
+    Elements count in the order of their indices, in any memory layout.
 
     Args:
         tensors: of any dtypes and layouts, on one device.
 
     Returns:
-        An int32 scalar on that device: nothing waits for an accelerator.
+        An int32 scalar on that device, without waiting for an accelerator.
 
     Example::
 

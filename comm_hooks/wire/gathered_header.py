@@ -1,4 +1,4 @@
-"""The header of payloads that are gathered: whose each is, and whether it arrived as it was sent.
+"""The header of payloads that are gathered, with their sender and a checksum.
 
 32 bytes, little-endian:
 
@@ -30,12 +30,12 @@ _FINITE_BIT = 24
 
 
 class GatheredHeader(Header):
-    """Of payloads that arrive one by one: what is damaged or another rank's is told, too.
+    """The header of payloads that arrive one by one; it also detects damage and wrong senders.
 
     Args:
         ranks, place: see :class:`~comm_hooks.wire.header.Header`.
-        covers_body: whether the checksum is over the body as well, or over the header alone, for
-            vectors in full precision on links as fast as memory.
+        covers_body: whether the checksum includes the body; not needed for vectors in full
+            precision on links as fast as memory.
     """
 
     def __init__(self, ranks: Sequence[int], place: int, *, covers_body: bool = True) -> None:
@@ -58,12 +58,12 @@ class GatheredHeader(Header):
         health = torch.where(finite.all(), 0.0, torch.nan)
         return torch.cat([headers, self._checksums(payloads)[:, None]], dim=1), health
 
-    def _judge(self, found: Tensor, stamp: Stamp, senders: str) -> None:
+    def _require_fit(self, found: Tensor, stamp: Stamp, senders: str) -> None:
         rows = [[word & 0xFFFFFFFF for word in row] for row in found.tolist()]
         stamps = [[row[0] & ~(1 << _FINITE_BIT), *row[1:STAMP_WORDS]] for row in rows]
         names = [f"{senders} {rank}" for rank in self._ranks]
         for name, rank, row, words in zip(names, self._ranks, rows, stamps, strict=True):
-            # Of what is not ours nothing else can be said.
+            # A foreign payload has no checksum.
             if words[0] == MAGIC and row[_CHECKSUM] != row[-1]:
                 raise PayloadError(
                     f"the payload of {name} was damaged on the way: its checksum does not fit"
@@ -74,7 +74,7 @@ class GatheredHeader(Header):
                     "ranks must take part in the same rounds in the same order"
                 )
         refuse_disagreement(stamps, names)
-        # All of them alike, and yet not as this rank's.
+        # All of them are equal, but not to that of this rank.
         refuse_disagreement([stamps[0], stamp.words()], [names[0], "this rank"])
 
     def _fits(self, found: Tensor, stamp: Stamp) -> Tensor:
@@ -85,7 +85,7 @@ class GatheredHeader(Header):
         ).all()
 
     def _checksums(self, payloads: Tensor) -> Tensor:
-        """Return what each header's last word should be: (n,), int32."""
+        """Return the right last word of each header: (n,), int32."""
         covered = payloads if self._covers_body else payloads[:, :HEADER_NBYTES]
         words = covered.contiguous().view(torch.int64)
         body = checksums(words[:, HEADER_NBYTES // 8 :])
@@ -95,9 +95,9 @@ class GatheredHeader(Header):
 
 
 def _words_of(stamp: Stamp, senders: Sequence[int], finite: Tensor) -> Tensor:
-    """Return what headers say before their checksums: (n, words), int32, where ``finite`` is.
+    """Return the words of headers before their checksums: (n, words), int32.
 
-    Nothing of it is read: an accelerator is not waited for.
+    They stay on the device of ``finite``, and an accelerator is not waited for.
     """
     known = [*map(signed, stamp.known_words()), 0]
     rows = torch.tensor([[*known, sender] for sender in senders], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What stands before a payload, so that nobody decodes what was not meant."""
+"""The header of a payload, which every receiver checks before it decodes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -10,44 +10,44 @@ from comm_hooks.wire.stamp import Stamp
 
 
 class PendingChecks:
-    """What headers said that an accelerator holds, until they are judged.
+    """Headers on an accelerator that are still to be checked.
 
-    They are copied while it goes on computing, and judged in the order of their rounds, whatever
-    has become of the buckets that they were of.
+    They are copied while the accelerator computes, and checked in the order of their rounds, also
+    if their buckets no longer exist.
     """
 
     def __init__(self) -> None:
         self._pending: list[tuple[int, Tensor, torch.Event, Callable[[Tensor], None]]] = []
 
     def __reduce__(self) -> tuple[type["PendingChecks"], tuple[()]]:
-        # Events and pinned memory are this process's own.
+        # Events and pinned memory belong to this process.
         return PendingChecks, ()
 
     @staticmethod
     def must_wait(found: Tensor) -> bool:
-        """Return whether what was found cannot be read at once."""
+        """Return whether reading ``found`` would wait for an accelerator."""
         return found.device.type != "cpu"
 
-    def add(self, found: Tensor, step: int, judge: Callable[[Tensor], None]) -> None:
-        """Let ``judge`` see, later and on the CPU, what was found in a step."""
+    def add(self, found: Tensor, step: int, check: Callable[[Tensor], None]) -> None:
+        """Call ``check`` later with a copy of ``found`` on the CPU."""
         copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         copy.copy_(found, non_blocking=True)
         event = torch.Event(found.device)
         event.record()
-        self._pending.append((step, copy, event, judge))
+        self._pending.append((step, copy, event, check))
 
     def wait(self, *, before: int | None = None) -> None:
-        """Judge, and wait for, what was found in earlier steps, or in all.
+        """Wait for the headers of earlier steps, or of all, and check them.
 
         Raises:
-            PayloadError: for the first that does not fit; the others are forgotten.
+            PayloadError: for the first header that does not fit; the others are dropped.
         """
         pending = self._pending
         due = [each for each in pending if before is None or each[0] < before]
         self._pending = [each for each in pending if not (before is None or each[0] < before)]
-        for _, copy, event, judge in due:
+        for _, copy, event, check in due:
             event.synchronize()
-            judge(copy)
+            check(copy)
 
 
 class Header(ABC):
@@ -58,7 +58,7 @@ class Header(ABC):
     skip the step, as a ``GradScaler`` does; a plain one makes its parameters NaN.
 
     Args:
-        ranks: those that take part, as users count them, in their order.
+        ranks: the global numbers of the participating ranks, in order.
         place: of this rank among them.
     """
 
@@ -91,7 +91,7 @@ class Header(ABC):
             payloads: as they have arrived: (N, nbytes), uint8, in rank order, or (1, nbytes) that
                 were summed.
             stamp: of this rank.
-            checks: where to put what is judged later.
+            checks: receives headers that cannot be checked at once.
             senders: what an error calls the ranks.
 
         Raises:
@@ -100,19 +100,19 @@ class Header(ABC):
         """
         found, health = self._read(payloads)
         if not checks.must_wait(found):
-            self._judge(found, stamp, senders)
+            self._require_fit(found, stamp, senders)
             return health
-        checks.add(found, stamp.step, lambda copy: self._judge(copy, stamp, senders))
+        checks.add(found, stamp.step, lambda copy: self._require_fit(copy, stamp, senders))
         return torch.where(self._fits(found, stamp), health, torch.nan)
 
     @abstractmethod
     def _read(self, payloads: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is to be judged, a small tensor, and the health that is claimed."""
+        """Return the part of the headers to check, a small tensor, and the claimed health."""
 
     @abstractmethod
-    def _judge(self, found: Tensor, stamp: Stamp, senders: str) -> None:
-        """Raise ``PayloadError`` if what was found, now on the CPU, does not fit."""
+    def _require_fit(self, found: Tensor, stamp: Stamp, senders: str) -> None:
+        """Raise ``PayloadError`` if ``found``, on the CPU, does not fit the stamp."""
 
     @abstractmethod
     def _fits(self, found: Tensor, stamp: Stamp) -> Tensor:
-        """Return the same as a boolean scalar, without waiting for an accelerator."""
+        """Return whether ``found`` fits, a boolean scalar, without waiting for an accelerator."""

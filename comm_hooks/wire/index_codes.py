@@ -1,4 +1,4 @@
-"""Codes for which places of a block are kept.
+"""Choose the code for the kept places of a block.
 
 Bits for each kept place, against the entropy of a random set:
 
@@ -18,7 +18,7 @@ INDEX_CODES: tuple[IndexCode, ...] = ("elias_fano", "rice")
 
 
 def places_code(name: IndexCode, universe: int, count: int) -> PlacesCode:
-    """Return the code of that name, or what is smaller where so much is kept that it is poor.
+    """Return the code of that name, or a smaller one if many places are kept.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Codes for which places of a block are kept: the contract, and two that have room for any.
+"""Codes for the kept places of a block: the contract, and two codes with room for any places.
 
 Elias-Fano (Elias, J. ACM 1974; Fano, 1971) takes k (2 + log2(n / k)) bits for k sorted integers
 below n, always the same number: an integer's low bits are stored as they are, and its high bits in
@@ -30,8 +30,8 @@ from comm_hooks.kernels.bits import (
 class PlacesCode(ABC):
     """The code for sets of ``count`` ascending distinct integers in ``range(universe)``.
 
-    Bits that say how the sets go on, and ``low_bits`` of each index as they are.  The size follows
-    from the number of sets alone, so ranks need not negotiate it.
+    A stream of bits for all sets, and the ``low_bits`` of each index as they are.  The size depends
+    on the number of sets alone, so ranks need not negotiate it.
     """
 
     universe: int
@@ -43,7 +43,7 @@ class PlacesCode(ABC):
 
     @abstractmethod
     def stream_bits(self, sets: int) -> int:
-        """Return how many bits precede the low bits of all indices."""
+        """Return the number of bits before the low bits of all indices."""
 
     def nbytes(self, sets: int) -> int:
         """Return the bytes that ``sets`` coded sets take together."""
@@ -55,25 +55,25 @@ class PlacesCode(ABC):
         """Encode ascending indices (n, sets, count), int64.
 
         Args:
-            first: for each of the n rows, the set that comes first where there may not be room for
-                all; the others follow, around the end.
+            first: for each of the n rows, the set that comes first if there is not room for all;
+                the others follow, around the end.
 
         Returns:
-            The bytes (n, nbytes(sets)), and which of the indices there was room for, booleans
-            (n, sets, count); None if for all.
+            The bytes (n, nbytes(sets)), and whether there was room for each index, booleans
+            (n, sets, count); None if there was room for all.
         """
 
     @abstractmethod
     def decode(
         self, octets: Tensor, sets: int, first: npt.NDArray[np.int64]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the indices (n, sets, count), int64, and which of them there was room for.
+        """Return the indices (n, sets, count), int64, and whether there was room for each.
 
-        Bytes that are no code give indices that mean nothing, but lie in ``range(universe)``, or
-        raise: an accelerator writes to where they say before it is known that they are damaged.
+        Damaged bytes give meaningless indices in ``range(universe)``, or raise: an accelerator
+        writes to these places before the checksum is known.
 
         Raises:
-            PayloadError: on the CPU, if there are not as many indices as there should be.
+            PayloadError: on the CPU, if the number of indices is wrong.
         """
 
     def _join(self, bits: Tensor, numbers: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class PlacesCode(ABC):
 
 
 class Bitmap(PlacesCode):
-    """``universe`` bits for each set; nothing at all where no place is kept, or every one.
+    """``universe`` bits for each set; no bits if no place is kept, or every one.
 
     Example::
 
@@ -109,7 +109,7 @@ class Bitmap(PlacesCode):
         return sets * self._bits
 
     def _shifts(self, device: torch.device) -> Tensor | int:
-        """Return how far behind its high bits each index stands in the bitmap."""
+        """Return the distance of each index in the bitmap from its high bits."""
         return 0
 
     def encode(self, indices: Tensor, first: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor | None]:
@@ -130,7 +130,7 @@ class Bitmap(PlacesCode):
         places = set_places(bits.view(len(bits), sets, self._bits), self.count)
         highs = places - self._shifts(octets.device)
         found = (highs << self.low_bits) | lows.view(shape).long()
-        # Bytes that are no code may have too few high bits, or low ones from behind the end.
+        # Damaged bytes may have too few high bits, or low ones from behind the end.
         return found.clamp_(0, self.universe - 1), None
 
 

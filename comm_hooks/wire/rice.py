@@ -1,13 +1,13 @@
-"""Rice code: the gaps between sorted integers, in few bits where the gap is short.
+"""Rice code: the gaps between sorted integers, with few bits for short gaps.
 
 Rice & Plaunt, IEEE Trans. Commun. 1971; a Golomb code whose parameter is a power of two.  A gap g
 becomes g >> b in unary (that many zeros and a one) and its b low bits as they are.
 
-How many bits that takes depends on the gaps.  Their sum in a set of C places is at most C, so sets
-differ little, and many sets together hardly: the unary bits of all sets of a row share one stream
-whose room is what random sets take and a little more.  What does not fit is left out, which error
-feedback makes up for; elements chosen for their size in the gradients and momenta of transformers
-take within 2 % of what random ones do, so it is rare.
+The number of bits depends on the gaps.  Their sum in a set of C places is at most C, so sets differ
+little, and many sets together hardly: the unary bits of all sets of a row share one stream with
+slightly more room than random sets take.  Elements that do not fit are left out, and join the
+residual; the largest elements in gradients and momenta of transformers take within 2 % of the bits
+of random ones, so it is rare.
 """
 
 import functools
@@ -56,7 +56,7 @@ class Rice(PlacesCode):
         gaps[..., 1:] -= indices[..., :-1] + 1
         gaps = _rotated(gaps, first).flatten(1)
         ends = ((gaps >> self.low_bits) + 1).cumsum(1)
-        # What does not fit goes to a spare place behind the stream.
+        # Elements that do not fit go to a spare place behind the stream.
         bits = torch.zeros(rows, room + 1, dtype=torch.bool, device=indices.device)
         bits.scatter_(1, (ends - 1).clamp_(max=room), True)
         present = (ends <= room).view(rows, sets, count)
@@ -90,14 +90,14 @@ def _rotated(coded: Tensor, first: npt.NDArray[np.int64]) -> Tensor:
 
 
 def _if_some_lack(present: Tensor, first: npt.NDArray[np.int64]) -> Tensor | None:
-    """Return the same as :func:`_rotated`; None, on the CPU, if there was room for all."""
+    """Return :func:`_rotated`; None, on the CPU, if there was room for all."""
     is_known = present.device.type == "cpu"  # an accelerator would have to be waited for
     return None if is_known and bool(present.all()) else _rotated(present, first)
 
 
 @functools.lru_cache(maxsize=1024)
 def _parameter(universe: int, count: int) -> tuple[int, float]:
-    """Return b, and how many unary bits a random set then takes, for the shortest code."""
+    """Return b and the unary bits of a random set, for the shortest code."""
     best = (0, math.inf)
     for low_bits in range(universe.bit_length()):
         unary = count * (1 + _expected_quotient(universe, count, 1 << low_bits))

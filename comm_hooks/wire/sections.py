@@ -1,4 +1,4 @@
-"""Sections of a payload: each begins at a whole word, so that float32 can be viewed in place."""
+"""Sections of a payload, aligned to 4 bytes, so that float32 can be viewed in place."""
 
 import torch
 from torch import Tensor

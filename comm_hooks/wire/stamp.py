@@ -1,7 +1,6 @@
-"""What all payloads of one bucket and step must have in common, and what is said where they do not.
+"""The stamp that all payloads of one bucket and step share, and the errors if they do not.
 
-Every rank sees the stamps of all ranks and judges them alike, so that all of them refuse the same
-round with the same words.
+Every rank receives the stamps of all ranks, so that all of them refuse a round with the same error.
 """
 
 import zlib
@@ -19,22 +18,21 @@ _MASK = (1 << 32) - 1
 _VERSION_MASK = 0xFF << 16
 
 Words = Sequence[int | None]
-"""The fields of one rank's stamp, 32 bits each; None where only so much is known that it differs
-from those that are known."""
+"""The fields of one rank's stamp, 32 bits each; None for an unknown field that differs from the
+known ones."""
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """What the payloads of one bucket have in common.
+    """Fields that are equal in all payloads of one bucket and step.
 
     Args:
-        configuration: of settings and layout; see :func:`digest`.
+        configuration: a digest of settings and layout; see :func:`digest`.
         step: of the exchange.
-        loads: twice the exchanges since the start, or since a state was loaded and then plus one.
-        hyperparameters: a digest of what the optimizer goes by in this step.
-        model: a fingerprint of what must be the same on all ranks, an int32 scalar on the
-            payloads' device (``comm_hooks.wire.checksum.fingerprint``).  0 in steps in which
-            nobody looks.
+        loads: twice the exchanges since the start or the last load, plus 1 after a load.
+        hyperparameters: a digest of the optimizer's hyperparameters in this step.
+        model: a fingerprint of the replicas, an int32 scalar on the payloads' device
+            (``comm_hooks.wire.checksum.fingerprint``); 0 in steps without a comparison.
     """
 
     configuration: int
@@ -44,7 +42,7 @@ class Stamp:
     model: int | Tensor = 0
 
     def words(self) -> list[int]:
-        """Return the fields as numbers, from the kind of payload on.  Waits for an accelerator."""
+        """Return all fields as numbers, the kind of payload first.  Waits for an accelerator."""
         return [*self.known_words(), int(self.model) & _MASK]
 
     def known_words(self) -> list[int]:
@@ -68,13 +66,13 @@ def digest(*described: object) -> int:
 
 
 def refuse_disagreement(stamps: Sequence[Words], senders: Sequence[str]) -> None:
-    """Raise ``PayloadError`` naming who differs from the others, and in what.
+    """Raise ``PayloadError`` if stamps differ, naming the senders and the field.
 
     The majority counts as right; in a tie, the group that includes the first sender.
 
     Args:
         stamps: of all senders.
-        senders: what they are called, such as "rank 3".
+        senders: their names, such as "rank 3".
     """
     for number, field in enumerate(zip(*stamps, strict=True)):
         of_value: dict[int | None, list[str]] = {}
@@ -95,11 +93,11 @@ def _listed(senders: Sequence[str]) -> str:
 
 
 def _refuse_field(number: int, who: str, others: str, odd: int | None, norm: int) -> NoReturn:
-    """Say that ``who`` has other words than others in the field of this number of a stamp."""
+    """Raise the error for ``who``: its field of this number differs from that of ``others``."""
     if number == 0:
         magic = ~_VERSION_MASK & _MASK
         if odd is None or (odd ^ norm) & magic:
-            # A sender with the right one is no stranger.
+            # A sender with the right magic number is not a stranger.
             stranger = others if odd is not None and odd & magic == MAGIC & magic else who
             raise PayloadError(
                 f"the payload of {stranger} is not one of comm-hooks: all ranks must take part in "
@@ -128,7 +126,7 @@ def _refuse_field(number: int, who: str, others: str, odd: int | None, norm: int
             "the learning rate, what is frozen and everything else alike on all ranks, which must "
             "all take as many steps",
             f"the parameters of {who} are not those of {others}: something has changed them on one "
-            "side only; resume from a checkpoint (verify_every=0 does not look, for machines whose "
-            "arithmetic differs)",
+            "side only; resume from a checkpoint (verify_every=0 skips the comparison, for "
+            "machines with different arithmetic)",
         )[number - 1]
     )

@@ -1,4 +1,4 @@
-"""The header of payloads that are summed on the wire: numbers that still tell something then.
+"""The header of payloads that are summed on the wire: numbers with a meaningful sum.
 
 float32, all of them exact for up to 8,192 ranks:
 
@@ -7,9 +7,10 @@ float32, all of them exact for up to 8,192 ranks:
 
 The health is 0 if all elements of the rank's vector are finite, else NaN.  Each rank adds its
 :class:`~comm_hooks.wire.stamp.Stamp` to those of the others and writes 24 bits of it to its own
-mark, where the others add nothing.  So the marks tell who differs, and the sums in what.
+mark, where the others add nothing.  So the marks name the ranks that differ, and the sums the
+fields.
 
-The body has no checksum: a sum is rounded, and what was damaged before it cannot be told from it.
+The body has no checksum: a sum is rounded, which hides earlier damage.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ def summed_header_nbytes(world_size: int) -> int:
 
 
 class SummedHeader(Header):
-    """Of payloads that arrive as their sum."""
+    """The header of payloads that arrive as their sum."""
 
     def __init__(self, ranks: Sequence[int], place: int) -> None:
         super().__init__(ranks, place)
@@ -65,7 +66,7 @@ class SummedHeader(Header):
         sums, marks = found[:_SUMS], found[_SUMS:]
         return (sums == len(self._ranks) * pieces).all() & (marks == mark).all()
 
-    def _judge(self, found: Tensor, stamp: Stamp, senders: str) -> None:
+    def _require_fit(self, found: Tensor, stamp: Stamp, senders: str) -> None:
         if self._fits(found, stamp):
             return
         own, ranks = stamp.words(), len(self._ranks)
@@ -81,10 +82,10 @@ class SummedHeader(Header):
                 "must take part in the same round"
             )
         if not odd:
-            # All of them mean the same round, and yet their sum is not what it must be.
+            # All of them have the same stamp, but their sum is wrong.
             raise PayloadError(_damaged(senders, self._ranks))
         if (strangers == strangers[0]).all():
-            # All strangers are alike, so what each of them has follows from the sum.
+            # All strangers have the same stamp, so it follows from the sum.
             theirs: list[int | None] = _join((sums - alike.count(True) * pieces) / len(strangers))
         else:
             same = (sums == ranks * pieces).view(STAMP_WORDS, _PIECES).all(1).tolist()
@@ -93,21 +94,21 @@ class SummedHeader(Header):
             [own if like_own else theirs for like_own in alike],
             [f"{senders} {rank}" for rank in self._ranks],
         )
-        # What they say is the same, only the marks are not.
+        # The stamps are equal, only the marks are not.
         raise PayloadError(_damaged(senders, odd))
 
     def _pieces_and_mark(self, stamp: Stamp, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return what a rank with this stamp adds to the sums, and its mark: float32."""
+        """Return the addends of a rank with this stamp to the sums, and its mark: float32."""
         if self._known is None or self._known[0] is not stamp:
             words = torch.tensor([*stamp.known_words(), 0])
             if isinstance(stamp.model, Tensor):
                 words = to_device(words, stamp.model.device)
-            # Not read: an accelerator is not waited for.
+            # Not read: that would wait for an accelerator.
             words[-1] = stamp.model & 0xFFFFFFFF
             shifts = torch.arange(0, _PIECES * _PIECE_BITS, _PIECE_BITS, device=words.device)
             pieces = ((words[:, None] >> shifts) & ((1 << _PIECE_BITS) - 1)).flatten()
             bits = (checksums(words[None])[0] >> (64 - _MARK_BITS)) & ((1 << _MARK_BITS) - 1)
-            # 0 is what a rank has that took no part.
+            # 0 is the mark of a rank that took no part.
             mark = bits.clamp(min=1)
             numbers = [to_device(known.float(), device) for known in (pieces, mark)]
             self._known = (stamp, numbers[0], numbers[1])

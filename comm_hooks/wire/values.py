@@ -1,7 +1,7 @@
-"""Codes for the values that a sparse compressor keeps.
+"""Codes for the values of a sparse compressor.
 
-Values that were kept for their size are alike in magnitude, so their sign and a coarse magnitude
-say nearly all.  Relative mean squared error of the largest 64 of 4096, and the bits that one takes
+Values that were kept for their size have similar magnitudes, so a sign and a coarse magnitude are
+nearly enough.  Relative mean squared error of the largest 64 of 4096, and the bits that one takes
 with its share of the levels:
 
     bits   levels of magnitude                         gaussian   laplace   bits in all
@@ -43,10 +43,10 @@ class ValueCode:
       its mean, the means of those r that are at most 1 and of those above;
     * 3: times one of four: those two groups are divided once more at their means;
     * 4: with a the magnitudes of one set, min(a) + (max(a) - min(a)) j / 7, j = 0 ... 7, to the
-      nearest; both extremes travel as bfloat16.
+      nearest; both extremes are sent as bfloat16.
 
-    The row's largest mean travels as bfloat16, means and ratios as bytes.  What 1, 2, 3 and 16 bits
-    decode to is a bfloat16 number.
+    The row's largest mean is sent as bfloat16, means and ratios as bytes.  With 1, 2, 3 and 16 bits
+    decoded values are bfloat16 numbers.
 
     All are contractive, ``|x - decode(encode(x))| <= |x|``: replacing n magnitudes by any l up to
     twice their mean takes 2 n mean l - n l^2 >= 0 off their squares; the lowest level is below
@@ -73,7 +73,7 @@ class ValueCode:
         """Encode values (n, sets, count), float32.
 
         Returns:
-            The bytes (n, nbytes(sets, count)), and what they decode to.
+            The bytes (n, nbytes(sets, count)), and the decoded values.
         """
         if self.bits in _DTYPES:
             stored = values.flatten(1).to(_DTYPES[self.bits])
@@ -178,7 +178,7 @@ def _ratios(relative: Tensor, count: int) -> Tensor:
             for members, mean in zip(classes, means, strict=True)
             for half in (members * (flat <= mean), members * (flat > mean))
         ]
-        # What a class without members stands for does not matter, as long as classes ascend.
+        # The mean of a class without members does not matter, as long as classes ascend.
         parents = [mean for mean in means for _ in range(2)]
         sizes = [half.sum(1, keepdim=True) for half in halves]
         means = [
@@ -197,12 +197,12 @@ def _read_shared_levels(octets: Tensor, sets: int, values: int, count: int) -> T
     levels = (largest * _scale_table(octets.device)[codes])[..., None]
     if ratios:
         levels = levels * _ratio_table(octets.device)[octets[:, None, 2 : 2 + ratios].int()]
-    # So that 16 bits can store what arrives.
+    # 16 bits can store the decoded values.
     return _expand(levels.bfloat16().float(), _sets_per_scale(values), sets)
 
 
 def _expand(of_groups: Tensor, shared: int, sets: int) -> Tensor:
-    """Return for each set what its group has, (n, sets, ...) of (n, groups, ...)."""
+    """Return the value of its group for each set, (n, sets, ...) of (n, groups, ...)."""
     return of_groups.repeat_interleave(shared, dim=1)[:, :sets]
 
 

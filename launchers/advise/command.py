@@ -110,9 +110,8 @@ def advise(
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         with nullcontext() if network else links.joined(process, backend, timeout):
             if not network:
-                measured, nodes = links.measure_links(device)
+                network, measured = links.measure_links(device, backend)
                 print_links(measured, console)
-                network = links.network_of(measured, nodes, backend)
                 network = replace(network, ranks=ranks) if ranks else network
             planner = Planner(model, network.ranks, device)
             adamw = max(links.gather(planner.adamw_seconds()))

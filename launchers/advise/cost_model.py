@@ -18,7 +18,6 @@ import torch
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
 
 Kind = Literal["all_reduce", "all_gather", "all_to_all"]
-Members = Literal["all", "node", "across"]
 
 TCP_SHARE = 1448 / 1514
 """The share of the bytes on an Ethernet link that is not headers."""
@@ -54,85 +53,53 @@ class Network:
 
     Attributes:
         ranks: N, at least 2.
-        between: the slowest link between two nodes.
+        link: the slowest link between two nodes, or between two ranks of a single node.
         ranks_per_node: L; the ranks of a node share its link to other nodes.
-        inside: the slowest link inside a node; None with one rank per node.
         backend: of ``torch.distributed``.  The constants of gloo are measured.  NCCL is assumed to
             use the whole link, and trees with log2(N) rounds.
     """
 
     ranks: int
-    between: Link
+    link: Link
     ranks_per_node: int = 1
-    inside: Link | None = None
     backend: str = "gloo"
-
-    @property
-    def ring(self) -> Link:
-        """The slowest link of a ring over all ranks, which enters and leaves each node once."""
-        if self.ranks <= self.ranks_per_node:
-            return self.inside or self.between
-        return self.between.slowest(self.inside) if self.inside else self.between
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective.
-
-    Attributes:
-        kind: all-reduce, all-gather or all-to-all.
-        traffic: the bytes that each rank sends.
-        members: ``"all"`` ranks; the ranks of each ``"node"``; or ``"across"`` nodes the ranks with
-            the same place in their node, L such collectives at the same time.
-    """
+    """One collective: its kind, and the bytes that each rank sends."""
 
     kind: Kind
     traffic: int
-    members: Members = "all"
 
     @classmethod
     def of(cls, request: AllReduce | AllGather | AllToAll, ranks: int) -> "Collective":
-        """Return the collective of a request between ``ranks`` ranks, those of its group."""
+        """Return the collective of a request between ``ranks`` ranks."""
         kinds: dict[type, Kind] = {
             AllReduce: "all_reduce",
             AllGather: "all_gather",
             AllToAll: "all_to_all",
         }
-        members: Members = request.group.kind if request.group else "all"
-        return cls(kinds[type(request)], request.traffic(ranks), members)
+        return cls(kinds[type(request)], request.traffic(ranks))
 
     def seconds(self, network: Network) -> float:
         """Return the duration on an idle network."""
-        ranks, link, load = self._path(network)
+        ranks, gloo = network.ranks, network.backend == "gloo"
         if ranks < 2:
             return 0.0
-        efficiency = 1.0
-        if network.backend == "gloo":
-            efficiency = _GLOO_EFFICIENCY[self.kind][ranks > 2]
-        transfer = load * self.traffic / (efficiency * link.bandwidth)
-        return self._rounds(ranks, network.backend) * link.latency + transfer
-
-    def _path(self, network: Network) -> tuple[int, Link, float]:
-        """Return the number of ranks, their link, and the number of transfers that share it."""
-        of_node = min(network.ranks_per_node, network.ranks)
-        if self.members == "node":
-            return of_node, network.inside or network.between, 1.0
-        if self.members == "across":
-            return network.ranks // of_node, network.between, of_node
-        outside = network.ranks - of_node
         load = 1.0
-        if self.kind == "all_to_all" and outside:
-            # Each rank of a node sends to each rank outside, over the one link of the node.
-            load = of_node * outside / (network.ranks - 1)
-        return network.ranks, network.ring, load
-
-    def _rounds(self, ranks: int, backend: str) -> float:
+        outside = ranks - network.ranks_per_node
         if self.kind == "all_to_all":
-            return 1  # all transfers start at once
-        hops = ranks - 1
-        if backend == "nccl":
-            hops = math.ceil(math.log2(ranks))
-        return 2 * hops if self.kind == "all_reduce" else hops
+            rounds = 1  # all transfers start at once
+            if outside > 0:
+                # Each rank of a node sends to each rank outside, over the one link of the node.
+                load = network.ranks_per_node * outside / (ranks - 1)
+        else:
+            hops = ranks - 1 if gloo else math.ceil(math.log2(ranks))
+            rounds = 2 * hops if self.kind == "all_reduce" else hops
+        efficiency = _GLOO_EFFICIENCY[self.kind][ranks > 2] if gloo else 1.0
+        transfer = load * self.traffic / (efficiency * network.link.bandwidth)
+        return rounds * network.link.latency + transfer
 
 
 def all_reduce(nbytes: int, ranks: int) -> Collective:

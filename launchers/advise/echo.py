@@ -25,7 +25,6 @@ class Echo(Transport):
     Args:
         world_size: N.
         device: of the payloads.
-        ranks_per_node: L, for hierarchical exchanges.
 
     Example::
 
@@ -36,10 +35,9 @@ class Echo(Transport):
         ['all_gather']
     """
 
-    def __init__(self, world_size: int, device: torch.device, ranks_per_node: int = 1) -> None:
+    def __init__(self, world_size: int, device: torch.device) -> None:
         self._world_size = world_size
         self._device = device
-        self._ranks_per_node = ranks_per_node
         self.start_noting()
 
     @property
@@ -53,10 +51,6 @@ class Echo(Transport):
     @property
     def world_size(self) -> int:
         return self._world_size
-
-    @property
-    def ranks_per_node(self) -> int:
-        return self._ranks_per_node
 
     def start_noting(self) -> None:
         """Forget the collectives so far, and start the clock."""
@@ -84,7 +78,7 @@ class Echo(Transport):
     def _answer(self, request: Request) -> Any:
         payload, ranks = request.payload, self._world_size
         if request.group:
-            ranks = len(request.group.members(self.rank, ranks))
+            raise ValueError("hierarchical exchanges are not predicted")
         if isinstance(request, AllGatherObject):
             return [payload] * ranks
         assert isinstance(request, AllReduce | AllGather | AllToAll)

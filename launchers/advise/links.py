@@ -4,7 +4,7 @@ import datetime
 import functools
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -79,51 +79,38 @@ def joined(process: LauncherEnvironment, backend: str, timeout: float) -> Iterat
 
 @dataclass(frozen=True)
 class Measured:
-    """One direction between two ranks; ``inside`` a node, or between nodes."""
+    """One direction between two ranks."""
 
     source: int
     target: int
-    inside: bool
     link: Link
 
 
-def edges_of(nodes: Sequence[Sequence[int]]) -> list[list[tuple[int, int, bool]]]:
-    """Return the pairs of ranks to measure, in turns; a rank is in one pair of a turn at most.
+def measure_links(device: torch.device, backend: str) -> tuple[Network, list[Measured]]:
+    """Measure the links between nodes, or in a single node that between its first two ranks.
 
-    The first ranks of neighbouring nodes, in a ring, then the first two ranks of each node.
-    Each is (rank, rank, whether inside a node), and is measured in both directions.
-
-    Example::
-
-        >>> edges_of([[0, 1], [2, 3]])
-        [[(0, 2, False)], [(0, 1, True), (2, 3, True)]]
-    """
-    rounds = make_rounds(len(nodes), all_pairs_up_to=3)
-    between = [[(nodes[a][0], nodes[b][0], False) for a, b in pairs] for pairs in rounds]
-    inside = [(node[0], node[1], True) for node in nodes if len(node) > 1]
-    return [*between, *([inside] if inside else [])]
-
-
-def measure_links(device: torch.device) -> tuple[list[Measured], list[list[int]]]:
-    """Measure the links between and inside nodes; return them, and the ranks of each node.
-
+    The first ranks of neighbouring nodes take part, in turns of pairs that have no rank in common.
     Collective: all ranks call it, and get the same.
     """
     rank = dist.get_rank()
     nodes = nodes_of(gather(f"{socket.gethostname()} {detect_environment().node}"))
+    ends = [node[0] for node in nodes] if len(nodes) > 1 else nodes[0][:2]
     own: list[Measured] = []
-    for turn in edges_of(nodes):
-        for one, other, inside in turn:
+    for turn in make_rounds(len(ends), all_pairs_up_to=3):
+        for one, other in ((ends[a], ends[b]) for a, b in turn):
             for source, target in ((one, other), (other, one)):
                 if rank == source:
                     channel = _Peer(target, device)
                     latency = measure_delay(channel).latency
                     bandwidth = measure_bandwidth(channel, latency, repeat=3)
-                    own.append(Measured(source, target, inside, Link(bandwidth, latency)))
+                    own.append(Measured(source, target, Link(bandwidth, latency)))
                 elif rank == target:
                     answer(_Peer(source, device))
         dist.barrier()
-    return [measured for of_rank in gather(own) for measured in of_rank], nodes
+    found = [measured for of_rank in gather(own) for measured in of_rank]
+    slowest = functools.reduce(Link.slowest, (measured.link for measured in found))
+    ranks_per_node = max(map(len, nodes))
+    return Network(dist.get_world_size(), slowest, ranks_per_node, backend), found
 
 
 def gather(value: T) -> list[T]:
@@ -162,21 +149,3 @@ class _Peer:
     def _receive(self, tensor: torch.Tensor) -> None:
         dist.recv(tensor, src=self._peer)
         synchronize(self._device)
-
-
-def network_of(
-    measured: Sequence[Measured], nodes: Sequence[Sequence[int]], backend: str
-) -> Network:
-    """Return the network with the slowest of the measured links."""
-    between, inside = (
-        [m.link for m in measured if m.inside == is_inside] for is_inside in (False, True)
-    )
-    slowest = functools.partial(functools.reduce, Link.slowest)
-    assert measured, "two or more ranks have a link"
-    return Network(
-        ranks=sum(map(len, nodes)),
-        between=slowest(between or inside),
-        ranks_per_node=max(map(len, nodes)),
-        inside=slowest(inside) if inside else None,
-        backend=backend,
-    )

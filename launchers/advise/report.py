@@ -20,10 +20,8 @@ _COLUMNS = ("method", "ms/step", "vs all-reduce", "codec ms", "sent/step", "kept
 def print_links(links: Sequence[Measured], console: Console) -> None:
     """Print a line per direction."""
     for item in links:
-        where = "inside a node" if item.inside else "between nodes"
-        rate = format_rate(8 * item.link.bandwidth)
-        ways = f"rank {item.source} to rank {item.target} ({where})"
-        say(f"{ways}: {rate}, {1e3 * item.link.latency:.2f} ms", console)
+        rate, latency = format_rate(8 * item.link.bandwidth), 1e3 * item.link.latency
+        say(f"rank {item.source} to rank {item.target}: {rate}, {latency:.2f} ms", console)
 
 
 def print_rows(

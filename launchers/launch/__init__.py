@@ -1,4 +1,4 @@
-"""``comm-hooks launch``: the right command for what is there, printed and run.
+"""``comm-hooks launch``: print and run the command that starts a training on these nodes.
 
-Nothing here starts or watches ranks: torchrun, deepspeed, mpirun, Slurm and Kubernetes do.
+It starts and watches no ranks itself: torchrun, deepspeed, mpirun, Slurm and Kubernetes do.
 """

@@ -1,17 +1,32 @@
-"""``comm-hooks launch``."""
+"""``comm-hooks launch``: its options, and the order of its work."""
 
+from __future__ import annotations
+
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comm_hooks.launchers.launch.job import LAUNCHERS
-from comm_hooks.launchers.launch.submission import RUNTIME
+from comm_hooks.launchers.launch.job import (
+    LAUNCHERS,
+    Job,
+    parse_nodes,
+    parse_variables,
+    read_hostfile,
+)
+from comm_hooks.launchers.launch.schedulers import RUNTIME, Submission
+from comm_hooks.launchers.launch.steps import Command
+from comm_hooks.launchers.network import parse_endpoint, wait_for_port
+from comm_hooks.launchers.output import complain, refusing
+
+if TYPE_CHECKING:
+    from comm_hooks.launchers.launch.plan import Plan
 
 
 def launch(
     target: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="What every rank runs.")
+        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script of every rank.")
     ],
     module: Annotated[
         bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")
@@ -52,7 +67,7 @@ def launch(
         bool, typer.Option("--preflight", help="Check all nodes first; see comm-hooks preflight.")
     ] = False,
     config: Annotated[
-        str | None, typer.Option(help="With --preflight: a file that must be alike on all nodes.")
+        str | None, typer.Option(help="With --preflight: a file that must be equal on all nodes.")
     ] = None,
     wait: Annotated[
         float, typer.Option(help="Seconds to wait for the head to listen; 0 asks once.")
@@ -84,34 +99,75 @@ def launch(
 ) -> None:
     """Start a training script on this machine, or on this node of several.
 
-    Finds out what is there (a Slurm job, mpirun, a hostfile, or nothing), prints the command for
-    it, which can be pasted into a shell, and runs it. Options go before SCRIPT. Exit codes: that of
-    the command; 2 for bad input and for a head that does not answer, before anything is started.
+    Detects Slurm, mpirun or a hostfile, prints the command for it, which can be pasted into a
+    shell, and runs it. Options go before SCRIPT. Exit codes: that of the command; 2 for bad input
+    and for a head that does not answer, before any rank is started.
     """
-    from comm_hooks.launchers.launch import run
+    from comm_hooks.config import unknown
+    from comm_hooks.launchers.launch.plan import make_plan
 
-    run.launch(
-        target=target,
-        module=module,
-        nproc=nproc,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        head=head,
-        interface=interface,
-        env=env,
-        max_restarts=max_restarts,
-        launcher=launcher,
-        hostfile=hostfile,
-        preflight=preflight,
-        config=config,
-        wait=wait,
-        slurm=slurm,
-        kubernetes=kubernetes,
-        name=name,
-        cpus=cpus,
-        cpu=cpu,
-        sbatch=sbatch,
-        image=image,
-        runtime=runtime,
-        dry_run=dry_run,
-    )
+    with refusing("comm-hooks launch"):
+        if launcher not in LAUNCHERS:
+            raise ValueError(f"--launcher: {unknown('launcher', launcher, LAUNCHERS)}")
+        count = len(read_hostfile(hostfile)) if hostfile else 1
+        job = Job(
+            tuple(target),
+            module=module,
+            nproc=nproc,
+            nodes=(count, count) if nnodes is None else parse_nodes(nnodes),
+            node_rank=node_rank,
+            head=parse_endpoint(head) if head else None,
+            interface=interface,
+            variables=parse_variables(env or ()),
+            max_restarts=max_restarts,
+            preflight=preflight,
+            config=config,
+        )
+        submission = Submission(
+            slurm, kubernetes, name, cpus, cpu, tuple(sbatch or ()), image, runtime
+        )
+        if submission.file:
+            if launcher != "auto" or hostfile or node_rank is not None:
+                raise ValueError(
+                    "--launcher, --hostfile and --node-rank do not go with --slurm and "
+                    "--kubernetes: the scheduler starts torchrun on its nodes"
+                )
+            text = submission.render(job)
+            typer.echo(text.rstrip("\n") if dry_run else submission.write(text))
+            return
+        plan = make_plan(job, launcher, hostfile, os.environ)
+        if plan.runs_here and not dry_run:
+            job.require_target()
+    for note in plan.notes:
+        complain("comm-hooks launch", note)
+    if dry_run:
+        for step in plan.steps:
+            typer.echo(step)
+        return
+    with refusing("comm-hooks launch"):
+        _run(plan, wait)
+
+
+def _run(plan: Plan, wait: float) -> None:
+    """Run all steps; the last one replaces this process."""
+    *first, last = plan.steps
+    assert isinstance(last, Command)
+    for step in first:
+        if not plan.quiet:
+            typer.echo(step, err=True)
+        if code := step.run():
+            raise typer.Exit(abs(code))
+    if not plan.quiet:
+        typer.echo(last, err=True)
+    if plan.head and plan.route:
+        reason = wait_for_port(plan.head, wait)
+        if reason:
+            raise ValueError(
+                f"cannot reach the head at {plan.head} from {plan.route.address} "
+                f"({plan.route.interface}): {reason}, for {wait:g} s; is it started there, and is "
+                "the port open?"
+            )
+    try:
+        last.become()
+    except FileNotFoundError:
+        raise ValueError(f"there is no {last.arguments[0]} on PATH") from None

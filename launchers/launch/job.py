@@ -1,4 +1,4 @@
-"""What the user wants to run, however it is started."""
+"""A training job: its checked options, and the hosts of a hostfile."""
 
 import difflib
 import os
@@ -8,48 +8,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import NamedTuple
 
 from comm_hooks.launchers.network import Endpoint
 
 LAUNCHERS = ("auto", "torchrun", "deepspeed", "mpirun", "mpich", "openmpi")
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
+# More may follow: Open MPI has max_slots=.
+_HOST_LINE = re.compile(
+    r"(?P<name>[\w.-]+)(?:\s+slots=(?P<slots>\d+)|:(?P<count>\d+))?(?:\s+(?!slots)\S+)*"
+)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A script and how much of it.
+    """The options of ``comm-hooks launch`` that describe the job; ``--help`` describes each.
 
-    Args:
-        target: the script, or the module's name, and its arguments.
-        module: run it as ``python -m`` does.
-        processes: per node; None for one per GPU, or one where there is none.
-        nodes: the fewest and the most nodes; they differ for an elastic job.
-        node_rank: which node this is, if the order of nodes is fixed.
-        head: where ranks meet.
-        interface: the network interface to use, or None for the one that leads to the head.
-        variables: environment variables for all ranks.
-        restarts: how often torchrun starts all ranks again after a failure.
-        check: whether the preflight comes first.
-        config: a file that must be the same on all nodes; the preflight compares it.
-        gpus: whether a scheduler is asked for GPUs, one for each process.
+    ``nodes`` are the fewest and the most nodes, ``variables`` those of ``--env``.
+
+    Raises:
+        ValueError: for options that contradict each other.
     """
 
     target: tuple[str, ...]
     module: bool = False
-    processes: int | None = None
+    nproc: int | None = None
     nodes: tuple[int, int] = (1, 1)
     node_rank: int | None = None
     head: Endpoint | None = None
     interface: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
-    restarts: int = 0
-    check: bool = False
+    max_restarts: int = 0
+    preflight: bool = False
     config: str | None = None
-    gpus: bool = True
 
     def __post_init__(self) -> None:
-        if self.config and not self.check:
+        if self.config and not self.preflight:
             raise ValueError("--config is what --preflight compares: add --preflight")
         fewest, most = self.nodes
         if not 1 <= fewest <= most:
@@ -57,14 +52,14 @@ class Job:
                 f"--nnodes {fewest}:{most}: needs a number of nodes, or MIN:MAX with MIN <= MAX"
             )
         for option, value, least in (
-            ("--nproc", self.processes, 1),
-            ("--max-restarts", self.restarts, 0),
+            ("--nproc", self.nproc, 1),
+            ("--max-restarts", self.max_restarts, 0),
         ):
             if value is not None and value < least:
                 raise ValueError(f"{option} must be at least {least}, got {value}")
         if self.node_rank is None:
             return
-        if self.is_elastic or self.restarts:
+        if self.is_elastic or self.max_restarts:
             other = f"--nnodes {fewest}:{most}" if self.is_elastic else "--max-restarts"
             raise ValueError(
                 f"--node-rank {self.node_rank} fixes the order of nodes, which {other} must be "
@@ -87,14 +82,15 @@ class Job:
     def require_target(self) -> None:
         """Raise ``ValueError`` if the script, or the module's package, is not on this machine.
 
-        Every rank would say so, in a traceback of its own.
+        Otherwise every rank would report it in a traceback.
         """
         name, here = self.target[0], Path.cwd()
         if self.module:
             added = self.variables.get("PYTHONPATH", "").split(os.pathsep)
-            places = [str(here), *filter(None, added), *sys.path]
             package = name.partition(".")[0]
-            if package in sys.builtin_module_names or PathFinder.find_spec(package, places):
+            if package in sys.builtin_module_names or PathFinder.find_spec(
+                package, [str(here), *filter(None, added), *sys.path]
+            ):
                 return
             raise ValueError(f"-m {name}: there is no module {package!r} here ({here})")
         path = Path(name)
@@ -106,25 +102,8 @@ class Job:
         what = "is a folder without __main__.py" if path.is_dir() else "there is no such file"
         raise ValueError(f"{name}: {what} here ({here}){hint}")
 
-    def fixed_size(self, option: str) -> tuple[int, int]:
-        """Return the numbers of nodes and of processes on each, for a scheduler's file.
-
-        Raises:
-            ValueError: without a number of processes, and for a range of nodes.
-        """
-        nodes = self.fixed_nodes(option)
-        if self.processes is None:
-            raise ValueError(
-                f"{option} needs --nproc: processes per node, each with a GPU unless --cpu"
-            )
-        return nodes, self.processes
-
     def fixed_nodes(self, option: str) -> int:
-        """Return the number of nodes for what cannot change it.
-
-        Raises:
-            ValueError: for a range.
-        """
+        """Return the number of nodes; raise ``ValueError`` for a range."""
         if self.is_elastic:
             raise ValueError(
                 f"{option} needs a fixed number of nodes, got --nnodes "
@@ -137,7 +116,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
     """Return the fewest and the most nodes from ``"4"`` or ``"2:4"``.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for other text.
 
     Example::
 
@@ -155,7 +134,7 @@ def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
     """Return environment variables from ``NAME=VALUE`` each.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for other text.
 
     Example::
 
@@ -169,3 +148,43 @@ def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"--env {assignment!r}: needs NAME=VALUE in one line")
         variables[name] = value
     return variables
+
+
+class Host(NamedTuple):
+    """A machine of a hostfile; ``slots`` are its ranks, or None if the file does not say."""
+
+    name: str
+    slots: int | None
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """Read a hostfile of DeepSpeed, Open MPI or MPICH.
+
+    Lines are ``name slots=4``, ``name:4`` or ``name``; empty lines and comments (#) are skipped.
+
+    Raises:
+        ValueError: if the file cannot be read, a line is different, or a host comes twice.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ValueError(f"--hostfile {path}: cannot read it ({reason})") from None
+    hosts: dict[str, Host] = {}
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.partition("#")[0].strip()
+        if not line:
+            continue
+        found = _HOST_LINE.fullmatch(line)
+        slots = found and (found["slots"] or found["count"])
+        if not found or slots == "0":
+            raise ValueError(
+                f"--hostfile {path}, line {number}: {line!r} is none of 'name slots=4', 'name:4', "
+                f"'name'"
+            )
+        if found["name"] in hosts:
+            raise ValueError(f"--hostfile {path}, line {number}: {found['name']} comes twice")
+        hosts[found["name"]] = Host(found["name"], int(slots) if slots else None)
+    if not hosts:
+        raise ValueError(f"--hostfile {path}: no host in it")
+    return list(hosts.values())

@@ -1,4 +1,4 @@
-"""What a launch does, one line of shell each: what is printed is what is run."""
+"""The steps of a launch, one line of shell each: the printed line is the one that runs."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from types import FrameType
 
 @dataclass(frozen=True)
 class Command:
-    """A program, its arguments, and the variables that it gets beside those of the environment."""
+    """A program, its arguments, and variables in addition to those of the environment."""
 
     arguments: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class WriteFile:
         return f"printf '%s\\n' {quoted} > {shlex.quote(str(self.path))}"
 
     def run(self) -> int:
-        """Write the file; 0, as a command that succeeded."""
+        """Write the file; return 0, as a command that succeeded."""
         self.path.write_text("".join(f"{line}\n" for line in self.lines))
         return 0
 
@@ -68,7 +68,7 @@ Step = Command | WriteFile
 
 
 def options(values: Mapping[str, object]) -> list[str]:
-    """Return the words of options: those that are None, False or 0 are left out.
+    """Return the words of options without those that are None, False or 0.
 
     Example::
 
@@ -83,8 +83,13 @@ def options(values: Mapping[str, object]) -> list[str]:
 
 
 def program(script: str, module: str) -> tuple[str, ...]:
-    """Return how to call a console script of this environment: by name where PATH finds it."""
+    """Return the words that start a console script of this environment: its name if on PATH."""
     found = shutil.which(script)
     if found and Path(found).parent == Path(sys.executable).parent:
         return (script,)
     return (sys.executable, "-m", module)
+
+
+def comm_hooks(command: str) -> list[str]:
+    """Return the words that start a subcommand of ``comm-hooks``."""
+    return [*program("comm-hooks", "comm_hooks.launchers.main"), command]

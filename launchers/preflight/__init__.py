@@ -1,4 +1,4 @@
-"""``comm-hooks preflight``: is every node ready, before training starts?"""
+"""``comm-hooks preflight``: check that every node is ready before training starts."""
 
 from comm_hooks.launchers.environment import check_world_size, expected_world_size
 

@@ -1,10 +1,9 @@
-"""The preflight itself: everybody tells, links are measured, rank 0 judges, everybody hears it."""
+"""Check all nodes together: rank 0 collects the facts, and sends its verdict to all."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from comm_hooks.launchers.links import make_rounds, nodes_of
 from comm_hooks.launchers.preflight.facts import Facts
 from comm_hooks.launchers.preflight.links import Link, Listener, send
-from comm_hooks.launchers.preflight.meeting import Meeting, MeetingError, prefixed
+from comm_hooks.launchers.preflight.meeting import Meeting, prefixed
 from comm_hooks.launchers.preflight.problems import (
     find_link_problems,
     find_notes,
@@ -23,19 +22,22 @@ from comm_hooks.launchers.preflight.problems import (
 _ROUND_SECONDS = 30.0
 _GLOO_SECONDS = 30.0
 _MARGIN_SECONDS = 30.0
-# What looks slow is measured again.
 _STAGES = ("links", "again", "once more")
+"""A link that is slow in the first measurement is measured again, up to two times."""
 _ALL_PAIRS_UP_TO = 8
+
+Peers = Sequence[tuple[int, str, int]]
+"""The rank, address and port of the first process of each node."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is accepted.
+    """Limits of the checks.
 
-    Args:
-        seconds: how long to wait for processes that have not come.
+    Attributes:
+        seconds: to wait for processes.
         measure: whether to measure links.
-        bits_per_second: what each link must carry; None to compare links with each other only.
+        bits_per_second: that each link must carry; None to compare links with each other only.
         clock: seconds by which clocks may differ.
     """
 
@@ -47,7 +49,7 @@ class Limits:
 
 @dataclass
 class Verdict:
-    """What rank 0 found; the same on all ranks."""
+    """The result, the same on all ranks."""
 
     problems: list[str]
     notes: list[str] = field(default_factory=list)
@@ -56,32 +58,27 @@ class Verdict:
 
 
 def check(
-    meeting: Meeting,
-    facts: Facts,
-    listener: Listener | None,
-    limits: Limits,
-    *,
-    interface: str = "",
+    meeting: Meeting, facts: Facts, listener: Listener | None, limits: Limits, interface: str = ""
 ) -> Verdict:
     """Check all nodes together.
 
-    1. every process tells its facts; rank 0 waits for all, and names those that do not come;
+    1. every process sends its facts; rank 0 waits for all, and names the missing ones;
     2. the first process of each node measures links with those of other nodes, in rounds in which
-       nobody is busy twice; what looks slow is measured again, up to two times;
-    3. if nothing is wrong so far, all processes form a gloo group and sum a tensor, within 30 s;
-    4. rank 0 tells the verdict.
+       a node is in one pair at most; slow links are measured again, up to two times;
+    3. without problems so far, all processes form a gloo group and sum a tensor, within 30 s;
+    4. rank 0 sends the verdict.
 
     Args:
         meeting: of all processes.
-        facts: of this one.
-        listener: where this process is reached; None if it has no address.
-        limits: what is accepted; those of rank 0 count.
-        interface: what GLOO_SOCKET_IFNAME will be for training, if it is not set already.
+        facts: about this one.
+        listener: of this process; None without an address.
+        limits: those of rank 0 count.
+        interface: GLOO_SOCKET_IFNAME of the training, unless the environment has it.
 
     Raises:
         MeetingError: if rank 0 is gone.
     """
-    meeting.tell("facts", facts.to_json())
+    meeting.tell("facts", asdict(facts))
     if meeting.rank == 0:
         verdict = _judge(meeting, listener, limits, interface)
         meeting.tell("verdict", asdict(verdict))
@@ -93,25 +90,24 @@ def check(
 
 def _judge(meeting: Meeting, listener: Listener | None, limits: Limits, interface: str) -> Verdict:
     heard, missing = meeting.hear("facts", range(meeting.size), limits.seconds)
-    facts = {rank: Facts.from_json(text) for rank, text in sorted(heard.items())}
+    facts = {rank: Facts(**told) for rank, told in sorted(heard.items())}
     if missing:
-        meeting.tell("plan", None)
+        meeting.tell("peers", None)
         came = ", ".join(f"{rank} ({facts[rank].host})" for rank in list(facts)[:8])
         late = f"{meeting.member} {', '.join(map(str, missing[:8]))} of {meeting.size}"
         return Verdict([f"{late} did not come within {limits.seconds:g} s; here are: {came}"])
     leaders = [ranks[0] for ranks in nodes_of([facts[rank].node for rank in sorted(facts)])]
     nodes = [facts[rank] for rank in leaders]
     problems = find_problems(nodes)
-    # What only one process of a node can know, such as that it is alone.
-    others = [f for rank, f in facts.items() if rank not in leaders]
+    # Problems that other processes of a node found, such as that they are alone.
     problems += [
         f"{other.host}: {complaint}"
-        for other in others
+        for other in (f for rank, f in facts.items() if rank not in leaders)
         for complaint in other.complaints
         if not any(complaint in problem for problem in problems)
     ]
     peers = [(rank, facts[rank].address, facts[rank].port) for rank in leaders]
-    meeting.tell("plan", peers)
+    meeting.tell("peers", peers)
     usable = limits.measure and all(node.port for node in nodes)
     rounds = make_rounds(len(nodes), _ALL_PAIRS_UP_TO) if usable else []
     links: list[Link] = []
@@ -128,16 +124,16 @@ def _judge(meeting: Meeting, listener: Listener | None, limits: Limits, interfac
 
 
 def _follow(meeting: Meeting, listener: Listener | None, limits: Limits, interface: str) -> Verdict:
-    peers = _from_rank_0(meeting, "plan", limits.seconds + _MARGIN_SECONDS)
+    peers: Peers | None = meeting.hear_rank_0("peers", limits.seconds + _MARGIN_SECONDS)
     if peers is not None:
+        patience = _patience(peers)
         if any(rank == meeting.rank for rank, _, _ in peers):
             for stage in _STAGES:
-                _measure(meeting, listener, peers, None, stage)
-        # Others only wait: measuring takes up to a round's time for each of the rounds.
-        patience = _MARGIN_SECONDS + 2 * len(peers) * _ROUND_SECONDS
-        if _from_rank_0(meeting, "gloo", patience):
+                rounds = meeting.hear_rank_0(stage, patience)
+                _measure(meeting, listener, peers, rounds, stage)
+        if meeting.hear_rank_0("gloo", patience):
             _try_gloo(meeting, interface)
-    told = _from_rank_0(meeting, "verdict", _GLOO_SECONDS + 2 * _MARGIN_SECONDS)
+    told = meeting.hear_rank_0("verdict", _GLOO_SECONDS + 2 * _MARGIN_SECONDS)
     return Verdict(
         told["problems"],
         told["notes"],
@@ -146,39 +142,35 @@ def _follow(meeting: Meeting, listener: Listener | None, limits: Limits, interfa
     )
 
 
-def _from_rank_0(meeting: Meeting, what: str, seconds: float) -> Any:
-    heard, missing = meeting.hear(what, [0], seconds)
-    if missing:
-        raise MeetingError(f"{meeting.member} 0 has not answered for {seconds:g} s")
-    return heard[0]
+def _patience(peers: Peers) -> float:
+    return _MARGIN_SECONDS + 2 * len(peers) * _ROUND_SECONDS
 
 
 def _measure(
     meeting: Meeting,
     listener: Listener | None,
-    peers: Sequence[tuple[int, str, int]],
-    rounds: list[list[tuple[int, int]]] | None,
+    peers: Peers,
+    rounds: list[list[tuple[int, int]]],
     stage: str,
 ) -> list[Link]:
-    """Measure the links of some rounds; rank 0 says which, and gets all of them back."""
+    """Measure the links of these rounds; return all of them on rank 0, and none elsewhere."""
     if meeting.rank == 0:
         meeting.tell(stage, rounds)
-    else:
-        patience = _MARGIN_SECONDS + 2 * len(peers) * _ROUND_SECONDS
-        rounds = _from_rank_0(meeting, stage, patience)
     ranks = [rank for rank, _, _ in peers]
-    me = ranks.index(meeting.rank)
+    own = ranks.index(meeting.rank)
     found: list[Link] = []
-    for number, pairs in enumerate(rounds or []):
+    for number, pairs in enumerate(rounds):
         for low, high in pairs:
-            if me in (low, high):
+            if own in (low, high):
                 for source, target in ((low, high), (high, low)):
                     link = Link(source, target)
-                    if me == source:
+                    if own == source:
                         found.append(send(link, *peers[target][1:]))
                     elif listener:
                         found.append(listener.receive(link))
-        meeting.wait_for_all(f"{stage}/{number}", ranks, _ROUND_SECONDS)
+        # All go on together, and wait for a late one no longer than this.
+        meeting.tell(f"{stage}/{number}", True)
+        meeting.hear(f"{stage}/{number}", ranks, _ROUND_SECONDS)
     meeting.tell(f"{stage}-found", [asdict(link) for link in found])
     if meeting.rank:
         return []
@@ -186,7 +178,7 @@ def _measure(
     merged: dict[tuple[int, int], Link] = {}
     for rank, told in heard.items():
         for link in (Link(**fields) for fields in told):
-            # The source has the figures; the target speaks for a source that is silent.
+            # The source has the figures; the target reports for a silent source.
             if rank == ranks[link.source]:
                 merged[link.source, link.target] = link
             elif link.error:
@@ -195,7 +187,7 @@ def _measure(
 
 
 def _better(links: list[Link], again: list[Link]) -> list[Link]:
-    """Return the links, with the better figures of those that were measured again."""
+    """Return the links, each with the better one of two measurements."""
     found = {(link.source, link.target): link for link in links}
     for link in again:
         pair = link.source, link.target
@@ -204,7 +196,7 @@ def _better(links: list[Link], again: list[Link]) -> list[Link]:
 
 
 def _check_gloo(meeting: Meeting, facts: dict[int, Facts], interface: str) -> list[str]:
-    """Try on rank 0 and hear from the others; return what went wrong."""
+    """Try on rank 0, and collect the errors of the others; return the first problem."""
     _try_gloo(meeting, interface)
     heard, silent = meeting.hear("gloo-error", range(meeting.size), _GLOO_SECONDS + 10.0)
     for rank, reason in heard.items():
@@ -217,7 +209,7 @@ def _check_gloo(meeting: Meeting, facts: dict[int, Facts], interface: str) -> li
 
 
 def _try_gloo(meeting: Meeting, interface: str) -> None:
-    """Sum a tensor over all ranks, as training would, and tell what happened."""
+    """Sum a tensor over all ranks, as training would, and send the error, if any."""
     error = None
     told = "GLOO_SOCKET_IFNAME" in os.environ or not interface
     if not told:

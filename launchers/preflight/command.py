@@ -1,9 +1,12 @@
-"""``comm-hooks preflight``."""
+"""``comm-hooks preflight``: its options, and the order of its work."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from comm_hooks.launchers.output import FAILED, complain, refusing, require_positive
 
 
 def preflight(
@@ -24,7 +27,7 @@ def preflight(
         str | None, typer.Option(help="Network interface. [default: the one that leads to --head]")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A file that must be alike on all nodes, such as ds.json.")
+        Path | None, typer.Option(help="A file that must be equal on all nodes, such as ds.json.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for nodes.")] = 60.0,
     links: Annotated[bool, typer.Option(help="Measure the links between nodes.")] = True,
@@ -41,20 +44,39 @@ def preflight(
 
     Run it as training will be: under torchrun, deepspeed, mpirun or srun, or by hand once on each
     node with --nnodes and --head; comm-hooks launch --preflight does that. Prints one line per
-    problem, or tables. Exit codes, alike on all nodes: 0, 1 for problems, 2 for bad input.
+    problem, or tables. Exit codes, the same on all nodes: 0, 1 for problems, 2 for bad input.
     """
-    from comm_hooks.launchers.preflight import run
+    from comm_hooks.launchers.launch.job import Job
+    from comm_hooks.launchers.network import parse_endpoint
+    from comm_hooks.launchers.preflight.check import Limits, check
+    from comm_hooks.launchers.preflight.facts import describe, read_config
+    from comm_hooks.launchers.preflight.meeting import find_party, meet
+    from comm_hooks.launchers.preflight.report import print_report
 
-    run.preflight(
-        head=head,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        nproc=nproc,
-        interface=interface,
-        config=config,
-        timeout=timeout,
-        links=links,
-        min_bandwidth=min_bandwidth,
-        max_clock_offset=max_clock_offset,
-        local_rank=local_rank,
-    )
+    with refusing("comm-hooks preflight"):
+        waits = {"--timeout": timeout, "--max-clock-offset": max_clock_offset}
+        require_positive({**waits, "--min-bandwidth": min_bandwidth})
+        Job((), nproc=nproc, nodes=(nnodes, nnodes), node_rank=node_rank)  # checks them
+        endpoint = parse_endpoint(head) if head else None
+        settings = read_config(config) if config else {}
+        party = find_party(endpoint, nnodes, node_rank, nproc, os.environ)
+    with refusing("comm-hooks preflight", FAILED):
+        facts, listener = describe(party, interface, settings)
+        origin = f"{facts.address} ({facts.interface})" if facts.address else facts.host
+        meeting = meet(party, timeout, origin)
+        least = None if min_bandwidth is None else min_bandwidth * 1e6
+        limits = Limits(timeout, links, least, max_clock_offset)
+        # comm-hooks launch sets gloo's interface; torchrun by itself does not.
+        as_launch = party.process.launcher != "torchrun"
+        verdict = check(meeting, facts, listener, limits, facts.interface if as_launch else "")
+        if listener:
+            listener.close()
+    if party.speaks or meeting.rank == 0:
+        for line in verdict.problems:
+            complain("comm-hooks preflight", line)
+        for line in verdict.notes:
+            complain("comm-hooks preflight", f"note: {line}")
+    if verdict.problems:
+        raise typer.Exit(FAILED)
+    if meeting.rank == 0:
+        print_report(verdict.nodes, verdict.links, party.size)

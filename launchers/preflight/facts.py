@@ -1,4 +1,4 @@
-"""What a node tells about itself."""
+"""The facts about a node: versions, settings, interfaces, GPUs, and problems of its own."""
 
 import hashlib
 import importlib.metadata
@@ -9,7 +9,7 @@ import resource
 import shutil
 import socket
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,10 @@ import psutil
 import torch
 
 import comm_hooks
+from comm_hooks.launchers.environment import LauncherEnvironment, check_world_size
+from comm_hooks.launchers.network import find_route, is_loopback
+from comm_hooks.launchers.preflight.links import Listener
+from comm_hooks.launchers.preflight.meeting import Party
 
 _LEAST_FREE_BYTES = 1 << 30
 _LEAST_OPEN_FILES = 1024
@@ -25,20 +29,20 @@ _MISSING = "not installed"
 
 @dataclass(frozen=True)
 class Facts:
-    """One process's account; nodes are compared by that of their first process.
+    """The facts about one process; nodes are compared by their first process.
 
-    Args:
-        node: what tells nodes apart: their number, or else their name.
+    Attributes:
+        node: the number of the node, or else its name.
         host: the machine's name.
-        address: where other nodes reach this one; empty if that is not known.
+        address: of this node for other nodes; empty if not known.
         interface: the network interface of that address.
-        port: where it listens for measurements.
-        processes: ranks per node; None where nobody said.
-        versions: of what must be the same on all nodes, by name.
-        config: the settings of the file given by ``--config``, by path in it.
-        gpus: the names of those that PyTorch sees.
-        complaints: what this process found wrong by itself, one line each.
-        notes: what may surprise, but is no reason to stop.
+        port: for measurements of links.
+        processes: ranks per node; None if not known.
+        versions: by name, of the packages that must be the same on all nodes.
+        config: the settings of ``--config``, by their path in the file.
+        gpus: the names of the GPUs that PyTorch sees.
+        complaints: problems of this process alone, one line each.
+        notes: hints, one line each.
     """
 
     node: str
@@ -53,16 +57,73 @@ class Facts:
     complaints: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "Facts":
-        return cls(**json.loads(text))
+def describe(
+    party: Party, interface: str | None, settings: dict[str, str]
+) -> tuple[Facts, Listener | None]:
+    """Return the facts about this process, and its listener if it has an address."""
+    complaints, notes = find_complaints(Path(), dict(os.environ)), []
+    address = name = ""
+    listener = None
+    if party.head:
+        try:
+            route = find_route(party.head.host, interface)
+            address, name = route.address, route.interface
+            listener = Listener(address)
+        except (ValueError, OSError) as error:
+            complaints.append(str(error))
+    if party.process.launcher:
+        complaints += _complain_if_alone(party.process)
+        default = None if os.environ.get("GLOO_SOCKET_IFNAME") else _own_address()
+        if default == "" or (default and is_loopback(default) and not is_loopback(address)):
+            found = f"resolves to {default}" if default else "does not resolve"
+            notes.append(
+                f"the name {socket.gethostname()} {found}, so gloo needs GLOO_SOCKET_IFNAME="
+                f"{name} (comm-hooks launch sets it)"
+            )
+    facts = Facts(
+        node=party.node if party.node is not None else address or socket.gethostname(),
+        host=socket.gethostname(),
+        address=address,
+        interface=name,
+        port=listener.port if listener else 0,
+        processes=party.processes,
+        versions=find_versions(),
+        config=settings,
+        gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        complaints=complaints,
+        notes=notes,
+    )
+    return facts, listener
+
+
+def _complain_if_alone(process: LauncherEnvironment) -> list[str]:
+    """Return a complaint if the training script would not find the other processes."""
+    size = process.world_size
+    if process.launcher != "torchrun":
+        # RANK is not set: DeepSpeed asks mpi4py, as other programs for MPI do.
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError):
+            return []
+        size = MPI.COMM_WORLD.Get_size()
+    try:
+        check_world_size(size)
+    except RuntimeError as error:
+        return [str(error)]
+    return []
+
+
+def _own_address() -> str:
+    """Return the address of the machine's name, which gloo uses by default; empty without one."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
 
 
 def find_versions() -> dict[str, str]:
-    """Return the versions of what takes part in training, by name."""
+    """Return the versions of the packages that take part in training, by name."""
     versions = {
         "Python": platform.python_version(),
         "torch": torch.__version__,
@@ -115,10 +176,10 @@ def read_config(path: Path) -> dict[str, str]:
 
 
 def find_complaints(folder: Path, environment: dict[str, str]) -> list[str]:
-    """Return what is wrong with this machine alone: interfaces, disk space, limits.
+    """Return the problems of this machine alone: interfaces, disk space, limits.
 
     Args:
-        folder: where training will write.
+        folder: the output folder of the training.
         environment: ``os.environ``.
     """
     complaints = []
@@ -130,34 +191,16 @@ def find_complaints(folder: Path, environment: dict[str, str]) -> list[str]:
                     f"{variable} is {name}, which is no interface of this machine: it has "
                     f"{', '.join(interfaces)}"
                 )
-    for place in dict.fromkeys((folder, Path(tempfile.gettempdir()))):
-        free = shutil.disk_usage(place).free
+    for path in dict.fromkeys((folder, Path(tempfile.gettempdir()))):
+        free = shutil.disk_usage(path).free
         if free < _LEAST_FREE_BYTES:
-            complaints.append(f"only {free / 1e6:.0f} MB are free in {place}")
+            complaints.append(f"only {free / 1e6:.0f} MB are free in {path}")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files != resource.RLIM_INFINITY and files < _LEAST_OPEN_FILES:
         complaints.append(
             f"a process may open only {files} files: raise it with ulimit -n {_LEAST_OPEN_FILES}"
         )
     return complaints
-
-
-def gloo_address(environment: dict[str, str]) -> str | None:
-    """Return where gloo would be reached if nothing but the machine's name told it; None if told.
-
-    An empty string if the name does not resolve.
-    """
-    if environment.get("GLOO_SOCKET_IFNAME"):
-        return None
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return ""
-
-
-def find_gpus() -> list[str]:
-    """Return the names of the GPUs that PyTorch sees."""
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 def _version(package: str) -> str:

@@ -1,7 +1,6 @@
-"""The links between nodes: latency, bandwidth in each direction, and how far clocks are apart.
+"""Measure the links between nodes over plain TCP, as gloo and NCCL's sockets use it.
 
-Plain TCP between one process of each node: what gloo and NCCL's sockets run over, without anything
-that hangs where a port is closed.
+One process of each node takes part.  A closed port is an error, not a hang.
 """
 
 import os
@@ -26,7 +25,7 @@ class Link:
         round_trip: seconds, the shortest of 30.
         bits_per_second: in one TCP connection.
         clock_offset: seconds by which the target's clock is ahead of the source's.
-        error: why there are no figures.
+        error: the reason if the measurement failed.
     """
 
     source: int
@@ -68,7 +67,7 @@ class _Connection:
 
 
 class Listener:
-    """Where a node is reached for measurements."""
+    """The port of a node for measurements."""
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -76,7 +75,7 @@ class Listener:
         self.port = int(self._socket.getsockname()[1])
 
     def receive(self, link: Link) -> Link:
-        """Answer the source of a link, which measures; returns the link, with what went wrong."""
+        """Answer the source of a link, which measures; return the link, with its error if any."""
         deadline = time.monotonic() + _ACCEPT_SECONDS
         try:
             while True:
@@ -96,7 +95,7 @@ class Listener:
 
 
 def send(link: Link, address: str, port: int) -> Link:
-    """Connect to the target of a link and measure it; returns the link, filled in."""
+    """Connect to the target of a link, and return the link with its measurements."""
     timed_out = "no answer (a firewall, or the wrong interface)"
     try:
         with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as connection:
@@ -106,7 +105,7 @@ def send(link: Link, address: str, port: int) -> Link:
             delay = measure_delay(channel)
             link.round_trip, link.clock_offset = delay.round_trip, delay.clock_offset
             timed_out = "stalls: nothing gets through"
-            # What looks slow is measured again.
+            # A slow link is measured again.
             link.bits_per_second = 8 * measure_bandwidth(channel, delay.latency, repeat=1)
     except OSError as error:
         link.error = _reason(error, timed_out)

@@ -1,18 +1,20 @@
-"""Processes that meet in a key-value store, and give up on those that do not come.
+"""Processes meet in a key-value store, and give up on the ones that do not come.
 
-The store is PyTorch's, at the endpoint where training will meet: finding it is a check in itself.
-Everything is polled: a wait that ends can say who is missing, and prints nothing else.
+The store is PyTorch's, at the endpoint of the training: to reach it is a check in itself.  All
+waits poll, so that at their end they can name the missing processes.
 """
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from comm_hooks.launchers.network import Endpoint, port_is_taken, wait_for_port
+from comm_hooks.launchers.environment import LauncherEnvironment, detect_environment
+from comm_hooks.launchers.network import Endpoint, find_route, port_is_taken, wait_for_port
 from comm_hooks.launchers.output import complain
 
 _POLL_SECONDS = 0.05
@@ -23,34 +25,98 @@ class MeetingError(ValueError):
     """The processes cannot meet; the message is one line for the user."""
 
 
-class Meeting:
-    """One process's access to what all of them tell.
+@dataclass(frozen=True)
+class Party:
+    """The processes that meet, and this one among them.
 
-    Args:
-        store: a ``torch.distributed.Store`` shared by all.
-        rank: of this process.
-        size: how many there are.
-        hosts: whether the store lives in this process, which must then leave last.
-        member: what a process stands for in messages: a rank, or a node.
+    Attributes:
+        head: of the store; None for a process on its own.
+        rank: of this process; None to get the next free one.
+        size: of the party.
+        node: number or name of this node, if known.
+        processes: per node of the training, if known.
+        hosts: whether this process hosts the store, and so must leave last.
+        speaks: whether this process prints problems even if it is not rank 0.
+        process: its launcher environment; without a launcher where nodes are started by hand.
     """
 
-    def __init__(
-        self, store: Any, rank: int, size: int, *, hosts: bool, member: str = "rank"
-    ) -> None:
+    head: Endpoint | None = None
+    rank: int | None = 0
+    size: int = 1
+    node: str | None = "0"
+    processes: int | None = None
+    hosts: bool = True
+    speaks: bool = True
+    process: LauncherEnvironment = field(default_factory=LauncherEnvironment)
+
+    @property
+    def member(self) -> str:
+        """The name of a process in messages."""
+        return "rank" if self.process.launcher else "node"
+
+
+def find_party(
+    head: Endpoint | None,
+    nnodes: int,
+    node_rank: int | None,
+    nproc: int | None,
+    environment: Mapping[str, str],
+) -> Party:
+    """Return the party of the options or of the launcher.
+
+    Raises:
+        ValueError: for several nodes without a head, and for options that the launcher has set.
+    """
+    process = detect_environment(environment)
+    if process.launcher is None or (nnodes > 1 and process.launcher == "srun"):
+        if nnodes == 1:
+            return Party(processes=nproc)
+        if head is None:
+            raise ValueError(f"--nnodes {nnodes} needs --head HOST[:PORT], the same on each node")
+        node = None if node_rank is None else str(node_rank)
+        hosts = node_rank == 0 if node_rank is not None else find_route(head.host).is_head
+        # srun brings all output to one terminal.
+        return Party(head, node_rank, nnodes, node, nproc, hosts, speaks=not process.launcher)
+    if nnodes != 1 or node_rank is not None:
+        raise ValueError(
+            f"--nnodes and --node-rank are for starting by hand: {process.launcher} started this "
+            f"process as rank {process.rank} of {process.world_size}"
+        )
+    if process.launcher == "torchrun" and "MASTER_ADDR" in environment:
+        port = int(environment.get("MASTER_PORT", Endpoint("").port))
+        head = Endpoint(environment["MASTER_ADDR"], port)
+    agent_hosts = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Party(
+        process.meeting_point(head),
+        process.rank,
+        process.world_size,
+        process.node,
+        process.local_size if nproc is None else nproc,
+        hosts=process.rank == 0 and not agent_hosts,
+        # Each node's torchrun has a terminal of its own; others bring all output to one.
+        speaks="GROUP_RANK" in environment and process.local_rank == 0,
+        process=process,
+    )
+
+
+class Meeting:
+    """Messages between the processes of a party, as JSON in a shared store."""
+
+    def __init__(self, store: Any, party: Party, rank: int) -> None:
         self.store = store
         self.rank = rank
-        self.size = size
-        self.member = member
-        self._hosts = hosts
+        self.size = party.size
+        self.member = party.member
+        self._hosts = party.hosts
 
     def tell(self, what: str, value: Any) -> None:
-        """Tell all processes something that can be written as JSON."""
+        """Send a message to all processes."""
         self.store.set(f"{what}/{self.rank}", json.dumps(value))
 
     def hear(
         self, what: str, ranks: Iterable[int], seconds: float
     ) -> tuple[dict[int, Any], list[int]]:
-        """Return what those ranks told, by rank, and the ranks that did not within the time."""
+        """Return the messages of some ranks, by rank, and the ranks without one after the time."""
         missing, heard = list(ranks), {}
         deadline = time.monotonic() + seconds
         while True:
@@ -61,88 +127,75 @@ class Meeting:
                         missing.remove(rank)
             except RuntimeError as error:
                 raise MeetingError(
-                    f"lost {self.member} 0, where all meet: what it said last tells why"
+                    f"lost {self.member} 0, where all meet: its last message says why"
                 ) from error
             if not missing or time.monotonic() > deadline:
                 return heard, missing
             time.sleep(_POLL_SECONDS)
 
-    def wait_for_all(self, what: str, ranks: Iterable[int], seconds: float) -> None:
-        """Let those ranks go on together, and wait for late ones no longer than told."""
-        self.tell(what, True)
-        self.hear(what, ranks, seconds)
+    def hear_rank_0(self, what: str, seconds: float) -> Any:
+        """Return the message of rank 0."""
+        heard, missing = self.hear(what, [0], seconds)
+        if missing:
+            raise MeetingError(f"{self.member} 0 has not answered for {seconds:g} s")
+        return heard[0]
 
     def leave(self, seconds: float = 10.0) -> None:
-        """End; the host of the store waits until those who came have read what they need."""
+        """End; the host of the store waits until the others have read their messages."""
         self.tell("leaves", True)
         if self._hosts:
             came = [r for r in range(self.size) if self.store.check([f"facts/{r}"])]
             self.hear("leaves", came, seconds)
 
 
-def meet(
-    endpoint: Endpoint,
-    rank: int | None,
-    size: int,
-    *,
-    hosts: bool,
-    seconds: float,
-    origin: str,
-    member: str,
-) -> Meeting:
+def meet(party: Party, seconds: float, origin: str) -> Meeting:
     """Find the store, or host it.
 
     Args:
-        endpoint: where it is.
-        rank: of this process; None to be given the next free one.
-        size: how many processes there will be.
-        hosts: whether to host the store here.
-        seconds: how long to wait for a store that is elsewhere.
-        origin: how this machine is called in a message.
-        member: what a process stands for in messages: ``"rank"`` or ``"node"``.
+        party: the processes.
+        seconds: to wait for a store that is elsewhere.
+        origin: the address of this machine, for messages.
 
     Raises:
         MeetingError: if the port is taken here, or nothing answers there.
     """
-    if hosts and port_is_taken(endpoint.host, endpoint.port):
+    head = party.head
+    if head is None:
+        return Meeting(dist.HashStore(), party, 0)  # type: ignore[attr-defined]
+    if party.hosts and port_is_taken(head.host, head.port):
         raise MeetingError(
-            f"port {endpoint.port} is in use on this machine: give another one, as in --head "
-            f"{endpoint.host}:{endpoint.port + 1}"
+            f"port {head.port} is in use on this machine: give another one, as in --head "
+            f"{head.host}:{head.port + 1}"
         )
-    if not hosts:
-        if wait_for_port(endpoint, 0):
-            complain("comm-hooks preflight", f"waiting for {endpoint} ...")
-        reason = wait_for_port(endpoint, seconds)
+    if not party.hosts:
+        if wait_for_port(head, 0):
+            complain("comm-hooks preflight", f"waiting for {head} ...")
+        reason = wait_for_port(head, seconds)
         if reason:
             raise MeetingError(
-                f"cannot reach the head at {endpoint} from {origin}: {reason}, for {seconds:g} s"
+                f"cannot reach the head at {head} from {origin}: {reason}, for {seconds:g} s"
             )
     try:
         store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            endpoint.host,
-            endpoint.port,
-            is_master=hosts,
+            head.host,
+            head.port,
+            is_master=party.hosts,
             wait_for_workers=False,
             timeout=timedelta(seconds=max(seconds, 10.0)),
         )
         # The launcher's own store may be the same.
         store = prefixed(_PREFIX, store)
+        rank = party.rank
         if rank is None:
-            rank = 0 if hosts else store.add("arrivals", 1)
+            rank = 0 if party.hosts else store.add("arrivals", 1)
     except RuntimeError as error:
         raise MeetingError(
-            f"{endpoint} answers, but not as a PyTorch store: is another program using that port? "
+            f"{head} answers, but not as a PyTorch store: is another program using that port? "
             f"({str(error).splitlines()[0]})"
         ) from None
-    return Meeting(store, rank, size, hosts=hosts, member=member)
-
-
-def meet_alone() -> Meeting:
-    """Return the meeting of one process."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    return Meeting(store, 0, 1, hosts=True)
+    return Meeting(store, party, rank)
 
 
 def prefixed(prefix: str, store: Any) -> Any:
-    """Return a store in which keys of others are not seen."""
+    """Return a store with keys of its own in another store."""
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]

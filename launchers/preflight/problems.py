@@ -1,4 +1,4 @@
-"""From what nodes tell and what links do to lines that say what is wrong, and where."""
+"""Find problems in facts and measurements: one line each, which names the node."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,22 +9,22 @@ from comm_hooks.launchers.preflight.facts import Facts
 from comm_hooks.launchers.preflight.links import Link
 
 _SLOW = 0.5
-"""A link is slow if it carries less than this part of what the median link does."""
+"""A slow link carries less than this part of the median link."""
 
 _FAST = 4e9
-"""Bits per second beyond which one connection of one process measures the CPU, not the link."""
+"""Bits per second above which one connection of one process measures the CPU, not the link."""
 
 _LISTED = 3
 
 
 def name_node(index: int, facts: Facts) -> str:
-    """Return how a node is called in messages."""
+    """Return the name of a node in messages."""
     where = f", {facts.address}" if facts.address else ""
     return f"node {index} ({facts.host}{where})"
 
 
 def find_problems(nodes: Sequence[Facts]) -> list[str]:
-    """Return what is wrong with nodes, without looking at links; one line each."""
+    """Return the problems of nodes, one line each."""
     names = [name_node(index, facts) for index, facts in enumerate(nodes)]
     problems = [
         f"{name}: {complaint}"
@@ -59,7 +59,7 @@ def find_problems(nodes: Sequence[Facts]) -> list[str]:
 
 
 def find_notes(nodes: Sequence[Facts]) -> list[str]:
-    """Return what may surprise, but is no reason to stop."""
+    """Return hints that are no reason to stop."""
     names = [name_node(index, facts) for index, facts in enumerate(nodes)]
     notes = [
         f"{name}: {note}" for name, facts in zip(names, nodes, strict=True) for note in facts.notes
@@ -76,7 +76,7 @@ def find_notes(nodes: Sequence[Facts]) -> list[str]:
 def find_link_problems(
     nodes: Sequence[Facts], links: Sequence[Link], *, least: float | None, clock: float
 ) -> list[str]:
-    """Return what is wrong between nodes; one line each.
+    """Return the problems of links and clocks, one line each.
 
     Args:
         nodes: for their names.
@@ -113,9 +113,9 @@ def find_link_problems(
 
 
 def slow_links(nodes: Sequence[Facts], links: Sequence[Link], least: float | None) -> list[Link]:
-    """Return the links that carry less than ``least``, or than half of what the median does.
+    """Return the links that carry less than ``least``, or less than half of the median link.
 
-    Links inside a machine (a rehearsal of several nodes on one) are never slow.
+    Links inside a machine, for several nodes on one, are never slow.
     """
     limit = least if least is not None else min(_FAST, _SLOW * median_rate(links))
     return [
@@ -134,7 +134,7 @@ def median_rate(links: Sequence[Link]) -> float:
 
 
 def describe_difference(names: Sequence[str], values: Sequence[str]) -> str | None:
-    """Return who has which value, or None if all have the same.
+    """Return the nodes of each value in words, or None if all values are the same.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""The tables of a preflight that found nothing wrong."""
+"""Print the tables of a preflight without problems."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,12 @@ _MOST_LINKS = 12
 
 
 def print_report(nodes: Sequence[Facts], links: Sequence[Link], met: int) -> None:
-    """Print the nodes, what they all have, the slowest links, and that nothing is wrong.
+    """Print the nodes, their versions, and the slowest links.
 
     Args:
-        nodes: as they described themselves.
-        links: between them, as measured.
-        met: how many processes took part.
+        nodes: the facts about each.
+        links: between them.
+        met: the number of processes.
     """
     console = make_console()
     table = Table("node", "host", "address", "interface", "processes", "GPUs")

@@ -1,7 +1,7 @@
-"""Private training: per-sample clipping, noise where it counts, and what it costs.
+"""Private training: per-sample clipping, noise, and privacy accounting.
 
-:class:`PrivacyEngine` is the entrance.  :mod:`~comm_hooks.optim.private.accounting` has the
-accountants, :mod:`~comm_hooks.optim.private.noise.placement` the rules of where noise may be added.
+Start with :class:`PrivacyEngine`.  :mod:`~comm_hooks.optim.private.accounting` has the accountants,
+:mod:`~comm_hooks.optim.private.noise.placement` the rules of noise placement.
 """
 
 from comm_hooks.optim.private.accounting.ledger import Ledger

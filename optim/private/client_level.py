@@ -1,4 +1,4 @@
-"""Rounds of local work in which every client is protected as a whole."""
+"""Client-level privacy: rounds of local work that protect every client as a whole."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
-from comm_hooks.exchange.noise_hook import NoiseHook
+from comm_hooks.exchange.noise_hook import NoiseHook, Place
 from comm_hooks.memory.base import Memory
 from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.errors import PrivacyError, Settled
@@ -39,35 +39,33 @@ _PLACE = "clients"
 
 @dataclass
 class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
-    r"""Who takes part in a round, and how what they send is kept private.
+    r"""Draws the clients of a round in secret, and adds noise to the sum of their messages.
 
     Takes the place of :class:`~comm_hooks.optim.Participation` in
     :class:`~comm_hooks.optim.LocalRounds` and its kinds SAFL and FedAvg.  With
     n = ``clients``, q = ``sample_rate``, C = ``max_norm``, sigma = ``noise_multiplier``, a round:
 
-    1. every client is drawn with probability q, each for itself, from a secret that only the ranks
-       share;
-    2. each sends its compressed delta (its error feedback may be anything: it never leaves it);
-    3. every message is clipped to the norm C on arrival, decompressed; of a linear compressor in
-       its compressed form, by the client, so that sketches are still summed on the wire;
+    1. every client is drawn with probability q, independently, from a secret of the ranks;
+    2. each sends its compressed delta (any error feedback is allowed: it stays with the client);
+    3. every message is decompressed and clipped to the norm C on arrival; messages of a linear
+       compressor are clipped compressed, by the client, so that sketches are summed on the wire;
     4. the sum is noised with N(0, sigma^2 C^2), in the same form, the same on all ranks;
-    5. it is divided by q n, which is public, however many were drawn, none at all included.
+    5. it is divided by q n, which is public, for any number of drawn clients, also zero.
 
     One client changes a sum by at most C, so a round has noise multiplier sigma and sample rate q;
-    what the server makes of it is post-processing.  Ranks are trusted: they are the server.
+    the server's work on the sum is post-processing.  Ranks are trusted: they are the server.
 
-    FedAMS and FedLAMB are refused.  They keep the largest of the rounds' mean second moments, and
-    of means with noise that is the largest noise: it grows with every round, whatever the moments
-    are, and steps shrink by its root.  To subtract what noise adds on average would not help:
-    of one client's message of norm C, spread over d elements, each is smaller by about
-    sqrt(d) sigma / (q n) than the noise, and what is left of the maximum is as large as was taken
-    off.
+    FedAMS and FedLAMB are refused.  They keep the maximum of the rounds' mean second moments; with
+    noise the maximum is the largest noise, which grows with every round, and steps shrink by its
+    root.  Subtracting the mean of the noise would not help: each of the d elements of one client's
+    message of norm C is smaller than the noise by about sqrt(d) sigma / (q n), so the rest of the
+    maximum is as large as the subtracted part.
 
     Source: McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR 2018,
     Algorithm 1, with Poisson sampling and the clipping moved behind the compressor.
 
     Args:
-        clients: n; client c is always played by rank c mod N.
+        clients: n; client c always runs on rank c mod N.
         sample_rate: q, in (0, 1].
         noise_multiplier: sigma.
         max_norm: C, in units of the delta (learning rate times gradient).
@@ -76,17 +74,17 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         join: called once, before the first round, with the transport.
 
     Attributes:
-        releases: those that the rounds' state is made of.
+        releases: the releases in the rounds' state.
 
     Raises:
         ValueError: for settings out of range.
         PrivacyError: for settings that are changed; in ``load_state_dict()`` of the rounds, for
             states of rounds that were not private; in the next round, if the ledger lacks some of
-            those that made the state.
+            the releases in the state.
 
-    What may be shown to others is what ``release_state_dict()`` of
-    :class:`~comm_hooks.optim.LocalRounds` returns.  Buffers that a client's forward passes change
-    (batch norm's) are refused: they would stay in the model.
+    Publish ``release_state_dict()`` of :class:`~comm_hooks.optim.LocalRounds` and nothing else.
+    Buffers that a client's forward passes change (batch norm's) are refused: they would stay in the
+    model.
 
     Not supported: weights for clients of different size; inner optimizers that share statistics;
     ``collective="sharded"``; clients that distrust the ranks.
@@ -139,21 +137,21 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         exchange.state.provenance = self.releases
 
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
-        """Draw a round's clients and return who plays whom; the ledger has its entry then."""
+        """Enter a round into the ledger, draw its clients and return those of each rank."""
         if self._secret is None:
             self.join(transport)
             parts = transport.perform(AllGatherObject(os.urandom(32).hex()))
             self._secret = Secret(bytes.fromhex("".join(parts)))
         self.enter()
         self.releases.add(_PLACE, self.noise_multiplier)
-        # Rounds of this process, not of the run: a round that is played again draws others.
+        # Rounds of this process, not of the run: a repeated round draws other clients.
         self._rounds += 1
         stream = self._secret.stream("participation", rank=0, step=self._rounds)
         return deal(stream.draw(self.clients, self.sample_rate), transport.world_size)
 
     @contextmanager
     def turn(self, client: int, inner: Optimizer, server: Optimizer) -> Iterator[None]:
-        """Refuse what a client leaves behind beside its delta.
+        """Check that a client leaves nothing but its delta.
 
         Raises:
             PrivacyError: in the end, for buffers of statistics, gradients that no step has used,
@@ -168,8 +166,8 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
                 if old.get(name) != value:
                     raise PrivacyError(
                         f"a client's steps have changed {name} from {old.get(name)} to {value}: "
-                        "who was drawn would decide how far the next clients go. Step schedulers "
-                        "between rounds"
+                        "the drawn clients would decide the steps of the next ones. Step "
+                        "schedulers between rounds"
                     )
 
     def check_step(self, *, is_scaled: bool) -> None:
@@ -179,10 +177,10 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
             )
 
     def collection(self, exchange: Exchange, delta: Named, statistics: Named) -> Collection:
-        """Return what collects the round whose clients have just been drawn.
+        """Return the collection of the round that was just drawn.
 
         Raises:
-            PrivacyError: for an exchange with which it would not be private.
+            PrivacyError: for an exchange that would not be private.
         """
         assert self._secret is not None, "turns() comes first"
         stream = self._secret.stream("noise", rank=0, step=self._rounds)
@@ -192,13 +190,13 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
 def _refuse_gradients() -> NoReturn:
     raise PrivacyError(
         "a client leaves gradients that no step has used: its turn ends in the middle of an "
-        "accumulation, which the next client's would go on with. Let it take a step with its last "
+        "accumulation, which the next client would continue. Let it take a step with its last "
         "batch"
     )
 
 
 def _settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a parameter group says about steps, also what is in tensors on accelerators."""
+    """Return the settings of a parameter group, with tensors as plain numbers."""
     return {
         name: value.tolist() if isinstance(value, torch.Tensor) else value
         for name, value in group.items()
@@ -207,7 +205,7 @@ def _settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _PrivateCollection(Collection):
-    """Lets a guard add up the round's messages, clipped, and takes the sum when it is noised."""
+    """Collects a round's messages: a guard clips them, adds them up and noises the sum."""
 
     def __init__(
         self,
@@ -221,9 +219,8 @@ class _PrivateCollection(Collection):
         self._participation = participation
         possible = exchange.settings.carriers()
         sums = "all_reduce" in possible and exchange.settings.collective in ("auto", "all_reduce")
-        guard = _PayloadGuard if sums else _MessageGuard
-        self._guard = guard(participation.max_norm, stream)
-        # Guards clip messages, whatever clients do: raises only where the rules change.
+        self._guard = _ClientGuard("payload" if sums else "message", participation.max_norm, stream)
+        # Guards clip every message: raises only where the rules change.
         judge(Scheme.of(exchange, "aggregate", "client"))
         self._pending: tuple[dict[str, torch.Tensor], Memory | None] | None = None
 
@@ -241,11 +238,11 @@ class _PrivateCollection(Collection):
         self.exchange.end_step()
         expected = participation.sample_rate * participation.clients
         torch._foreach_div_(list(self.total.values()), expected)
-        # Who was drawn, and whose delta was not finite, stays private.
+        # The drawn clients, and those with a delta that is not finite, stay private.
         return Aggregate(list(self.total.values()), {}, [], round(expected))
 
     def _send(self) -> list[torch.Tensor]:
-        """Exchange what was added last; the last time of a round, return the sum of all.
+        """Exchange the message that was added last; at the end of a round, return the sum of all.
 
         All of a round's messages have the same random keys, so that a linear compressor's payloads
         are those of one map, and their sum is the payload of the sum.
@@ -267,13 +264,14 @@ class _PrivateCollection(Collection):
 class _ClientGuard(NoiseHook):
     """Clips each client's message to C, adds a round's messages up, and noises their sum.
 
-    Noise in one of them would not do: float32's last digits of the others would show through.
+    Noise in one message would not be enough: the last digits of the others would show in float32.
 
     Attributes:
         noise_std: of the round's last message; None until then.
     """
 
-    def __init__(self, max_norm: float, stream: Stream) -> None:
+    def __init__(self, place: Place, max_norm: float, stream: Stream) -> None:
+        self.place = place
         self._max_norm = max_norm
         self._stream = stream
         self._sum: list[torch.Tensor] | None = None
@@ -283,7 +281,7 @@ class _ClientGuard(NoiseHook):
         norm = sample_norms([tensor.reshape(1, -1) for tensor in message])
         torch._foreach_mul_(list(message), clip_factors(norm, self._max_norm)[0])
         for tensor in message:
-            # 0 x infinity is NaN: what overflowed would go past the bound.
+            # 0 x infinity is NaN: an overflow would go past the bound.
             tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def add_noise_(self, total: Sequence[torch.Tensor]) -> None:
@@ -294,11 +292,3 @@ class _ClientGuard(NoiseHook):
         if self.noise_std is not None:
             torch._foreach_copy_(list(total), self._sum)
             add_noise_(total, self.noise_std, self._stream)
-
-
-class _PayloadGuard(_ClientGuard):
-    place = "payload"
-
-
-class _MessageGuard(_ClientGuard):
-    place = "message"

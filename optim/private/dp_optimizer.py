@@ -1,4 +1,4 @@
-"""An ordinary optimizer, fed with noised gradients."""
+"""An optimizer around an ordinary one, which steps on noised gradients."""
 
 import warnings
 import weakref
@@ -24,7 +24,7 @@ _RELEASES = "releases"
 
 _releases_into: weakref.WeakKeyDictionary[Optimizer, Releases] = weakref.WeakKeyDictionary()
 
-# The optimizer inside the private one that takes a step at this moment.
+# The inner optimizer of the private step in progress.
 _stepping: ContextVar[Optimizer | None] = ContextVar("stepping", default=None)
 
 
@@ -36,29 +36,29 @@ class DPOptimizer(Settled, WrappingOptimizer):
     1. takes the clipped sum of per-sample gradients of this rank's batch: the next one that the
        loader has drawn, whole, and used in no step before;
     2. enters itself into the ledger, before anything is released;
-    3. has the mechanism add noise and exchange it: a mean that is the same on all ranks;
-    4. puts that into ``p.grad`` and steps the inner optimizer, which thus sees nothing private.
+    3. has the mechanism add noise and exchange the sums: a mean that is the same on all ranks;
+    4. puts the mean into ``p.grad`` and steps the inner optimizer, which sees nothing private.
 
-    A step whose batches are all empty releases pure noise, and must be taken: that nobody was drawn
-    is private as well.
+    A step with empty batches on all ranks releases pure noise, and must be taken: an empty draw is
+    private as well.
 
     Args:
         inner: an optimizer over the same parameters.
-        gradients: where clipped sums come from.
-        mechanism: what makes them private.
+        gradients: the source of clipped sums.
+        mechanism: adds noise to them.
         enter: called at the start of every step; raises if the budget is spent.
-        tickets: those of the loader; without them the caller answers for the batches.
+        tickets: those of the loader; without them the caller is responsible for the batches.
 
     Attributes:
-        not_finite: how many samples of this rank were left out so far, because their gradients were
-            not finite.  Private, like the loss.
-        releases: those that are in the inner optimizer's state.
+        not_finite: the number of this rank's samples that were left out so far, because their
+            gradients were not finite.  Private, like the loss.
+        releases: the releases in the inner optimizer's state.
 
     Raises:
-        ValueError: for an inner optimizer whose steps need a closure.
+        ValueError: for an inner optimizer with steps that need a closure.
         PrivacyError: in a step that would exceed the budget, or has no drawn batch, or not all of
-            it, and after ``loss.backward()``, whose gradients are discarded; for an inner optimizer
-            that has taken steps of its own, and for a state that none of these has saved.
+            it, and after ``loss.backward()``, which discards its gradients; for an inner optimizer
+            that has taken steps of its own, and for a state that no private training has saved.
 
     Not supported: closures; ``GradScaler`` (use bfloat16 autocast); sparse gradients.
     """
@@ -94,27 +94,27 @@ class DPOptimizer(Settled, WrappingOptimizer):
         inner.register_step_pre_hook(_refuse_other_steps)
         order = parameters_of(inner.param_groups)
         trained, held = set(gradients.parameters), set(order)
-        # What is frozen never has a gradient, of which optimizers take no notice.
+        # Frozen parameters never have a gradient, so optimizers ignore them.
         self._frozen = [parameter for parameter in held - trained if not parameter.requires_grad]
         strangers = held - trained - set(self._frozen)
         if strangers or trained - held:
             raise ValueError(
                 f"DPOptimizer: the optimizer holds {len(strangers)} parameters that the model "
                 f"does not train, and lacks {len(trained - held)} that it does: make it from "
-                "model.parameters(), and freeze what is not to be trained (requires_grad_(False))"
+                "model.parameters(), and freeze other parameters (requires_grad_(False))"
             )
         places = {parameter: place for place, parameter in enumerate(order)}
         self._order = [places[p] for p in gradients.parameters]
         names = names_of(inner.param_groups)
-        # Residuals and random keys are tied to names, which the order of parameters must not be.
+        # Residuals and random keys are kept by name, independently of the order of parameters.
         self._names = [names[i] for i in self._order]
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return what the next step goes by, which every exchange compares between ranks."""
+        """Return the settings of the next step, which every exchange compares between ranks."""
         return hyperparameters_of(self.param_groups)
 
     def replica(self) -> Sequence[torch.Tensor]:
-        """Return what is the same on all ranks before every step: the parameters."""
+        """Return the parameters: the tensors that are equal on all ranks before every step."""
         return self.gradients.parameters
 
     def names(self) -> Collection[str]:
@@ -122,20 +122,20 @@ class DPOptimizer(Settled, WrappingOptimizer):
         return self._names
 
     def backward(self, batch: Any, *, of: Any = None) -> torch.Tensor:
-        """Add the clipped gradients of the batch that was drawn; return its mean loss.
+        """Add the clipped gradients of the next drawn batch; return its mean loss.
 
-        The loss is private: what is logged of it is not covered by the guarantee.  If this fails
-        half way, the batch may be tried again.
+        The loss is private: the guarantee does not cover a log of it.  If this fails half way, the
+        batch may be tried again.
 
         Args:
-            batch: what the loss function takes, tensors with one sample in each row; it may have
-                none.
-            of: the batch, if the first argument is a part of it: slices of its tensors, until all
-                of its rows were used.
+            batch: the argument of the loss function, tensors with one sample in each row; it may
+                have none.
+            of: the whole batch, if ``batch`` is a part of it: slices of its tensors.  All rows must
+                be used before the step.
 
         Raises:
-            PrivacyError: for anything but the batch whose turn it is, once, and after
-                ``loss.backward()``, whose gradients are discarded.
+            PrivacyError: for any other batch, and after ``loss.backward()``, which discards its
+                gradients.
         """
         self._raw.refuse()
         self._require_same_trained()
@@ -152,8 +152,8 @@ class DPOptimizer(Settled, WrappingOptimizer):
         """Reset the gradients, and discard the batch that was passed to :meth:`backward`, if any.
 
         It cannot be used again: draw the next one.  Whether a batch is discarded must not depend on
-        what is in it, its loss for example: epsilon is of a rate at which batches are drawn, not of
-        the rate at which they are released.  The first time warns.
+        its content, the loss for example: epsilon is computed from the rate at which samples are
+        drawn, not released.  The first time warns.
         """
         if self._claim.has_begun and not self._has_discarded:
             self._has_discarded = True
@@ -175,16 +175,16 @@ class DPOptimizer(Settled, WrappingOptimizer):
         if changed:
             raise ValueError(
                 f"DPOptimizer: requires_grad of {len(changed)} parameters has changed since it was "
-                "made, and clipping is of those that trained then: freeze first, and then call "
-                "make_private, which may be called again"
+                "made, and gradients of the others would not be clipped: call make_private again "
+                "after freezing"
             )
 
     def _step_with(self, closure: Callable[[], float] | None) -> None:
         if closure is not None:
             raise ValueError(
                 "DPOptimizer: a closure would be evaluated without accounting for it: call "
-                "backward(batch), then step() (in Lightning's manual optimization, which passes "
-                "one of its own, of self.optimizers(use_pl_optimizer=False))"
+                "backward(batch), then step() (in Lightning's manual optimization, which passes a "
+                "closure, take self.optimizers(use_pl_optimizer=False))"
             )
         self._take_step()
 
@@ -211,7 +211,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
             _stepping.reset(token)
 
     def change(self, **settings: float) -> None:
-        """Go by other settings from now on: for ``PrivacyEngine.change``, which compares ranks.
+        """Change settings of the coming steps, for ``PrivacyEngine.change``, which compares ranks.
 
         Args:
             settings: ``noise_multiplier``, ``max_grad_norm``, ``expected_batch_size``.
@@ -237,17 +237,17 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self.releases.adopt(found)
 
     def release_state_dict(self) -> dict[str, Any]:
-        """Return what may be published with the model: what the guarantee covers.
+        """Return the state that the guarantee covers and that may be published with the model.
 
-        That is the inner optimizer's state, which is made of noised gradients alone.  Residuals of
-        ranks (``exchange.state_dict()``) are not in it: with placement ``"shares"`` they carry
+        It is the inner optimizer's state, which is computed from noised gradients alone.  Residuals
+        of ranks (``exchange.state_dict()``) are not in it: with placement ``"shares"`` they carry
         less noise, see ``observer="checkpoint"`` of
         :meth:`~comm_hooks.optim.private.PrivacyEngine.get_epsilon`.
         """
         return self.inner.state_dict()
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Raise: per-sample gradients are computed for the parameters that were there at first."""
+        """Raise ``ValueError``: per-sample gradients are computed for the first parameters only."""
         raise ValueError("DPOptimizer: parameters cannot be added; call make_private() again")
 
     def _require_settled(self) -> None:
@@ -259,7 +259,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
             )
 
     def _set_transform(self) -> None:
-        """Ask the inner optimizer, once per step, what to do before clipping."""
+        """Get the transform of per-sample gradients from the inner optimizer, once per step."""
         if self._transform_is_due and isinstance(self.inner, NoisedOptimizer):
             transform = self.inner.transform()
             if transform is not None:
@@ -271,7 +271,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
 
 
 class _RawGradients:
-    """Notices gradients that ``loss.backward()`` adds to ``p.grad``: neither clipped nor noised."""
+    """Detects gradients that ``loss.backward()`` adds to ``p.grad``: not clipped, not noised."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
@@ -286,23 +286,23 @@ class _RawGradients:
         self._found = False
 
     def refuse(self) -> None:
-        """Raise ``PrivacyError`` if there are any that nobody has cleared, and clear them."""
+        """Raise ``PrivacyError`` if there are any, and clear them."""
         found, self._found = self._found, False
         if found and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters):
             for parameter in self._parameters:
                 parameter.grad = None
             raise PrivacyError(
-                "loss.backward() was called, whose gradients are neither clipped nor noised: call "
-                "optimizer.backward(batch) instead, which calls the loss function. They are "
-                "discarded"
+                "loss.backward() was called, but its gradients are neither clipped nor noised: "
+                "call optimizer.backward(batch) instead, which calls the loss function. The "
+                "gradients are discarded"
             )
 
 
 def releases_into(optimizer: Optimizer) -> Releases:
-    """Return what was released into an optimizer that is, or will be, inside a private one.
+    """Return the releases in the state of an optimizer that is, or will be, inside a private one.
 
     Raises:
-        PrivacyError: if it remembers steps that were not private.
+        PrivacyError: if it has taken steps that were not private.
     """
     # Some optimizers (Adagrad) have a state before their first step.
     steps = (state.get("step", 1) for state in optimizer.state.values() if state)
@@ -316,10 +316,10 @@ def releases_into(optimizer: Optimizer) -> Releases:
 
 
 def _refuse_other_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Let only a :class:`DPOptimizer` step the optimizer inside it."""
+    """Raise ``PrivacyError`` unless a :class:`DPOptimizer` steps the optimizer inside it."""
     if _stepping.get() is not optimizer:
         raise PrivacyError(
             f"this {type(optimizer).__name__} is inside a DPOptimizer, and a step of its own would "
-            "be in no ledger: after loss.backward(), p.grad holds gradients without noise. Call "
-            "step() of the optimizer that make_private() returned"
+            "not be in the ledger: after loss.backward(), p.grad holds gradients without noise. "
+            "Call step() of the optimizer that make_private() returned"
         )

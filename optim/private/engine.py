@@ -1,4 +1,4 @@
-"""The entrance: makes training private, and knows what it has cost."""
+"""The privacy engine: makes training private and accounts for its cost."""
 
 import os
 import sys
@@ -41,10 +41,7 @@ from comm_hooks.optim.private.noise.mechanism import (
     NoiseKind,
     require_positive_number,
 )
-from comm_hooks.optim.private.noise.placement import (
-    Place,
-    require_known_variance,
-)
+from comm_hooks.optim.private.noise.placement import Place, require_known_variance
 from comm_hooks.requirements import in_one_line, require_choice, require_kind, require_within
 
 
@@ -52,15 +49,15 @@ class PrivacyEngine:
     """Makes training differentially private, on one rank or on many, compressed or not.
 
     Names and return values are those of Opacus.  Every rank makes an engine and calls the same
-    methods.  A guarantee is (epsilon, delta)-differential privacy of everything that is released
-    (the model at every step, and what optimizers keep) for neighbours that differ by one sample, or
-    by one client (:meth:`private_participation`).  It does not cover what is logged of the loss.
+    methods.  The guarantee is (epsilon, delta)-differential privacy of all releases (the model at
+    every step, and the state of optimizers) for neighbours that differ by one sample, or by one
+    client (:meth:`private_participation`).  It does not cover logs of the loss.
 
     Args:
         accountant: ``"rdp"``, ``"pld"`` (tighter, needs dp-accounting) or an ``Accountant``.
         ledger: a file, outside of checkpoints, into which every release is entered before it is
-            made; it is continued if it exists.  Without, releases before a restart are forgotten:
-            then save :meth:`state_dict`, which does not know of steps that were rolled back.  The
+            made; it is continued if it exists.  Without it, releases before a restart are lost:
+            then save :meth:`state_dict`, which does not count steps that were rolled back.  The
             first rank of those that train together opens it, when it is needed.
 
     Raises:
@@ -108,7 +105,7 @@ class PrivacyEngine:
         self._path = ledger
         self._ledger: Ledger | None = None
         self._budget: tuple[float, float] | None = None
-        # Until another kind of step is taken, of which fewer or more may be left.
+        # Of the last kind of step; computed anew for another kind.
         self._steps_left: dict[GaussianEvent, int] = {}
         self._most_units = 0
 
@@ -129,38 +126,38 @@ class PrivacyEngine:
         grad_sample_mode: str = "functorch",
         micro_batch_size: int | None = None,
     ) -> tuple[nn.Module, DPOptimizer, DataLoader[Any]]:
-        """Return a model, an optimizer and a loader for private training; all ranks together.
+        """Return a model, an optimizer and a loader for private training; call it on all ranks.
 
         Args:
-            module: the model, the same on all ranks, or one in ``DistributedDataParallel`` (whose
-                averaging is not used).  It is what is returned.
-            optimizer: over the model's parameters; what it gets for gradients is noised.
+            module: the model, the same on all ranks, or one in ``DistributedDataParallel``, which
+                then averages nothing.  It is returned.
+            optimizer: over the model's parameters; it receives noised gradients.
             data_loader: over the whole dataset, the same on all ranks.  Of its samples rank i of N
                 gets those at i, i + N, ...; every step draws each of them with ``sample_rate``.
             noise_multiplier: sigma, the standard deviation of the noise over ``max_grad_norm``.
             max_grad_norm: C, the norm to which every sample's gradient is clipped.
             sample_rate: q.  Public: do not compute it from the exact number of private samples.
-            expected_batch_size: B, by which sums are divided; over all ranks, and public.
+            expected_batch_size: B, the divisor of sums over all ranks; public.
             loss_function: ``loss_function(model, batch)`` returns the loss of each sample,
-                ``(B,)``, which knows nothing of the others.  ``"functorch"`` passes samples one at
-                a time, and takes a mean over them as well.
+                ``(B,)``, independent of the other samples.  ``"functorch"`` passes one sample at a
+                time, and accepts a mean over them as well.
             placement: where noise is added; see
                 :class:`~comm_hooks.optim.private.GaussianMechanism`.
             noise: ``"gaussian"`` or ``"discrete"``; see the same.
-            exchange: compresses; by default nothing is compressed.
-            grad_sample_mode: how ``optimizer.backward(batch)`` finds per-sample gradients:
-                ``"functorch"``, by ``torch.func``; ``"hooks"``, by Opacus; ``"ghost"``, by Opacus
-                without any sample's gradient, which needs the least memory, but see
+            exchange: by default without compression.
+            grad_sample_mode: the source of per-sample gradients: ``"functorch"``, by
+                ``torch.func``; ``"hooks"``, by Opacus; ``"ghost"``, by Opacus without any sample's
+                gradient, which needs the least memory, but see
                 :class:`~comm_hooks.optim.private.gradients.opacus.OpacusGhostGradients` about
                 sequences and 16 bits.
-            micro_batch_size: how many samples to pass to the loss function at a time.
+            micro_batch_size: the number of samples that the loss function receives at a time.
 
         Raises:
-            PrivacyError: for what would not be private: a model that mixes samples, a comm hook, a
-                compressor that does not go with the placement, an optimizer that has taken steps.
+            PrivacyError: for a model that mixes samples, a comm hook, a compressor that does not go
+                with the placement, or an optimizer that has taken steps.
             ValueError: for settings that cannot work.
-            ConfigMismatchError: on all ranks, if their data sets differ, as far as the lengths and
-                some samples tell.
+            ConfigMismatchError: on all ranks, if the lengths of their data sets or some samples
+                differ.
         """
         check_model(module)
         require_choice(self, "grad_sample_mode", grad_sample_mode, ("functorch", "hooks", "ghost"))
@@ -183,18 +180,13 @@ class PrivacyEngine:
         loader = private_loader(
             data_loader, sample_rate, rank=transport.rank, world_size=transport.world_size
         )
-        exchange.agree_on(
-            {
-                "sample_rate": sample_rate,
-                "optimizer": type(optimizer).__name__,
-            }
-        )
+        exchange.agree_on({"sample_rate": sample_rate, "optimizer": type(optimizer).__name__})
         refuse_later_hooks(module)
         self._share_history(transport)
         self._know_units(len(data_loader.dataset))  # type: ignore[arg-type]
 
         def event_of_step() -> GaussianEvent:
-            # What the step goes by at that moment, whatever has changed.
+            # By the settings at the time of the step, which may have changed.
             event = GaussianEvent(mechanism.noise_multiplier, sample_rate)
             return mechanism.verdict.recorded(event, placement)
 
@@ -217,13 +209,14 @@ class PrivacyEngine:
         sample_rate: float,
         **settings: Any,
     ) -> tuple[nn.Module, DPOptimizer, DataLoader[Any]]:
-        """Do as :meth:`make_private`, with the least noise that keeps a budget.
+        """Call :meth:`make_private` with the least noise that keeps a budget.
 
-        What the ledger holds already is part of the budget.  A step that would exceed it raises.
+        Earlier releases in the ledger count against the budget.  A step that would exceed it
+        raises.
 
         Args:
             target_epsilon, target_delta: the budget.
-            steps: how many are to be taken (``epochs / sample_rate``).
+            steps: the number of steps to be taken (``epochs / sample_rate``).
             sample_rate: see :meth:`make_private`.
             settings: the other arguments of :meth:`make_private`.
 
@@ -232,8 +225,7 @@ class PrivacyEngine:
         """
         if "noise_multiplier" in settings:
             raise ValueError(
-                "make_private_with_epsilon finds noise_multiplier itself: use make_private to give "
-                "it"
+                "make_private_with_epsilon computes noise_multiplier: call make_private to set it"
             )
         exchange = settings.get("exchange") or _dense_exchange()
         self._share_history(exchange.transport)
@@ -261,20 +253,19 @@ class PrivacyEngine:
         max_grad_norm: float | None = None,
         expected_batch_size: float | None = None,
     ) -> None:
-        """Let the coming steps go by other settings, and the ledger say so; on all ranks together.
+        """Change settings of the coming steps, and of their ledger entries; call it on all ranks.
 
-        All else (``sample_rate``, the exchange, the placement) is settled: for another one call
-        :meth:`make_private` anew.
+        To change ``sample_rate``, the exchange or the placement, call :meth:`make_private` anew.
 
         Args:
             optimizer: from :meth:`make_private`.
             noise_multiplier, max_grad_norm, expected_batch_size: see there; None for no change.
-                They must not depend on the private data, nor on what was not released.
+                They must depend on public data and releases only.
 
         Raises:
             PrivacyError: between ``backward()`` and ``step()``.
             ValueError: for values out of range.
-            ConfigMismatchError: on all ranks, if they change something else.
+            ConfigMismatchError: on all ranks, if their changes differ.
         """
         require_kind(self, "optimizer", optimizer, DPOptimizer)
         given = {
@@ -297,7 +288,7 @@ class PrivacyEngine:
         noise_multiplier: float,
         max_norm: float,
     ) -> PrivateParticipation:
-        """Return what makes rounds of local work private for clients, entered into the ledger.
+        """Return a participation for private rounds of clients, with entries in the ledger.
 
         Args:
             clients, sample_rate, noise_multiplier, max_norm: see
@@ -322,7 +313,7 @@ class PrivacyEngine:
         return participation
 
     def set_budget(self, target_epsilon: float, target_delta: float) -> None:
-        """Let every step raise that would take epsilon above the target.
+        """Set a budget: from now on a step raises if it would take epsilon above the target.
 
         Raises:
             ValueError: for values out of range, and a delta that is too large; see
@@ -335,21 +326,20 @@ class PrivacyEngine:
         self._steps_left.clear()
 
     def get_epsilon(self, delta: float, *, observer: str = "model") -> float:
-        """Return epsilon for all that was released so far, by this run and before it.
+        """Return epsilon for all releases so far, by this run and before it.
 
         Args:
             delta: less than one over the number of samples (or clients): to publish one of them at
-                random would satisfy any larger one.
-            observer: ``"model"``: who sees the model at every step, and what is made of it;
-                ``"checkpoint"``: who also sees what single ranks save, residuals included;
-                ``"rank"``: who sees what single ranks send.  The ledger says of every step where
-                its noise was added.
+                random would satisfy any larger delta.
+            observer: ``"model"`` sees the model at every step; ``"checkpoint"`` also the saved
+                states of single ranks, residuals included; ``"rank"`` the messages of single
+                ranks.
 
         Raises:
             ValueError: before the first step, for a delta out of range, and for one that is not
                 less than one over the number of samples in this process's trainings.
-            PrivacyError: for ``"checkpoint"`` and ``"rank"`` where that carries no noise in one of
-                the steps, or it is not known.
+            PrivacyError: for ``"checkpoint"`` and ``"rank"`` if the noise of one of the steps does
+                not protect from that observer, or its placement is not known.
         """
         require_choice(self, "observer", observer, ("model", "checkpoint", "rank"))
         require_delta(delta)
@@ -364,7 +354,7 @@ class PrivacyEngine:
         noise_multiplier: float,
         sample_rate: float,
     ) -> int:
-        """Return how many such steps may still be taken: after the last, epsilon <= the target."""
+        """Return the number of such steps that may still be taken with epsilon <= the target."""
         return max_steps(
             target_epsilon,
             target_delta,
@@ -379,25 +369,25 @@ class PrivacyEngine:
         return {"events": [asdict(event) for event in self._history()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Count what a checkpoint counts, too: where the ledger has less, the larger wins.
+        """Add the releases that a checkpoint counts and the ledger lacks.
 
         Warns if they differ.  Call it on all ranks, before the first step.
 
         Raises:
-            ValueError: for anything but what :meth:`state_dict` returned.
+            ValueError: for anything that :meth:`state_dict` has not returned.
         """
         try:
             events = [GaussianEvent(**event) for event in state["events"]]
         except (KeyError, TypeError):
             raise ValueError(
-                "PrivacyEngine: the state is not what its state_dict() returned, a mapping with "
+                "PrivacyEngine: the state does not come from its state_dict(), a mapping with "
                 f"'events': got {in_one_line(state)}"
             ) from None
         self._opened().reconcile(events)
         self._steps_left.clear()
 
     def _know_units(self, count: int) -> None:
-        """Note of how many samples or clients one is protected; a budget may have been set."""
+        """Take note of the number of samples or clients, and check the delta of the budget."""
         self._most_units = max(self._most_units, count)
         if self._budget is not None:
             self._require_small(self._budget[1])
@@ -413,14 +403,14 @@ class PrivacyEngine:
         return self._opened().events()
 
     def _opened(self) -> Ledger:
-        """Return the ledger; until the ranks of the training are known, the first of all has it."""
+        """Return the ledger; until the ranks of the training are known, rank 0 opens the file."""
         if self._ledger is None:
             is_first = not dist.is_initialized() or dist.get_rank() == 0
             self._ledger = Ledger(self._path if is_first else None)
         return self._ledger
 
     def _share_history(self, transport: Transport) -> None:
-        """Let all ranks know what the first one finds in its file, so that all count alike."""
+        """Send the history in the first rank's file to all ranks, so that all count the same."""
         if self._ledger is None and transport.rank:
             self._ledger = Ledger(None)
         history, problem = [], None
@@ -451,13 +441,13 @@ class PrivacyEngine:
         event_of_step: Callable[[], GaussianEvent],
         continued: Iterable[Releases],
     ) -> Callable[[], None]:
-        """Return what enters one such release, and raises instead if the budget is spent.
+        """Return a function that enters a release, or raises if the budget is spent.
 
         Args:
-            event_of_step: returns what is entered.
-            continued: what the release will be added to, which has to be in the ledger.  (Not who
-                has it: that has this function, and both would outlive their last user, and with
-                them the lock of the ledger.)
+            event_of_step: returns the event to enter.
+            continued: the counts of releases to which this one is added, all in the ledger.  (Not
+                their owner: it has this function, and the cycle would outlive its last user, and
+                with it the lock of the ledger.)
         """
 
         def enter() -> None:
@@ -495,7 +485,7 @@ def clipped_gradients(
     grad_sample_mode: str,
     micro_batch_size: int | None,
 ) -> ClippedGradients:
-    """Return what computes clipped sums of the per-sample gradients of a model."""
+    """Return clipped sums of per-sample gradients of a model, computed in the given mode."""
     kind: Callable[..., ClippedGradients] = PerSampleGradients
     if grad_sample_mode == "functorch":
         loaded = sys.modules.get("comm_hooks.optim.private.gradients.opacus")

@@ -1,21 +1,21 @@
-"""What is refused because the guarantee would not hold."""
+"""Refusals where the guarantee would not hold."""
 
 from typing import Any, ClassVar
 
 
 class PrivacyError(ValueError):
-    """What was asked for would not give the guarantee that it claims.
+    """Raised for a request that would not give the guarantee that it claims.
 
-    The message names the rule that is broken and what would be valid instead.  Raised before any
-    private data has been used.
+    The message names the broken rule and a valid alternative.  Raised before any private data has
+    been used.
     """
 
 
 class Settled:
-    """Refuses that its settings are changed once they have been made.
+    """Refuses changes of settings after they have been made.
 
-    What a step costs is written down before it, from these settings: another value would change
-    the noise, or what one sample can do, and not the ledger.
+    The cost of a step is written down before the step, from these settings: a changed value would
+    change the noise, or the influence of one sample, and not the ledger.
 
     Attributes:
         settled: the names of the settings.
@@ -27,12 +27,12 @@ class Settled:
         if name in self.settled and hasattr(self, name):
             raise PrivacyError(
                 f"{type(self).__name__}.{name} is settled, since the ledger counts on it: call "
-                "engine.change(optimizer, ...) for what may be changed, or make_private() or "
-                "private_participation() anew"
+                "engine.change(optimizer, ...) for settings that may be changed, or make_private() "
+                "or private_participation() anew"
             )
         super().__setattr__(name, value)
 
 
 def resettle(settled: object, name: str, value: Any) -> None:
-    """Change a setting nevertheless; the caller tells the ledger."""
+    """Change a setting nevertheless; the caller updates the ledger."""
     object.__setattr__(settled, name, value)

@@ -1,7 +1,7 @@
-"""Trying something out without an effect on what is drawn afterwards."""
+"""Random states: try something without an effect on later random numbers."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -9,15 +9,15 @@ import torch
 
 
 @contextmanager
-def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
-    """Let what is drawn meanwhile, by Python, NumPy or PyTorch, have no effect afterwards.
+def random_states_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Restore the generators of Python, NumPy and PyTorch at the end.
 
     Args:
-        device: on which PyTorch draws besides the CPU, if on any.
+        devices: accelerators of one kind, in addition to the CPU; CPUs are ignored.
     """
     states = random.getstate(), np.random.get_state()
-    devices = [] if device is None or device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+    forked = [device for device in devices if device.type != "cpu"]
+    with torch.random.fork_rng(forked, device_type=forked[0].type if forked else "cuda"):
         try:
             yield
         finally:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.lab.outcomes import Point
+from benchmarks.lab.runs import Point
 from benchmarks.lab.tasks import Task, build_task
 
 NUMEL = 64 * 200 + 200 + 200 * 10 + 10

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.lab.schedules import constant
-from benchmarks.lab.simulated import Plan, batch_generator, new_model
+from benchmarks.lab.training import Plan, batch_generator, new_model
 from benchmarks.studies.fed_lamb.methods import METHODS, Division, make_methods
 from tests.benchmarks.studying import NUMEL, digits, nothing
 

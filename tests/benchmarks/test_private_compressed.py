@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benchmarks.lab.outcomes import Point
+from benchmarks.lab.runs import Point
 from benchmarks.studies.private_compressed.schemes import (
     ALONE,
     SCHEMES,

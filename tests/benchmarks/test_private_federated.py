@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.lab.schedules import constant
-from benchmarks.lab.simulated import Plan, new_model
+from benchmarks.lab.training import Plan, new_model
 from benchmarks.studies.private_federated.methods import (
     METHODS,
     Given,

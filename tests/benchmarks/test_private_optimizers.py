@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.lab.simulated import new_model
+from benchmarks.lab.training import new_model
 from benchmarks.studies.private_optimizers import methods
 from benchmarks.studies.private_optimizers.data import Given, PartlyPublic, build
 from benchmarks.studies.private_optimizers.methods import (

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.lab.outcomes import Point
-from benchmarks.lab.simulated import new_model
+from benchmarks.lab.runs import Point
+from benchmarks.lab.training import new_model
 from benchmarks.studies.private_training import (
     PrivatePlan,
     PrivatePoint,

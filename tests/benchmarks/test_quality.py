@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from benchmarks.lab.methods import parse_method
 from benchmarks.lab.plain import rebuild
-from benchmarks.lab.simulated import numel
+from benchmarks.lab.model import count
 from benchmarks.quality import noise_scale, settings
 from benchmarks.quality.__main__ import app
 from benchmarks.quality.cells import make_cells, to_json

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.lab.outcomes import Point
+from benchmarks.lab.runs import Point
 from benchmarks.lab.schedules import cosine
-from benchmarks.lab.simulated import Client, NamedParameters, Plan, train
+from benchmarks.lab.simulated import train
+from benchmarks.lab.training import Client, NamedParameters, Plan
 from benchmarks.studies.safl.budget import FAMILIES, make_sketch, nearest
 from benchmarks.studies.safl.methods import Study, make_methods, safl_bytes
 from benchmarks.studies.safl.peers import PEERS, Given

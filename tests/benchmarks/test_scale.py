@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from benchmarks.lab.schedules import cosine
-from benchmarks.lab.simulated import batch_generator, known_warnings_ignored, new_model
+from benchmarks.lab.training import batch_generator, known_warnings_ignored, new_model
 from benchmarks.lab.tasks import build_task
 from benchmarks.studies.scale.methods import Method, make_methods
 from benchmarks.studies.scale.predicted import (

@@ -12,18 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.lab.methods import parse_method
-from benchmarks.lab.outcomes import Diverged, Point
+from benchmarks.lab.outcomes import Diverged
+from benchmarks.lab.runs import Point
 from benchmarks.lab.runs import Settings
 from benchmarks.lab.schedules import constant, cosine
-from benchmarks.lab.simulated import (
-    Client,
-    FlatModel,
-    NamedParameters,
-    Plan,
-    batch_generator,
-    new_model,
-    train,
-)
+from benchmarks.lab.simulated import FlatModel, train
+from benchmarks.lab.training import Client, NamedParameters, Plan, batch_generator, new_model
 from benchmarks.lab.tasks import Task
 from benchmarks.quality.clients import CLIP_NORM, make_client
 from comm_hooks.collectives import Transport

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.lab.outcomes import Advance, Method, Point, Settings
+from benchmarks.lab.outcomes import Advance, Method
+from benchmarks.lab.runs import Point, Tuned
 from benchmarks.lab.tables import make_table
 from benchmarks.studies.cli import Comparison, Place
 from benchmarks.studies.safl.peers import PEERS
@@ -101,7 +102,7 @@ def test_an_interrupted_study_goes_on_where_it_was(
     interrupts = iter([False, False, False, False, True])
 
     def method(name: str) -> Method:
-        def train(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+        def train(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
             if next(interrupts, False):
                 raise KeyboardInterrupt
             made.append((name, settings["lr"], seed))
@@ -140,7 +141,7 @@ def test_an_interrupted_study_tells_what_is_finished(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def method(name: str) -> Method:
-        def train(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+        def train(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
             if name == "interrupted":
                 raise KeyboardInterrupt
             return straight(0.1)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from comm_hooks.collectives.progress import progress_of
+from comm_hooks.collectives.failure_detection import progress_of
 
 
 class Group:

@@ -14,7 +14,7 @@ from comm_hooks.exchange.message import RoundContext
 from comm_hooks.exchange.payload import PayloadFormat
 from comm_hooks.randomness import derive_keys
 from comm_hooks.wire.gathered_header import GatheredHeader
-from comm_hooks.wire.header import Header, Judgments
+from comm_hooks.wire.header import Header, PendingChecks
 from comm_hooks.wire.index_codes import INDEX_CODES, places_code
 from comm_hooks.wire.stamp import Stamp
 from comm_hooks.wire.summed_header import SummedHeader
@@ -123,7 +123,7 @@ def _headers(draw: Draw, kind: type[Header]) -> None:
     _spoil(received, draw)
     header = kind(range(ranks), draw.below(ranks))
     try:
-        health = header.check(received, _STAMP, Judgments())
+        health = header.check(received, _STAMP, PendingChecks())
     except PayloadError:
         return
     same = received.view(torch.int32) == sent.view(torch.int32)

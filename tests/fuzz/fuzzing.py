@@ -12,7 +12,7 @@ from typing import TypeVar
 ROOT = Path(__file__).parents[2]
 CORPUS = Path(__file__).parent / "corpus"
 
-_OURS = tuple(str(ROOT / folder) + "/" for folder in ("comm_hooks", "optim", "launchers"))
+_OURS = tuple(f"{ROOT / folder}/" for folder in ("comm_hooks", "optim", "launchers", "benchmarks"))
 _Choice = TypeVar("_Choice")
 
 

@@ -1,7 +1,4 @@
-"""From guesses to epsilon: what so many right ones prove, whatever made them.
-
-All bounds are lower ones, of the true epsilon, and hold with the confidence that is asked for.
-"""
+"""Lower bounds of epsilon, from correct guesses, whatever made them."""
 
 import math
 from collections.abc import Callable
@@ -17,25 +14,26 @@ _MOST_EPSILON = 100.0
 def epsilon_lower_bound(
     correct: int, guesses: int, canaries: int, delta: float, confidence: float = 0.95
 ) -> float:
-    r"""Return the epsilon that guesses of who took part in one run prove.
+    r"""Return the epsilon that guesses about one run prove.
 
-    Each of m canaries took part by a fair coin of its own; somebody saw what was released, guessed
-    for r of them whether they did, and was right for v.  If the run is (epsilon, delta)-private,
-    then with W binomial of r trials and probability e^epsilon / (e^epsilon + 1)
+    A fair coin for each of m canaries decides whether it takes part.  An observer of the releases
+    guesses r of the coins, and v of these guesses are correct.  If the run is
+    (epsilon, delta)-private, then with W binomial of r trials and probability
+    e^epsilon / (e^epsilon + 1)
 
     1. beta <- P[W >= v]
     2. alpha <- the largest P[v - i <= W < v] / i over i = 1 ... v
-    3. P[at least v are right] <= beta + 2 m delta alpha
+    3. P[at least v are correct] <= beta + 2 m delta alpha
 
     and the bound is the smallest epsilon for which 3. is not below 1 - confidence.  The canaries
-    may depend on one another in every way.
+    may depend on one another in any way.
 
     Source: Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", NeurIPS 2023,
     Theorem 5.2, for neighbours that differ by adding or removing one sample.
 
     Args:
         correct: v, from 0 to ``guesses``.
-        guesses: r, decided before it is known which are right.
+        guesses: r, fixed before the coins are known.
         canaries: m, at least ``guesses``.
         delta: from 0 to below 1.
         confidence: the probability, between 0 and 1, with which the bound holds.
@@ -51,7 +49,7 @@ def epsilon_lower_bound(
     """
     if not 0 <= correct <= guesses <= canaries:
         raise ValueError(
-            f"of {canaries} canaries {guesses} were guessed and {correct} rightly: need "
+            f"{correct} correct guesses of {guesses} for {canaries} canaries: need "
             "0 <= correct <= guesses <= canaries"
         )
     if not 0 <= delta < 1:
@@ -59,7 +57,7 @@ def epsilon_lower_bound(
     chance = 1 - _require_confidence(confidence)
 
     def excess(epsilon: float) -> float:
-        """Return by how much 3. exceeds the chance."""
+        """Return the difference between 3. and the chance."""
         masses = binom.pmf(np.arange(guesses + 1), guesses, expit(epsilon))
         below = np.cumsum(masses[:correct][::-1]) / np.arange(1, correct + 1)
         right = masses[correct:].sum() + 2 * canaries * delta * below.max(initial=0.0)
@@ -74,22 +72,20 @@ def gaussian_lower_bound(
     r"""Return the mu of the Gaussian mechanism that a threshold test proves.
 
     A mechanism is mu-GDP if no test tells its outputs with and without one sample apart better than
-    one draw of N(mu, 1) from one of N(0, 1); sigma alone, in T steps in which the sample is in the
-    batch, is sqrt(T) / sigma.  The bound is
+    one draw of N(mu, 1) from one of N(0, 1).  Noise of sigma, in T steps with the sample in each
+    batch, has mu = sqrt(T) / sigma.  The bound is
 
         mu >= Phi^-1(1 - a) - Phi^-1(b)
 
     with a and b the upper Clopper-Pearson limits of both error rates, at (1 + confidence) / 2 each.
-    If the mechanism claims to be mu-GDP and the bound exceeds that, then the claim is false, of
-    whatever kind the mechanism is.
+    A bound above the claimed mu disproves the claim, for any mechanism.
 
     Source: Nasr et al., "Tight Auditing of Differentially Private Machine Learning", USENIX
     Security 2023; Dong, Roth and Su, "Gaussian Differential Privacy", JRSS B 2022.
 
     Args:
-        false_positives: out of ``absent`` trials without the sample, those that were taken for
-            trials with it.
-        false_negatives: out of ``present`` trials with the sample, those taken for trials without.
+        false_positives: wrong answers among the ``absent`` trials without the sample.
+        false_negatives: wrong answers among the ``present`` trials with the sample.
         confidence: see :func:`epsilon_lower_bound`.
 
     Raises:
@@ -140,7 +136,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         return 0.0
 
     def excess(epsilon: float) -> float:
-        """Return by how much delta exceeds what this epsilon needs."""
+        """Return the difference between delta and the delta of this epsilon."""
         upper, lower = norm.logcdf(np.array([1, -1]) * mu / 2 - epsilon / mu)
         # e^epsilon alone may overflow where the product is small.
         return delta - math.exp(upper) + math.exp(epsilon + lower)
@@ -161,7 +157,7 @@ def binomial_tail(at_least: int, trials: int, probability: float) -> float:
 
 
 def _root(excess: Callable[[float], float], most: float) -> float:
-    """Return where something that is negative for small values becomes positive, from 0 on."""
+    """Return the point from 0 on at which an increasing function becomes positive."""
     return 0.0 if excess(0.0) >= 0 else float(brentq(excess, 0.0, most, xtol=1e-9))
 
 

@@ -1,36 +1,62 @@
-"""The strongest attack on the noise: on releases in which everybody knows who was drawn."""
+"""The attack on the noise: on releases, by an observer of the draws."""
 
 import math
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.audit.attacks import Attack
 from benchmarks.audit.attacks.bounds import gaussian_epsilon, gaussian_lower_bound
 from benchmarks.audit.attacks.one_run import fair_coins
 from benchmarks.audit.checks.chances import SHARES
-from benchmarks.audit.configuration import Configuration
-from benchmarks.audit.stages import Stages
+from benchmarks.audit.configuration import Configuration, Stages
 from benchmarks.audit.world import World
 from comm_hooks.exchange import ExchangeSettings
 
 _MOST_CANARIES = 1024
 _SIDE = 16
-# Of all elements of all ranks in all steps: a few seconds.
+# Elements of all ranks in all steps: a few seconds.
 _MOST_WORK = 20_000_000
-# What error feedback holds back must have time to come.
+# A residual must have the time to be sent.
 _STEPS = 24
 _FEW_STEPS = 8
 _FEWEST_STEPS = 4
-# Where one vector is made of all parameters, canaries are not apart: one world for each.
+# Where all parameters are compressed as one vector, each canary needs a world of its own.
 _CANARIES_ONE_BY_ONE = 96
-# A larger claim could not be exceeded by what a few hundred canaries prove, a smaller one would not
-# be exceeded by a small fault.
+# A few hundred canaries cannot exceed a larger claim, and a small fault not a smaller one.
 _MOST_MU = 1.4
 _NO_NOISE = 1e-6
-# Of C: canaries are this large at least, and at most, whatever clipping lets pass.
+# Of C: the range of canaries, whatever clipping lets pass.
 _LEAST_CHANGE, _MOST_CHANGE = 1e-3, 10.0
 _THRESHOLDS = 64
+
+
+@dataclass(frozen=True)
+class Attack:
+    """The result of the attack.
+
+    Attributes:
+        audited: the epsilon that it proves, at the requested confidence.
+        claimed: the epsilon that is claimed for the same releases.
+        alarm: whether it disproves the claim at the confidence of an alarm.
+        mu, claimed_mu: the same as ``audited`` and ``claimed``, for the mu of Gaussian privacy.
+        steps: the number of releases that each canary was in.
+        canaries: their number.
+    """
+
+    audited: float
+    claimed: float
+    alarm: bool
+    mu: float
+    claimed_mu: float
+    steps: int
+    canaries: int
+
+    @property
+    def outcome(self) -> str:
+        """``"violation"``, ``"suspicious"`` (by chance in one audit of 20) or ``"none found"``."""
+        if self.alarm:
+            return "violation"
+        return "suspicious" if self.audited > self.claimed else "none found"
 
 
 def audit_releases(
@@ -42,41 +68,35 @@ def audit_releases(
 ) -> Attack:
     r"""Attack the clipping, the noise, the compressor and the feedback, without the sampling.
 
-    1. the largest change that one sample makes to a clipped sum has been found by trying;
-    2. canaries get a coordinate each, in a parameter of their own, on all ranks in turn; by fair
-       coins half of them are in, and then in every batch with that change;
-    3. T steps are taken on all ranks; half way all processes are started again, and from there
-       canaries have the opposite sign, so that noise that comes again cancels;
-    4. what each canary would release without noise, w_t, is found by playing the same with next to
-       none; the half with the larger norm of w is kept (all, if they are equal);
-    5. a canary with x_t released has two scores: sum_t w_t x_t / |w|, the best one if noise is
-       everywhere, and the same with x_t clamped to what w_t makes possible, the better one if much
-       is released without noise;
-    6. a quarter of the canaries chooses a threshold, the others count its errors, for those of each
+    1. canaries get a coordinate each, in a parameter of their own, on all ranks in turn; by fair
+       coins half of them are in every batch, with the largest change that clipping lets pass;
+    2. take T steps on all ranks; half way all processes restart, and from there canaries have the
+       opposite sign, so that repeated noise cancels;
+    3. play the same with almost no noise, to find the clean release w_t of each canary; keep the
+       half with the larger norm of w (all, if they are equal);
+    4. a canary with x_t released has two scores: sum_t w_t x_t / |w|, the best one if noise is
+       everywhere, and the same with x_t clamped to the range of w_t, the better one if much is
+       released without noise;
+    5. a quarter of the canaries chooses a threshold, the others count its errors, for those of each
        rank and for all together;
-    7. :func:`~benchmarks.audit.attacks.bounds.gaussian_lower_bound` makes mu of them.
+    6. :func:`~benchmarks.audit.attacks.bounds.gaussian_lower_bound` makes mu of them.
 
-    What is claimed is sqrt(T) / sigma.  With a sigma that makes it more than 1.4 a larger one is
-    played, because a few hundred canaries prove no more than a mu of 3.
+    The claim is mu = sqrt(T) / sigma.  A larger sigma is played where that exceeds 1.4, because a
+    few hundred canaries prove no more than a mu of 3.
 
-    An excess refutes the claim if canaries are independent trials, as they are in a correct step:
-    coordinates have noise of their own, and parameters are compressed apart.  They are not with
-    ``granularity="bucket"``, the default of sketches: there each canary has a world of its own, and
-    there are fewer.
+    A bound above the claim disproves it if canaries are independent trials, as they are in a
+    correct step: coordinates have noise of their own, and parameters are compressed apart.  With
+    ``granularity="bucket"``, the default of sketches, they are not: there each canary has a world
+    of its own, and there are fewer.
 
     Args:
-        stages: what makes the parts.
-        sensitivity: that change, over C.
+        stages: makes the parts.
+        sensitivity: the largest change of a clipped sum by one sample, over C.
         confidence, alarm_confidence: of the two bounds.
-
-    Returns:
-        The attack; its details have mu at both confidences and as it is claimed, the sensitivity,
-        how many releases each canary was in, and how many canaries there were.
     """
     configuration = stages.configuration
-    sensitivity = min(max(sensitivity, _LEAST_CHANGE), _MOST_CHANGE)
     plan = _Plan.of(configuration)
-    change = sensitivity * configuration.max_grad_norm
+    change = min(max(sensitivity, _LEAST_CHANGE), _MOST_CHANGE) * configuration.max_grad_norm
     sizes, scores, included = [], [], []
     for _ in range(plan.worlds):
         coins = fair_coins(plan.canaries)
@@ -91,37 +111,27 @@ def audit_releases(
     groups = [torch.ones_like(coins)]
     if configuration.world_size > 1:
         groups += [rank == r for r in range(configuration.world_size)]
-    bounds: list[float] = []
-    for level in (confidence, alarm_confidence):
+    groups = [group & (size >= 0.99 * size[group].median()) for group in groups]
+
+    def bound(level: float) -> float:
         each = 1 - (1 - level) / (len(groups) * len(score))
-        bounds.append(
-            max(
-                _lower_bound(way[group], coins[group], each)
-                for group in (group & (size >= 0.99 * size[group].median()) for group in groups)
-                for way in score
-            )
-        )
-    claimed = math.sqrt(plan.steps) / plan.noise_multiplier
-    mu, surest_mu = bounds
+        return max(_lower_bound(way[g], coins[g], each) for g in groups for way in score)
+
+    claimed, mu = math.sqrt(plan.steps) / plan.noise_multiplier, bound(confidence)
     return Attack(
-        "releases, where it is known who was drawn",
-        gaussian_epsilon(mu, configuration.delta),
-        gaussian_epsilon(claimed, configuration.delta),
-        surest_mu > claimed,
-        {
-            "mu": mu,
-            "surest_mu": surest_mu,
-            "claimed_mu": claimed,
-            "sensitivity": sensitivity,
-            "steps": plan.steps,
-            "canaries": len(coins),
-        },
+        audited=gaussian_epsilon(mu, configuration.delta),
+        claimed=gaussian_epsilon(claimed, configuration.delta),
+        alarm=bound(alarm_confidence) > claimed,
+        mu=mu,
+        claimed_mu=claimed,
+        steps=plan.steps,
+        canaries=len(coins),
     )
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """How many worlds, canaries in each and steps, and with which noise."""
+    """The number of worlds, of canaries in each and of steps, and the noise."""
 
     worlds: int
     canaries: int
@@ -130,8 +140,7 @@ class _Plan:
 
     @classmethod
     def of(cls, configuration: Configuration) -> "_Plan":
-        ranks = configuration.world_size
-        block = configuration.exchange
+        ranks, block = configuration.world_size, configuration.exchange
         apart = ExchangeSettings.from_dict(block).granularity == "parameter"
         lasts = block["compressor"] != "identity" and apart
         steps = _STEPS if lasts else _FEW_STEPS if apart else _FEWEST_STEPS
@@ -145,7 +154,7 @@ class _Plan:
 def _play(
     stages: Stages, plan: _Plan, places: torch.Tensor, values: torch.Tensor, noise: float
 ) -> torch.Tensor:
-    """Return what is released at every canary's place, (steps, canaries), signs undone."""
+    """Return the release at each canary's place, (steps, canaries), with undone signs."""
     shapes = {f"parameter {i}": (_SIDE, _SIDE) for i in range(plan.canaries)}
     world = World(stages, shapes, noise)
     canaries = torch.arange(plan.canaries)
@@ -168,27 +177,20 @@ def _scores(expected: torch.Tensor, released: torch.Tensor) -> torch.Tensor:
 
 
 def _lower_bound(scores: torch.Tensor, included: torch.Tensor, confidence: float) -> float:
-    """Return mu from scores and the truth."""
-    few = len(scores) // 4
-    chosen, counted = slice(0, few), slice(few, None)
+    """Return mu from the scores and the truth."""
+
+    def mu_of(part: slice, threshold: float) -> float:
+        positive, truth = scores[part] > threshold, included[part]
+        return gaussian_lower_bound(
+            int((positive & ~truth).sum()),
+            int((~truth).sum()),
+            int((~positive & truth).sum()),
+            int(truth.sum()),
+            confidence,
+        )
+
+    chosen, counted = slice(0, len(scores) // 4), slice(len(scores) // 4, None)
     candidates = torch.quantile(scores[chosen], torch.linspace(0, 1, _THRESHOLDS))
-    # Between two scores: one that is equal to a threshold would be on either side by chance.
+    # Between two scores: one equal to the threshold would be on either side by chance.
     candidates = torch.unique((candidates[1:] + candidates[:-1]) / 2)
-    threshold = max(
-        candidates.tolist(),
-        key=lambda t: _mu_of(scores[chosen], included[chosen], t, confidence),
-    )
-    return _mu_of(scores[counted], included[counted], threshold, confidence)
-
-
-def _mu_of(
-    scores: torch.Tensor, included: torch.Tensor, threshold: float, confidence: float
-) -> float:
-    positive = scores > threshold
-    return gaussian_lower_bound(
-        int((positive & ~included).sum()),
-        int((~included).sum()),
-        int((~positive & included).sum()),
-        int(included.sum()),
-        confidence,
-    )
+    return mu_of(counted, max(candidates.tolist(), key=lambda t: mu_of(chosen, t)))

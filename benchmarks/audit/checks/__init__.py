@@ -1,1 +1,1 @@
-"""Checks of a private step: each looks for one property, and says in words what is wrong."""
+"""Checks of a private step: each tests one property, and reports a fault in one line."""

@@ -1,7 +1,7 @@
-"""How surely a check must know: the budget of false alarms, and tails of known distributions.
+"""The budget of false alarms, and the tails of known distributions.
 
-A correct training raises an alarm in one audit of 1,000 or less: every test has its share of that,
-here, and divides it by the number of comparisons it makes.
+A correct training raises an alarm in one audit of 1,000 or less: each test has its share of that,
+and divides it by the number of its comparisons.
 """
 
 import math
@@ -16,7 +16,6 @@ Array = npt.NDArray[np.float64]
 MOST_FALSE_ALARMS = 1e-3
 SHARES = {
     "releases: bound": 1e-4,
-    "training: bound": 1.5e-4,
     "noise: energy": 1e-4,
     "noise: correlation": 5e-5,
     "noise: dimension": 2e-5,
@@ -44,12 +43,12 @@ def chance(test: str, comparisons: int = 1) -> float:
 
 
 def normal_limit(chance: float) -> float:
-    """Return what a standard normal variable exceeds, on either side, with this probability."""
+    """Return the size that a standard normal variable exceeds with this probability."""
     return float(norm.isf(chance / 2))
 
 
 def smallest_energy(terms: int, chance: float) -> float:
-    """Return below which the mean square of so many standard normal variables is by chance.
+    """Return the limit below which the mean square of standard normal variables lies by chance.
 
     Example::
 
@@ -61,7 +60,7 @@ def smallest_energy(terms: int, chance: float) -> float:
 
 
 def largest_correlation(length: int, chance: float) -> float:
-    """Return what two independent normal vectors' cosine exceeds, on either side, by chance.
+    """Return the size that the cosine of two independent normal vectors exceeds by chance.
 
     Its square has a beta distribution of 1/2 and (length - 1) / 2.
 
@@ -75,7 +74,7 @@ def largest_correlation(length: int, chance: float) -> float:
 
 
 def log_tail(counts: npt.ArrayLike, trials: npt.ArrayLike, rate: npt.ArrayLike) -> Array:
-    """Return a bound on the logarithm of a binomial count's tail, on the side where it lies.
+    """Return a bound on the logarithm of a binomial count's tail, on its own side of the mean.
 
     Chernoff's: P[X >= k] <= exp(-n KL(k / n, p)), and so below.
 
@@ -106,14 +105,14 @@ def strongest_lag(
     """Correlate the rows of two matrices (rows, d) of mean 0 and variance 1 at every shift.
 
     Args:
-        least: how many products a shift must have to be looked at.
+        least: the fewest products of a shift that is looked at.
         chance: the probability with which any of the shifts may be reported by mistake.
         forward: whether to look at positive shifts only.
 
     Returns:
         The shift from 1 - d to d - 1 at which the sum over rows and i of
-        ``one[:, i] * other[:, i + shift]`` is farthest from 0, and by how many standard deviations;
-        None where that is chance.
+        ``one[:, i] * other[:, i + shift]`` is farthest from 0, and its distance in standard
+        deviations; None where that is chance.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""The audit of a script as it is: run several times, with and without one sample."""
+"""The audit of a script: several runs, with and without one sample."""
 
 import itertools
 import os
@@ -9,18 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.audit.script.noise import (
-    drawn_of,
-    find_noise,
-    judge_correlation,
-    judge_draws,
-    judge_size,
-)
+from benchmarks.audit.script.noise import drawn_of, find_noise, judge_draws, judge_noise
 from benchmarks.audit.script.observer import Variant
 from benchmarks.audit.script.planting import Kind, Plant
 from benchmarks.audit.script.run import Job, Run, ScriptFailed, run_script
 from benchmarks.audit.script.sources import VARIED_ROWS
-from benchmarks.audit.script.twins import Twins, are_alike, compare
+from benchmarks.audit.script.twins import Twins, compare, first_difference
 
 _KINDS: tuple[Kind, ...] = ("absent", "huge", "swapped", "not finite")
 _MOST_SOURCES = 3
@@ -31,9 +25,9 @@ class Check:
     """One line of the table.
 
     Attributes:
-        name: what was looked at.
-        extent: how much of it.
-        found: the number that came out.
+        name: of the check.
+        extent: the amount of data.
+        found: the resulting number.
         outcome: ``"ok"``, ``"violation"``, ``"suspicious"`` or ``"not compared"``.
     """
 
@@ -45,13 +39,13 @@ class Check:
 
 @dataclass(frozen=True)
 class ScriptAudit:
-    """What came out.
+    """The result of the audit of a script.
 
     Attributes:
-        checks: all that was looked at.
-        problems: what a sample shows by, and what is not as the ledger has it, in words.
-        doubts: what may be a problem, in words.
-        notes: what was not compared, and why.
+        checks: the table.
+        problems: one line for each violation of the guarantee.
+        doubts: one line for each possible problem.
+        notes: one line for each missing comparison, with the reason.
     """
 
     checks: list[Check] = field(default_factory=list)
@@ -66,7 +60,7 @@ class ScriptAudit:
 
     @property
     def suspicious(self) -> bool:
-        """Whether somebody should have a look."""
+        """Whether a person should have a look."""
         return bool(self.doubts)
 
     def add(
@@ -76,37 +70,33 @@ class ScriptAudit:
         found: str = "",
         problems: Sequence[str] = (),
         doubts: Sequence[str] = (),
-        *,
-        compared: bool = True,
     ) -> None:
-        """Add a line, with what is wrong."""
-        fine = "ok" if compared else "not compared"
-        outcome = "violation" if problems else "suspicious" if doubts else fine
+        """Add a line, with its problems and doubts."""
+        outcome = "violation" if problems else "suspicious" if doubts else "ok"
         self.checks.append(Check(name, extent, found, outcome))
         self.problems.extend(p for p in problems if p not in self.problems)
         self.doubts.extend(d for d in doubts if d not in self.doubts)
 
 
 def audit_script(job: Job) -> ScriptAudit:
-    """Run a script of private training several times, and compare what it releases and keeps.
+    """Run a script of private training several times, and compare its releases and its model.
 
-    1. as it is, twice: what differs between two equal runs cannot be compared
-    2. with the same draws and other noise: is the noise as large as the ledger has it, anew in
-       every step, and not from a seed?  With other draws: does the sampling follow from a seed?
-    3. with one sample as it is, absent, huge, with other labels and not finite, everything else
-       and all noise being the same.  Each run goes on with what the first one has released, so
-       that nothing but clipped sums may depend on the sample, those only in steps in which it was
-       drawn, and by at most C
-    4. with one row changed of what the data set is made of: do other samples depend on it?
+    1. unchanged, twice: a difference between two equal runs cannot be compared;
+    2. with the same draws and other noise: is the noise as large as the ledger has it, fresh in
+       every step, and independent of seeds?  With other draws: do the draws follow from a seed?
+    3. with one sample unchanged, absent, huge, with other labels and not finite, everything else
+       and all noise being the same.  Each run continues with the releases of the first one, so
+       that only clipped sums may depend on the sample, only in steps with the sample in the batch,
+       and by at most C;
+    4. with changed rows in one source of the data set: do other samples depend on them?
 
-    A violation is declared only by what is certain (3, 4), or where chance would bring it about in
-    one audit of 2,000.
+    A violation is certain (3, 4), or chance brings it about in one audit of 2,000.
 
     Args:
-        job: the script, and how it is run.
+        job: the script and its settings.
 
     Raises:
-        ScriptFailed: if it does not get through a run, is not there, or trains nothing privately.
+        ScriptFailed: if it does not finish a run, does not exist, or trains nothing privately.
 
     Example::
 
@@ -118,14 +108,13 @@ def audit_script(job: Job) -> ScriptAudit:
     """
     if not job.script.is_file():
         raise ScriptFailed(f"{job.script}: there is no such file")
-    with tempfile.TemporaryDirectory(
-        prefix="comm-hooks-audit-", ignore_cleanup_errors=True
-    ) as folder:
+    prefix = "comm-hooks-audit-"
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
         return _audit(job, _Runner(job, Path(folder)))
 
 
 class _Runner:
-    """Runs variants, as many at a time as there are cores; all go on as the first one has."""
+    """Runs variants, as many at a time as there are cores; all follow the first one."""
 
     def __init__(self, job: Job, folder: Path) -> None:
         self._job = job
@@ -140,6 +129,10 @@ class _Runner:
         self._first = self._first or folders[0]
         return done
 
+    def whole(self, *variants: Variant) -> list[Run]:
+        """Return the runs, or raise the first failure."""
+        return [_whole(run) for run in self(*variants)]
+
     def _run(self, variant: Variant, folder: Path) -> Run | ScriptFailed:
         folder.mkdir()
         try:
@@ -148,9 +141,15 @@ class _Runner:
             return failed
 
 
+def _whole(run: Run | ScriptFailed) -> Run:
+    if isinstance(run, ScriptFailed):
+        raise run
+    return run
+
+
 def _audit(job: Job, runner: _Runner) -> ScriptAudit:
     audit = ScriptAudit()
-    (reference,) = map(_whole, runner(Variant("as it is")))
+    (reference,) = runner.whole(Variant("as it is"))
     record = reference.ranks[0]
     if not record["engines"]:
         raise ScriptFailed(
@@ -159,38 +158,33 @@ def _audit(job: Job, runner: _Runner) -> ScriptAudit:
         )
     if not record["releases"] and not record["steps"]:
         raise ScriptFailed(f"{job.script} takes no private step: there is nothing to audit")
-    again, other_noise, other_draws = map(
-        _whole,
-        runner(
-            Variant("as it is, again"),
-            Variant("other noise", noise=1),
-            Variant("other draws", noise=2, draws=2),
-        ),
+    again, other_noise, other_draws = runner.whole(
+        Variant("as it is, again"),
+        Variant("other noise", noise=1),
+        Variant("other draws", noise=2, draws=2),
     )
     _check_ledger(audit, reference)
-    # Clients are drawn by the secret that their noise comes from.
+    # Clients are drawn by the secret of their noise.
     is_of_clients = any(release["place"] == "clients" for release in record["releases"])
-    _check_noise(audit, reference, other_draws if is_of_clients else other_noise)
+    noises = find_noise(reference)
+    others = find_noise(other_draws if is_of_clients else other_noise)
+    discrete = any(release["discrete"] for release in record["releases"])
+    problems, doubts, ratio = judge_noise(noises, others, discrete=discrete)
+    numbers = sum(noise.values.numel() for noise in noises)
+    audit.add("noise", f"{numbers} numbers", f"{ratio:.4f} of the claim", problems, doubts)
     problems, rate = judge_draws(reference, other_draws)
     if rate is not None:
-        steps = len(drawn_of(reference))
-        audit.add("who is drawn", f"{steps} steps", f"rate {rate:.3g}", problems)
-    if difference := are_alike(reference, again):
+        audit.add("draws", f"{len(drawn_of(reference))} steps", f"rate {rate:.3g}", problems)
+    if difference := first_difference(reference, again):
         audit.notes.append(
             f"twins are not comparable: two runs with the same seeds and secrets differ "
-            f"({difference}). Only noise, sampling and the ledger were looked at"
+            f"({difference}). Only noise, sampling and the ledger were checked"
         )
-        audit.add("twins", "two equal runs", "differ", compared=False)
+        audit.checks.append(Check("twins", "two equal runs", "differ", "not compared"))
         return audit
     _check_twins(audit, runner, reference, "client" if is_of_clients else "sample")
     _check_sources(audit, runner, reference)
     return audit
-
-
-def _whole(run: Run | ScriptFailed) -> Run:
-    if isinstance(run, ScriptFailed):
-        raise run
-    return run
 
 
 def _check_ledger(audit: ScriptAudit, reference: Run) -> None:
@@ -202,39 +196,20 @@ def _check_ledger(audit: ScriptAudit, reference: Run) -> None:
         if release["entries"] < number:
             problems.append(
                 f"{release['where']}: release {number} has no entry in the ledger, which has "
-                f"{release['entries']}: epsilon is larger than it says"
+                f"{release['entries']}: its epsilon is too small"
             )
             break
     steps = [event for event in record["events"] if event["kind"] == "private"]
-    for number, step in enumerate(steps, start=1):
-        if len(releases) < number:
-            problems.append(
-                f"{step['where']}: step {number} went past the mechanism, which has released "
-                f"{len(releases)} sums: its noise is not known"
-            )
-            break
+    if len(steps) > len(releases):
+        problems.append(
+            f"{steps[len(releases)]['where']}: step {len(releases) + 1} bypassed the mechanism, "
+            f"which has released {len(releases)} sums: its noise is not known"
+        )
     if record["in ledger"] < entries:
         problems.append(
             f"the ledger has {record['in ledger']} steps in the end, of {entries} that were entered"
         )
     audit.add("ledger", f"{len(releases)} releases", f"{entries} entries", problems)
-
-
-def _check_noise(audit: ScriptAudit, reference: Run, other: Run) -> None:
-    noises, others = find_noise(reference), find_noise(other)
-    count = sum(noise.values.numel() for noise in noises)
-    small, large, ratio = judge_size(noises)
-    audit.add("size of the noise", f"{count} numbers", f"{ratio:.4f} of the claim", small, large)
-    problems, largest = judge_correlation(noises, others)
-    found = "too few numbers" if largest is None else f"correlated by {largest:.3f} at most"
-    steps = sum(len(noise.values) for noise in noises)
-    audit.add(
-        "noise of two steps or runs",
-        f"pairs of {steps} steps",
-        found,
-        problems,
-        compared=largest is not None,
-    )
 
 
 def _check_twins(audit: ScriptAudit, runner: _Runner, reference: Run, unit: str) -> None:
@@ -247,21 +222,17 @@ def _check_twins(audit: ScriptAudit, runner: _Runner, reference: Run, unit: str)
     done = runner(*(Variant(f"{unit} {p.index} {p.kind}", plant=p) for p in wanted))
     runs: dict[Plant, Run] = {}
     for plant, run in zip(wanted, done, strict=True):
-        if isinstance(run, ScriptFailed):
-            if plant.kind == "absent":
-                raise run
-            audit.doubts.append(
-                f"{run}. Whoever sees that it has stopped knows of {unit} {plant.index}"
-            )
+        if isinstance(run, ScriptFailed) and plant.kind != "absent":
+            audit.doubts.append(f"{run}. A failure shows that {unit} {plant.index} takes part")
         else:
-            runs[plant] = run
+            runs[plant] = _whole(run)
     if not any(drawn_of(reference)):
-        audit.notes.append("nobody was drawn in these steps: give more --steps")
+        audit.notes.append(f"no {unit} was drawn in these steps: give more --steps")
     for plant, run in runs.items():
         absent = runs[Plant(plant.index, "absent")]
         present = reference if plant.kind == "absent" else run
         twins = [compare(absent, present, reference, unit)]
-        # With as many rows in each batch, also where more rows draw more random numbers.
+        # With equal numbers of rows, also where each row draws random numbers.
         blank = runs.get(Plant(plant.index, "not finite"))
         if blank is not None and blank is not present:
             twins.append(compare(blank, present, reference, unit))
@@ -276,38 +247,37 @@ def _add_twins(audit: ScriptAudit, name: str, twins: Sequence[Twins]) -> None:
         found = "all but clipped sums"
         if len(twins) > 1 or not name.endswith("not finite"):
             audit.notes.append(
-                f"{name}: what it does to clipped sums was not compared: a batch of another length "
+                f"{name}: its effect on clipped sums was not compared: a batch of another length "
                 "draws other random numbers, and samples cannot be made NaN"
             )
     audit.add(name, f"drawn in {twins[0].drawn} steps", found, problems)
 
 
 def choose(reference: Run, ranks: int) -> tuple[int, int, int | None]:
-    """Return an index that is drawn in the first step, one on another rank that is drawn later, and
-    one that never is, if there are such.
+    """Return an index of the first batch, a later one on another rank, and one of no batch.
+
+    The last is None if every sample was drawn.
     """
     drawn = drawn_of(reference)
     units = reference.ranks[0]["units"]
-    count = units[0][0] if units else 1
     first = {i: step for step, indices in reversed([*enumerate(drawn)]) for i in indices}
     times = Counter(itertools.chain(*drawn))
     if not first:
         return 0, 0, None
 
-    def liking(index: int) -> tuple[int, int]:
-        # Drawn rarely, so that what comes back in other steps shows, and in the middle.
+    def preference(index: int) -> tuple[int, int]:
+        # Rare draws, so that a return in other steps shows, and in the middle.
         return times[index], abs(first[index] - len(drawn) // 2)
 
-    early = min((i for i in first if first[i] == min(first.values())), key=liking)
+    early = min((i for i in first if first[i] == min(first.values())), key=preference)
     later = [i for i in first if 0 < first[i] < max(2, len(drawn) - 1)] or list(first)
-    elsewhere = [i for i in later if i % ranks != early % ranks] or later
-    late = min(elsewhere, key=liking)
-    never = next((i for i in range(count) if i not in first), None)
+    late = min([i for i in later if i % ranks != early % ranks] or later, key=preference)
+    never = next((i for i in range(units[0][0] if units else 1) if i not in first), None)
     return early, late, never
 
 
 def _check_sources(audit: ScriptAudit, runner: _Runner, reference: Run) -> None:
-    """Change rows of each thing that the data set may be made of, and see what else changes."""
+    """Change rows of each source of the data set, and look for other changes."""
     sources = reference.ranks[0]["sources"]
     rows, others = sources["rows"], sources["others"]
     if not rows:
@@ -315,25 +285,25 @@ def _check_sources(audit: ScriptAudit, runner: _Runner, reference: Run) -> None:
     places = [
         (number, *made)
         for number, made in enumerate(sources["made"])
-        # Some samples may stand in the data set several times.
+        # Some samples may be in the data set several times.
         if made[2][0] >= max(VARIED_ROWS, len(rows) // 4)
     ][:_MOST_SOURCES]
     if not places:
         audit.notes.append(
-            "what was computed of the data before the data set was made was not seen (it comes "
-            "from none of torch.load, numpy.load, torch.from_numpy, torch.tensor, torch.randn)"
+            "computations before the data set were not checked: it comes from none of torch.load, "
+            "numpy.load, torch.from_numpy, torch.tensor, torch.randn"
         )
-    done = runner(*(Variant(f"rows of source {p[0]}", varied_source=p[0]) for p in places))
-    for (_, where, name, shape, is_loaded), run in zip(places, done, strict=True):
-        found = _whole(run).ranks[0]["sources"]
-        # In whatever order they are by then.
+    runs = runner.whole(*(Variant(f"rows of source {p[0]}", varied_source=p[0]) for p in places))
+    for (_, where, name, shape, is_loaded), run in zip(places, runs, strict=True):
+        found = run.ranks[0]["sources"]
+        # In any order.
         before, after = Counter(rows), Counter(found["rows"] or rows)
         changed = max((before - after).total(), (after - before).total())
-        what = f"{where}: {VARIED_ROWS} rows of what {name}() has returned there change"
+        what = f"{where}: {VARIED_ROWS} rows of the result of {name}() change"
         wrong: list[str] = []
         odd: list[str] = []
         if changed > VARIED_ROWS:
-            # Or what looks like data is a table that many samples refer to.
+            # Few changes may come from a table that many samples refer to.
             (wrong if changed > len(rows) // 2 else odd).append(
                 f"{what} {changed} of {len(rows)} samples: they depend on each other before "
                 "training begins"

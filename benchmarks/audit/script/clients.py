@@ -1,4 +1,4 @@
-"""Rounds of private clients: who plays, what they send and what is released."""
+"""Rounds of private clients: their turns, messages and releases."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,20 +9,21 @@ from benchmarks.audit.script.planting import EXTREMES, Plant
 from benchmarks.audit.script.watched import flat
 from comm_hooks.optim.private.client_level import PrivateParticipation
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
-from comm_hooks.optim.rounds.participation import Contribution, deal
+from comm_hooks.optim.rounds.participation import deal
 
 
 class Clients:
-    """Follows rounds, and takes a client out of them, or makes what it sends extreme.
+    """Follows rounds, and removes a client from them, or makes its message extreme.
 
     Args:
-        planted: the client; None: nobody.
+        planted: the client; None for none.
         rank: of this process.
         release: records a release: the clean sum, the tensors and facts by name.
-        conclude: is called with the rounds when one of them has ended.
+        conclude: is called with the rounds at the end of each.
 
     Attributes:
         playing: whether a round is going on, in which the model is some client's.
+        observers: by event; see :mod:`benchmarks.audit.events`.
     """
 
     def __init__(
@@ -32,8 +33,9 @@ class Clients:
         release: Callable[..., None],
         conclude: Callable[[LocalRounds], None],
     ) -> None:
-        self._planted, self._rank = planted, rank
-        self._release, self._conclude_round = release, conclude
+        self._index = planted.index if planted is not None else None
+        self._kind = planted.kind if planted is not None else ""
+        self._rank, self._release, self._after_round = rank, release, conclude
         self.playing = False
         self._drawn: list[int] = []
         self._messages: list[torch.Tensor] | None = None
@@ -48,21 +50,13 @@ class Clients:
         }
 
     def _turns(
-        self,
-        method: Callable[..., list[list[int | None]]],
-        participation: PrivateParticipation,
-        round_index: int,
-        transport: Any,
+        self, method: Callable[..., Any], participation: Any, round_index: int, transport: Any
     ) -> list[list[int | None]]:
         turns = method(participation, round_index, transport)
-        planted = self._planted
         drawn = sorted(c for turn in turns for c in turn if c is not None)
-        self._drawn = drawn
-        self._messages = None
-        self._noise = []
-        self.playing = True
-        if planted is not None and planted.kind == "absent":
-            drawn = [client for client in drawn if client != planted.index]
+        self._drawn, self._messages, self._noise, self.playing = drawn, None, [], True
+        if self._kind == "absent":
+            drawn = [client for client in drawn if client != self._index]
         return deal(drawn, transport.world_size)
 
     def _add(
@@ -70,13 +64,11 @@ class Clients:
         method: Callable[..., None],
         collection: Any,
         turn: Any,
-        contribution: Contribution | None,
+        contribution: Any,
         memory: Any,
     ) -> None:
-        planted = self._planted
-        if planted is not None and contribution is not None:
-            if contribution.client == planted.index and planted.kind in EXTREMES:
-                torch._foreach_mul_(contribution.delta, EXTREMES[planted.kind])
+        if contribution is not None and contribution.client == self._index:
+            torch._foreach_mul_(contribution.delta, EXTREMES.get(self._kind, 1.0))
         method(collection, turn, contribution, memory)
 
     def _clip(self, method: Callable[..., None], guard: Any, message: Any) -> None:
@@ -91,34 +83,27 @@ class Clients:
         before = flat(total).double()
         method(guard, total)
         if guard._noise_std is not None:
-            noise = (flat(total).double() - before).float()
-            self._noise.append((guard._max_norm, noise))
+            self._noise.append((guard._max_norm, (flat(total).double() - before).float()))
 
     def _finish(self, method: Callable[..., Any], collection: Any) -> Any:
         aggregate = method(collection)
         participation = collection._participation
         sums = self._messages if self._messages is not None else [torch.zeros(1)]
-        is_sum = collection._guard.place == "payload"
+        # Messages that are clipped on arrival are the same on all ranks: count them once.
+        counts = collection._guard.place == "payload" or self._rank == 0
         self._release(
-            # Where messages are clipped on arrival every rank has all of them.
-            flat(sums) * (1.0 if is_sum or self._rank == 0 else 0.0),
+            flat(sums) * float(counts),
             aggregate.delta,
-            names=[],
             noise=self._noise,
             settings=(participation.noise_multiplier, participation.max_norm, 1.0),
             place="clients",
-            dense=False,
             ranks=collection.exchange.transport.world_size,
             drawn=self._drawn if self._rank == 0 else [],
-            left_out=0,
-            discrete=False,
-            share=1.0,
         )
         return aggregate
 
     def _conclude(self, method: Callable[..., None], rounds: LocalRounds, *args: Any) -> None:
         method(rounds, *args)
-        if not isinstance(rounds.participation, PrivateParticipation):
-            return
-        self.playing = False
-        self._conclude_round(rounds)
+        if isinstance(rounds.participation, PrivateParticipation):
+            self.playing = False
+            self._after_round(rounds)

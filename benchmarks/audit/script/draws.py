@@ -1,4 +1,4 @@
-"""Who is drawn for each step, and a sample that is in the data set or is not."""
+"""The samples of each step, and a planted one."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,15 +13,18 @@ class Draws:
     """Follows batches from the sampler to the step, and plants a sample on their way.
 
     Args:
-        planted: the sample; None: none.
+        planted: the sample; None for none.
+
+    Attributes:
+        observers: by event; see :mod:`benchmarks.audit.events`.
     """
 
     def __init__(self, planted: Plant | None) -> None:
         self._planted = planted
-        # By data set, which is kept alive.
+        # By the id of a data set, which is kept alive.
         self._edits: dict[int, tuple[Any, Callable[[int, Any], Any]]] = {}
-        # By what belongs to a loader: its rank, the number of ranks, and who was drawn for the
-        # batches that it has not passed on yet, by indices of the whole data set.
+        # By the sampler and the tickets of a loader: its rank, the number of ranks, and the
+        # samples of its pending batches, as indices of the whole data set.
         self._waiting: dict[object, tuple[int, int, deque[list[int]]]] = {}
         self._drawn_for: dict[Ticket, list[int]] = {}
         self._drawn: list[int] | None = None
@@ -34,7 +37,7 @@ class Draws:
         }
 
     def take(self) -> list[int] | None:
-        """Return who was drawn for the step that is being taken; None if that is not known."""
+        """Return the samples of the current step; None if they are not known."""
         drawn, self._drawn = self._drawn, None
         return drawn
 
@@ -87,7 +90,7 @@ class Draws:
 
 
 class _Edited:
-    """A data set with one sample changed on its way."""
+    """A data set with one changed sample."""
 
     def __init__(self, dataset: Any, edit: Callable[[int, Any], Any]) -> None:
         self._dataset, self._edit = dataset, edit

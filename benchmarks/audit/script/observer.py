@@ -1,4 +1,4 @@
-"""What is seen of a script while it runs: releases, all of its model, and who has changed it."""
+"""Records a running script: its releases, its model, and each change of the model."""
 
 import hashlib
 import os
@@ -27,14 +27,13 @@ from benchmarks.audit.script.draws import Draws
 from benchmarks.audit.script.places import Places
 from benchmarks.audit.script.planting import Plant
 from benchmarks.audit.script.sources import Sources
-from benchmarks.audit.script.watched import Watched, digest_of, flat
+from benchmarks.audit.script.watched import Watched, digest, flat
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.optim.private.accounting import GaussianEvent
 from comm_hooks.optim.private.accounting.ledger import Ledger
 from comm_hooks.optim.private.dp_optimizer import DPOptimizer
 from comm_hooks.optim.private.engine import PrivacyEngine
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
-from comm_hooks.optim.private.noise.placement import judge
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 
 _SEED = 20_240_229
@@ -42,13 +41,13 @@ _SEED = 20_240_229
 
 @dataclass(frozen=True)
 class Variant:
-    """How one run differs from the others.
+    """The difference between one run and the others.
 
     Attributes:
-        name: for people.
-        draws, noise: numbers that stand for the secrets of who is drawn and of the noise.
-        plant: what is done with one sample; None: nothing.
-        varied_source: in which thing that the data set is made of rows are changed; None: in none.
+        name: for messages.
+        draws, noise: numbers that stand for the secrets of the draws and of the noise.
+        plant: the change of one sample; None for none.
+        varied_source: the number of the source with changed rows; None for none.
     """
 
     name: str
@@ -59,31 +58,31 @@ class Variant:
 
 
 class Stopped(BaseException):
-    """Ends a script that has taken as many private steps as are looked at."""
+    """Ends a script after its last observed step."""
 
 
 class Observer:
-    """Watches a script in this process, and makes it one of several that are compared.
+    """Records a script in this process, and makes it one of several comparable runs.
 
-    While it is watching, this process draws what :mod:`comm_hooks` asks the operating system for
-    from numbers that are the same in other runs, or not, as the variant says.  What is released is
-    recorded, and the script goes on with what the run that is followed has released: given what
-    was released before, all else must not depend on a sample.  So that augmentation and dropout
-    are the same after a batch that has one row less, generators start anew after each step.
+    While it records, the library's draws from the operating system are replaced by numbers that
+    follow from the variant.  Each release is recorded, and the script continues with the release of
+    the followed run: given the earlier releases, nothing else may depend on a sample.  Generators
+    are seeded again after each step, so that augmentation and dropout are the same after a batch
+    with one row less.
 
     Args:
         script: its path.
-        variant: how this run differs from others.
+        variant: the difference between this run and the others.
         steps: private steps until :class:`Stopped` is raised.
-        folder: where what was released is left, and a ledger.
+        folder: for the releases, and copies of ledgers.
         rank: of this process.
-        released: the folder of the run that is followed.
+        released: the folder of the followed run.
     """
 
     def __init__(
         self,
         script: Path,
-        variant: "Variant",
+        variant: Variant,
         steps: int,
         folder: Path,
         rank: int,
@@ -113,10 +112,8 @@ class Observer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what this process does."""
-        random.seed(_SEED)
-        np.random.seed(_SEED)
-        torch.manual_seed(_SEED)
+        """Record the actions of this process."""
+        _seed(_SEED)
         observers: dict[str, Callable[..., Any]] = {
             "training": self._make_private,
             "participation": self._private_participation,
@@ -127,11 +124,11 @@ class Observer:
             **self._draws.observers,
             **self._clients.observers,
         }
-        draw = partial(self._draw, os.urandom)
         hooks = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+        draw = partial(self._draw, os.urandom)
         with mock.patch.object(os, "urandom", draw), observing(observers):
             self._sources.start()
             try:
@@ -140,14 +137,12 @@ class Observer:
                 self._sources.stop()
                 for hook in hooks:
                     hook.remove()
-        after = self._watched.state()
-        self._events.append({"kind": "end", "where": "", "who": "", "after": after})
+        self._event("end", "", after=self._watched.state(), where="")
 
     def record(self) -> dict[str, Any]:
-        """Return all that was seen; what was released is left in the folder, too."""
-        torch.save(
-            [r["released"] for r in self._releases], self._folder / f"released{self._rank}.pt"
-        )
+        """Return the record, and leave the releases in the folder."""
+        released = [release["released"] for release in self._releases]
+        torch.save(released, self._folder / f"released{self._rank}.pt")
         histories = [engine.state_dict()["events"] for engine in self._engines]
         return {
             "releases": self._releases,
@@ -163,7 +158,7 @@ class Observer:
     # Randomness
 
     def _draw(self, urandom: Callable[[int], bytes], size: int) -> bytes:
-        """Return what the operating system draws; for the library, what the variant says."""
+        """Return bytes of the operating system; for the library, those of the variant."""
         frame: FrameType | None = sys._getframe(1)
         modules: list[str] = []
         while frame is not None and len(modules) < 3:
@@ -178,40 +173,30 @@ class Observer:
         return hashlib.blake2b(label.encode(), digest_size=64).digest()[:size]
 
     def _start_generators(self) -> str:
-        """Let generators go on from the number of the step; return a digest of where they were."""
-        state: Any = np.random.get_state()
-        _, keys, *rest = state
+        """Seed all generators by the number of the step; return a digest of their states before."""
+        _, keys, *rest = np.random.get_state()
         others = repr((rest, hash(random.getstate()))).encode()
-        digest = digest_of(torch.get_rng_state().numpy().tobytes() + keys.tobytes() + others)
+        before = digest([torch.get_rng_state(), keys, others])
         if self._first_seed is None:
             self._first_seed = torch.initial_seed()
-        seed = (self._first_seed + 1_000_003 * (self._taken + 1)) % (1 << 31)
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
-        return digest
+        _seed((self._first_seed + 1_000_003 * (self._taken + 1)) % (1 << 31))
+        return before
 
     # Steps
+
+    def _event(self, kind: str, who: str, *, where: str | None = None, **facts: Any) -> None:
+        where = self.places.now() if where is None else where
+        self._events.append({"kind": kind, "who": who, "where": where, **facts})
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_part_of_a_step(optimizer):
             return
+        kind, inner = "other", optimizer
         if isinstance(optimizer, DPOptimizer):
-            self._stepping = optimizer
-            self._watched.add_optimizer(optimizer.inner)
-            kind = "private"
-        else:
-            self._watched.add_optimizer(optimizer)
-            kind = "other"
-        self._events.append(
-            {
-                "kind": kind,
-                "who": type(optimizer).__name__,
-                "where": self.places.now(),
-                "before": self._watched.state(),
-                "releases": len(self._releases),
-            }
-        )
+            kind, inner, self._stepping = "private", optimizer.inner, optimizer
+        self._watched.add_optimizer(inner)
+        before, releases = self._watched.state(), len(self._releases)
+        self._event(kind, type(optimizer).__name__, before=before, releases=releases)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_part_of_a_step(optimizer) or not self._events:
@@ -222,32 +207,23 @@ class Observer:
             self._end_step()
 
     def _is_part_of_a_step(self, optimizer: Optimizer) -> bool:
-        """Return whether a step is a client's, or one that a private step takes."""
+        """Return whether a step is a client's, or one inside of a private step."""
         stepping = self._stepping
         return self._clients.playing or (stepping is not None and optimizer is stepping.inner)
+
+    def _after_round(self, rounds: LocalRounds) -> None:
+        parameters = (p for group in rounds.inner.param_groups for p in group["params"])
+        names = (f"parameter {name}" for name in rounds.names())
+        self._watched.add(zip(names, parameters, strict=True))
+        after, releases = self._watched.state(), len(self._releases) - 1
+        self._event("private", type(rounds).__name__, before={}, after=after, releases=releases)
+        self._end_step()
 
     def _end_step(self) -> None:
         self._events[-1]["randomness"] = self._start_generators()
         self._taken += 1
         if self._taken >= self._steps:
             raise Stopped
-
-    def _after_round(self, rounds: LocalRounds) -> None:
-        parameters = (p for group in rounds.inner.param_groups for p in group["params"])
-        self._watched.add(
-            (f"parameter {name}", p) for name, p in zip(rounds.names(), parameters, strict=True)
-        )
-        self._events.append(
-            {
-                "kind": "private",
-                "who": type(rounds).__name__,
-                "where": self.places.now(),
-                "before": {},
-                "after": self._watched.state(),
-                "releases": len(self._releases) - 1,
-            }
-        )
-        self._end_step()
 
     # Releases
 
@@ -258,35 +234,34 @@ class Observer:
         self._noise = []
         clean = flat(sums.values())
         released = yield from method(mechanism, sums)
-        ranks = exchange.transport.world_size
-        dense = not exchange.memory and all(
-            isinstance(c, Identity) and c.bits >= 32
-            for c in (exchange.compressor, exchange.settings.exempt)
-        )
+        settings = mechanism.settings
         self._release(
             clean,
             list(released.tensors.values()),
             names=[(name, tensor.numel()) for name, tensor in sums.items()],
             settings=(
-                mechanism.noise_multiplier,
-                mechanism.max_grad_norm,
-                mechanism.expected_batch_size,
+                settings.noise_multiplier,
+                settings.max_grad_norm,
+                settings.expected_batch_size,
             ),
-            place=mechanism.place,
-            dense=dense,
-            ranks=ranks,
+            place=settings.place,
+            dense=not exchange.memory
+            and all(
+                isinstance(c, Identity) and c.bits >= 32
+                for c in (exchange.compressor, exchange.settings.exempt)
+            ),
+            ranks=exchange.transport.world_size,
             noise=self._noise,
             drawn=self._draws.take(),
             left_out=self._stepping.not_finite if self._stepping else 0,
-            discrete=mechanism.noise == "discrete",
-            share=judge(mechanism.scheme()).std,
+            discrete=settings.noise == "discrete",
         )
         return released
 
     def _release(self, clean: torch.Tensor, tensors: list[torch.Tensor], **facts: Any) -> None:
-        """Record what is released, and put what the run that is followed has released there."""
-        number = len(self._releases)
-        own = flat(tensors)
+        """Record a release, and replace it by that of the followed run."""
+        number, own = len(self._releases), flat(tensors)
+        unknown = {"names": [], "dense": False, "left_out": 0, "discrete": False}
         self._releases.append(
             {
                 "sums": clean,
@@ -294,6 +269,7 @@ class Observer:
                 "where": self.places.now(),
                 "entries": len(self._entries),
                 "entry": self._entries[-1] if self._entries else None,
+                **unknown,
                 **facts,
             }
         )
@@ -319,7 +295,7 @@ class Observer:
     def _open_ledger(
         self, method: Callable[..., None], ledger: Ledger, path: Any = None, **options: Any
     ) -> None:
-        """Open a copy: what this run releases nobody sees."""
+        """Open a copy: the releases of this run are not published."""
         if path is not None and os.fspath(path):
             place = os.path.abspath(os.fsdecode(path))
             if place not in self._ledgers:
@@ -345,14 +321,12 @@ class Observer:
         dataset: Any = getattr(arguments.get("data_loader"), "dataset", None)
         if hasattr(dataset, "__len__"):
             module, loss_function = map(arguments.get, ("module", "loss_function"))
-            self._sources.look(dataset, module, loss_function)
+            self._sources.read(dataset, module, loss_function)
         if self._variant.varied_source is not None:
             raise Stopped
         model, optimizer, loader = method(engine, **arguments)
-        if engine not in self._engines:
-            self._engines.append(engine)
+        self._begin(engine, len(dataset), arguments["sample_rate"])
         self._watched.add_model(model)
-        self._units.append((len(dataset), arguments["sample_rate"]))
         self._watched.add_optimizer(optimizer.inner)
         return model, optimizer, loader
 
@@ -360,7 +334,16 @@ class Observer:
         self, method: Callable[..., Any], engine: PrivacyEngine, **arguments: Any
     ) -> Any:
         self._sources.stop()
+        self._begin(engine, arguments["clients"], arguments["sample_rate"])
+        return method(engine, **arguments)
+
+    def _begin(self, engine: PrivacyEngine, units: int, sample_rate: float) -> None:
         if engine not in self._engines:
             self._engines.append(engine)
-        self._units.append((arguments["clients"], arguments["sample_rate"]))
-        return method(engine, **arguments)
+        self._units.append((units, sample_rate))
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)

@@ -1,4 +1,4 @@
-"""Where in a script something happens."""
+"""The lines of a script, told from those of libraries."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ _LIBRARIES = (_PACKAGE, str(Path(_PACKAGE).resolve()), str(Path(torch.__file__).
 
 
 class Places:
-    """Tells the lines of a script, and of modules beside it, from those of libraries.
+    """Names the lines of a script and of the modules in its folder.
 
     Args:
         script: its path.
@@ -24,7 +24,7 @@ class Places:
         self._script = script
 
     def now(self) -> str:
-        """Return the line that runs, as ``"train.py:41"``."""
+        """Return the current line, such as ``"train.py:41"``."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if self._is_own(frame.f_code.co_filename):
@@ -33,9 +33,8 @@ class Places:
         return self._script.name
 
     def of(self, error: BaseException) -> str:
-        """Return the line at which an exception arose."""
-        found = self._script.name
-        trace = error.__traceback__
+        """Return the line that raised an exception."""
+        found, trace = self._script.name, error.__traceback__
         while trace is not None:
             filename = trace.tb_frame.f_code.co_filename
             if self._is_own(filename):
@@ -46,5 +45,5 @@ class Places:
     def _is_own(self, filename: str) -> bool:
         if filename == str(self._script):
             return True
-        beside = filename.startswith(str(self._script.parent) + os.sep)
-        return beside and not filename.startswith(_LIBRARIES) and "site-packages" not in filename
+        inside = filename.startswith(str(self._script.parent) + os.sep)
+        return inside and not filename.startswith(_LIBRARIES) and "site-packages" not in filename

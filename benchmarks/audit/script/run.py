@@ -1,4 +1,4 @@
-"""Runs of a user's script, each in processes of its own and in a folder of its own."""
+"""Runs of a user's script, each in processes and a folder of its own."""
 
 import multiprocessing
 import os
@@ -20,37 +20,36 @@ from comm_hooks.launchers.environment import LauncherEnvironment
 from comm_hooks.launchers.network import Endpoint, free_port, loopback_interface
 from comm_hooks.optim.private.errors import PrivacyError
 
-# One process imports torch, and those that run the script are forked from it.
+# One process imports torch, and the ranks are forked from it.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch._dynamo", "benchmarks.audit.script.run"])
-# Of the folder in which the script is called: larger parts of it are linked, not copied.
+# Larger entries of the working folder are linked, not copied.
 _MOST_COPIED = 64 << 20
 _GRACE_SECONDS = 2.0
 
 
 class ScriptFailed(ValueError):
-    """The script did not get through a run.
+    """The script did not finish a run.
 
     Attributes:
-        refused: whether the library has refused what it does, and in which words.
-        trace: what Python says of it.
+        trace: Python's traceback.
+        refused: the message of the library, where it refused the script.
     """
 
     def __init__(self, message: str, trace: str = "", refused: str | None = None) -> None:
         super().__init__(message)
-        self.trace = trace
-        self.refused = refused
+        self.trace, self.refused = trace, refused
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is run.
+    """A script and its settings.
 
     Attributes:
         script: its path.
-        arguments: what it is given.
-        processes: how many ranks, as ``torchrun --nproc-per-node``; None: one, without torchrun.
-        steps: private steps (or rounds) after which it is stopped.
+        arguments: of the script.
+        processes: ranks, as ``torchrun --nproc-per-node``; None for one, without torchrun.
+        steps: private steps (or rounds) to observe.
         timeout: seconds for one run.
     """
 
@@ -63,10 +62,10 @@ class Job:
 
 @dataclass
 class Run:
-    """What was observed of one run.
+    """The record of one run.
 
     Attributes:
-        variant: which one.
+        variant: of the run.
         ranks: the records of all ranks; see
             :class:`~benchmarks.audit.script.observer.Observer`.
     """
@@ -79,9 +78,9 @@ def run_script(job: Job, variant: Variant, folder: Path, released: Path | None =
     """Run a script under observation, on all ranks, and wait for its end.
 
     Args:
-        job, variant: what and how.
+        job, variant: the run.
         folder: a new one; the script runs in a copy of the working folder in it.
-        released: where the run that is followed has left what it released; None: follow nobody.
+        released: the folder of the followed run; None to follow none.
 
     Raises:
         ScriptFailed: if it fails or takes too long.
@@ -103,27 +102,25 @@ def run_script(job: Job, variant: Variant, folder: Path, released: Path | None =
         for process in processes:
             process.kill()
             process.join()
-    records = [_read(folder / f"rank{rank}.pt") for rank in range(count)]
-    named = [f" on rank {rank}" if count > 1 else "" for rank in range(count)]
-    # First those who left without a word: that is why others have failed.
-    for rank, (record, code, of) in enumerate(zip(records, codes, named, strict=True)):
+    in_run = f"in the run {variant.name!r}"
+    files = [folder / f"rank{rank}.pt" for rank in range(count)]
+    # Of our own making: tensors, and plain values around them.
+    records = [torch.load(f, weights_only=False) if f.exists() else None for f in files]
+    on = [f"{in_run} on rank {rank}" if count > 1 else in_run for rank in range(count)]
+    # A rank that died comes first: the others failed because of it.
+    for rank, (record, code) in enumerate(zip(records, codes, strict=True)):
         if record is None and code is not None:
             output = (folder / f"rank{rank}.log").read_text(errors="replace")
             raise ScriptFailed(
-                f"{job.script} ended in the run {variant.name!r}{of} with exit code {code}, and "
-                "did not come back",
-                output[-2000:],
+                f"{job.script} ended {on[rank]} with exit code {code}", output[-2000:]
             )
-    for record, of in zip(records, named, strict=True):
+    for rank, record in enumerate(records):
         if record is not None and record["error"]:
-            raise ScriptFailed(
-                f"{job.script} failed in the run {variant.name!r}{of}: {record['error']}",
-                record["trace"],
-                record["refused"],
-            )
+            message = f"{job.script} failed {on[rank]}: {record['error']}"
+            raise ScriptFailed(message, record["trace"], record["refused"])
     if not in_time:
         raise ScriptFailed(
-            f"{job.script} took longer than {job.timeout:g} seconds in the run {variant.name!r}: "
+            f"{job.script} took longer than {job.timeout:g} seconds {in_run}: "
             "give a larger --timeout or fewer --steps"
         )
     shutil.rmtree(workplace, ignore_errors=True)
@@ -144,18 +141,10 @@ def _wait_for(processes: Sequence[Any], timeout: float) -> bool:
     return True
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    # Of our own making: tensors, and plain values around them.
-    found: dict[str, Any] = torch.load(path, weights_only=False)
-    return found
-
-
 def _run(
     job: Job, variant: Variant, folder: Path, released: Path | None, rank: int, head: Endpoint
 ) -> None:
-    """Be one rank: run the script as ``__main__``, and leave what was observed."""
+    """Run the script as ``__main__`` on one rank, and write its record."""
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -163,9 +152,9 @@ def _run(
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     script = job.script.resolve()
     if job.processes is not None:
-        _be_rank(rank, job.processes, head)
+        _set_environment(rank, job.processes, head)
     torch.set_num_threads(1)
-    # Workers of data loaders are started as in a process that was not forked from another one.
+    # Workers of data loaders start as in a process that was not forked from another one.
     multiprocessing.set_start_method(None, force=True)
     observer = Observer(script, variant, job.steps, folder, rank, released)
     os.chdir(folder / "work")
@@ -190,37 +179,31 @@ def _run(
     torch.save(record, unfinished)
     unfinished.rename(folder / f"rank{rank}.pt")
     sys.stdout.flush()
-    if not error:
-        _wait_for_others(folder, job.processes or 1)
-    # Without what the script has left to be done at exit: others may not be there any more.
+    # The store is in the first rank's process: keep it alive until all ranks are done.
+    files = [folder / f"rank{r}.pt" for r in range(job.processes or 1)]
+    until = time.monotonic() + _GRACE_SECONDS
+    while not error and time.monotonic() < until and not all(file.exists() for file in files):
+        time.sleep(0.01)
+    # Without the script's exit handlers: the other ranks may have left.
     os._exit(1 if error else 0)
 
 
-def _be_rank(rank: int, count: int, head: Endpoint) -> None:
-    """Set what torchrun would."""
+def _set_environment(rank: int, count: int, head: Endpoint) -> None:
+    """Set the variables of torchrun."""
     os.environ |= LauncherEnvironment("torchrun", rank, count, rank, count).variables(head)
     os.environ |= {"GROUP_RANK": "0", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(count)}
     if interface := loopback_interface():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def _wait_for_others(folder: Path, count: int) -> None:
-    """Let the store, which is in the first rank's process, live until all are done."""
-    end = time.monotonic() + _GRACE_SECONDS
-    while time.monotonic() < end:
-        if all((folder / f"rank{rank}.pt").exists() for rank in range(count)):
-            return
-        time.sleep(0.01)
-
-
 def _copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder, so that a script overwrites no checkpoint; link what is large or hidden."""
+    """Copy a folder, so that a script overwrites no checkpoint; link large and hidden entries."""
     target.mkdir(parents=True)
     left = _MOST_COPIED
     for entry in sorted(source.iterdir()):
         hidden = entry.name.startswith(".") or entry.name == "__pycache__"
-        size = _MOST_COPIED + 1 if hidden else _size(entry, left)
-        if size > left or entry.is_symlink():
+        size = left + 1 if hidden or entry.is_symlink() else _size(entry, left)
+        if size > left:
             (target / entry.name).symlink_to(entry.resolve())
             continue
         left -= size
@@ -231,11 +214,10 @@ def _copy_folder(source: Path, target: Path) -> None:
 
 
 def _size(entry: Path, most: int) -> int:
-    """Return the bytes in a file or folder; more than ``most`` once it is known to be more."""
+    """Return the bytes in a file or folder, or a number above ``most``."""
     total = 0
     for path in [entry] if not entry.is_dir() else entry.rglob("*"):
-        if path.is_file():
-            total += path.stat().st_size + 1024
+        total += path.stat().st_size + 1024 if path.is_file() else 0
         if total > most:
             break
     return total

@@ -1,21 +1,23 @@
-"""All of a model and of its optimizers, as digests that two runs can compare."""
+"""Digests of a model and of its optimizers, which two runs can compare."""
 
 import hashlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 
 class Watched:
-    """What a script's training may change: parameters, buffers, and settings of optimizers."""
+    """The parameters, buffers and optimizer settings that a training may change."""
 
     def __init__(self) -> None:
-        self._looks: dict[str, Callable[[], Any]] = {}
-        # Kept alive, so that nothing else gets their numbers.
+        self._states: dict[str, Callable[[], Any]] = {}
+        # Kept alive, so that no other object gets their ids.
         self._known: dict[int, object] = {}
 
     def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -23,28 +25,28 @@ class Watched:
         for name, tensor in named:
             if id(tensor) not in self._known:
                 self._known[id(tensor)] = tensor
-                self._looks[name] = partial(digest, tensor)
+                self._states[name] = partial(digest, tensor)
 
     def add_model(self, module: nn.Module) -> None:
         """Watch a model's parameters and buffers."""
         self.add(("parameter " + name, p) for name, p in module.named_parameters())
         for name, _ in module.named_buffers():
-            self._looks["buffer " + name] = partial(_digest_buffer, module, name)
+            self._states["buffer " + name] = partial(_buffer, module, name)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Watch an optimizer's settings, and parameters of its own."""
+        """Watch an optimizer's settings, and its parameters."""
         if id(optimizer) in self._known:
             return
         self._known[id(optimizer)] = optimizer
         kind = type(optimizer).__name__
-        number = sum(name.startswith(f"settings of {kind} ") for name in self._looks) + 1
+        number = sum(name.startswith(f"settings of {kind} ") for name in self._states) + 1
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         self.add((f"parameter {i} of {kind} {number}", p) for i, p in enumerate(parameters))
-        self._looks[f"settings of {kind} {number}"] = partial(_settings, optimizer)
+        self._states[f"settings of {kind} {number}"] = partial(_settings, optimizer)
 
     def state(self) -> dict[str, Any]:
         """Return a digest, or the settings, of everything, by name."""
-        return {name: look() for name, look in self._looks.items()}
+        return {name: state() for name, state in self._states.items()}
 
 
 def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -52,21 +54,19 @@ def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([t.detach().float().cpu().reshape(-1) for t in tensors])
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """Return a digest of a tensor's bits."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return digest_of(flat.view(torch.uint8).numpy().tobytes())
+def digest(tree: Any) -> str:
+    """Return a short digest of the bits of tensors, arrays, numbers and bytes."""
+    found = hashlib.blake2b(digest_size=8)
+    for leaf in (leaf for leaf in pytree.tree_leaves(tree) if leaf is not None):
+        if isinstance(leaf, torch.Tensor):
+            leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        found.update(leaf if isinstance(leaf, bytes) else np.asarray(leaf).tobytes())
+    return found.hexdigest()
 
 
-def digest_of(content: bytes) -> str:
-    """Return a short digest."""
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-def _digest_buffer(module: nn.Module, name: str) -> str | None:
+def _buffer(module: nn.Module, name: str) -> str:
     # Looked up each time: it may be another tensor after a step.
-    buffer = dict(module.named_buffers()).get(name)
-    return None if buffer is None else digest(buffer)
+    return digest(dict(module.named_buffers()).get(name))
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, str]]:

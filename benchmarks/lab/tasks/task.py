@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +104,7 @@ class Task:
         validation: what settings are tuned on, see :meth:`with_validation`.
         training: as many of the training samples, which show how well they are fitted.
         criterion: how outputs are compared with targets.
+        seeds_apart: the distance of the seeds of clients' batches between seeds of runs.
 
     Example::
 
@@ -118,11 +120,12 @@ class Task:
 
     name: str
     make_model: Callable[[], nn.Module]
-    clients: Sequence[Shard]
+    clients: Sequence[Any]
     held_out: Shard
     validation: Shard | None = None
     training: Shard | None = None
     criterion: Criterion = field(default_factory=Classification)
+    seeds_apart: int = 100_003
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the criterion's loss of a batch, which is trained."""

@@ -1,25 +1,21 @@
-"""The command, see ``--help``: its options, its table and its plot."""
+"""The command, see ``--help``: its options and its table."""
 
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated
 
-from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.lab.output import Interruption
-from benchmarks.lab.plots import BLACK, new_figure, save, style
+from benchmarks.lab.outcomes import Advance
 from benchmarks.lab.search import search
 from benchmarks.lab.tables import make_table
 from benchmarks.studies import cli
 from benchmarks.studies.convergence.descent import Problem, Squared, squared_gradients
 from benchmarks.studies.convergence.methods import Method, make_methods
 from benchmarks.studies.quadratics import SPECTRA
-from comm_hooks.launchers.output import make_console
 
 _FACTOR = 2.0  # between neighbouring constants
 
@@ -57,14 +53,6 @@ class Row:
             None if None in own else statistics.mean(value for value in own if value is not None)
             for own in self.squared
         ]
-
-    @property
-    def label(self) -> str:
-        """What a plot calls it."""
-        clients = f", {self.clients} clients" if self.clients > 1 else ""
-        return (
-            f"{self.method}{clients}{f', K = {self.local_steps}' if self.local_steps > 1 else ''}"
-        )
 
     @property
     def exponent(self) -> float | None:
@@ -113,47 +101,25 @@ def convergence(
             least=1,
         ),
     ],
-) -> cli.Run:
+) -> cli.Measurement:
     """Compare mean squared gradients with the rates that papers state for them.
 
     Learning rates are c / sqrt(T), with one c for all lengths T; local ones are that over K.
-    Writes convergence.json and a plot
-    to --out. Exit codes: 0, 2 for bad input, 130 if interrupted (what is finished is reported).
+    Writes convergence.json to --out. Exit codes: 0, 2 for bad input, 130 if interrupted (what is
+    finished is reported).
     """
     problem = Problem(spectrum, numel, noise)
     lengths = sorted(set(steps))
     middle = lengths[len(lengths) // 2]
 
-    def run(place: cli.Place) -> None:
-        warnings.filterwarnings("ignore", "world size is 1")
-        console = make_console()
-        bars = Progress(console=console, disable=not console.is_terminal)
-        methods = make_methods(clients, local_steps)
-        rows: list[Row] = []
-        with Interruption() as interruption, bars as progress:
-            work = len(methods) * (tries * middle + seeds * sum(lengths))  # in rounds
-            bar = progress.add_task(place.name, total=work)
-            for method in methods:
-                rows.append(measure(method, lambda: progress.advance(bar)))
-        if rows:
-            console.print(make_rows_table(rows))
-            record = {
-                "complete": not interruption.happened,
-                "settings": place.settings,
-                "rows": [
-                    {
-                        **asdict(row),
-                        "means": row.means,
-                        "exponent": row.exponent,
-                        "at an edge": row.is_at_an_edge,
-                    }
-                    for row in rows
-                ],
-            }
-            cli.write_record(place, record, console, [write_plot(rows, place.out)])
-        cli.end(place, interruption)
+    methods = make_methods(clients, local_steps)
 
-    def measure(method: Method, advance: Callable[[], None]) -> Row:
+    def rows(advance: Advance) -> Iterator[Row]:
+        warnings.filterwarnings("ignore", "world size is 1")
+        for method in methods:
+            yield measure(method, advance)
+
+    def measure(method: Method, advance: Advance) -> Row:
         def descend(scale: float, steps: int, seed: int) -> Squared:
             return squared_gradients(
                 problem, method.build, scale=scale, steps=steps, seed=seed, advance=advance
@@ -176,7 +142,22 @@ def convergence(
             [[_finite(one.largest) for one in own] for own in found],
         )
 
-    return run
+    return cli.Measurement(
+        len(methods) * (tries * middle + seeds * sum(lengths)),
+        rows,
+        lambda found: [make_rows_table(found)],
+        lambda found: {
+            "rows": [
+                {
+                    **asdict(row),
+                    "means": row.means,
+                    "exponent": row.exponent,
+                    "at an edge": row.is_at_an_edge,
+                }
+                for row in found
+            ]
+        },
+    )
 
 
 def _finite(value: float) -> float | None:
@@ -209,32 +190,6 @@ def make_rows_table(rows: Sequence[Row]) -> Table:
 def _largest(row: Row) -> str:
     values = [value for own in row.largest for value in own]
     return "-" if None in values else f"{max(v for v in values if v is not None):.2f}"
-
-
-def write_plot(rows: Sequence[Row], out: Path) -> Path:
-    """Write mean squared gradients against steps; return the path."""
-    figure, (axes,) = new_figure(width=6)
-    for index, row in enumerate(rows):
-        points = [(t, mean) for t, mean in zip(row.steps, row.means, strict=True) if mean]
-        axes.plot(
-            [t for t, _ in points],
-            [mean for _, mean in points],
-            label=row.label,
-            **{**style(index), "marker": "o"},
-        )
-    lengths = rows[0].steps
-    highest = max((mean for row in rows for mean in row.means if mean), default=1.0)
-    axes.plot(
-        lengths,
-        [highest * math.sqrt(lengths[0] / t) for t in lengths],
-        color=BLACK,
-        label="1 / sqrt(T)",
-    )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("steps")
-    axes.set_ylabel("mean squared gradient")
-    return save(figure, out / "gradient-vs-steps.png")
 
 
 app = cli.study(convergence)

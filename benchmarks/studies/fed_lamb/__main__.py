@@ -2,15 +2,12 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
-from rich.table import Table
-
-from benchmarks.lab import plots, tables
+from benchmarks.lab import tables
 from benchmarks.lab.outcomes import Outcome
 from benchmarks.lab.schedules import constant
-from benchmarks.lab.simulated import Plan
+from benchmarks.lab.training import Plan
 from benchmarks.studies import cli
 from benchmarks.studies.fed_lamb.methods import BETAS, LAMBDAS, METHODS, Division, make_methods
 
@@ -87,28 +84,29 @@ def fed_lamb(
             methods, divisions, plan=plan, local_steps=local_steps, fraction=participation
         ),
         rounds,
-        partial(make_tables, target=target),
-        write_plots,
+        tables.TITLE,
+        partial(columns_of, target=target),
+        lambda outcome: outcome.labels,
         {"task_options": task_option, "schedule": "constant", "betas": BETAS, "lambdas": LAMBDAS},
         choosing=("partitions", "local_steps"),
     )
 
 
-def make_tables(outcomes: list[Outcome], target: float) -> list[Table]:
-    """Return the table, a section for each partition and number of local steps.
+def columns_of(outcomes: list[Outcome], target: float) -> tables.Columns:
+    """Return the columns of the table.
 
     Args:
-        target: an error, whose first round is shown.
+        outcomes: the methods.
+        target: an error; the table shows the first round with at most that.
     """
 
     def rounds_to(outcome: Outcome) -> str:
-        """Return the first round that was judged to be at most so wrong, for each seed."""
         firsts = (
             next((p.round for p in run.curve if p.error <= target), "-") for run in outcome.runs
         )
         return " ".join(map(str, firsts))
 
-    columns: tables.Columns = {
+    return {
         "partition": tables.label("partition"),
         "T": tables.label("T"),
         "method": lambda outcome: outcome.name,
@@ -118,24 +116,6 @@ def make_tables(outcomes: list[Outcome], target: float) -> list[Table]:
         **tables.JUDGED,
         f"rounds to {100 * target:g} %": rounds_to,
     }
-    return [tables.tabulate(tables.TITLE, columns, outcomes, lambda outcome: outcome.labels)]
-
-
-def write_plots(outcomes: list[Outcome], out: Path) -> list[Path]:
-    """Write ``error-vs-rounds.png``, a panel for each partition and number of local steps."""
-    cases = list(dict.fromkeys((o.labels["partition"], o.labels["T"]) for o in outcomes))
-    names = list(dict.fromkeys(o.name for o in outcomes))
-    figure, panels = plots.new_figure(len(cases))
-    for axes, case in zip(panels, cases, strict=True):
-        for outcome in outcomes:
-            if (outcome.labels["partition"], outcome.labels["T"]) == case:
-                look = plots.style(names.index(outcome.name))
-                plots.draw_curves(axes, outcome, outcome.name, look)
-        axes.set_title(f"{case[0]}, T = {case[1]}", fontsize="medium")
-        plots.count_rounds(axes)
-        plots.count_percent(axes)
-    panels[0].set_ylabel("held-out error (%)")
-    return [plots.save(figure, out / "error-vs-rounds.png")]
 
 
 app = cli.study(fed_lamb)

@@ -4,14 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.lab.outcomes import Advance, Method, Point, Settings
-from benchmarks.lab.simulated import (
-    Plan,
-    batch_generator,
-    new_model,
-    train_in_turn,
-)
+from benchmarks.lab.outcomes import Advance, Method
+from benchmarks.lab.runs import Point, Tuned
+from benchmarks.lab.simulated import train_in_turn
 from benchmarks.lab.tasks import Task
+from benchmarks.lab.training import Plan, batches_of, new_model
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Identity
 from comm_hooks.exchange import Exchange
@@ -28,9 +25,7 @@ _DECAYS = tuple({"lambda": value} for value in LAMBDAS)
 
 # With its options, the first learning rate tried, and what else is.  "client": whose steps are
 # bounded by the client's own second moment, too.
-_METHODS: dict[
-    str, tuple[Callable[..., LocalRounds], dict[str, Any], float, Sequence[Settings]]
-] = {
+_METHODS: dict[str, tuple[Callable[..., LocalRounds], dict[str, Any], float, Sequence[Tuned]]] = {
     "fed_sgd": (FedAvg, {}, 0.1, ({},)),
     "fed_ams": (FedAMS, {"betas": BETAS}, 0.001, ({},)),
     "fed_ams_client": (
@@ -78,7 +73,7 @@ def make_methods(
 def _method(name: str, division: Division, plan: Plan, fraction: float) -> Method:
     kind, options, start, variants = _METHODS[name]
 
-    def run(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+    def run(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
         task = division.tasks[seed]
         decay = {"weight_decay": settings["lambda"]} if kind is FedLAMB else {}
         model = new_model(task, seed, plan.device)
@@ -90,10 +85,7 @@ def _method(name: str, division: Division, plan: Plan, fraction: float) -> Metho
             **options,
             **decay,
         )
-        batches = [
-            client.batches(plan.batch, batch_generator(seed, index))
-            for index, client in enumerate(task.clients)
-        ]
+        batches = batches_of(task, plan.batch, seed)
         return train_in_turn(task, model, rounds, batches, plan, advance, upload=upload(rounds))
 
     labels = {"partition": division.partition, "T": plan.local_steps}

@@ -1,15 +1,10 @@
 """The command, see ``--help``: its options, its tables and its plots."""
 
-import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
-from matplotlib.axes import Axes
-from rich.table import Table
-
-from benchmarks.lab import plots, tables
+from benchmarks.lab import tables
 from benchmarks.lab.outcomes import Outcome
 from benchmarks.studies import cli
 from benchmarks.studies.private_compressed.schemes import (
@@ -21,7 +16,7 @@ from benchmarks.studies.private_compressed.schemes import (
     make_methods,
     repeat_over_gloo,
 )
-from benchmarks.studies.private_training import RECORDED, PrivatePlan, end_of, point_of
+from benchmarks.studies.private_training import RECORDED, PrivatePlan, end_of
 
 
 def private_compressed(
@@ -107,32 +102,23 @@ def private_compressed(
     return cli.Comparison(
         make_methods(study, schemes, optimizers, ranks),
         steps,
-        make_tables,
-        write_plots,
+        _TITLE,
+        columns_of,
+        _case,
         {"task": "digits", "samples": samples, "delta": plan.delta, **RECORDED},
         follow=follow,
-        point=point_of,
     )
 
 
 _TITLE = (
     "Sent: bytes per rank and step; epsilon against who sees the model, and single ranks' messages"
 )
-_PLACEMENTS = ("central", "shares", "local", "aggregate")
-_MARKERS = {
-    "dense": "o",
-    "topk": "^",
-    "sign": "s",
-    "random_k": "D",
-    "srht": "v",
-    "count_sketch": "P",
-}
 
 
-def make_tables(outcomes: list[Outcome]) -> list[Table]:
-    """Return the table, a section per number of ranks and optimizer."""
+def columns_of(outcomes: list[Outcome]) -> tables.Columns:
+    """Return the columns of the table."""
     full = {_case(o): o.bytes_per_round for o in outcomes if o.name == CONTROL}
-    columns: tables.Columns = {
+    return {
         "ranks": tables.label("ranks"),
         "optimizer": tables.label("optimizer"),
         "scheme": lambda outcome: outcome.name,
@@ -144,7 +130,6 @@ def make_tables(outcomes: list[Outcome]) -> list[Table]:
         "epsilon": lambda o: f"{end.epsilon:.2f}" if (end := end_of(o.runs[0].curve)) else "-",
         "of ranks": _peer_epsilon,
     }
-    return [tables.tabulate(_TITLE, columns, outcomes, _case)]
 
 
 def _case(outcome: Outcome) -> tuple[int, str]:
@@ -156,42 +141,6 @@ def _peer_epsilon(outcome: Outcome) -> str:
     if end is None:
         return "-"
     return "none" if end.peer_epsilon is None else f"{end.peer_epsilon:.2f}"
-
-
-def write_plots(outcomes: list[Outcome], out: Path) -> list[Path]:
-    """Write ``accuracy-vs-bytes.png``: a panel per number of ranks and optimizer."""
-    simulated = [o for o in outcomes if o.labels["over"] == "simulated"]
-    cases = list(dict.fromkeys(map(_case, simulated)))
-    columns = len({optimizer for _, optimizer in cases})
-    figure, panels = plots.new_figure(columns, -(-len(cases) // columns), width=3.6)
-    for axes, (ranks, optimizer) in zip(panels, cases, strict=False):
-        for outcome in simulated:
-            if _case(outcome) == (ranks, optimizer) and not outcome.diverged:
-                _draw(axes, outcome)
-        axes.set_title(f"{optimizer}, {ranks} ranks", fontsize="medium")
-        plots.count_bytes(axes, "bytes sent per rank and step")
-        axes.set_ylabel("held-out accuracy (%)")
-    return [plots.save(figure, out / "accuracy-vs-bytes.png")]
-
-
-def _draw(axes: Axes, outcome: Outcome) -> None:
-    accuracies = [100 * (1 - error) for error in outcome.errors]
-    if outcome.name == ALONE:
-        look = {"color": plots.GREY, "linestyle": "dotted"}
-        plots.draw_level(axes, statistics.mean(accuracies), ALONE, look)
-        return
-    placement, _, compressor = outcome.name.partition(":")
-    colour = plots.COLOURS[_PLACEMENTS.index(placement)]
-    plots.draw_ends(
-        axes,
-        [(outcome.bytes_per_round, accuracies)],
-        outcome.name,
-        {
-            "color": plots.BLACK if outcome.name == CONTROL else colour,
-            "linestyle": "none",
-            "marker": _MARKERS[compressor],
-        },
-    )
 
 
 app = cli.study(private_compressed)

@@ -8,22 +8,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.lab.outcomes import (
-    Advance,
-    Diverged,
-    Method,
-    Outcome,
-    Point,
-    Run,
-    Settings,
-)
+from benchmarks.lab.outcomes import Advance, Diverged, Method, Outcome
 from benchmarks.lab.processes import spawn_ranks
-from benchmarks.lab.simulated import NamedParameters, new_model
+from benchmarks.lab.runs import Point, Run, Tuned
 from benchmarks.lab.tasks import Task
+from benchmarks.lab.training import NamedParameters, new_model
 from benchmarks.studies.private_training import (
     Placement,
     PrivatePlan,
-    PrivatePoint,
     diverging_ignored,
     train_privately,
 )
@@ -114,7 +106,7 @@ def make_methods(
 
 
 def _method(study: Study, scheme: str, optimizer: str, ranks: int) -> Method:
-    def run(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+    def run(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
         def rank(transport: Transport) -> list[Point]:
             tell = advance if transport.rank == 0 else _nothing
             return train_rank(study, scheme, optimizer, settings, seed, tell, transport)
@@ -132,7 +124,7 @@ def train_rank(
     study: Study,
     scheme: str,
     optimizer: str,
-    settings: Settings,
+    settings: Tuned,
     seed: int,
     advance: Advance,
     transport: Transport | None,
@@ -163,14 +155,14 @@ def train_rank(
 
 
 def _make(
-    task: Task, plan: PrivatePlan, optimizer: str, settings: Settings, seed: int
+    task: Task, plan: PrivatePlan, optimizer: str, settings: Tuned, seed: int
 ) -> tuple[nn.Module, Optimizer]:
     model = new_model(task, seed, plan.device)
     return model, _OPTIMIZERS[optimizer][0](list(model.named_parameters()), settings["lr"])
 
 
 def _train_alone(
-    study: Study, optimizer: str, settings: Settings, seed: int, advance: Advance, ranks: int
+    study: Study, optimizer: str, settings: Tuned, seed: int, advance: Advance, ranks: int
 ) -> list[Point]:
     """Train a model per rank on that rank's samples alone; return the mean of their curves.
 
@@ -190,9 +182,8 @@ def _train_alone(
     return [_mean(points) for points in zip(*curves, strict=True)]
 
 
-def _mean(points: Sequence[Point]) -> PrivatePoint:
+def _mean(points: Sequence[Point]) -> Point:
     first = points[0]
-    assert isinstance(first, PrivatePoint)
     return replace(
         first,
         loss=statistics.mean(p.loss for p in points),
@@ -217,12 +208,14 @@ def repeat_over_gloo(study: Study, simulated: Outcome) -> Outcome:
     first, labels = simulated.runs[0], simulated.labels
     arguments = (study, simulated.name, labels["optimizer"], first.settings, first.seed)
     points, diverged = spawn_ranks(labels["ranks"], _train_really, *arguments)[0]
-    run = Run(first.seed, first.settings, [PrivatePoint(**point) for point in points], diverged)
-    return Outcome(simulated.name, {**labels, "over": "gloo"}, simulated.note, [run], [run])
+    labels = {**labels, "over": "gloo"}
+    run = Run(replace(first.spec, labels=labels), [Point(**point) for point in points])
+    run.failure = "diverged" if diverged else None
+    return Outcome(simulated.name, labels, simulated.note, [run], [run])
 
 
 def _train_really(
-    study: Study, scheme: str, optimizer: str, settings: Settings, seed: int
+    study: Study, scheme: str, optimizer: str, settings: Tuned, seed: int
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return the points of one rank's curve, and whether it diverged."""
     with diverging_ignored():

@@ -1,16 +1,11 @@
 """The command, see ``--help``: its options, its table and its plot."""
 
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Annotated
 
-from rich.table import Table
-
-from benchmarks.lab import plots, tables
-from benchmarks.lab.outcomes import Outcome
+from benchmarks.lab import tables
 from benchmarks.lab.schedules import constant
-from benchmarks.lab.simulated import Plan
+from benchmarks.lab.training import Plan
 from benchmarks.studies import cli
 from benchmarks.studies.private_federated.methods import METHODS, Noise, build, make_methods
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
@@ -56,48 +51,21 @@ def private_federated(
     return cli.Comparison(
         make_methods(methods, words, plan=plan, sample_rate=sample_rate, noise=Noise(sigma, norms)),
         rounds,
-        partial(make_tables, epsilon=epsilon, delta=delta),
-        write_plots,
+        f"Held-out error; private: epsilon {epsilon:.2f} at delta {delta:g} for clients; *: the "
+        "largest or smallest rate tried",
+        lambda outcomes: _COLUMNS,
+        lambda outcome: outcome.labels["private"],
         {"task": "verses", "partition": "contiguous", "epsilon": epsilon, "delta": delta},
     )
 
 
-def make_tables(outcomes: list[Outcome], epsilon: float, delta: float) -> list[Table]:
-    """Return the table, a section without privacy and one with it."""
-    columns: tables.Columns = {
-        "method": lambda outcome: outcome.name,
-        "private": tables.label("private"),
-        "lr": tables.learning_rate,
-        "settings": tables.other_settings,
-        **tables.JUDGED,
-    }
-    title = (
-        f"Held-out error; private: epsilon {epsilon:.2f} at delta {delta:g} for clients; *: the "
-        "largest or smallest rate tried"
-    )
-    return [tables.tabulate(title, columns, outcomes, lambda outcome: outcome.labels["private"])]
-
-
-def write_plots(outcomes: list[Outcome], out: Path) -> list[Path]:
-    """Write ``accuracy-vs-rounds.png``: a panel without privacy and one with it."""
-    kinds = list(dict.fromkeys(outcome.labels["private"] for outcome in outcomes))
-    figure, panels = plots.new_figure(len(kinds))
-    for axes, private in zip(panels, kinds, strict=True):
-        own = [outcome for outcome in outcomes if outcome.labels["private"] == private]
-        for place, outcome in enumerate(own):
-            plots.draw_curves(
-                axes,
-                outcome,
-                outcome.name,
-                plots.style(place),
-                y=lambda point: 100 * (1 - point.error),
-            )
-        title = "private" if private == "yes" else "not private"
-        axes.set_title(title, fontsize="medium")
-        plots.count_rounds(axes)
-    panels[0].set_ylabel("held-out accuracy (%)")
-    return [plots.save(figure, out / "accuracy-vs-rounds.png")]
-
+_COLUMNS: tables.Columns = {
+    "method": lambda outcome: outcome.name,
+    "private": tables.label("private"),
+    "lr": tables.learning_rate,
+    "settings": tables.other_settings,
+    **tables.JUDGED,
+}
 
 app = cli.study(private_federated)
 

@@ -6,15 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch.optim import SGD, Adam, Optimizer
 
-from benchmarks.lab.outcomes import Advance, Method, Point, Settings
-from benchmarks.lab.simulated import (
-    NamedParameters,
-    Plan,
-    batch_generator,
-    new_model,
-    train_in_turn,
-)
+from benchmarks.lab.outcomes import Advance, Method
+from benchmarks.lab.runs import Point, Tuned
+from benchmarks.lab.simulated import train_in_turn
 from benchmarks.lab.tasks import Shard, Task, build_task
+from benchmarks.lab.training import NamedParameters, Plan, batch_generator, new_model
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Identity
 from comm_hooks.exchange import Exchange
@@ -60,7 +56,7 @@ class Given:
 
     parameters: NamedParameters
     words: Words
-    settings: Settings
+    settings: Tuned
 
     def sgd(self) -> Optimizer:
         """Return the clients' optimizer without preconditioning."""
@@ -88,13 +84,13 @@ Make = Callable[[Given], tuple[Optimizer, Optimizer]]
 _SERVER_LRS = tuple({"server lr": _SERVER_LR * factor} for factor in (0.2, 1.0, 5.0))
 
 # The clients' optimizer, the server's, and what is tuned beside the clients' learning rate.
-PRIVATE: dict[str, tuple[Make, Sequence[Settings]]] = {
+PRIVATE: dict[str, tuple[Make, Sequence[Tuned]]] = {
     "DP-FedAvg": (lambda g: (g.sgd(), g.mean()), ({},)),
     "DP-FedAdam": (lambda g: (g.sgd(), g.adam()), _SERVER_LRS),
     "AdaDPS": (lambda g: (g.ada_s(), g.mean()), ({},)),
     "A at the server": (lambda g: (g.sgd(), g.preconditioned_mean()), ({},)),
 }
-PLAIN: dict[str, tuple[Make, Sequence[Settings]]] = {
+PLAIN: dict[str, tuple[Make, Sequence[Tuned]]] = {
     "FedAvg": (lambda g: (g.sgd(), g.mean(_MOMENTUM)), ({},)),
     "FedAdam": (lambda g: (g.sgd(), g.adam()), _SERVER_LRS),
     "AdaS": (lambda g: (g.ada_s(), g.mean(_MOMENTUM)), ({},)),
@@ -135,7 +131,7 @@ def _method(
     if private:
         variants = [{**variant, "C": norm} for variant in variants for norm in noise.norms]
 
-    def run(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+    def run(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
         task = words[seed].task
         clients = len(task.clients)
         if private:
@@ -156,7 +152,7 @@ def _train(
     make: Make,
     words: Words,
     plan: Plan,
-    settings: Settings,
+    settings: Tuned,
     participation: ClientSampling,
     seed: int,
     advance: Advance,

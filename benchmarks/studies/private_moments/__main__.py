@@ -1,18 +1,16 @@
 """The command, see ``--help``: its options, its tables and its plots."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from matplotlib.axes import Axes
-from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.lab.output import Interruption
-from benchmarks.lab.plots import BLACK, COLOURS, new_figure, save, style
+from benchmarks.lab.outcomes import Advance
+from benchmarks.lab.plots import COLOURS, new_figure, save
 from benchmarks.lab.tables import make_table, tabulate
 from benchmarks.studies import cli
 from benchmarks.studies.private_moments.measure import (
@@ -23,13 +21,13 @@ from benchmarks.studies.private_moments.measure import (
     Row,
     Setup,
     Steps,
-    effective_steps,
     quartiles,
     simulate,
     step_lengths,
     steps_by_floor,
 )
-from comm_hooks.launchers.output import make_console
+
+_CORRECTED = ("DP-AdamBC", "DP-Adam")
 
 
 def private_moments(
@@ -54,7 +52,7 @@ def private_moments(
     batch: Annotated[float, cli.Option("B, the expected batch size.", 256.0, check=cli.positive)],
     beta2: Annotated[float, cli.Option("Decay of the second moment.", 0.999)],
     seed: Annotated[int, cli.Option("Of gradients and noise.", 0, least=0)],
-) -> cli.Run:
+) -> cli.Measurement:
     """Compare what noise does to Adam's moments with what theory says.
 
     sigma, C and B are those of the paper's experiment on SNLI, where gradients have a second moment
@@ -66,25 +64,29 @@ def private_moments(
     due = sorted(set(at))
     setup = Setup(coordinates, strengths, sigma, max_grad_norm, batch, beta2, seed)
 
-    def run(place: cli.Place) -> None:
-        console = make_console()
-        bars = Progress(console=console, disable=not console.is_terminal)
-        with Interruption() as interruption, bars as progress:
-            bar = progress.add_task(place.name, total=due[-1])
-            rows, moments = simulate(setup, due, lambda: progress.advance(bar))
-        cli.end(place, interruption)
-        lengths, spread = steps_by_floor(moments), quartiles(setup, moments)
-        for table in make_tables(rows, lengths, spread, setup):
-            console.print(table)
-        record = {
+    found: list[tuple[Sequence[Row], Moments]] = []
+
+    def rows(advance: Advance) -> Iterator[Row]:
+        measured, moments = simulate(setup, due, advance)
+        found.append((measured, moments))
+        yield from measured
+
+    def record(rows: list[Row]) -> dict[str, Any]:
+        moments = found[0][1]
+        return {
             "settings": asdict(setup) | {"alpha": ALPHA, "noise_variance": setup.noise_variance},
             "moments": [asdict(row) for row in rows],
-            "steps": [asdict(each) for each in lengths],
-            "quartiles": [asdict(each) for each in spread],
+            "steps": [asdict(each) for each in steps_by_floor(moments)],
+            "quartiles": [asdict(each) for each in quartiles(setup, moments)],
         }
-        cli.write_record(place, record, console, write_plots(rows, moments, setup, place.out))
 
-    return run
+    def tables(rows: list[Row]) -> list[Table]:
+        moments = found[0][1]
+        return make_tables(rows, steps_by_floor(moments), quartiles(setup, moments), setup)
+
+    return cli.Measurement(
+        due[-1], rows, tables, record, lambda rows, out: write_plots(found[0][1], setup, out)
+    )
 
 
 def make_tables(
@@ -138,54 +140,42 @@ def make_tables(
     ]
 
 
-def write_plots(rows: Sequence[Row], moments: Moments, setup: Setup, out: Path) -> list[Path]:
-    """Write the histograms, and the spread against the steps; return their paths."""
-    return [
-        _histograms(moments, setup, out / "histograms.png"),
-        _firsts(moments, setup, out / "first-moments.png"),
-        _lengths(moments, setup, out / "steps.png"),
-        _spread(rows, setup, out / "spread-vs-steps.png"),
-    ]
-
-
-def _histograms(moments: Moments, setup: Setup, path: Path) -> Path:
-    """A panel per strength: v_hat, v_hat - Phi, and what it would be without noise."""
-    figure, panels = new_figure(len(setup.strengths), width=3.2)
-    for axes, strength, v, clean in zip(
-        panels, setup.strengths, moments.v_hat, moments.clean_v, strict=True
-    ):
-        drawn = {"v_hat": v, "v_hat - Phi": v - 1, "without noise": clean}
-        _draw_histogram(axes, drawn)
-        axes.set_title(f"clean = {strength:g} Phi", fontsize="medium")
-        axes.set_xlabel("second moment / Phi")
-    panels[0].set_ylabel(f"coordinates of {setup.coordinates:,}")
-    return save(figure, path)
-
-
-def _firsts(moments: Moments, setup: Setup, path: Path) -> Path:
-    """A panel per strength: m_hat with noise and without (Figure 1, left)."""
-    figure, panels = new_figure(len(setup.strengths), width=3.2)
-    for axes, strength, m, clean in zip(
-        panels, setup.strengths, moments.m_hat, moments.clean_m, strict=True
-    ):
-        _draw_histogram(axes, {"m_hat": m, "without noise": clean})
-        axes.set_title(f"clean = {strength:g} Phi", fontsize="medium")
-        axes.set_xlabel("first moment / sqrt(Phi)")
-    panels[0].set_ylabel(f"coordinates of {setup.coordinates:,}")
-    return save(figure, path)
-
-
-def _lengths(moments: Moments, setup: Setup, path: Path) -> Path:
-    """A panel per strength: steps over the longest, with and without correction (Figure 4)."""
-    figure, panels = new_figure(len(setup.strengths), width=3.2)
+def write_plots(moments: Moments, setup: Setup, out: Path) -> list[Path]:
+    """Write histograms with a panel per strength of the gradients; return their paths."""
     lengths = step_lengths(moments)
-    for index, (axes, strength) in enumerate(zip(panels, setup.strengths, strict=True)):
-        own = {name: lengths[name][index] for name in ("DP-AdamBC", "DP-Adam")}
-        _draw_histogram(axes, {name: step / step.abs().max() for name, step in own.items()})
-        axes.set_title(f"clean = {strength:g} Phi", fontsize="medium")
-        axes.set_xlabel("step / the longest")
-    panels[0].set_ylabel(f"coordinates of {setup.coordinates:,}")
-    return save(figure, path)
+    drawn: dict[str, tuple[str, list[dict[str, torch.Tensor]]]] = {
+        "histograms": (
+            "second moment / Phi",
+            [
+                {"v_hat": v, "v_hat - Phi": v - 1, "without noise": clean}
+                for v, clean in zip(moments.v_hat, moments.clean_v, strict=True)
+            ],
+        ),
+        "first-moments": (
+            "first moment / sqrt(Phi)",
+            [
+                {"m_hat": m, "without noise": clean}
+                for m, clean in zip(moments.m_hat, moments.clean_m, strict=True)
+            ],
+        ),
+        "steps": (
+            "step / the longest",
+            [
+                {name: (step := lengths[name][i]) / step.abs().max() for name in _CORRECTED}
+                for i in range(len(setup.strengths))
+            ],
+        ),
+    }
+    paths = []
+    for name, (label, values) in drawn.items():
+        figure, panels = new_figure(len(setup.strengths), width=3.2)
+        for axes, strength, own in zip(panels, setup.strengths, values, strict=True):
+            _draw_histogram(axes, own)
+            axes.set_title(f"clean = {strength:g} Phi", fontsize="medium")
+            axes.set_xlabel(label)
+        panels[0].set_ylabel(f"coordinates of {setup.coordinates:,}")
+        paths.append(save(figure, out / f"{name}.png"))
+    return paths
 
 
 def _draw_histogram(axes: Axes, drawn: Mapping[str, torch.Tensor]) -> None:
@@ -199,24 +189,6 @@ def _draw_histogram(axes: Axes, drawn: Mapping[str, torch.Tensor]) -> None:
             axes.hist(values.tolist(), edges.tolist(), color=colour, alpha=0.7, label=label)
         else:
             axes.axvline(float(values.mean()), color=colour, label=label)
-
-
-def _spread(rows: Sequence[Row], setup: Setup, path: Path) -> Path:
-    figure, (axes,) = new_figure(width=6)
-    last = rows[-1].step
-    grid = [round(math.exp(i / 40 * math.log(last))) for i in range(41)]
-    theory = [100 * math.sqrt(2 / effective_steps(setup.beta2, t)) for t in grid]
-    axes.plot(grid, theory, color=BLACK, label="sqrt(2 / n)")
-    for index, strength in enumerate(setup.strengths):
-        own = [row for row in rows if row.strength == strength]
-        look = {**style(index), "linestyle": "none"}
-        spread = [100 * row.spread for row in own]
-        axes.plot([row.step for row in own], spread, "o", label=f"clean = {strength:g} Phi", **look)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("step")
-    axes.set_ylabel("relative standard deviation of v_hat (%)")
-    return save(figure, path)
 
 
 app = cli.study(private_moments)

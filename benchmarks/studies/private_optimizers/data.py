@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.lab.simulated import batch_generator
 from benchmarks.lab.tasks import Shard, Task, build_task
 from benchmarks.lab.tasks.task import Prepare
+from benchmarks.lab.training import batch_generator
 from benchmarks.studies.private_optimizers.models import small_cnn, wide_resnet
 from benchmarks.studies.private_training import PrivatePlan
 from comm_hooks.optim.private.optimizers.public_knowledge import PublicGradients

@@ -4,13 +4,14 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import SGD, Adam, Optimizer
 
-from benchmarks.lab.outcomes import Advance, Method, Point, Settings
-from benchmarks.lab.simulated import batch_generator, judge, new_model
+from benchmarks.lab.outcomes import Advance, Method
+from benchmarks.lab.runs import Point, Tuned
+from benchmarks.lab.training import batch_generator, judge, new_model
 from benchmarks.studies.private_optimizers.data import Given, PartlyPublic
 from benchmarks.studies.private_training import (
     PrivatePlan,
@@ -37,7 +38,7 @@ from comm_hooks.optim.private.optimizers.public_knowledge import (
     token_frequency,
 )
 
-Make = Callable[[Given, Settings], Optimizer]
+Make = Callable[[Given, Tuned], Optimizer]
 
 _WARM_EPOCHS, _WARM_LR = 10, 0.003
 
@@ -57,12 +58,12 @@ class Compared:
 
     make: Make
     start: float
-    variants: Sequence[Settings] = ({},)
+    variants: Sequence[Tuned] = ({},)
     private: bool = True
     words: bool = False
 
 
-def _dp2(given: Given, settings: Settings) -> Optimizer:
+def _dp2(given: Given, settings: Tuned) -> Optimizer:
     phase = round(settings.get("s", max(1, given.plan.steps // 6)))
     return DP2(
         given.parameters,
@@ -75,8 +76,8 @@ def _dp2(given: Given, settings: Settings) -> Optimizer:
     )
 
 
-def _ada_dps(preconditioner: str, ideal: bool = False) -> Make:
-    def make(given: Given, settings: Settings) -> Optimizer:
+def _ada_dps(preconditioner: Literal["rmsprop", "adam"], ideal: bool = False) -> Make:
+    def make(given: Given, settings: Tuned) -> Optimizer:
         return AdaDPS(
             given.parameters,
             settings["lr"],
@@ -89,24 +90,24 @@ def _ada_dps(preconditioner: str, ideal: bool = False) -> Make:
 
 
 def _by_frequency(kind: type[AdaDPS] | type[AdaS]) -> Make:
-    def make(given: Given, settings: Settings) -> Optimizer:
+    def make(given: Given, settings: Tuned) -> Optimizer:
         scales = token_frequency(given.public_counts().sum(0), floor=settings["floor"])
         return kind(given.parameters, settings["lr"], side_information={"weight": scales})
 
     return make
 
 
-def _by_tf_idf(given: Given, settings: Settings) -> Optimizer:
+def _by_tf_idf(given: Given, settings: Tuned) -> Optimizer:
     scales = tf_idf(mean_tf_idf(given.public_counts()), floor=settings["floor"])
     return AdaDPS(given.parameters, settings["lr"], side_information={"weight": scales})
 
 
-def _warm_start(given: Given, settings: Settings) -> Optimizer:
+def _warm_start(given: Given, settings: Tuned) -> Optimizer:
     given.train_on_public(_WARM_EPOCHS, _WARM_LR)
     return DPSGD(given.parameters, settings["lr"])
 
 
-def _adam_bc(given: Given, settings: Settings) -> Optimizer:
+def _adam_bc(given: Given, settings: Tuned) -> Optimizer:
     gamma = settings["gamma / Phi"] * given.plan.noise_variance
     return DPAdamBC(given.parameters, settings["lr"], gamma=gamma)
 
@@ -125,7 +126,7 @@ class _FalsePhi(DPAdamBC):
         return divisors
 
 
-def _adam_bc_of_a_false_phi(given: Given, settings: Settings) -> Optimizer:
+def _adam_bc_of_a_false_phi(given: Given, settings: Tuned) -> Optimizer:
     gamma = 0.243 * given.plan.noise_variance
     optimizer = _FalsePhi(given.parameters, settings["lr"], gamma=gamma)
     optimizer.ratio = settings["Phi' / Phi"]
@@ -142,19 +143,19 @@ class _ShiftedAdam(DPAdam):
         return super()._divisors(seconds, *arguments)
 
 
-def _shifted_adam(given: Given, settings: Settings) -> Optimizer:
+def _shifted_adam(given: Given, settings: Tuned) -> Optimizer:
     optimizer = _ShiftedAdam(given.parameters, settings["lr"])
     optimizer.shift = settings["shift / Phi"] * given.plan.noise_variance
     return optimizer
 
 
-def _as_dp_sgd(given: Given, settings: Settings) -> Optimizer:
+def _as_dp_sgd(given: Given, settings: Tuned) -> Optimizer:
     beta1 = 0.9
     rate = settings["lr"] * (1 - beta1) / math.sqrt(given.plan.noise_variance)
     return DPSGD(given.parameters, rate, momentum=beta1)
 
 
-def _micro_adam(given: Given, settings: Settings) -> Optimizer:
+def _micro_adam(given: Given, settings: Tuned) -> Optimizer:
     return DPMicroAdam(
         given.parameters,
         settings["lr"],
@@ -166,7 +167,7 @@ def _micro_adam(given: Given, settings: Settings) -> Optimizer:
     )
 
 
-def _scale_then_privatize(given: Given, settings: Settings) -> Optimizer:
+def _scale_then_privatize(given: Given, settings: Tuned) -> Optimizer:
     return ScaleThenPrivatize(given.parameters, settings["lr"], scale_eps=settings["scale_eps"])
 
 
@@ -212,7 +213,7 @@ PRIVATE: dict[str, Compared] = {
 }
 """Compared unless ``--methods`` says otherwise: the papers' methods and their baselines."""
 
-_OF_MICRO_ADAM: dict[str, Settings] = {
+_OF_MICRO_ADAM: dict[str, Tuned] = {
     "density 0.1": {},
     "density 0.01": {"density": 0.01},
     "density 1": {"density": 1.0},
@@ -309,7 +310,7 @@ def make_methods(
 def _method(name: str, data: Sequence[PartlyPublic], plan: PrivatePlan) -> Method:
     compared = METHODS[name]
 
-    def run(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+    def run(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
         own = replace(plan, max_grad_norm=settings.get("C", 1.0) * plan.max_grad_norm)
         task = data[seed].task
         model = new_model(task, seed, plan.device)

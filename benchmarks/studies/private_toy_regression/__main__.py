@@ -2,15 +2,12 @@
 
 import statistics
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
-from rich.table import Table
-
-from benchmarks.lab import plots, tables
+from benchmarks.lab import tables
 from benchmarks.lab.outcomes import Outcome
 from benchmarks.studies import cli
-from benchmarks.studies.private_toy_regression.methods import GRID, Fit, Study, make_methods
+from benchmarks.studies.private_toy_regression.methods import GRID, Study, make_methods
 from benchmarks.studies.private_toy_regression.problem import BATCH, LABEL_VARIANCE, RARE, SAMPLES
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 
@@ -44,7 +41,7 @@ def private_toy_regression(
     1,000 samples, 50 frequent features that mean little and 450 rare ones that mean everything.
     With privacy: AdaDPS, DP-SGD, DP-Adam, DP-AdamBC, DP-RMSProp, AdaDPS's preconditioner after the
     noise, scale-then-privatize and DP^2. Without: AdaS, SGD and Adam. Every method is tuned on the
-    first of 5 seeds (quick: 1). Writes private_toy_regression.json and two plots to --out. Exit
+    first of 5 seeds (quick: 1). Writes private_toy_regression.json and a plot to --out. Exit
     codes: 0, 2 for bad input, 130 if interrupted (what is finished is reported).
     """
     if batch > SAMPLES:
@@ -60,16 +57,15 @@ def private_toy_regression(
     return cli.Comparison(
         make_methods(study),
         steps,
-        lambda finished: make_tables(finished, epsilon, _DELTA),
-        write_plots,
+        f"Final training loss; private: epsilon {epsilon:.2f} at delta {_DELTA:g} by RDP; *: the "
+        "largest or smallest rate tried",
+        lambda outcomes: _COLUMNS,
+        lambda outcome: outcome.labels["private"],
         {"samples": SAMPLES, "label_variance": LABEL_VARIANCE},
         findings,
         reached,
-        lambda outcome: [Fit(**vars(outcome))],
+        curves=("training loss", lambda point: point.loss),
     )
-
-
-_HIGHEST = 3.5  # half as much again as predicting the mean label gives
 
 
 def reached(outcome: Outcome) -> str:
@@ -77,43 +73,14 @@ def reached(outcome: Outcome) -> str:
     return f"loss {statistics.mean(outcome.losses):.4f}"
 
 
-def make_tables(outcomes: list[Outcome], epsilon: float, delta: float) -> list[Table]:
-    """Return the table, a section with privacy and one without."""
-    columns: tables.Columns = {
-        "method": lambda outcome: outcome.name,
-        "private": tables.label("private"),
-        "lr": tables.learning_rate,
-        "other settings": tables.other_settings,
-        "final loss": lambda o: "diverged" if o.diverged else f"{statistics.mean(o.losses):.4f}",
-        "each seed": lambda o: "-" if o.diverged else " ".join(f"{x:.4f}" for x in o.losses),
-    }
-    title = (
-        f"Final training loss; private: epsilon {epsilon:.2f} at delta {delta:g} by RDP; *: the "
-        "largest or smallest rate tried"
-    )
-    return [tables.tabulate(title, columns, outcomes, lambda outcome: outcome.labels)]
-
-
-def write_plots(outcomes: list[Outcome], out: Path) -> list[Path]:
-    """Write ``loss-vs-steps-private.png`` and ``loss-vs-steps-not-private.png``."""
-    paths = []
-    for private, file in (("yes", "private"), ("no", "not-private")):
-        shown = [o for o in outcomes if o.labels["private"] == private and not o.diverged]
-        if not shown:
-            continue
-        figure, (axes,) = plots.new_figure(width=7)
-        for place, outcome in enumerate(shown):
-            look = plots.style(place)
-            plots.draw_curves(axes, outcome, outcome.name, look, y=lambda point: point.loss)
-        if private == "yes":
-            # The first steps, down from 14, would press the rest together.
-            axes.set_ylim(0, _HIGHEST)
-        else:
-            axes.set_yscale("log")
-        plots.count_rounds(axes, "step")
-        axes.set_ylabel("training loss")
-        paths.append(plots.save(figure, out / f"loss-vs-steps-{file}.png"))
-    return paths
+_COLUMNS: tables.Columns = {
+    "method": lambda outcome: outcome.name,
+    "private": tables.label("private"),
+    "lr": tables.learning_rate,
+    "other settings": tables.other_settings,
+    "final loss": lambda o: "diverged" if o.diverged else f"{statistics.mean(o.losses):.4f}",
+    "each seed": lambda o: "-" if o.diverged else " ".join(f"{x:.4f}" for x in o.losses),
+}
 
 
 app = cli.study(private_toy_regression)

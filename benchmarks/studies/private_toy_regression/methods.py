@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
-from benchmarks.lab.outcomes import Advance, Diverged, Method, Outcome, Point, Settings
-from benchmarks.lab.simulated import is_due
+from benchmarks.lab.outcomes import Advance, Diverged, Method
+from benchmarks.lab.runs import Point, Tuned
+from benchmarks.lab.training import is_due
 from benchmarks.studies.private_toy_regression.problem import (
     BATCH,
     FEATURES,
@@ -35,7 +36,7 @@ from comm_hooks.optim.private.optimizers.dp_sgd import DPSGD, DPRMSProp
 from comm_hooks.optim.private.optimizers.scale_then_privatize import ScaleThenPrivatize
 
 Named = list[tuple[str, nn.Parameter]]
-Build = Callable[[Named, Settings], Optimizer]
+Build = Callable[[Named, Tuned], Optimizer]
 
 GRID = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 """Learning rates: every method tries all of them."""
@@ -69,23 +70,6 @@ class Study:
         return (self.noise_multiplier * self.max_grad_norm / self.batch) ** 2
 
 
-@dataclass(frozen=True)
-class Fit(Outcome):
-    """The outcome of a regression: nothing is classified, and nothing is sent."""
-
-    def to_dict(self) -> dict[str, Any]:
-        record = super().to_dict()
-        for key in ("errors", "mean_error", "bytes_per_client_and_round"):
-            del record[key]
-        for attempt in record["tries"]:
-            del attempt["error"], attempt["validation"]
-        for run in record["runs"]:
-            run["curve"] = [
-                {key: point[key] for key in ("round", "loss")} for point in run["curve"]
-            ]
-        return record
-
-
 def make_methods(study: Study) -> list[Method]:
     """Return the private methods, then those without privacy.
 
@@ -99,10 +83,10 @@ def make_methods(study: Study) -> list[Method]:
     spaces = [{"C": norm} for norm in (0.5, 2.0, 8.0)]
     ratios = [{"lr ratio": ratio} for ratio in (0.3, 1.0, 3.0)]
 
-    def ada_s(p: Named, s: Settings) -> Optimizer:
+    def ada_s(p: Named, s: Tuned) -> Optimizer:
         return AdaS(p, s["lr"], side_information=scales)
 
-    private: dict[str, tuple[Build, Sequence[Settings]]] = {
+    private: dict[str, tuple[Build, Sequence[Tuned]]] = {
         "AdaDPS": (lambda p, s: AdaDPS(p, s["lr"], side_information=scales), [{}]),
         "DP-SGD": (lambda p, s: DPSGD(p, s["lr"]), [{}]),
         "DP-Adam": (lambda p, s: DPAdam(p, s["lr"]), [{}]),
@@ -129,13 +113,13 @@ def make_methods(study: Study) -> list[Method]:
     ]
 
 
-Train = Callable[[Study, Build, Settings, int, Advance], list[Point]]
+Train = Callable[[Study, Build, Tuned, int, Advance], list[Point]]
 
 
 def _method(
-    study: Study, name: str, build: Build, variants: Sequence[Settings], train: Train
+    study: Study, name: str, build: Build, variants: Sequence[Tuned], train: Train
 ) -> Method:
-    def run(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+    def run(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
         return train(study, build, settings, seed, advance)
 
     tried = [{"lr": rate, **variant} for variant in variants for rate in study.rates]
@@ -145,7 +129,7 @@ def _method(
 
 
 def _train_privately(
-    study: Study, build: Build, settings: Settings, seed: int, advance: Advance
+    study: Study, build: Build, settings: Tuned, seed: int, advance: Advance
 ) -> list[Point]:
     problem, weight = draw(seed, study.rare), _new_weight()
     # Known to all, so that the study can be repeated: these data need no protection.
@@ -180,7 +164,7 @@ def _train_privately(
 
 
 def _train_plainly(
-    study: Study, build: Build, settings: Settings, seed: int, advance: Advance
+    study: Study, build: Build, settings: Tuned, seed: int, advance: Advance
 ) -> list[Point]:
     problem, weight = draw(seed, study.rare), _new_weight()
     optimizer = build([("weight", weight)], settings)

@@ -1,16 +1,13 @@
 """The command, see ``--help``: its options, its tables and its plots."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
-from rich.table import Table
-
-from benchmarks.lab import plots, tables
+from benchmarks.lab import tables
 from benchmarks.lab.outcomes import Outcome
 from benchmarks.lab.schedules import cosine
-from benchmarks.lab.simulated import Plan
 from benchmarks.lab.tasks import options_of
+from benchmarks.lab.training import Plan
 from benchmarks.studies import cli
 from benchmarks.studies.safl.budget import BETAS, FAMILIES, LOCAL_LR, SERVERS
 from benchmarks.studies.safl.methods import UNCOMPRESSED, Study, make_methods
@@ -72,7 +69,7 @@ def safl(
     The model is one vector, and all of it is compressed. Bytes are those that a client sends per
     round by the ring algorithms, counted. Each method's learning rate is tuned on the first seed
     and on data apart from those that are reported, then all seeds are run. Writes safl.json and
-    plots to --out; a study that was interrupted goes on there. Exit codes: 0, 2 for bad input, 130
+    a plot to --out; a study that was interrupted goes on there. Exit codes: 0, 2 for bad input, 130
     if interrupted (what is finished is reported).
     """
     options = dict(task_option)
@@ -90,8 +87,9 @@ def safl(
     return cli.Comparison(
         make_methods(study, ratios=ratios, families=families, peers=peers, local_steps=local_steps),
         rounds,
-        make_tables,
-        write_plots,
+        tables.TITLE,
+        columns_of,
+        lambda outcome: outcome.labels["ratio"],
         {
             "task_options": options,
             "parameters": study.numel,
@@ -106,10 +104,10 @@ def safl(
     )
 
 
-def make_tables(outcomes: list[Outcome]) -> list[Table]:
-    """Return the table, a section per ratio."""
+def columns_of(outcomes: list[Outcome]) -> tables.Columns:
+    """Return the columns of the table."""
     full = next((o.bytes_per_round for o in outcomes if o.name == UNCOMPRESSED), 0.0)
-    columns: tables.Columns = {
+    return {
         "ratio": tables.label("ratio"),
         "method": lambda outcome: outcome.name,
         "K": tables.label("K"),
@@ -119,83 +117,6 @@ def make_tables(outcomes: list[Outcome]) -> list[Table]:
         **tables.JUDGED,
         "note": lambda outcome: outcome.note,
     }
-    return [tables.tabulate(tables.TITLE, columns, outcomes, lambda o: o.labels["ratio"])]
-
-
-def write_plots(outcomes: list[Outcome], out: Path) -> list[Path]:
-    """Write the three plots; return their paths."""
-    return [
-        _by_rounds(outcomes, out / "error-vs-rounds.png"),
-        _by_bytes(outcomes, out / "error-vs-bytes.png"),
-        _by_size(outcomes, out / "sketch-sizes.png"),
-    ]
-
-
-def _name(outcome: Outcome) -> str:
-    return f"{outcome.name}, K = {outcome.labels['K']}" if outcome.labels["K"] > 1 else outcome.name
-
-
-def _ratios(outcomes: list[Outcome]) -> list[float]:
-    return list(dict.fromkeys(r for o in outcomes if (r := o.labels["ratio"]) is not None))
-
-
-def _sized(outcomes: list[Outcome]) -> list[str]:
-    """Return the names of what has a ratio, in order of appearance."""
-    return list(dict.fromkeys(_name(o) for o in outcomes if o.labels["ratio"] is not None))
-
-
-def _looks(outcomes: list[Outcome]) -> dict[str, plots.Style]:
-    looks = {name: plots.style(index) for index, name in enumerate(_sized(outcomes))}
-    others = [o for o in outcomes if _name(o) not in looks]
-    for index, outcome in enumerate(others):
-        colour = plots.BLACK if outcome.name == UNCOMPRESSED else plots.GREY
-        looks[_name(outcome)] = {"color": colour, "linestyle": plots.DASHES[index % 4]}
-    return looks
-
-
-def _by_rounds(outcomes: list[Outcome], path: Path) -> Path:
-    """One panel per ratio; what has none is in all of them."""
-    looks = _looks(outcomes)
-    shown: list[float | None] = [*_ratios(outcomes)] or [None]
-    figure, panels = plots.new_figure(len(shown))
-    for axes, ratio in zip(panels, shown, strict=True):
-        for outcome in outcomes:
-            if outcome.labels["ratio"] in (None, ratio):
-                plots.draw_curves(axes, outcome, _name(outcome), looks[_name(outcome)])
-        axes.set_title("" if ratio is None else f"ratio {ratio:g}", fontsize="medium")
-        plots.count_rounds(axes)
-    panels[0].set_ylabel("held-out error (%)")
-    return plots.save(figure, path)
-
-
-def _by_bytes(outcomes: list[Outcome], path: Path) -> Path:
-    """Where each method ends against what a round costs."""
-    figure, (axes,) = plots.new_figure(width=7)
-    finished = [o for o in outcomes if not o.diverged and o.bytes_per_round > 0]
-    for name, look in _looks(outcomes).items():
-        own = [o for o in finished if _name(o) == name]
-        ends = [(o.bytes_per_round, [100 * error for error in o.errors]) for o in own]
-        plots.draw_ends(axes, ends, name, look)
-    plots.count_bytes(axes)
-    axes.set_ylabel("held-out error at the end (%)")
-    return plots.save(figure, path)
-
-
-def _by_size(outcomes: list[Outcome], path: Path) -> Path:
-    """SAFL's curves for all sizes of the sketch, one panel per family and local steps."""
-    names = [name for name in _sized(outcomes) if name.startswith("safl")]
-    ratios = _ratios(outcomes)
-    figure, panels = plots.new_figure(max(1, len(names)))
-    for axes, name in zip(panels, names, strict=False):
-        for outcome in outcomes:
-            if _name(outcome) == name:
-                ratio = outcome.labels["ratio"]
-                look = plots.style(ratios.index(ratio))
-                plots.draw_curves(axes, outcome, f"ratio {ratio:g}", look)
-        axes.set_title(name, fontsize="medium")
-        plots.count_rounds(axes)
-    panels[0].set_ylabel("held-out error (%)")
-    return plots.save(figure, path)
 
 
 app = cli.study(safl)

@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.lab.outcomes import Method, Settings
-from benchmarks.lab.simulated import (
-    Client,
-    NamedParameters,
-    Plan,
-    numel,
-    simulated_method,
-)
+from benchmarks.lab.model import count
+from benchmarks.lab.outcomes import Method
+from benchmarks.lab.runs import Tuned
+from benchmarks.lab.simulated import simulated_method
 from benchmarks.lab.tasks import Task
+from benchmarks.lab.training import Client, NamedParameters, Plan
 from benchmarks.studies.safl.budget import BETAS, LOCAL_LR, all_reduced, make_sketch
 from benchmarks.studies.safl.peers import PEERS, Given
 from comm_hooks.collectives import Transport
@@ -46,7 +43,7 @@ class Study:
 
     @property
     def numel(self) -> int:
-        return numel(self.tasks[0])
+        return count(self.tasks[0].make_model)
 
 
 def make_methods(
@@ -93,7 +90,7 @@ def _server_side(
     """Return SAFL with that compressor; without a sketch (Identity) it is FedOPT."""
 
     def make(
-        parameters: NamedParameters, transport: Transport, settings: Settings, seed: int
+        parameters: NamedParameters, transport: Transport, settings: Tuned, seed: int
     ) -> Client:
         exchange = Exchange(compressor, granularity="bucket", seed=seed, transport=transport)
         rounds = SAFL(

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.lab.outcomes import Settings
-from benchmarks.lab.simulated import Client, NamedParameters
+from benchmarks.lab.runs import Tuned
+from benchmarks.lab.training import Client, NamedParameters
 from benchmarks.studies.safl.budget import BETAS, all_reduced, nearest, sharded
 from comm_hooks.collectives import Transport
 from comm_hooks.compressors import Cocktail, Compressor, CountSketch, PermK, RandomK, Sign, TopK
@@ -72,7 +72,7 @@ class Fitted:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def make(
-        self, parameters: NamedParameters, transport: Transport, settings: Settings, seed: int
+        self, parameters: NamedParameters, transport: Transport, settings: Tuned, seed: int
     ) -> Client:
         """Return a client."""
         memory = self.memory() if self.memory else None

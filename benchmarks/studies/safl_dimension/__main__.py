@@ -1,17 +1,14 @@
-"""The command, see ``--help``: its options, its table and its plot."""
+"""The command, see ``--help``: its options and its table."""
 
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
-from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.lab.output import Interruption
-from benchmarks.lab.plots import new_figure, save, style
+from benchmarks.lab.outcomes import Advance
 from benchmarks.lab.search import search
 from benchmarks.lab.tables import make_table
 from benchmarks.studies import cli
@@ -19,7 +16,6 @@ from benchmarks.studies.quadratics import SPECTRA, make_quadratic
 from benchmarks.studies.safl_dimension.descent import Descent, descend
 from benchmarks.studies.safl_dimension.methods import BETAS, METHODS
 from comm_hooks.compressors import SRHT, CountSketch, GaussianSketch
-from comm_hooks.launchers.output import make_console
 
 SKETCHES: dict[str, Any] = {
     "count_sketch": CountSketch,
@@ -98,39 +94,23 @@ def safl_dimension(
             least=1,
         ),
     ],
-) -> cli.Run:
+) -> cli.Measurement:
     """Count rounds to a given loss on quadratics of more and more parameters.
 
-    Writes safl_dimension.json and a plot to --out. Exit codes: 0, 2 for bad input, 130 if
+    Writes safl_dimension.json to --out. Exit codes: 0, 2 for bad input, 130 if
     interrupted (what is finished is reported).
     """
     if size > min(numels):
         raise ValueError(f"--size must be at most the smallest of --numels, got {size}")
 
-    def run(place: cli.Place) -> None:
-        warnings.filterwarnings("ignore", "world size is 1")
-        console = make_console()
-        bars = Progress(console=console, disable=not console.is_terminal)
-        rows: list[Row] = []
-        cases = [(m, s, numel) for m in methods for s in SPECTRA for numel in numels]
-        with Interruption() as interruption, bars as progress:
-            bar = progress.add_task(place.name, total=len(cases) * limit * (tries + seeds - 1))
-            for method, spectrum, numel in cases:
-                rows.append(measure(method, spectrum, numel, lambda: progress.advance(bar)))
-        if rows:
-            console.print(make_rows_table(rows, limit))
-            record = {
-                "complete": not interruption.happened,
-                "settings": {**place.settings, "betas": BETAS},
-                "rows": [
-                    {**asdict(row), "mean": row.mean, "at an edge": row.is_at_an_edge}
-                    for row in rows
-                ],
-            }
-            cli.write_record(place, record, console, [write_plot(rows, place.out)])
-        cli.end(place, interruption)
+    cases = [(m, s, numel) for m in methods for s in SPECTRA for numel in numels]
 
-    def measure(method: str, spectrum: str, numel: int, advance: Any) -> Row:
+    def rows(advance: Advance) -> Iterator[Row]:
+        warnings.filterwarnings("ignore", "world size is 1")
+        for case in cases:
+            yield measure(*case, advance)
+
+    def measure(method: str, spectrum: str, numel: int, advance: Advance) -> Row:
         compared = METHODS[method]
         build = compared.fit(SKETCHES[sketch](ratio=size / numel), numel, limit)
         done: list[Descent] = []
@@ -149,7 +129,17 @@ def safl_dimension(
         intrinsic = make_quadratic(spectrum, numel, 0).intrinsic_dimension
         return Row(method, spectrum, numel, intrinsic, tuple(done), tuple(runs))
 
-    return run
+    return cli.Measurement(
+        len(cases) * limit * (tries + seeds - 1),
+        rows,
+        lambda found: [make_rows_table(found, limit)],
+        lambda found: {
+            "rows": [
+                {**asdict(row), "mean": row.mean, "at an edge": row.is_at_an_edge} for row in found
+            ]
+        },
+        settings={"betas": BETAS},
+    )
 
 
 def make_rows_table(rows: Sequence[Row], limit: int) -> Table:
@@ -176,27 +166,6 @@ def make_rows_table(rows: Sequence[Row], limit: int) -> Table:
         "lr",
     )
     return make_table("Rounds to the given share of the loss", columns, cells)
-
-
-def write_plot(rows: Sequence[Row], out: Path) -> Path:
-    """Write the rounds against the number of parameters; return the path."""
-    figure, panels = new_figure(len(SPECTRA), width=4)
-    names = list(dict.fromkeys(row.method for row in rows))
-    for axes, spectrum in zip(panels, SPECTRA, strict=True):
-        for index, name in enumerate(names):
-            own = [r for r in rows if (r.spectrum, r.method) == (spectrum, name) and r.mean]
-            axes.plot(
-                [row.numel for row in own],
-                [row.mean or 0 for row in own],
-                label=name,
-                **{**style(index), "marker": "o"},
-            )
-        axes.set_title(spectrum, fontsize="medium")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel("parameters")
-    panels[0].set_ylabel("rounds")
-    return save(figure, out / "rounds-vs-parameters.png")
 
 
 app = cli.study(safl_dimension)

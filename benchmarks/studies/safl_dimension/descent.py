@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from benchmarks.lab.simulated import NamedParameters, Steps
+from benchmarks.lab.training import NamedParameters, Steps
 from benchmarks.studies.quadratics import Quadratic
 from comm_hooks.collectives import Simulated, Transport
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.lab.simulated import NamedParameters, Steps
+from benchmarks.lab.training import NamedParameters, Steps
 from benchmarks.studies.safl.methods import UNCOMPRESSED, safl_bytes
 from benchmarks.studies.safl.peers import PEERS, Given
 from benchmarks.studies.safl_dimension.descent import Build

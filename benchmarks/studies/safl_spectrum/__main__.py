@@ -1,31 +1,25 @@
 """The command, see ``--help``: its options, its table and its plot."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from rich.progress import Progress
 from rich.table import Table
 from torch import nn
 
-from benchmarks.lab.output import Interruption
+from benchmarks.lab.outcomes import Advance
 from benchmarks.lab.plots import new_figure, save, style
-from benchmarks.lab.simulated import (
-    batch_generator,
-    known_warnings_ignored,
-    new_model,
-)
 from benchmarks.lab.tables import make_table
 from benchmarks.lab.tasks import Task, build_task
+from benchmarks.lab.training import batch_generator, known_warnings_ignored, new_model
 from benchmarks.studies import cli
 from benchmarks.studies.safl_spectrum.lanczos import Spectrum, hessian_product, spectrum
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import CountSketch
 from comm_hooks.exchange import Exchange
-from comm_hooks.launchers.output import make_console
 from comm_hooks.optim import SAFL
 
 _BETAS = (0.9, 0.99)
@@ -67,7 +61,7 @@ def safl_spectrum(
     probes: Annotated[int, cli.Option("Random vectors.", 4, 2, least=2)],
     seed: Annotated[int, cli.Option("Of weights, batches and vectors.", 0, least=0)],
     quick: cli.Quick,
-) -> cli.Run:
+) -> cli.Measurement:
     """Measure the Hessian's spectrum of a network while SAFL trains it.
 
     Writes safl_spectrum.json and a plot to --out. Exit codes: 0, 2 for bad input, 130 if
@@ -83,38 +77,27 @@ def safl_spectrum(
     model = new_model(built, seed, "cpu")
     numel = sum(p.numel() for p in model.parameters())
 
-    def run(place: cli.Place) -> None:
-        console = make_console()
-        bars = Progress(console=console, disable=not console.is_terminal)
-        rows: list[Row] = []
-        found: list[Spectrum] = []
-        with Interruption() as interruption, bars as progress:
-            bar = progress.add_task(place.name, total=rounds)
-            train = _training(built, model, batch=batch, ratio=ratio, lr=lr, seed=seed)
-            for round_ in range(rounds + 1):
-                if round_ in due:
-                    product = _product(built, model, samples)
-                    found.append(spectrum(product, numel, steps=steps, probes=probes, seed=seed))
-                    rows.append(_row(round_, built, model, found[-1]))
-                if round_ < rounds:
-                    train()
-                    progress.advance(bar)
-        if rows:
-            console.print(make_rows_table(rows, numel))
-            record = {
-                "complete": not interruption.happened,
-                "settings": {
-                    **place.settings,
-                    "task_options": options,
-                    "betas": _BETAS,
-                    "parameters": numel,
-                },
-                "rows": [asdict(row) for row in rows],
-            }
-            cli.write_record(place, record, console, [write_plot(rows, found, place.out)])
-        cli.end(place, interruption)
+    found: list[Spectrum] = []
 
-    return run
+    def rows(advance: Advance) -> Iterator[Row]:
+        train = _training(built, model, batch=batch, ratio=ratio, lr=lr, seed=seed)
+        for round_ in range(rounds + 1):
+            if round_ in due:
+                product = _product(built, model, samples)
+                found.append(spectrum(product, numel, steps=steps, probes=probes, seed=seed))
+                yield _row(round_, built, model, found[-1])
+            if round_ < rounds:
+                train()
+                advance()
+
+    return cli.Measurement(
+        rounds,
+        rows,
+        lambda rows: [make_rows_table(rows, numel)],
+        lambda rows: {"rows": [asdict(row) for row in rows]},
+        lambda rows, out: [write_plot(rows, found, out)],
+        {"task_options": options, "betas": _BETAS, "parameters": numel},
+    )
 
 
 def _training(

@@ -1,19 +1,13 @@
 """The command, see ``--help``: its options, its tables and its plots."""
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
-from matplotlib.axes import Axes
-from rich.progress import Progress
 from rich.table import Table
-from rich.text import Text
 
-from benchmarks.lab.output import Interruption
-from benchmarks.lab.plots import BLACK, GREY, new_figure, save, style, write_numbers
+from benchmarks.lab.outcomes import Advance
 from benchmarks.lab.tables import format_bytes, make_table
 from benchmarks.studies import cli
 from benchmarks.studies.scale.methods import Method, make_methods
@@ -26,7 +20,6 @@ from benchmarks.studies.scale.predicted import (
 )
 from benchmarks.studies.scale.training import Setup, Trained, train
 from comm_hooks.config import unknown
-from comm_hooks.launchers.output import make_console
 
 PARTS = ("simulated", "predicted")
 _RATES = (0.05, 0.2, 0.8)
@@ -77,12 +70,12 @@ def scale(
         ),
     ],
     only: Annotated[str, cli.Option(f"One part: {' or '.join(PARTS)}.", "")],
-) -> cli.Run:
+) -> cli.Measurement:
     """Compare ways to exchange at more and more ranks.
 
     Simulated ranks learn digits, each from samples of its own and with a residual of its own, with
     the same number of samples per step whatever the number of ranks. Predictions are computed from
-    exact bytes and stated assumptions. Writes scale.json and plots to --out. Exit codes: 0, 2 for
+    exact bytes and stated assumptions. Writes scale.json to --out. Exit codes: 0, 2 for
     bad input, 130 if interrupted (what is finished is reported).
     """
     if only and only not in PARTS:
@@ -96,51 +89,42 @@ def scale(
     methods = make_methods(density, ratio)
     setup = Setup(steps, samples)
 
-    def run(place: cli.Place) -> None:
-        console = make_console()
-        record: dict[str, Any] = {}
-        plots: list[Path] = []
-        interruption = Interruption()
+    def rows(advance: Advance) -> Iterator[Trained | Predicted]:
         if only != "predicted":
-            started = time.monotonic()
-            finished: list[Trained] = []
-            bars = Progress(console=console, disable=not console.is_terminal)
-            runs = len(_RATES) + len(ranks) * seeds
-            with interruption, bars as progress:
-                bar = progress.add_task("scale", total=len(methods) * runs * steps)
-                for trained in _train_all(
-                    setup, methods, ranks, tuned_at, seeds, lambda: progress.advance(bar)
-                ):
-                    finished.append(trained)
-                    done = f"error {100 * trained.error:.2f} %, {trained.seconds:.0f} s"
-                    console.print(Text(f"{trained.method}, {trained.ranks} ranks: {done}"))
-            for table in trained_tables(finished):
-                console.print(table)
-            plots += write_trained_plots(finished, place.out)
-            tuning = {"density": density, "ratio": ratio, "tuned_at": tuned_at, "seeds": seeds}
-            record["simulated"] = {
-                "settings": {**asdict(setup), **tuning},
-                "complete": not interruption.happened,
-                "seconds": round(time.monotonic() - started),
-                "runs": [asdict(each) for each in finished],
-            }
+            yield from _train_all(setup, methods, ranks, tuned_at, seeds, advance)
         if only != "simulated":
-            assumptions = Assumptions()
-            rows = predict_all(assumptions, MODELS, gigabits, sorted(set(predicted_ranks)))
-            for table in predicted_tables(rows):
-                console.print(table)
-            plots.append(write_predicted_plot(rows, place.out))
-            record["predicted"] = {
-                "measured": False,
-                "assumptions": asdict(assumptions),
-                "models": [asdict(model) for model in MODELS],
-                "break_even": break_even(rows),
-                "steps": [asdict(row) for row in rows],
-            }
-        cli.write_record(place, record, console, plots)
-        cli.end(place, interruption)
+            yield from predict_all(Assumptions(), MODELS, gigabits, sorted(set(predicted_ranks)))
 
-    return run
+    def record(rows: list[Trained | Predicted]) -> dict[str, Any]:
+        trained, predicted = _split(rows)
+        found: dict[str, Any] = {}
+        if trained:
+            tuning = {"density": density, "ratio": ratio, "tuned_at": tuned_at, "seeds": seeds}
+            found["simulated"] = {
+                "settings": {**asdict(setup), **tuning},
+                "runs": [asdict(each) for each in trained],
+            }
+        if predicted:
+            found["predicted"] = {
+                "measured": False,
+                "assumptions": asdict(Assumptions()),
+                "models": [asdict(model) for model in MODELS],
+                "break_even": break_even(predicted),
+                "steps": [asdict(row) for row in predicted],
+            }
+        return found
+
+    def tables(rows: list[Trained | Predicted]) -> list[Table]:
+        trained, predicted = _split(rows)
+        return trained_tables(trained) + predicted_tables(predicted)
+
+    work = len(methods) * (len(_RATES) + len(ranks) * seeds) * steps
+    return cli.Measurement(work, rows, tables, record)
+
+
+def _split(rows: Sequence[Trained | Predicted]) -> tuple[list[Trained], list[Predicted]]:
+    trained = [row for row in rows if isinstance(row, Trained)]
+    return trained, [row for row in rows if isinstance(row, Predicted)]
 
 
 def _train_all(
@@ -149,7 +133,7 @@ def _train_all(
     counts: list[int],
     tuned_at: int,
     seeds: int,
-    advance: Callable[[], None],
+    advance: Advance,
 ) -> Iterator[Trained]:
     """Choose each method's learning rate, then train with every number of ranks."""
     for method in methods:
@@ -212,6 +196,8 @@ def _percent(shares: Sequence[float | None]) -> str:
 
 def predicted_tables(rows: Sequence[Predicted]) -> list[Table]:
     """Return a table per model and link, and the break-even points of all."""
+    if not rows:
+        return []
     tables = []
     counts = sorted({row.ranks for row in rows})
     for model, gigabits in dict.fromkeys((row.model, row.gigabits) for row in rows):
@@ -248,90 +234,6 @@ def predicted_tables(rows: Sequence[Predicted]) -> list[Table]:
     ]
     columns = ("method", "slower than", "model", "Gbit/s", "from ranks")
     return [*tables, make_table("Predicted: from how many ranks on", columns, points)]
-
-
-def write_trained_plots(runs: Sequence[Trained], out: Path) -> list[Path]:
-    """Write errors and bytes against ranks; return their paths."""
-    if not runs:
-        return []
-    return [
-        _plot_by_ranks(
-            runs,
-            lambda run: 100 * run.error,
-            "held-out error (%)",
-            "{:g}".format,
-            out / "error-vs-ranks.png",
-        ),
-        _plot_by_ranks(
-            runs,
-            lambda run: run.bytes_sent,
-            "bytes sent per rank and step",
-            format_bytes,
-            out / "bytes-vs-ranks.png",
-        ),
-    ]
-
-
-def _plot_by_ranks(
-    runs: Sequence[Trained],
-    y: Callable[[Trained], float],
-    label: str,
-    write: Callable[[float], str],
-    path: Path,
-) -> Path:
-    figure, (axes,) = new_figure(width=6)
-    for index, name in enumerate(dict.fromkeys(run.method for run in runs)):
-        own = [run for run in runs if run.method == name]
-        counts = sorted({run.ranks for run in own})
-        means = [statistics.mean(y(run) for run in own if run.ranks == n) for n in counts]
-        if any(means):  # nothing has no place on a logarithmic axis
-            axes.plot(counts, means, label=name, **_look(name, index))
-    axes.set_yscale("log")
-    write_numbers(axes.yaxis, write)
-    axes.set_ylabel(label)
-    _count_ranks(axes)
-    return save(figure, path)
-
-
-def write_predicted_plot(rows: Sequence[Predicted], out: Path) -> Path:
-    """Write step times against ranks, a panel per model and link; return the path."""
-    cases = list(dict.fromkeys((row.model, row.gigabits) for row in rows))
-    columns = len({gigabits for _, gigabits in cases})
-    figure, panels = new_figure(columns, rows=len(cases) // columns, width=3.6)
-    schemes = list(dict.fromkeys(row.scheme for row in rows))
-    for axes, (model, gigabits) in zip(panels, cases, strict=True):
-        some = [row for row in rows if (row.model, row.gigabits) == (model, gigabits)]
-        idle = {row.ranks: row.seconds for row in some if not row.bytes_sent}
-        for index, scheme in enumerate(schemes):
-            own = [row for row in some if row.scheme == scheme]
-            axes.plot(
-                [row.ranks for row in own],
-                [row.seconds / idle[row.ranks] for row in own],
-                label=scheme,
-                **_look(scheme, index),
-            )
-        axes.set_yscale("log")
-        axes.set_title(f"{model}, {gigabits:g} Gbit/s (predicted)", fontsize="medium")
-        _count_ranks(axes)
-    for axes in panels[::columns]:
-        axes.set_ylabel("step / step without exchange")
-        axes.yaxis.set_major_formatter("{x:g}")
-    return save(figure, out / "predicted-steps.png")
-
-
-def _look(name: str, index: int) -> dict[str, Any]:
-    """Return the look of a method; the controls, which come first, are black and grey."""
-    if name.startswith("no"):
-        return {"color": GREY, "linestyle": "dashed"}
-    if name.startswith("all-reduce"):
-        return {"color": BLACK}
-    return {**style(index - 2), "marker": "."}
-
-
-def _count_ranks(axes: Axes) -> None:
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("ranks")
 
 
 app = cli.study(scale)

@@ -16,13 +16,13 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.lab.clock import slowest
-from benchmarks.lab.processes import lines_from_bed
+from benchmarks.lab.processes import lines_from_testbed
 from benchmarks.netns.links import NetnsError
 from benchmarks.studies.cli import Option
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.launchers.advise.cost_model import Collective
-from comm_hooks.launchers.advise.links import joined, measure_links, network_of
+from comm_hooks.launchers.advise.links import joined, measure_links
 from comm_hooks.launchers.environment import detect_environment
 
 MODULE = "benchmarks.studies.scale.collectives"
@@ -46,7 +46,7 @@ def measure(
         print("|---|---|---|---|---|---|---|", flush=True)
         for count in counts:
             for rate in rates.split(","):
-                for line in lines_from_bed(count, rate, MODULE, rate):
+                for line in lines_from_testbed(count, rate, MODULE, rate):
                     print(line, flush=True)
     except ValueError as error:
         typer.echo(f"collectives: {error}", err=True)
@@ -62,17 +62,16 @@ def worker(rate: str) -> None:
     process = detect_environment()
     torch.set_num_threads(1)
     with joined(process, "gloo", _TIMEOUT_SECONDS):
-        links, nodes = measure_links(torch.device("cpu"))
-        network = network_of(links, nodes, "gloo")
+        network, _ = measure_links(torch.device("cpu"), "gloo")
         transport = TorchDistributed()
         for seconds in _SECONDS:
-            for request in _requests(int(seconds * network.between.bandwidth), network.ranks):
+            for request in _requests(int(seconds * network.link.bandwidth), network.ranks):
                 median = statistics.median(_times(transport, request)[1:])
                 collective = Collective.of(request, network.ranks)
                 predicted = collective.seconds(network)
                 # Without any bytes: the time for latency alone.
                 idle = Collective(collective.kind, 0).seconds(network)
-                efficiency = collective.traffic / (median - idle) / network.between.bandwidth
+                efficiency = collective.traffic / (median - idle) / network.link.bandwidth
                 if process.rank == 0:
                     print(
                         f"| {network.ranks} | {rate} | {collective.kind} "

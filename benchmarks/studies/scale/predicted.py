@@ -59,13 +59,46 @@ class Assumptions:
 
     def network(self, ranks: int, gigabits: float) -> Network:
         """Return that many ranks, with links of that many Gbit/s between nodes."""
-        between = Link(gigabits * 1e9 / 8, self.latency)
-        inside = Link(self.inside_bandwidth, self.inside_latency)
-        return Network(ranks, between, self.ranks_per_node, inside, backend="nccl")
+        link = Link(gigabits * 1e9 / 8, self.latency)
+        return Network(
+            ranks,
+            self.inside if ranks <= self.ranks_per_node else link,
+            self.ranks_per_node,
+            backend="nccl",
+        )
+
+    @property
+    def inside(self) -> Link:
+        """The link between two ranks of a node."""
+        return Link(self.inside_bandwidth, self.inside_latency)
 
     def seconds(self, nbytes: float) -> float:
         """Return how long the device takes to move so many bytes to and from its memory."""
         return nbytes / (self.share * self.memory)
+
+
+@dataclass(frozen=True)
+class InsideNode(Collective):
+    """A collective of the ranks of each node, over the links inside it."""
+
+    ranks_per_node: int
+    link: Link
+
+    def seconds(self, network: Network) -> float:
+        inside = replace(network, ranks=self.ranks_per_node, link=self.link)
+        return super().seconds(inside)
+
+
+@dataclass(frozen=True)
+class AcrossNodes(Collective):
+    """A collective of one rank of each node, at the same time as those of its other ranks."""
+
+    ranks_per_node: int
+
+    def seconds(self, network: Network) -> float:
+        share = replace(network.link, bandwidth=network.link.bandwidth / self.ranks_per_node)
+        ranks = network.ranks // self.ranks_per_node
+        return super().seconds(replace(network, ranks=ranks, link=share, ranks_per_node=1))
 
 
 @dataclass(frozen=True)
@@ -243,7 +276,8 @@ def _between_nodes(
     parts = tuple((1, -(-torch.Size(shape).numel() // of_node)) for shape in bucket)
     numel = sum(width for _, width in parts)
     inside = (of_node - 1) * 4 * numel
-    first, last = Collective("all_to_all", inside, "node"), Collective("all_gather", inside, "node")
+    first = InsideNode("all_to_all", inside, of_node, assumptions.inside)
+    last = InsideNode("all_gather", inside, of_node, assumptions.inside)
     averaging = assumptions.seconds(4 * (2 * of_node + 1) * numel)
     if ranks == of_node:
         return Round((first, last), averaging)
@@ -252,7 +286,7 @@ def _between_nodes(
         _round_of(assumptions, replace(scheme, way=way), parts, ranks // of_node) for way in ways
     ]
     between = min(rounds, key=lambda each: each.traffic)
-    across = tuple(replace(c, members="across") for c in between.collectives)
+    across = tuple(AcrossNodes(c.kind, c.traffic, of_node) for c in between.collectives)
     return Round((first, *across, last), averaging + between.encode, between.decode)
 
 

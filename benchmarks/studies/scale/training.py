@@ -12,8 +12,8 @@ from torch.func import functional_call, grad, vmap
 
 from benchmarks.lab.outcomes import Advance
 from benchmarks.lab.schedules import cosine
-from benchmarks.lab.simulated import batch_generator, known_warnings_ignored, new_model
 from benchmarks.lab.tasks import Task, build_task
+from benchmarks.lab.training import batches_of, known_warnings_ignored, new_model
 from benchmarks.studies.scale.methods import Method
 from comm_hooks.collectives import Simulated
 
@@ -81,10 +81,7 @@ def train(
     """
     started = time.monotonic()
     task = build_task(setup.task, clients=ranks, seed=seed)
-    clients = [
-        shard.batches(setup.batch // ranks, batch_generator(seed, rank))
-        for rank, shard in enumerate(task.clients)
-    ]
+    clients = batches_of(task, setup.batch // ranks, seed)
     model = new_model(task, seed, "cpu")
     world = _World(model, method, ranks, seed)
     momentum = torch.zeros_like(world.parameters)

@@ -1,10 +1,10 @@
-"""Routes: in which order a round uses collectives to bring a bucket's vectors to their mean.
+"""Routes: the sequence of collectives that averages the vectors of a bucket.
 
 * :class:`Summed`: one all-reduce of linear payloads;
 * :class:`Gathered`: one all-gather, and every rank decodes all payloads in rank order;
 * :class:`Sharded`: two legs, to the owners of shards and back;
 * :class:`Hierarchical`: exact inside each node, one of the others between nodes;
-* :class:`RaggedShards`: the first leg of ``Sharded`` for shards that others have cut.
+* :class:`RaggedShards`: the first leg of ``Sharded`` for shards of different sizes.
 
 :func:`choose_route` decides between them.
 """

@@ -1,4 +1,4 @@
-"""What decides between one all-reduce, one all-gather, and shards."""
+"""Choose the route of a bucket: one all-reduce, one all-gather, or shards."""
 
 import logging
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ def choose_route(
     place: Place | None = None,
     ranks_per_node: int | None = None,
 ) -> Route:
-    """Return how the vectors of a bucket travel.
+    """Return the route of a bucket.
 
     Args:
         compressor: None averages exactly.
         transport: between all ranks.
-        server_memory: what the owner of a shard remembers.
-        place: of a noise_hook on the way, if there is one.
-        ranks_per_node: what is given compresses between nodes only.
+        server_memory: keeps the residuals of the shard that this rank owns.
+        place: of the noise hook, if there is one.
+        ranks_per_node: if given, only the exchange between nodes is compressed.
 
     Raises:
         ValueError: if no route of these settings has that place.
@@ -88,7 +88,7 @@ def _over_nodes(
     ranks_per_node: int,
 ) -> Route:
     if ranks_per_node == transport.world_size:
-        # Exact, and passes on what is still remembered of a run on more nodes.
+        # Exact, and sends the residuals of an earlier run on more nodes.
         compressor = Identity()
 
     def between(shards: Layout, across: Transport) -> Route:
@@ -109,9 +109,9 @@ def _over_nodes(
 def _downlink(
     layout: Layout, settings: ExchangeSettings, compressor: Compressor | None
 ) -> list[Compressor] | None:
-    """Return who compresses means; None: who compresses vectors.
+    """Return the compressors of the means; None if they are those of the vectors.
 
-    A round with another compressor than the settings' has that both ways.
+    A round with another compressor than that of the settings uses it in both directions.
     """
     if settings.downlink is None or compressor != settings.compressor:
         return None
@@ -131,8 +131,8 @@ def _cheapest(
 ) -> Route:
     """Return the route over one of ``collectives`` that moves the fewest bytes.
 
-    Where payloads can be summed they are: gathered ones, or shards, would move as many bytes at
-    least, but for rounding and headers, and take more arithmetic.
+    Payloads that can be summed are: other routes would move at least as many bytes, except for
+    rounding and headers, and take more arithmetic.
     """
     routes: dict[str, Route] = {}
     for collective in ["all_reduce"] if "all_reduce" in collectives else collectives:
@@ -151,5 +151,5 @@ def _cheapest(
             routes[collective] = kind(layout, compressors, transport, seed)
     # min() keeps the first of equals, and the simplest routes come first.
     chosen = min(routes, key=lambda name: routes[name].traffic)
-    logger.debug("%d elements travel by %s", layout.work.numel(), chosen)
+    logger.debug("%d elements are sent by %s", layout.work.numel(), chosen)
     return routes[chosen]

@@ -1,18 +1,17 @@
 """Full precision inside a node, compressed between nodes: a route around a route.
 
-Ranks of one node reach each other over NVLink or memory, those of different nodes over a network
-that is ten to a hundred times slower and that all ranks of a node share.  So the vectors are first
-averaged inside each node, and only the nodes' means are compressed.
+Ranks of one node are connected by NVLink or memory, nodes by a network that is ten to a hundred
+times slower and shared by all ranks of a node.  So vectors are first averaged inside each node, and
+only the means of nodes are compressed.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from comm_hooks.collectives.base import Transport
-from comm_hooks.collectives.part import PartOfRanks
-from comm_hooks.collectives.requests import AllGather, AllToAll, Group, Request, Round
+from comm_hooks.collectives.requests import AllGather, AllToAll, Group, Round, ask
+from comm_hooks.collectives.subgroup import Subgroup
 from comm_hooks.exchange.layout import Layout, Segment
 from comm_hooks.exchange.message import RoundContext
 from comm_hooks.exchange.routes.route import Route, fill_nan_
@@ -21,7 +20,7 @@ from comm_hooks.wire.gathered_header import GatheredHeader
 
 
 class Hierarchical(Route):
-    """Averages inside each node, shard by shard, and lets another route do the rest.
+    """Averages inside each node, shard by shard, and between nodes by another route.
 
     A round, with L ranks per node:
 
@@ -38,7 +37,7 @@ class Hierarchical(Route):
     spreads that over the nodes: all ranks end with NaN everywhere.
 
     Args:
-        layout: whose workspace holds the vectors.
+        layout: holds the vectors.
         transport: of all ranks.
         ranks_per_node: a divisor of their number.
         between: makes the inner route, given the layout of this rank's shards (all exempt
@@ -54,8 +53,8 @@ class Hierarchical(Route):
         between: Callable[[Layout, Transport], Route],
     ) -> None:
         self._work = layout.work
-        self._node = PartOfRanks(transport, Group("node", ranks_per_node))
-        self._across = PartOfRanks(transport, Group("across", ranks_per_node))
+        self._node = Subgroup(transport, Group("node", ranks_per_node))
+        self._across = Subgroup(transport, Group("across", ranks_per_node))
         self._matrices = [rows.matrix for rows in layout.vectors()]
         self._widths = [shard_width(m.shape[1], ranks_per_node) for m in self._matrices]
         segments: list[Segment] = []
@@ -81,7 +80,7 @@ class Hierarchical(Route):
 
     @property
     def _padded_nbytes(self) -> int:
-        """The size of what each rank of the node gets from each other: a multiple of 8."""
+        """The size of a payload between two ranks of the node: a multiple of 8."""
         return -(-(self._header.nbytes + 4 * sum(self._numels)) // 8) * 8
 
     def reduce(self, context: RoundContext) -> Round[None]:
@@ -89,7 +88,7 @@ class Hierarchical(Route):
         # 0 if all elements are finite, else NaN.
         outgoing = self._cut()
         self._header.write_(outgoing, context.stamp, norm - norm)
-        received = yield from self._node.within(_ask(AllToAll(outgoing)))
+        received = yield from self._node.within(ask(AllToAll(outgoing)))
         health = self._header.check(received, context.stamp, context.checks)
         mean = self._body(received).mean(0)
         fill_nan_(mean, health)
@@ -97,11 +96,11 @@ class Hierarchical(Route):
         self._shards.load(shards)
         yield from self._across.within(self._between.reduce(context))
         self._shards.store(shards)
-        gathered = yield from self._node.within(_ask(AllGather(mean.view(torch.uint8))))
+        gathered = yield from self._node.within(ask(AllGather(mean.view(torch.uint8))))
         self._join(gathered.view(torch.float32))
 
     def _cut(self) -> torch.Tensor:
-        """Return what each rank of the node gets: (L, nbytes), uint8, without its header."""
+        """Return the payloads for the ranks of the node: (L, nbytes), uint8, without headers."""
         nbytes = self._padded_nbytes
         payloads = self._work.new_zeros(self._node.world_size, nbytes, dtype=torch.uint8)
         for matrix, place in zip(self._matrices, self._places(self._body(payloads)), strict=True):
@@ -119,14 +118,10 @@ class Hierarchical(Route):
             join_from(place, matrix)
 
     def _places(self, shards: torch.Tensor) -> list[torch.Tensor]:
-        """Return where the rows of each matrix lie in shards: views (L, rows, width)."""
+        """Return the rows of each matrix in shards: views (L, rows, width)."""
         counts = [len(matrix) for matrix in self._matrices]
         sizes = [n * width for n, width in zip(counts, self._widths, strict=True)]
         return [
             place.unflatten(1, (n, -1))
             for place, n in zip(shards.split(sizes, dim=1), counts, strict=True)
         ]
-
-
-def _ask(request: Request) -> Round[Any]:
-    return (yield request)

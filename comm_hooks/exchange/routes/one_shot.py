@@ -35,15 +35,17 @@ class OneShot(CompressedRoute):
         transport, noise_hook, work = self._transport, context.noise_hook, self._layout.work
         message = Message.of(self._layout, context, seed=self._seed, rank=transport.rank)
         reply, payloads = yield from self._send(self._format.encode(message), noise_hook)
-        health = transport.alike("health", reply, lambda: self._format.check(payloads, context))
+        health = transport.compute_once(
+            "health", reply, lambda: self._format.check(payloads, context)
+        )
         message.commit(torch.isfinite(health))
 
         def average() -> torch.Tensor:
             self._average(message, payloads, noise_hook)
             return work
 
-        # Noise is each rank's own doing, though the same on all of them.
-        mean = average() if noise_hook else transport.alike("mean", reply, average)
+        # Each rank adds the noise itself, though it is equal on all of them.
+        mean = average() if noise_hook else transport.compute_once("mean", reply, average)
         if mean is not work:
             work.copy_(mean)
         fill_nan_(work, health)
@@ -53,7 +55,7 @@ class OneShot(CompressedRoute):
     def _send(
         self, payload: torch.Tensor, noise_hook: NoiseHook | None
     ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the collective's reply, and the payloads to decode, (n, nbytes)."""
+        """Return the reply of the collective, and the payloads to decode, (n, nbytes)."""
 
     def _average(
         self, message: Message, payloads: torch.Tensor, noise_hook: NoiseHook | None
@@ -76,7 +78,7 @@ class Summed(OneShot):
         reply = yield AllReduce(payload.view(torch.float32))
         total = reply.view(torch.uint8)
         if noise_hook:
-            total = total.clone()  # a simulated world gives the same tensor to all ranks
+            total = total.clone()  # a simulated world replies with one tensor to all ranks
             noise_hook.add_noise_([self._format.body(total)])
         return reply, total[None]
 

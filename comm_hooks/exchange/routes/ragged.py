@@ -1,4 +1,4 @@
-"""The first leg of the sharded route alone, where others have cut the shards: FSDP2."""
+"""The first leg of the sharded route alone, for the shards of FSDP2."""
 
 from collections.abc import Sequence
 
@@ -14,13 +14,13 @@ from comm_hooks.exchange.routes.sharded import scatter
 
 
 class RaggedShards:
-    """Shards that differ in size, each a bucket of its own, of which every rank gets one.
+    """Shards of different sizes, each a bucket of its own, one for each rank.
 
     Args:
-        layouts: of all ranks' shards, in rank order; their workspaces hold this rank's vectors.
+        layouts: of the shards of all ranks, in rank order; they hold this rank's vectors.
         compressors: for each layout, one for each of its parts.
         transport: between the ranks.
-        seed: where random keys come from.
+        seed: of all random keys.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RaggedShards:
         return (self._transport.world_size - 1) * self._nbytes
 
     def reduce(self, context: Sequence[RoundContext], *, factor: float = 1.0) -> Round[None]:
-        """Return a round that writes ``factor`` times the mean to this rank's shard's workspace.
+        """Return a round that writes ``factor`` times the mean to the workspace of this shard.
 
         Args:
             context: of each shard; they differ in their stamps.
@@ -66,6 +66,6 @@ class RaggedShards:
             each.commit(torch.isfinite(health))
         self._formats[own].decode_sum(message.matrices, received, message.keys, alpha=1 / ranks)
         fill_nan_(work, health)
-        # Nobody else has this mean.
+        # No other rank has this mean.
         message.give_back(ranks=ranks, factor=factor)
         work.mul_(factor)

@@ -1,4 +1,4 @@
-"""What all routes have in common."""
+"""The interface of all routes, and their shared parts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from comm_hooks.exchange.payload import PayloadFormat
 
 
 class Route(ABC):
-    """How the vectors of one bucket reach all ranks."""
+    """A sequence of collectives that averages the vectors of one bucket."""
 
     @property
     @abstractmethod
@@ -23,22 +23,22 @@ class Route(ABC):
 
     @property
     def traffic_between_nodes(self) -> int:
-        """How many of these leave the node, where the route knows of nodes."""
+        """The part of :attr:`traffic` that leaves the node, in a route that knows nodes."""
         return 0
 
     @abstractmethod
     def reduce(self, context: RoundContext) -> Round[None]:
-        """Replace the workspace's vectors by their mean over ranks; by NaN if one is not finite."""
+        """Replace the vectors in the workspace by their mean; by NaN if one is not finite."""
 
 
 class CompressedRoute(Route):
-    """A route on which payloads travel.
+    """A route of compressed payloads.
 
     Args:
-        layout: whose workspace holds the vectors.
+        layout: holds the vectors.
         compressors: one for each part of the layout.
         transport: between the ranks.
-        seed: where random keys come from.
+        seed: of all random keys.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ def format_of(
     *,
     summed: bool = False,
 ) -> PayloadFormat:
-    """Return the payloads of vectors whose parts have these compressors."""
+    """Return the payload format of vectors, given the compressor of each part."""
     shapes = [part.matrix.shape for part in vectors.parts()]
     parts = [(c, *shape) for c, shape in zip(compressors, shapes, strict=True)]
     return PayloadFormat(parts, transport.ranks, transport.rank, summed=summed)
 
 
 def fill_nan_(vector: torch.Tensor, health: torch.Tensor) -> None:
-    """Turn ``vector`` to NaN if ``health`` is NaN, without waiting for an accelerator."""
+    """Turn ``vector`` to NaN if ``health`` is NaN; does not wait for an accelerator."""
     if health.device.type != "cpu" or not torch.isfinite(health):
         vector.add_(health)

@@ -1,4 +1,4 @@
-"""Two legs: all-to-all to the owners of shards, who average and compress again; all-gather."""
+"""Two legs: an all-to-all to the owners of shards, and an all-gather of their means."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,11 +27,10 @@ class Sharded(CompressedRoute):
     Args:
         layout, compressors, transport, seed: see
             :class:`~comm_hooks.exchange.routes.route.CompressedRoute`.
-        memory: keeps what the second compression left out of the owned shards; like every memory
-            it belongs to this rank.
-        downlink: what compresses the means; by default ``compressors``.
-        exact_uplink: vectors reach the owners as they are, in float32, and only what the owners
-            send is compressed.
+        memory: keeps the residuals of the second compression, of the shard that this rank owns.
+        downlink: compressors of the means; by default ``compressors``.
+        exact_uplink: whether vectors are sent to the owners in float32, so that only the means are
+            compressed.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Sharded(CompressedRoute):
         passed_on = Message(self._owned, own_keys, int(own_keys[0][0]), of_owner)
         means = yield AllGather(self._downlink.encode(passed_on, health=health))
 
-        health = self._transport.alike(
+        health = self._transport.compute_once(
             "health",
             means,
             lambda: self._downlink.check(means, context, senders="the owner of shard"),
@@ -106,7 +105,7 @@ class Sharded(CompressedRoute):
             self._shards.join(shards)
             return work
 
-        mean = self._transport.alike("mean", means, join)
+        mean = self._transport.compute_once("mean", means, join)
         if mean is not work:
             work.copy_(mean)
         fill_nan_(work, health)
@@ -116,13 +115,13 @@ class Sharded(CompressedRoute):
 def scatter(
     payloads: torch.Tensor, format_: PayloadFormat, context: RoundContext, *, final: bool
 ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
-    """Return a round of the first leg, in which each rank gets what all others have for it.
+    """Return the first leg of a round, in which each rank gets all payloads for its shard.
 
     Args:
-        payloads: one for each rank, (N, nbytes), uint8; may be longer than what this rank gets.
-        format_: of the payloads that this rank gets.
-        context: of the round, for what this rank owns.
-        final: whether the round ends with it.
+        payloads: one for each rank, (N, nbytes), uint8; may be longer than ``format_``.
+        format_: of the payloads for this rank.
+        context: of the round, for the shard of this rank.
+        final: whether the leg is the end of the round.
 
     Returns:
         The payloads of all ranks, and 0 if their vectors were finite, else NaN.

@@ -1,12 +1,12 @@
 """Kernels for GPUs, in Triton, one module per operator.  Each passes over the data once.
 
 A function here has the signature of its counterpart in :mod:`comm_hooks.kernels`, an
-:class:`~comm_hooks.kernels.operators.Operator`, which calls it where :func:`available` says so.
-The modules import Triton; this one does not, so that ``import comm_hooks`` does not either.  Triton
+:class:`~comm_hooks.kernels.operators.Operator`, which calls it if :func:`available` is true.  The
+modules import Triton; this one does not, so that ``import comm_hooks`` does not either.  Triton
 comes with PyTorch's builds for CUDA.
 
-They run in Triton's interpreter, too, on the CPU and slowly: with ``TRITON_INTERPRET=1`` set before
-Triton is imported.  That is how ``tests/kernels/triton`` tests them without a GPU.
+They also run, slowly, in Triton's interpreter on the CPU, with ``TRITON_INTERPRET=1`` set before
+Triton is imported: ``tests/kernels/triton`` tests them without a GPU.
 """
 
 import functools

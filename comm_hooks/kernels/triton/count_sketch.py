@@ -1,14 +1,14 @@
 """Count-Sketches with the structured hash of :class:`~comm_hooks.compressors.CountSketch`.
 
-It hashes bit for bit as a CPU does: rotations and offsets of signs are drawn there, some hundreds
-of numbers, and the signs are those of :mod:`comm_hooks.kernels.triton.random_signs`.
+It hashes bit for bit as a CPU does: rotations and offsets of signs, some hundreds of numbers, are
+drawn on the CPU, and the signs are those of :mod:`comm_hooks.kernels.triton.random_signs`.
 
-Why both ways reach 60 % of a copy:
+Both directions reach 60 % of a copy:
 
 * sketch: reads every element once, in runs of consecutive addresses, and writes only the sums.  A
   program owns a range of sums and goes through all rows, so there are no atomic additions and the
   result is the same in every run.  1024 independent loads are under way in each program;
-* unsketch: writes every element once; what it reads, the sketch, is smaller by the ratio.
+* unsketch: writes every element once; the sketch that it reads is smaller by the ratio.
 """
 
 import torch

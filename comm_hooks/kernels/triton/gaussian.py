@@ -1,10 +1,10 @@
-"""Gaussian noise whose key nobody can search for, made where it is added.
+"""Gaussian noise from a key of 128 bits, generated where it is added.
 
 PyTorch's generators of GPUs have 64 bits of seed.  Here every program runs NumPy's Philox (4x64,
-10 rounds; Salmon et al., SC 2011) with a key of 128 bits and the counter of a stream: its words are
-those that NumPy draws.
+10 rounds; Salmon et al., SC 2011) with a key of 128 bits and the counter of a stream, and draws the
+same words as NumPy.
 
-Why this need not reach 60 % of a copy: an element is read and written once, but costs half of ten
+It need not reach 60 % of a copy: an element is read and written once, but costs half of ten
 rounds of 128-bit products, a logarithm, a sine and a cosine in float64.
 """
 
@@ -65,7 +65,7 @@ def _add_gaussian(values, seeds, numel, TILE: tl.constexpr):
 def add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
     """As :func:`comm_hooks.kernels.gaussian.add_gaussian_`, but for the last bits of its functions.
 
-    Nothing is waited for: key and counter are copied in the GPU's order of work.
+    It does not wait: key and counter are copied in the GPU's order of work.
     """
     words = [key, key >> 64, counter >> 128, counter >> 192]
     packed = struct.pack("<4Qd", *(word & 0xFFFFFFFFFFFFFFFF for word in words), std)

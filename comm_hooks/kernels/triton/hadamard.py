@@ -7,15 +7,15 @@ pass over the data, as many of them in a program as fit.  A longer one takes one
 7 bits of its length: products from the left, with lines that are far apart, of 32 consecutive
 elements, which are whole transactions of memory.
 
-The factors of H are 1 and -1, and each float32 is a sum of three numbers that bfloat16 holds.  So
-no product is rounded, and their sums are float32.
+The factors of H are 1 and -1, and each float32 is a sum of three bfloat16 numbers.  So products are
+exact, and their sums are float32.
 
-Why one pass reaches 60 % of a copy: it reads and writes every element once, as a copy does, in
+One pass reaches 60 % of a copy: it reads and writes every element once, as a copy does, in
 transactions of 128 bytes, and takes 768 multiplications of matrix units for each, of which a GPU
 does several thousand in the time that 8 bytes take.  A second pass halves that share: it counts
 bytes once.
 
-What is not finite spreads over all that its program holds: 4096 elements, or one transform.
+An element that is not finite spreads over all elements of its program: 4096, or one transform.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""How all kernels are launched."""
+"""Launch kernels."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -18,14 +18,14 @@ def launch(
     registers: int | None = None,
     **constants: Any,
 ) -> None:
-    """Launch so many programs on the GPU of the first argument, a tensor.
+    """Launch a number of programs on the GPU of the first argument, a tensor.
 
     Args:
         kernel: made by ``triton.jit``.
         programs: their number.
-        args: of the kernel, but for its constants.
+        args: of the kernel, except its constants.
         warps: of each program.
-        registers: of each thread, at most; by default as many as the compiler takes.
+        registers: of each thread, at most; by default the compiler decides.
         constants: known when the kernel is compiled.
     """
     on_device = torch.cuda.device(args[0].device) if args[0].is_cuda else nullcontext()

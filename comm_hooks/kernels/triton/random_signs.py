@@ -1,10 +1,10 @@
-"""Random signs: the table of a CPU, made in registers.
+"""Random signs, equal to those of a CPU, generated in registers.
 
-Here the table is packed into bits, 260 kB, which caches hold, where the float32 table would double
-the traffic.  A sign is made by moving its bit to the place of the sign of the element, so a GPU
-draws bit for bit what a CPU does, and what is built on it stays unbiased over its keys.
+The table is packed into bits, 260 kB, which fit the caches; the float32 table would double the
+traffic.  The bit of a sign is moved to the sign bit of the element, so a GPU draws the same bits as
+a CPU, and sketches stay unbiased over their keys.
 
-Why multiplying reaches 60 % of a copy: it reads and writes every element once, as a copy does.
+Multiplying reaches 60 % of a copy: it reads and writes every element once, as a copy does.
 """
 
 import functools
@@ -26,13 +26,13 @@ _TILE = 2048
 
 @functools.lru_cache(maxsize=8)
 def negative_bits(device: torch.device) -> Tensor:
-    """Return the table of signs in int32 words: bit i % 32 of word i // 32 says that i is -1."""
+    """Return the table of signs in int32 words: bit i % 32 of word i // 32 is 1 if sign i is -1."""
     signs = sign_table(torch.device("cpu")).numpy()
     return torch.from_numpy(np.packbits(signs < 0, bitorder="little").view(np.int32)).to(device)
 
 
 def on_gpu(draws: npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    """Copy some draws to the GPU as int32, without waiting for what runs there."""
+    """Copy draws to the GPU as int32, without waiting for it."""
     return to_device(torch.from_numpy(draws.astype(np.int32)), device)
 
 

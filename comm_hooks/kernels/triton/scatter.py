@@ -1,11 +1,11 @@
-"""The sum of sparse vectors that several ranks sent, in one pass over the result.
+"""Sum the sparse vectors of several ranks, in one pass over the result.
 
 One decoder after the other would read and write the whole vector once per rank.  Here a program
-owns a block: it writes zeros, unless it adds to what is there, and then adds the entries of rank 0,
-1, ...  The additions to an element are in the same order on all ranks, which get the same bits.
+owns a block: it writes zeros, unless it adds to the result, and then adds the entries of rank 0, 1,
+...  All ranks add in the same order and get the same bits.
 
-Why this reaches 60 % of a copy: every element is written once.  Adding the entries, 64 of
-4096, where they belong happens in the cache that has just taken the block.
+It reaches 60 % of a copy: every element is written once.  The entries, 64 of 4096, are
+added in the cache, which holds the block.
 """
 
 import triton

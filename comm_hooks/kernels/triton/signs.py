@@ -1,10 +1,10 @@
-"""One bit per element and a scale per block, and what they leave of the vector.
+"""One bit per element and a scale per block, and the residual of the vector.
 
-Why each reaches 60 % of a copy:
+Each reaches 60 % of a copy:
 
 * encode: a program holds a block in registers, so every element is read once, for its magnitude,
-  its sign and what is left of it.  With ``subtract`` it is written once, too: a copy's traffic.  A
-  residual is read once on the way;
+  its sign and its residual.  With ``subtract`` it is written once, too, as in a copy.  A residual
+  to be added is read once;
 * decode: writes every element once and reads a bit for each, of every rank.
 """
 
@@ -82,7 +82,7 @@ def _decode(
     TILE: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Add up, in rank order, what all ranks' signs say about a part of one block."""
+    """Sum, in rank order, the decoded signs of all ranks in a part of one block."""
     line = tl.program_id(0) // tiles
     vector = (line // blocks).to(tl.int64)
     start = line % blocks * size
@@ -154,7 +154,7 @@ def decode_signs(
 ) -> None:
     """As :func:`comm_hooks.kernels.signs.decode_signs`, in one pass; ``out`` is contiguous.
 
-    Of scales and octets only the last dimension must be.
+    Only the last dimension of scales and octets must be contiguous.
     """
     count, numel = out.shape
     blocks = triton.cdiv(numel, size)

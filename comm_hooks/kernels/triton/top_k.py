@@ -1,17 +1,17 @@
 """Block top-k, and the addition of the residual before it, in one pass.
 
 1. v = x + factor e, for the elements of one block, in registers; it replaces x;
-2. the magnitude of a float orders like the integer that its bits are, so the k-th largest of a
-   block is found by bisecting integers: count how many are at least as large, go on in one half.
-   It is done as soon as a threshold splits off exactly k; else it ends at the k-th largest, and the
-   first of those that tie with it are taken.  It begins with the least of the maxima of k or more
-   groups of elements as lower bound, and takes 9 rounds for 64 of 4096, 31 at most;
-3. a prefix sum over the block says which of the k places an element goes to: ascending, no sort.
+2. magnitudes of floats are ordered like their bits as integers, so the k-th largest of a block is
+   found by bisecting integers: count the larger ones, continue in one half.  The search ends when a
+   threshold splits off exactly k; else it ends at the k-th largest, and the first of its ties are
+   taken.  It begins with the least of the maxima of k or more groups of elements as lower bound,
+   and takes 9 rounds for 64 of 4096, 31 at most;
+3. a prefix sum over the block gives each element its place among the k: ascending, no sort.
 
-What is not here is done for the k entries alone: values are coded with scales that blocks share
-(comm_hooks/wire/values.py), so what is sent, and with it the rest, is known after all blocks are.
+Coding the k values is separate: blocks share scales (comm_hooks/wire/values.py), so the payload,
+and with it the residual, depends on all blocks.
 
-Why this reaches 60 % of a copy: x and e are read and v is written once, in transactions of 128
+It reaches 60 % of a copy: x and e are read and v is written once, in transactions of 128
 bytes, and the k entries are 1/64 of that.  By the compiled code an element takes some 70
 instructions and 3 to 5 for each round, about 110, where an H100 has 190 in the time that 12 bytes
 take at 60 %.  A round ends with a sum over all threads of a block, which wait for it; meanwhile
@@ -34,7 +34,7 @@ _REGISTERS = 80
 
 @triton.jit
 def _threshold(keys, count, LENGTH: tl.constexpr, GROUPS: tl.constexpr):
-    """Return an integer that exactly ``count`` keys reach, or the one that ties beyond it have."""
+    """Return an integer that exactly ``count`` keys reach, or the key of the ties."""
     maxima = tl.max(tl.reshape(keys, [GROUPS, LENGTH // GROUPS]), 1)
     low = tl.min(maxima, 0)
     high = tl.max(maxima, 0)

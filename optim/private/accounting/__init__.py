@@ -1,24 +1,26 @@
-"""What private training costs: accountants, and the noise or the steps that a budget allows."""
+"""Privacy accounting: epsilon of a history, and the noise or the steps of a budget."""
 
-from comm_hooks.optim.private.accounting.accountant import Accountant
+from comm_hooks.optim.private.accounting.accountant import (
+    DEFAULT_ORDERS,
+    OPACUS_ORDERS,
+    TF_PRIVACY_ORDERS,
+    Accountant,
+    RDPAccountant,
+)
 from comm_hooks.optim.private.accounting.calibration import (
     ACCOUNTANTS,
     build_accountant,
     max_steps,
     noise_multiplier_for,
 )
+from comm_hooks.optim.private.accounting.claims import Claim, claim
 from comm_hooks.optim.private.accounting.events import GaussianEvent, merged
 from comm_hooks.optim.private.accounting.pld import PLDAccountant
-from comm_hooks.optim.private.accounting.rdp import (
-    DEFAULT_ORDERS,
-    OPACUS_ORDERS,
-    TF_PRIVACY_ORDERS,
-    RDPAccountant,
-)
 
 __all__ = [
     "ACCOUNTANTS",
     "Accountant",
+    "Claim",
     "DEFAULT_ORDERS",
     "GaussianEvent",
     "OPACUS_ORDERS",
@@ -26,6 +28,7 @@ __all__ = [
     "RDPAccountant",
     "TF_PRIVACY_ORDERS",
     "build_accountant",
+    "claim",
     "max_steps",
     "merged",
     "noise_multiplier_for",

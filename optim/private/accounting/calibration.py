@@ -1,24 +1,27 @@
-"""How much noise a budget needs, and how many steps it lasts."""
+"""Calibration: the noise that a budget requires, and the steps that it lasts."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import replace
 
 from comm_hooks.config import unknown
-from comm_hooks.optim.private.accounting.accountant import Accountant, require_delta
+from comm_hooks.optim.private.accounting.accountant import (
+    Accountant,
+    RDPAccountant,
+    require_delta,
+)
 from comm_hooks.optim.private.accounting.events import GaussianEvent
 from comm_hooks.optim.private.accounting.pld import PLDAccountant
-from comm_hooks.optim.private.accounting.rdp import RDPAccountant
 
 ACCOUNTANTS: dict[str, type[Accountant]] = {"rdp": RDPAccountant, "pld": PLDAccountant}
 
-# Beyond, more noise changes nothing: what is left of epsilon comes from delta and the orders.
+# Beyond, more noise changes nothing: the remaining epsilon comes from delta and the orders.
 _MOST_NOISE = 1e6
 _MOST_STEPS = 10**15
 
 
 def build_accountant(accountant: Accountant | str) -> Accountant:
-    """Return the accountant of that name: ``"rdp"`` or ``"pld"``; an accountant as it is.
+    """Return the accountant of that name, ``"rdp"`` or ``"pld"``; an accountant unchanged.
 
     Raises:
         ValueError: for an unknown name.  There is no ``"gdp"``: the central limit theorem
@@ -53,10 +56,10 @@ def noise_multiplier_for(
     Args:
         target_epsilon, target_delta: the budget.
         sample_rate: the probability that a sample is in a batch, from above 0 to 1.
-        steps: how many steps are to be taken.
+        steps: the number of steps to be taken.
         accountant: ``"rdp"``, ``"pld"`` or an :class:`Accountant`.
-        spent: what has been released before, which is part of the budget.
-        tolerance: by how much the result may exceed the smallest one, relative to it.
+        spent: earlier releases, which count against the budget.
+        tolerance: the largest relative excess over the smallest noise multiplier.
 
     Returns:
         The noise multiplier; its epsilon is never above the target.
@@ -99,8 +102,8 @@ def noise_multiplier_for(
         high, below, low = low, above, low / 2
         above = excess(low)
     while high > low * (1 + tolerance):
-        # epsilon is close to a power of the noise: a straight line in logarithms.  Away from the
-        # ends, so that both of them come closer.
+        # epsilon is close to a power of the noise: a straight line in logarithms.  The middle stays
+        # away from the ends, so that both of them come closer.
         share = above / (above - below) if math.isfinite(above - below) else 0.5
         middle = low * (high / low) ** min(max(share, 0.05), 0.95)
         if (value := excess(middle)) > 0:
@@ -119,14 +122,14 @@ def max_steps(
     accountant: Accountant | str = "rdp",
     spent: Iterable[GaussianEvent] = (),
 ) -> int:
-    """Return how many steps may be taken: after the last of them epsilon is still <= the target.
+    """Return the largest number of further steps after which epsilon is still <= the target.
 
     Args:
         target_epsilon, target_delta: the budget.
         noise_multiplier: of the steps to come.
         sample_rate: of the steps to come, from above 0 to 1.
         accountant: ``"rdp"``, ``"pld"`` or an :class:`Accountant`.
-        spent: what has been released before, with any noise and sampling.
+        spent: earlier releases, with any noise and sampling.
 
     Returns:
         The number of further steps; 0 if not even one more is within the budget.
@@ -179,4 +182,4 @@ def _require_target(target_epsilon: float) -> None:
 
 def _require_some_sampled(sample_rate: float, otherwise: str) -> None:
     if sample_rate == 0:
-        raise ValueError(f"sample_rate must be above 0: where nobody is sampled {otherwise}")
+        raise ValueError(f"sample_rate must be above 0: without sampled units {otherwise}")

@@ -1,4 +1,4 @@
-"""What was released: steps of the Poisson-sampled Gaussian mechanism, and their history."""
+"""Releases as events: steps of the Poisson-sampled Gaussian mechanism, and their history."""
 
 import math
 import operator
@@ -10,21 +10,21 @@ from comm_hooks.optim.private.errors import PrivacyError
 
 @dataclass(frozen=True)
 class GaussianEvent:
-    """Steps in which every unit of privacy took part by chance and Gaussian noise was added.
+    """Describes steps of the Gaussian mechanism with Poisson sampling.
 
     In each step every sample (or client) is in the batch with probability ``sample_rate``,
     independently of all others (Poisson sampling), and changes a sum by at most C in Euclidean
-    norm; what is released is the sum plus N(0, (noise_multiplier C)^2) in every coordinate.
+    norm; the sum plus N(0, (noise_multiplier C)^2) in every coordinate is released.
 
     Attributes:
         noise_multiplier: the noise's standard deviation divided by C; positive.
-        sample_rate: the probability, from 0 to 1.  1 is no sampling at all; at 0 nobody takes part
-            and nothing is spent.
-        steps: how many such steps, at least 1.
+        sample_rate: the probability, from 0 to 1.  1 is no sampling at all; at 0 the batches are
+            empty and nothing is spent.
+        steps: the number of such steps, at least 1.
         placement: where the noise was added, in a word; None: not known.
-        checkpoint_multiplier: of the noise multiplier, what protects from who also sees what single
-            ranks save; from 0 (nothing) to 1; None: not known.
-        rank_multiplier: the same against who sees what single ranks send.
+        checkpoint_multiplier: the part of the noise multiplier that protects from observers of
+            single ranks' checkpoints, from 0 (nothing) to 1; None: not known.
+        rank_multiplier: the same for observers of single ranks' messages.
 
     Raises:
         ValueError: for values out of range, naming the field.
@@ -71,7 +71,7 @@ class GaussianEvent:
 
     @property
     def mechanism(self) -> tuple[float, float]:
-        """The noise multiplier and the sample rate: what one step is."""
+        """The noise multiplier and the sample rate."""
         return self.noise_multiplier, self.sample_rate
 
     @property
@@ -81,7 +81,7 @@ class GaussianEvent:
 
 
 def merged(events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
-    """Return a history in which neighbours that differ only in their steps are one event.
+    """Return a history in which neighbours that differ only in ``steps`` are one event.
 
     Example::
 
@@ -99,7 +99,7 @@ def merged(events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
 
 
 def steps_per_mechanism(events: Iterable[GaussianEvent]) -> dict[tuple[float, float], int]:
-    """Return how many steps each mechanism took: all that a budget depends on, in any order."""
+    """Return the number of steps of each (noise multiplier, sample rate): a budget's input."""
     steps: dict[tuple[float, float], int] = {}
     for event in events:
         steps[event.mechanism] = steps.get(event.mechanism, 0) + event.steps
@@ -107,7 +107,7 @@ def steps_per_mechanism(events: Iterable[GaussianEvent]) -> dict[tuple[float, fl
 
 
 def steps_of_each(events: Iterable[GaussianEvent]) -> dict[GaussianEvent, int]:
-    """Return how many steps there were of each kind, of which the keys are one."""
+    """Return the number of steps of each kind; the keys are events of one step."""
     steps: dict[GaussianEvent, int] = {}
     for event in events:
         steps[event.one] = steps.get(event.one, 0) + event.steps
@@ -118,23 +118,23 @@ def seen_by(observer: str, events: Iterable[GaussianEvent]) -> list[GaussianEven
     """Return a history with the noise that protects from an observer.
 
     Args:
-        observer: ``"model"``: who sees the model at every step; ``"checkpoint"``: who also sees
-            what single ranks save; ``"rank"``: who sees what single ranks send.
+        observer: ``"model"`` sees the model at every step; ``"checkpoint"`` also the saved states
+            of single ranks; ``"rank"`` the messages of single ranks.
         events: each with the multipliers of its own placement.
 
     Raises:
-        PrivacyError: if nothing protects from the observer in one of them, or it is not known.
+        PrivacyError: if the protection from the observer is zero or unknown for one of them.
     """
     if observer == "model":
         return list(events)
-    what, instead = _OBSERVERS[observer]
+    seen_files, instead = _OBSERVERS[observer]
     seen = []
     for event in events:
         multiplier = getattr(event, f"{observer}_multiplier")
         if not multiplier:
             place = "that is not known" if multiplier is None else repr(event.placement)
             raise PrivacyError(
-                f"what single ranks {what} carries no noise of its own with placement {place}: "
+                f"{seen_files} of single ranks carry no noise of their own with placement {place}: "
                 f"ranks and links are trusted. Valid instead: {instead}"
             )
         seen.append(replace(event, noise_multiplier=event.noise_multiplier * multiplier))
@@ -142,8 +142,8 @@ def seen_by(observer: str, events: Iterable[GaussianEvent]) -> list[GaussianEven
 
 
 _OBSERVERS = {
-    "checkpoint": ("save", "to show others what release_state_dict() returns, and nothing else"),
-    "rank": ("send", "placement 'local' (or 'shares', with less noise per rank)"),
+    "checkpoint": ("saved states", "to publish release_state_dict() and nothing else"),
+    "rank": ("messages", "placement 'local' (or 'shares', with less noise per rank)"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What was released, written down before it is: outside the checkpoint, and only ever longer."""
+"""A file of releases, written before each release: outside the checkpoint, and append-only."""
 
 import fcntl
 import hashlib
@@ -23,7 +23,7 @@ from comm_hooks.requirements import require_kind
 
 _FORMAT = 2
 _HEADER_START = f'{{"ledger": {_FORMAT}, "run": '.encode()
-# What a line says of the steps after it.
+# The fields of a line that describes the steps after it.
 _KEYS = (
     "noise_multiplier",
     "sample_rate",
@@ -32,47 +32,43 @@ _KEYS = (
     "rank_multiplier",
 )
 _STEP = b'"step ', b'"'
-# In one line, so that it is known how many a torn one can have had.
+# In one line, to bound the number of steps of a torn one.
 _MOST_STEPS = 1000
-# What is before the seal, the seal, and what is after it.
+# The text before the seal, the seal, and the text after it.
 _LINE = re.compile(rb'(.*)([0-9a-f]{16})("[\]}]?)', re.DOTALL)
 
 
 class Ledger:
     """An append-only file of releases.
 
-    A step that a run goes back to, from a checkpoint or after a crash, was released all the same
-    and is released again: counting in the checkpoint would count it once.  So the ledger is kept
-    apart, and nothing in it is ever changed or removed.  It is written in JSON lines:
+    A step that a run repeats, from a checkpoint or after a crash, is released twice; a count in the
+    checkpoint would count it once.  So the ledger is kept apart, and nothing in it is ever changed
+    or removed.  It is written in JSON lines:
 
-    1. a header, ``{"ledger": 2, "run": "...", "settings": {...}}``;
-    2. ``{"noise_multiplier": ..., "sample_rate": ...}``: what the steps after this line are,
-       with where noise is added and who is protected by how much of it; see
-       :class:`~comm_hooks.optim.private.accounting.GaussianEvent`;
+    1. a header, ``{"ledger": 2, "run": "..."}``;
+    2. ``{"noise_multiplier": ..., "sample_rate": ...}``: the fields of a
+       :class:`~comm_hooks.optim.private.accounting.GaussianEvent`, for the steps after this line;
     3. ``"step ..."``: one such step; or ``[12, "..."]``: that many, at most 1000.
 
-    Where the dots are, and under ``"seal"`` in the others, is a digest of the line and of the seal
-    before it: a line that was edited, torn or removed is noticed when the file is opened.  Whole
-    lines that are missing at its end are not: what a checkpoint knows of them, :meth:`reconcile`
-    makes up for.
+    In place of the dots, and under ``"seal"`` in the others, is a digest of the line and of the
+    seal before it: opening the file detects a line that was edited, torn or removed.  It does not
+    detect whole lines missing at the end; :meth:`reconcile` adds those that a checkpoint counts.
 
     A line is on the disk (fsync) before :meth:`record` returns, and the caller releases afterwards.
-    If a crash tore the last line, that counts as a step, or as all that could have been in it,
-    although nothing was released: too much is counted, never too little.
+    A last line that a crash tore counts as a step, or as all steps that it can have had, although
+    nothing was released: the count may be too large, never too small.
 
     One process at a time may have a ledger open, usually rank 0; the file is locked until
-    :meth:`close` or the end of the process.  What somebody else does to it meanwhile (deletes,
-    replaces, cuts) is noticed before the next entry.
+    :meth:`close` or the end of the process.  A file that was deleted, replaced or cut meanwhile is
+    detected before the next entry.
 
     Args:
-        path: the file, which is continued where it exists; None for memory only, which forgets
-            what a rolled-back run released: for tests, and for the ranks that do not write.
-        settings: what a reader should know about the run, public and in JSON's types.  Kept in the
-            header; another run that continues the file with other settings is warned.
+        path: the file, which is continued where it exists; None for memory only, which forgets the
+            releases of a rolled-back run: for tests, and for the ranks that do not write.
 
     Raises:
-        ValueError: if another process has the ledger open, if the file is not a ledger or a line
-            in its middle cannot be read (with its number), and for settings that JSON cannot hold.
+        ValueError: if another process has the ledger open, if the file is not a ledger, or if a
+            line in its middle cannot be read (with its number).
         OSError: if the file cannot be written.
 
     Not supported: Windows, and file systems without locks.
@@ -88,50 +84,37 @@ class Ledger:
         [GaussianEvent(noise_multiplier=1.0, sample_rate=0.01, steps=2)]
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        settings: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         if path is not None:
             require_kind(self, "path", path, str, bytes, os.PathLike)
             if not os.fspath(path):
                 raise ValueError(f"Ledger: path must be the name of a file, got {path!r}")
         self._history: list[GaussianEvent] = []
-        # By this process, of each kind.
+        # Steps of each kind by this process.
         self._recorded: dict[GaussianEvent, int] = {}
-        # What the steps at the end of the file are.
+        # The kind of the steps at the end of the file.
         self._kind: GaussianEvent | None = None
         self._seal = b""
         self._fd: int | None = None
         self._size = 0
         self.path = None if path is None else os.fspath(path)
         self.run_id = uuid.uuid4().hex
-        if settings is not None:
-            require_kind(self, "settings", settings, Mapping)
-        self.settings = dict(settings or {})
-        try:
-            header = {"ledger": _FORMAT, "run": self.run_id, "settings": self.settings}
-            json.dumps(header, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"Ledger: settings must be of JSON's types: {error}") from None
         if self.path is not None:
             self._place = os.path.abspath(self.path)
             self._fd = os.open(self._place, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:
                 self._lock()
-                self._continue(header)
+                self._continue()
             except BaseException:
                 self.close()
                 raise
 
     def record(self, event: GaussianEvent) -> None:
-        """Write an event down; call this before its steps are released.
+        """Write an event to the ledger, before its steps are released.
 
         Raises:
             OSError: if it could not be written.  Then do not release; the ledger is closed.
-            PrivacyError: if the file is not as this ledger left it.  Nor release then.
+            PrivacyError: if the file is not as this ledger left it.  Then do not release.
             ValueError: if the ledger has been closed.
         """
         self._record(event)
@@ -158,15 +141,15 @@ class Ledger:
         return list(self._history)
 
     def reconcile(self, checkpoint_events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
-        """Make up for what a checkpoint knows and the ledger does not; return the history.
+        """Add the steps that a checkpoint counts and the ledger lacks; return the history.
 
         For every noise multiplier, sample rate and placement the larger number of steps wins, so
-        that the result costs at least as much as either history, at every delta.  What the ledger
-        lacks is written to it.  Warns wherever the two disagree.
+        that the result costs at least as much as either history, at every delta.  Warns where the
+        two disagree.
 
-        A checkpoint with more steps of a kind than the ledger was saved elsewhere: those that have
-        been recorded here since the ledger was opened are none of its own, and count besides.  With
-        fewer it is an older one of this run; one of another run is not told from that, so call this
+        A checkpoint with more steps of a kind than the ledger comes from another ledger: steps that
+        were recorded here since the ledger was opened count in addition.  With fewer steps it is
+        taken for an older checkpoint of this run, which one of another run may also be: call this
         before the first step.
 
         Args:
@@ -200,7 +183,7 @@ class Ledger:
         return self.events()
 
     def close(self) -> None:
-        """Unlock the file.  Nothing can be recorded in it any more."""
+        """Unlock the file.  From then on :meth:`record` raises."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -229,8 +212,8 @@ class Ledger:
                 f"0. Is another run going on, or was it opened twice here?"
             ) from None
 
-    def _continue(self, header: Mapping[str, Any]) -> None:
-        """Read what is there, make the last line whole, and write the header of a new file."""
+    def _continue(self) -> None:
+        """Read the file, complete a torn last line, and write the header of a new file."""
         assert self._fd is not None
         with open(self._fd, "rb", closefd=False) as file:
             content = file.read()
@@ -240,7 +223,7 @@ class Ledger:
             if not _is_torn_header(torn):
                 raise ValueError(f"ledger {self.path}: the file exists and is not a ledger")
             os.ftruncate(self._fd, 0)
-            self._append(self._sealed(*_object(header)))
+            self._append(self._sealed(*_object({"ledger": _FORMAT, "run": self.run_id})))
             _sync_folder(self._place)
             return
         self._read_header(lines[0])
@@ -259,7 +242,7 @@ class Ledger:
     def _read_header(self, line: bytes) -> None:
         try:
             header = json.loads(line)
-            found, run_id, settings = header["ledger"], header["run"], header["settings"]
+            found, self.run_id = header["ledger"], header["run"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"ledger {self.path}: the file exists and is not a ledger") from None
         if found != _FORMAT:
@@ -267,14 +250,6 @@ class Ledger:
                 f"ledger {self.path}: its format is {found!r}; this version of comm-hooks reads "
                 f"{_FORMAT}"
             )
-        # As they would be read back: JSON has lists and no tuples.
-        if self.settings and json.loads(json.dumps(self.settings)) != settings:
-            warnings.warn(
-                f"ledger {self.path} was begun with the settings {settings}, and this run has "
-                f"{self.settings}: what was released before still counts",
-                stacklevel=4,
-            )
-        self.run_id, self.settings = run_id, settings
 
     def _read_steps(self, lines: Sequence[bytes]) -> None:
         steps_of_lines: list[tuple[GaussianEvent | None, int]] = []
@@ -283,8 +258,8 @@ class Ledger:
             if not found or self._sealed(found[1], found[3]) != line + b"\n":
                 raise ValueError(
                     f"ledger {self.path}: line {number} is not as it was written, or does not "
-                    f"follow the one before: {line[:80]!r}. Restore the file from a copy: what is "
-                    "missing from it was released"
+                    f"follow the one before: {line[:80]!r}. Restore the file from a copy: the "
+                    "missing steps were released"
                 )
             if found[1] == _STEP[0]:
                 steps_of_lines.append((self._kind, 1))
@@ -320,7 +295,7 @@ class Ledger:
         if problem:
             raise PrivacyError(
                 f"ledger {self.path} was {problem} while it was open: nothing more is released. "
-                "Restore the file from a copy: what is missing from it was released"
+                "Restore the file from a copy: the missing steps were released"
             )
 
     def _append(self, lines: bytes) -> None:
@@ -331,7 +306,7 @@ class Ledger:
                 lines = lines[os.write(self._fd, lines) :]
             os.fsync(self._fd)
         except OSError:
-            # Half a line may have been written: it is made whole when the file is opened again.
+            # Half a line may have been written: it is completed when the file is opened again.
             self.close()
             raise
 
@@ -339,22 +314,22 @@ class Ledger:
 def _is_torn_header(content: bytes) -> bool:
     """Return whether a line without an end is the beginning of a header, or all of it."""
     begins = (content + _HEADER_START[len(content) :]).startswith(_HEADER_START)
-    # Where something follows a seal, somebody has removed the ends of lines.
+    # Text after a seal means that the ends of lines were removed.
     return begins and not re.search(rb'"seal": "[0-9a-f]{16}"}.', content, re.DOTALL)
 
 
 def _object(content: Mapping[str, Any]) -> tuple[bytes, bytes]:
-    """Return what is before and after the seal in a line of settings."""
+    """Return the text before and after the seal in a line of settings."""
     return json.dumps(content)[:-1].encode() + b', "seal": "', b'"}'
 
 
 def _several(steps: int) -> tuple[bytes, bytes]:
-    """Return the same of a line of several steps."""
+    """Return the text before and after the seal in a line of several steps."""
     return f'[{steps}, "'.encode(), b'"]'
 
 
 def _most_steps_in(torn: bytes) -> int:
-    """Return how many steps there can have been at most in a line of which this is left."""
+    """Return the largest number of steps that a torn line can have had."""
     if not torn.startswith(b"["):
         return 1
     number = re.match(rb"\[(\d{1,4}),", torn)
@@ -362,7 +337,7 @@ def _most_steps_in(torn: bytes) -> int:
 
 
 def _sync_folder(path: str | bytes) -> None:
-    """Make a new file's name last: fsync of the file alone need not."""
+    """Write a new file's name to disk, which fsync of the file alone need not do."""
     folder = os.open(os.path.dirname(path), os.O_RDONLY)
     try:
         os.fsync(folder)

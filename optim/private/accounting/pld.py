@@ -3,10 +3,9 @@
 import functools
 from typing import Any
 
-from comm_hooks.optim.private.accounting.accountant import Accountant
-from comm_hooks.optim.private.accounting.rdp import RDPAccountant
+from comm_hooks.optim.private.accounting.accountant import Accountant, RDPAccountant
 
-# Nobody needs a tighter bound up there, and the grid of losses would not fit into memory.
+# A tighter bound is of no use up there, and the grid of losses would not fit into memory.
 _RDP_ABOVE = 100.0
 
 
@@ -16,7 +15,7 @@ class PLDAccountant(Accountant):
     For DP-MicroAdam's settings the same epsilon lasts for about 13 % more steps.  Losses lie on a
     grid such that the result is an upper bound (Doroshenko et al., "Connect the Dots: Tighter
     Discrete Approximations of Privacy Loss Distributions", PETS 2022).  The RDP bound is returned
-    where it is smaller, and where it is above 100: the distribution is not computed there.
+    where it is smaller, and above 100, where the distribution is not computed.
 
     Needs the package dp-accounting: ``pip install "comm-hooks[dp]"``.  An epsilon takes between a
     tenth of a second and several seconds, more for less noise: ask for it now and then, or use

@@ -1,4 +1,4 @@
-"""How many releases are behind what private training saves, and whether the ledger has them all."""
+"""The releases behind a saved state, and whether the ledger has them all."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,16 +12,17 @@ _Kind = tuple[str, float]
 
 
 class Releases:
-    """The releases that a state is made of: residuals of an exchange, moments of an optimizer.
+    """Counts the releases behind a state: residuals of an exchange, moments of an optimizer.
 
-    They are saved with it.  A state without them was not saved by private training, and may hold
-    gradients without noise; one with more than a ledger has would make epsilon too small.
+    The counts are saved with the state.  A state without counts was not saved by private training,
+    and may hold gradients without noise; with more releases than the ledger has, epsilon would be
+    too small.
 
     Args:
-        only: the one placement of the noise that a state may have been saved with; None: any.
+        only: the placement that a loaded state must have been saved with; None: any.
 
     Attributes:
-        steps: their number by placement and noise multiplier.
+        steps: the number of releases by placement and noise multiplier.
 
     Example::
 
@@ -42,40 +43,40 @@ class Releases:
         self._must_be_counted = False
 
     def add(self, placement: str, noise_multiplier: float) -> None:
-        """Note one release."""
+        """Count one release."""
         kind = placement, float(noise_multiplier)
         self.steps[kind] = self.steps.get(kind, 0) + 1
 
     def saved(self) -> dict[str, Any]:
-        """Return what is saved of them, as plain values."""
+        """Return the counts as plain values."""
         return {"steps": [[*kind, steps] for kind, steps in self.steps.items()]}
 
     def check(self, found: object) -> None:
-        """Raise unless a state that says this may be loaded.
+        """Raise unless a state with these counts may be loaded.
 
         Args:
-            found: what :meth:`saved` returned; None if the state says nothing.
+            found: the counts as :meth:`saved` returned them; None if the state has none.
 
         Raises:
-            PrivacyError: if it is not one of private training, or of noise added elsewhere.
-            ValueError: if :meth:`saved` cannot have returned it.
+            PrivacyError: for a state without counts, and for noise of another placement.
+            ValueError: for anything that :meth:`saved` cannot have returned.
         """
         if found is None:
             raise PrivacyError(
                 "the state was not saved by private training: it may hold gradients without noise, "
-                "which the next steps would release. Load what private training has saved; "
+                "which the next steps would release. Load a state that private training has saved; "
                 "moments of public data alone go into optimizer.inner"
             )
         others = {placement for placement, _ in _steps_in(found)} - {self._only}
         if others and self._only is not None:
             raise PrivacyError(
                 f"the state was saved with placement {sorted(others)[0]!r} and this is "
-                f"{self._only!r}: what ranks remember has another amount of noise. Begin with a "
-                "new exchange, or keep the placement"
+                f"{self._only!r}: residuals have another amount of noise. Begin with a new "
+                "exchange, or keep the placement"
             )
 
     def adopt(self, found: object) -> None:
-        """Note that a state was loaded that :meth:`check` has let pass."""
+        """Take over the counts of a loaded state, which :meth:`check` has let pass."""
         for kind, steps in _steps_in(found).items():
             self.steps[kind] = max(steps, self.steps.get(kind, 0))
         self._must_be_counted = True
@@ -84,7 +85,7 @@ class Releases:
         """Raise ``PrivacyError`` if a state was loaded and a ledger lacks some of its releases.
 
         Args:
-            history: returns what the ledger has.
+            history: returns the events of the ledger.
         """
         if not self._must_be_counted:
             return
@@ -97,10 +98,9 @@ class Releases:
                 placement, noise_multiplier = kind
                 raise PrivacyError(
                     f"a state was loaded that {steps} releases with noise_multiplier "
-                    f"{noise_multiplier:g} and placement {placement!r} have made, of which the "
-                    f"ledger has {counted.get(kind, 0)}: epsilon would be too small. Give "
-                    "PrivacyEngine the ledger of that run, or call load_state_dict() of the engine "
-                    "with what its state_dict() returned then"
+                    f"{noise_multiplier:g} and placement {placement!r} have made, and the ledger "
+                    f"has {counted.get(kind, 0)} of them: epsilon would be too small. Give "
+                    "PrivacyEngine the ledger of that run, or load the engine's state_dict() of it"
                 )
         self._must_be_counted = False
 

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 _Array = NDArray[np.float64]
 
-# Less noise counts as none, and more as this much: both cost more than is true, and the squares
-# stay in the range of float64.
+# Less noise counts as none, and more as this much: both overestimate the cost, and the squares stay
+# in the range of float64.
 _NO_NOISE, _MOST_NOISE = 1e-6, 1e6
 # Below, the integral for fractional orders would need ever finer grids.
 _INTEGRAL_FROM = 0.1
-# More than what rounding and the grid may take from the logarithm of a moment.
+# More than rounding and the grid may take from the logarithm of a moment.
 _ROUNDING = 1e-14
 
 
@@ -21,7 +21,7 @@ _ROUNDING = 1e-14
 def renyi_divergences(
     noise_multiplier: float, sample_rate: float, orders: tuple[float, ...]
 ) -> _Array:
-    """Return the Renyi divergence that one step costs, at every order.
+    """Return the Renyi divergence of one step at every order.
 
     With sigma the noise multiplier and q the sample rate, P = N(0, sigma^2) and
     Q = (1 - q) N(0, sigma^2) + q N(1, sigma^2):  D_a(Q || P) = log A(a) / (a - 1) with

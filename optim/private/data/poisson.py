@@ -32,21 +32,21 @@ Collate = Callable[[list[Any]], Any]
 
 
 class PoissonSampler(Settled, Unrepeatable, Sampler[list[int]]):
-    """Batches in which each index stands with probability q, independently of all others.
+    """Yields batches with each index in them with probability q, independently of all others.
 
-    What accountants mean by a sampling rate.  Batches have about ``q num_samples`` indices, some
-    have none, and those are steps like all others.
+    Batches have about ``q num_samples`` indices, some have none, and those are steps like all
+    others.
 
-    Who was sampled must be secret.  So every batch is drawn from a stream of its own of a
+    The drawn samples must be secret.  So every batch is drawn from a stream of its own of a
     :class:`~comm_hooks.optim.private.Secret`, not from PyTorch's generators: ranks that have set
     the same seed sample independently, and a resumed process samples anew.
 
     Args:
-        num_samples: how many indices to choose from.
+        num_samples: the number of indices to choose from.
         sample_rate: q; public.
-        steps: how many batches to yield per iteration; public.
-        secret: the source of randomness; by default one of this process's own.
-        rank: tells apart ranks that share a secret.
+        steps: the number of batches per iteration; public.
+        secret: the source of randomness; by default a new one.
+        rank: distinguishes ranks that share a secret.
 
     Raises:
         ValueError: if ``sample_rate`` is not in (0, 1], or ``num_samples`` or ``steps`` is not
@@ -102,29 +102,27 @@ class PoissonLoader(DataLoader[Any]):
 
     The shard is every ``world_size``-th sample from ``rank`` on, so that each sample is on one
     rank; together, the ranks' batches are a Poisson sample of the whole dataset at the same rate.
-    An empty batch consists of tensors with no rows, which differ from those of other batches in
-    nothing else.
+    An empty batch has the tensors of any other batch, with no rows.
 
     Args:
         dataset: with a length; the same on all ranks.
         sample_rate: q: the probability of each sample to be in a step's batches; public.
-        steps: how many batches to yield per iteration; public, and the same on all ranks.
+        steps: the number of batches per iteration; public, and the same on all ranks.
         collate_fn: makes a batch of a list of samples: tensors with a leading dimension of samples,
             in tuples, lists and dicts.  By default PyTorch's.
         rank: of this process.
-        world_size: how many ranks share the dataset.
+        world_size: the number of ranks that share the dataset.
         secret: see :class:`PoissonSampler`.
         **options: of :class:`torch.utils.data.DataLoader`: ``num_workers``, ``pin_memory``, ...
 
     Attributes:
-        tickets: one for every batch that was drawn, which
-            :class:`~comm_hooks.optim.private.DPOptimizer` takes.
+        tickets: one for every drawn batch, for :class:`~comm_hooks.optim.private.DPOptimizer`.
 
     Raises:
         ValueError: for a dataset without a length, or with fewer samples than ranks; for a rate
-            or number of steps out of range; for an option that would decide what a batch is; for
-            batches in which something else than the rows of tensors stands for the samples; and
-            for a ``collate_fn`` that makes other than one row of each, or mixes them.
+            or number of steps out of range; for an option that would determine the batches; for
+            batches without tensors of one row per sample; and for a ``collate_fn`` that does not
+            make one row of each sample, or mixes them.
 
     Example::
 
@@ -152,8 +150,8 @@ class PoissonLoader(DataLoader[Any]):
         for option in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"):
             if option in options:
                 raise ValueError(
-                    f"PoissonLoader: {option} cannot be set: sample_rate and steps decide what is "
-                    "in a batch and how many there are"
+                    f"PoissonLoader: {option} cannot be set: sample_rate and steps determine the "
+                    "batches"
                 )
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError(
@@ -198,21 +196,21 @@ def private_loader(
     world_size: int = 1,
     secret: Secret | None = None,
 ) -> PoissonLoader:
-    """Rebuild a data loader so that it samples as :class:`PoissonLoader` does.
+    """Return a :class:`PoissonLoader` for the dataset of a data loader.
 
-    Keeps the dataset, ``collate_fn`` and everything about workers and memory.  ``batch_size``,
+    Keeps the dataset, ``collate_fn`` and the options of workers and memory.  ``batch_size``,
     ``drop_last``, shuffling and a ``DistributedSampler`` are replaced by the arguments here.
 
     Args:
         data_loader: over a dataset with a length.
         sample_rate: q.
-        steps: how many batches to yield per iteration; by default the integer nearest to 1 / q, in
-            which a sample is drawn once on average.
+        steps: the number of batches per iteration; by default the integer nearest to 1 / q, so
+            that a sample is drawn once on average.
         rank, world_size, secret: see :class:`PoissonLoader`.
 
     Raises:
-        ValueError: as :class:`PoissonLoader`; also for a loader that chooses its samples otherwise
-            than in order or at random from all, and for one without automatic batching.
+        ValueError: as :class:`PoissonLoader`; also for a loader that does not take all samples in
+            order or at random, and for one without automatic batching.
 
     Example::
 
@@ -238,8 +236,8 @@ def private_loader(
         if type(batch_sampler) is not BatchSampler or not isinstance(sampler, kinds):
             chosen_by = sampler if type(batch_sampler) is BatchSampler else batch_sampler
             raise ValueError(
-                f"{type(chosen_by).__name__} chooses which samples are seen, which Poisson "
-                "sampling would override: for a part of the dataset use torch.utils.data.Subset"
+                f"{type(chosen_by).__name__} chooses the samples, which Poisson sampling would "
+                "override: for a part of the dataset use torch.utils.data.Subset"
             )
     return PoissonLoader(
         dataset,
@@ -279,7 +277,7 @@ class _Shard(Dataset[Any]):
         return self._dataset[self._indices[index]]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        # Datasets need not know what to do with no indices at all.
+        # Datasets need not accept an empty list of indices.
         if not indices:
             return []
         if hasattr(self._dataset, "__getitems__"):
@@ -288,7 +286,7 @@ class _Shard(Dataset[Any]):
 
 
 class _CollateAlsoNothing:
-    """A collate function that has an answer to an empty list.  Goes to workers, so no closure."""
+    """A collate function that also accepts an empty list.  Pickled for workers, so no closure."""
 
     def __init__(self, collate: Collate, nothing: Any) -> None:
         self._collate = collate
@@ -308,23 +306,23 @@ class _CollateAlsoNothing:
 
 
 def _require_apart(collate: Collate, first: Any, second: Any) -> None:
-    """Raise ``ValueError`` if a sample's row depends on what else is in the batch.
+    """Raise ``ValueError`` if a sample's row depends on the other samples of the batch.
 
-    Not noticed: what draws anew in every call, and samples that are padded to each other's size.
+    Not detected: random rows, and samples that are padded to each other's size.
     """
     batches = [[first], [first, second], [first, second]]
     try:
         rows = [[leaf[0] for leaf in pytree.tree_leaves(collate(batch))] for batch in batches]
-    except Exception:  # of samples that do not fit: then it is for the batch to say so
+    except Exception:  # samples that do not fit: collating the batch raises, too
         return
     alone, together, again = rows
     for one, with_other, repeated in zip(alone, together, again, strict=True):
         comparable = one.shape == with_other.shape and torch.equal(with_other, repeated)
         if comparable and not torch.equal(one, with_other):
             raise ValueError(
-                "collate_fn mixes samples: a sample's row is another one where the batch has a "
-                "second sample, so that clipping would bound nobody's influence. Do in the dataset "
-                "what is done to single samples"
+                "collate_fn mixes samples: a sample's row changes with the second sample of the "
+                "batch, so that clipping would not bound its influence. Transform single samples "
+                "in the dataset"
             )
 
 
@@ -338,6 +336,6 @@ def _without_rows(batch_of_one: Any) -> Any:
             what = f"a tensor of shape {tuple(leaf.shape)}"
         raise ValueError(
             "the structure of an empty batch is not known: of one sample, collate_fn must make "
-            f"tensors whose first dimension is 1, in tuples, lists and dicts, got {what}"
+            f"tensors with a first dimension of 1, in tuples, lists and dicts, got {what}"
         )
     return pytree.tree_map(lambda leaf: leaf[:0], batch_of_one)

@@ -1,4 +1,4 @@
-"""Whether all ranks have the same data set, of which each takes its share."""
+"""Comparison of the ranks' data sets."""
 
 import hashlib
 import os
@@ -17,19 +17,19 @@ from comm_hooks.errors import ConfigMismatchError
 from comm_hooks.exchange.agreement import differences
 from comm_hooks.optim.private.random_states import random_states_kept
 
-# Public, and enough to tell data sets apart that were shuffled or split differently: where they
-# differ in a part p of their places, that goes unnoticed with probability (1 - p)^64.
+# Public, and enough to detect data sets that were shuffled or split differently: a difference in a
+# part p of the places is missed with probability (1 - p)^64.
 SAMPLES = 64
 
 
 def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
-    """Make sure that a sample is on one rank only, as far as reading some samples can.
+    """Compare the lengths and some samples of the ranks' data sets.
 
-    Ranks take every N-th sample of what must be the same data set on all of them: from different
-    ones, a sample on two ranks counts twice.
+    Ranks take every N-th sample of one data set: from different ones, a sample could be on two
+    ranks and count twice.
 
     1. lengths are compared
-    2. ranks agree on a key that nobody else knows, and on places that follow from it
+    2. ranks agree on a secret key, and on places that follow from it
     3. digests under this key of the samples there are compared, part by part.  Each is read
        twice: parts that differ are random (augmented), and are left out
 
@@ -48,7 +48,7 @@ def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
         raise ConfigMismatchError(
             "ranks have different data sets: the number of samples "
             f"{differences(lengths, transport.ranks)}. Give make_private() the whole data set on "
-            "every rank, of which it takes that rank's share"
+            "every rank; it takes that rank's share"
         )
     key = hashlib.blake2b("".join(part for _, part in said).encode()).digest()
     places = random.Random(key).sample(range(length), min(length, SAMPLES))
@@ -71,8 +71,8 @@ def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
     if not compared:
         warnings.warn(
             "the data sets of ranks cannot be compared, except for their lengths: samples are "
-            "random, or consist of other things than tensors, arrays, numbers and text. Make sure "
-            "that ranks have the same ones, split and shuffled alike",
+            "random, or do not consist of tensors, arrays, numbers and text. Make sure that ranks "
+            "have the same data set, split and shuffled with the same seed",
             stacklevel=4,
         )
 

@@ -1,4 +1,4 @@
-"""One drawn batch, one release: what ties every step to a batch that the loader has drawn."""
+"""Tickets: every step uses one batch that the loader has drawn, whole and once."""
 
 from collections import deque
 from typing import Any
@@ -23,34 +23,32 @@ class Ticket:
         self.rows = rows
 
 
-# Which tensors are known to be of which batch: those that a loader has handed out, and those that
-# a step was given instead, such as copies on another device.
+# The batch of each known tensor: tensors from a loader, and those that a step was given instead,
+# such as copies on another device.
 _ticket_of = WeakTensorKeyDictionary()
 
 
 class Tickets:
-    """The batches that a loader has drawn and no step has used, in the order in which they came.
+    """The batches that a loader has drawn and no step has used, in order.
 
-    What accountants assume of a step is that every sample is in its batch with probability q, once,
+    Accountants assume that every sample is in the batch of a step with probability q, once,
     independently of all other steps.  So every batch is used whole, once, and in its turn.
 
-    A ticket is kept here and not in the batch, so that it survives whatever happens to that on its
-    way to a step: loaders around loaders, which may fetch ahead, and copies to a device.  Of a
-    batch whose tensors are those that were drawn (or were used before), it is known exactly which
-    one it is.  Of others (copied or transformed) the number of rows is compared with the batch
-    whose turn it is: who passes a fresh copy of an old batch goes unnoticed if it happens to have
-    as many rows as the new one.
+    A ticket is kept here and not in the batch, so that it survives loaders around loaders, which
+    may fetch ahead, and copies to a device.  A batch is recognized by its tensors.  For copied or
+    transformed tensors only the number of rows is compared with that of the next batch: a fresh
+    copy of an old batch with as many rows as the next one is not detected.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Ticket] = deque()
 
     def start(self) -> None:
-        """Begin another iteration: what is left of the one before is never used."""
+        """Begin another iteration, and drop the unused batches of the last one."""
         self._waiting.clear()
 
     def issue(self, batch: Any) -> Ticket:
-        """Add a batch that was drawn just now, and return its ticket."""
+        """Add the batch that was just drawn, and return its ticket."""
         leaves = _tensors(batch)
         ticket = Ticket(self, _rows(leaves))
         _mark(leaves, ticket)
@@ -58,14 +56,14 @@ class Tickets:
         return ticket
 
     def next(self, leaves: list[torch.Tensor], rows: int) -> Ticket:
-        """Return the ticket whose turn it is, for a batch of these tensors.
+        """Return the next ticket, for a batch of these tensors.
 
         Args:
             leaves: those of the batch; none for an empty one that was not passed on.
             rows: of the batch.
 
         Raises:
-            PrivacyError: if the batch is not the one whose turn it is.
+            PrivacyError: for another batch than the next one.
         """
         turn = self._waiting[0] if self._waiting else None
         known = [ticket for leaf in leaves if (ticket := _ticket_of.get(leaf)) is not None]
@@ -87,9 +85,9 @@ class Tickets:
             )
         if (known and turn not in known) or rows != turn.rows:
             raise PrivacyError(
-                f"the batch whose turn it is has {turn.rows} samples, and what was passed has "
+                f"the next drawn batch has {turn.rows} samples, and the batch that was passed has "
                 f"{rows} or is another one: use every drawn batch, whole and in order. An empty "
-                "one is a step, too; begin a new iteration to leave out what is left of this one"
+                "one is a step, too; begin a new iteration to leave out the rest of this one"
             )
         return turn
 
@@ -100,10 +98,10 @@ class Tickets:
 
 
 class Claim:
-    """What one step has of its batch so far.
+    """Keeps the part of its batch that a step has used.
 
     Args:
-        tickets: those of the loader; None if who takes the steps answers for the batches.
+        tickets: those of the loader; None if the caller is responsible for the batches.
     """
 
     def __init__(self, tickets: Tickets | None) -> None:
@@ -116,9 +114,9 @@ class Claim:
         return self._ticket is not None
 
     def restart(self) -> None:
-        """Forget what the step has: a batch that failed half way may be tried again."""
+        """Forget the used part: a batch that failed half way may be tried again."""
         self._ticket: Ticket | None = None
-        # Kept alive, since its rows are known by where they lie in memory.
+        # Kept alive, since its rows are recognized by their place in memory.
         self._whole: list[torch.Tensor] = []
         self._used: set[int] = set()
 
@@ -126,8 +124,8 @@ class Claim:
         """Let a batch into the step, or a part of one.
 
         Args:
-            rows: how many samples' gradients are added.
-            batch: what they are the rows of; None for an empty one that was not passed on.
+            rows: the number of samples that are added.
+            batch: their tensors; None for an empty batch that was not passed on.
             of: the whole batch, if ``batch`` is a part of it.
 
         Raises:
@@ -143,9 +141,9 @@ class Claim:
             _mark(whole, self._ticket)
         elif of is None or not _is_same(whole, self._whole):
             raise PrivacyError(
-                "this step has a batch already, of which every sample may count once: call step() "
-                "before the next one, or zero_grad() to discard it. Losses on one batch are added "
-                "up in the loss function, and parts of it passed as backward(part, of=batch)"
+                "this step has a batch already, and every sample may count once: call step() "
+                "before the next one, or zero_grad() to discard it. Add up losses on one batch in "
+                "the loss function, and pass parts of it as backward(part, of=batch)"
             )
         places = set(range(rows)) if of is None else _places(leaves, whole)
         if len(places) != rows or places & self._used:
@@ -156,7 +154,7 @@ class Claim:
         self._used |= places
 
     def discard(self) -> None:
-        """Give up the batch, of which nothing is released."""
+        """Give up the batch; nothing of it is released."""
         if self._tickets is not None and self._ticket is not None:
             self._tickets.spend(self._ticket)
         self.restart()
@@ -176,10 +174,13 @@ class Claim:
             )
 
     def spend(self, samples: int) -> None:
-        """Use up the batch, of which so many samples are in the sum that is to be released.
+        """Use up the batch.
+
+        Args:
+            samples: the number of samples in the sum that is to be released.
 
         Raises:
-            PrivacyError: if those are not the samples of the batch.
+            PrivacyError: if it is not the number of samples of the batch.
         """
         ticket = self._ticket
         self.restart()
@@ -189,8 +190,8 @@ class Claim:
         if samples != ticket.rows:
             raise PrivacyError(
                 f"the sum is over {samples} samples, and the batch has {ticket.rows}: gradients "
-                "were added by something else than this optimizer's backward(). Nothing was "
-                "released, and the batch is discarded"
+                "were added without this optimizer's backward(). Nothing was released, and the "
+                "batch is discarded"
             )
 
 
@@ -212,7 +213,7 @@ def _is_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def _places(part: list[torch.Tensor], whole: list[torch.Tensor]) -> set[int]:
-    """Return which rows of a batch the rows of a part are, by where they lie in memory."""
+    """Return the rows of a batch that a part consists of, by their place in memory."""
     found = {
         frozenset(_rows_at(some, of))
         for some, of in zip(part, whole, strict=False)

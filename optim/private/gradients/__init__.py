@@ -1,1 +1,1 @@
-"""What one sample can do: clipped sums of per-sample gradients, and models that allow them."""
+"""Clipped sums of per-sample gradients, and the models that allow them."""

@@ -1,4 +1,4 @@
-"""Clipped sums of per-sample gradients, however those are computed."""
+"""Clipped sums of per-sample gradients, for every way to compute them."""
 
 import math
 import warnings
@@ -34,14 +34,14 @@ _SMALLEST_NORM = 1e-10
 
 @dataclass(frozen=True)
 class PublicTransform:
-    """What is done to every sample's gradient before it is clipped: g -> scale g + shift.
+    """A transform of every sample's gradient before it is clipped: g -> scale g + shift.
 
-    Both must be public: from public data, or from what was released with noise.  One tensor per
-    trainable parameter, shaped like it.
+    Both must be public: from public data, or from releases.  One tensor per trainable parameter,
+    shaped like it.
 
     Attributes:
         scale: elementwise factors.
-        shift: what is added afterwards; None for nothing.
+        shift: added afterwards; None for nothing.
     """
 
     scale: Sequence[torch.Tensor]
@@ -54,8 +54,8 @@ class ClippedSum:
 
     Attributes:
         tensors: float32, one per trainable parameter, shaped like it; zeros for an empty batch.
-        samples: how many samples are in it.
-        not_finite: how many more were left out because their gradient was not finite.
+        samples: the number of samples in it.
+        not_finite: the number of samples that were left out, with a gradient that is not finite.
     """
 
     tensors: list[torch.Tensor]
@@ -80,10 +80,10 @@ class ClippedGradients(ABC):
     transform: PublicTransform | None = None
 
     def samples_in(self, batch: Any) -> int:
-        """Return how many samples :meth:`backward` would add.
+        """Return the number of samples that :meth:`backward` would add.
 
         Raises:
-            ValueError: if that cannot be said.
+            ValueError: if it is not defined.
         """
         return len(batch)
 
@@ -127,13 +127,13 @@ def _rows(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def clip_factors(norms: torch.Tensor, max_grad_norm: float) -> torch.Tensor:
-    """Return what to multiply each sample's gradient by: float32, ``(B,)``; 0 if not finite."""
+    """Return the factor of each sample's gradient: float32, ``(B,)``; 0 if not finite."""
     factors = (max_grad_norm * (1 - _ROUNDING) / norms).clamp(max=1.0)
     return torch.where(norms.isfinite(), factors, 0.0).float()
 
 
 class SampleClipper(Settled, ClippedGradients):
-    """Clips per-sample gradients, however they were computed, and adds them up.
+    """Clips per-sample gradients and adds them up.
 
     1. g <- scale g + shift, if there is a transform
     2. n <- the norm of g over all parameters; samples where it is not finite are left out
@@ -211,7 +211,7 @@ class SampleClipper(Settled, ClippedGradients):
             self._warned = True
             warnings.warn(
                 f"the gradients of {not_finite} samples are not finite: they are left out of the "
-                "sum. This is said once; DPOptimizer.not_finite counts them",
+                "sum. Warned once; DPOptimizer.not_finite counts them",
                 stacklevel=4,
             )
 
@@ -241,8 +241,8 @@ class BatchClipper(SampleClipper):
         model: the one that is trained.
         loss_function: ``loss_function(model, batch)`` returns the loss of each sample, ``(B,)``.
         parameters, max_grad_norm: see :class:`SampleClipper`.
-        micro_batch_size: how many samples to pass to the loss function at a time; by default the
-            whole batch.
+        micro_batch_size: the number of samples that the loss function receives at a time; by
+            default the whole batch.
 
     Raises:
         ValueError: for a setting of another kind, or out of range.
@@ -301,7 +301,7 @@ class BatchClipper(SampleClipper):
         Raises:
             ValueError: if the batch has no common leading dimension, the loss has another shape,
                 or the forward pass does not use a parameter.
-            PrivacyError: for what this class says it refuses.
+            PrivacyError: see the class.
         """
         size = self.samples_in(batch)
         if size == 0:
@@ -314,7 +314,7 @@ class BatchClipper(SampleClipper):
                 filled = pytree.tree_unflatten(list(part), structure)
                 losses.append(self._add_batch(filled, len(part[0])))
         except BaseException:
-            # Who runs out of memory may try the same batch again: no sample may count twice.
+            # After running out of memory the same batch may be tried again: count no sample twice.
             self._start()
             raise
         return torch.cat(losses).mean()

@@ -1,13 +1,11 @@
-"""A look at whether samples are independent of each other, as clipping takes them to be."""
+"""A test that the samples of a batch are independent of each other, as clipping requires."""
 
 import math
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -17,9 +15,10 @@ from torch.utils import _pytree as pytree
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.gradients.clipping import LossFunction
 from comm_hooks.optim.private.gradients.model_checks import unwritten_buffers
+from comm_hooks.optim.private.random_states import random_states_kept
 
-# Of so many rows every two are told apart by their number's bits, and a mean over them changes by
-# half if half of them are gone, which is more than rounding makes of it in any dtype.
+# The bits of a row's number distinguish every two of so many rows, and a mean over them changes by
+# half if half of them are missing, which is more than rounding in any dtype.
 _MOST_ROWS = 8
 _EXTREME = 1e3
 
@@ -39,7 +38,7 @@ def sample_losses(
         got = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
         raise ValueError(
             f"loss_function must return the loss of each sample, shape ({size},), got {got}: use "
-            'reduction="none", and the mean over what a sample consists of'
+            'reduction="none", and the mean over the parts of a sample'
         )
     return losses
 
@@ -47,36 +46,34 @@ def sample_losses(
 class IndependenceProbe:
     """Refuses a loss of a sample that depends on the other samples of its batch.
 
-    Clipping bounds what a sample does to its own gradient.  Where it also moves the gradients of
-    others (a contrastive loss, a normalization over the batch, a mean over all tokens) its
-    influence has no bound.  In the first batch that has two samples with finite losses, eight of
-    them are split into those that are kept and those that are changed, in all ways in which a bit
-    of their number tells them apart, so that every two are on different sides once.  Neither the
-    losses of those that are kept, nor the gradient of their sum with random weights, may move if
-    the others are
+    Clipping bounds the influence of a sample on its own gradient.  Where it also moves the
+    gradients of others (a contrastive loss, a normalization over the batch, a mean over all tokens)
+    its influence has no bound.  In the first batch that has two samples with finite losses, eight
+    of them are split into kept and changed ones, by each bit of their number, so that every two are
+    on different sides once.  Neither the losses of the kept samples, nor the gradient of their sum
+    with random weights, may move if the others are
 
-    * replaced by those that are kept
+    * replaced by kept ones
     * made extreme: numbers times 1000 and -1000, those from 0 to 1 the other way round
-    * left out; for a model that draws random numbers in ``eval()``, of its dropout first, and of
-      all of it if that does not help
+    * left out; for a random model in ``eval()``, first of its dropout, then of all modules
 
     and if all of the batch's other samples are left out.  All draw the same random numbers, and
-    torch's, NumPy's and Python's generators are left as they were.
+    torch's, NumPy's and Python's generators are restored.
 
-    What moves by less than sqrt(eps) of its norm passes, for the coarsest dtype that is met (on
-    GPUs TF32 for float32): 0.00035 for float32 on a CPU, 0.09 for bfloat16.
+    A change of less than sqrt(eps) of the norm passes, for the coarsest dtype that occurs (on GPUs
+    TF32 for float32): 0.00035 for float32 on a CPU, 0.09 for bfloat16.
 
     Args:
         model: as the loss function takes it.  Its buffers may not change.
         loss_function: ``loss_function(model, batch)`` returns the loss of each sample, ``(B,)``.
 
     Attributes:
-        epsilon: of the coarsest dtype that was met so far.
+        epsilon: of the coarsest dtype that occurred so far.
 
-    Not noticed: what this batch does not show, such as a margin that none of it comes near; what is
-    below the tolerance; what depends on absent samples only, in training only, if the model is
-    random; what a model keeps outside of its buffers.  Extreme samples for which the loss function
-    raises are left out.
+    Not detected: dependence that this batch does not show, such as a margin that none of its
+    samples reaches, or below the tolerance; in a random model, dependence in training only on
+    absent samples; state outside of buffers.  Extreme samples for which the loss function raises
+    are left out.
 
     Example::
 
@@ -97,14 +94,14 @@ class IndependenceProbe:
         self.epsilon = 0.0
         self._has_seen = False
         devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-        self._devices = sorted(device.index for device in devices)
+        self._devices = sorted(devices, key=str)
         for parameter in self._parameters:
             self._note(parameter)
             if parameter.is_cuda and parameter.dtype is torch.float32:
                 self.epsilon = max(self.epsilon, 2.0**-10)  # TF32
 
     def look(self, batch: Any) -> bool:
-        """Look at a batch, unless one has been looked at; return whether one has been.
+        """Test a batch, unless one has been tested; return whether one has been.
 
         Args:
             batch: tensors with a common leading dimension, in tuples, lists and dicts.
@@ -137,9 +134,9 @@ class IndependenceProbe:
         once, again = (self._seen(rows, everything) for _ in range(2))
         if self._differ(once, again, math.sqrt(self.epsilon)):
             raise PrivacyError(
-                "the losses of a batch come out otherwise when they are computed again, so that "
-                "samples cannot be shown to be independent: let the model keep nothing of what it "
-                "saw, and draw with the usual generators of torch, NumPy or Python"
+                "the losses of a batch differ when they are computed again, so samples cannot be "
+                "shown to be independent: let the model keep nothing of its inputs, and draw with "
+                "the usual generators of torch, NumPy or Python"
             )
         for kept, others in _splits(len(rows[0])):
             before = self._seen(rows, kept)
@@ -173,15 +170,15 @@ class IndependenceProbe:
     def _seen(
         self, leaves: list[torch.Tensor], kept: Sequence[int], *, draws_before: int = 0
     ) -> "_Seen":
-        """Return what a batch gives for some of its rows, by the random numbers of this moment."""
+        """Return losses and gradient of some rows of a batch, with the present random states."""
         size = len(leaves[0])
         weights = 1 + torch.rand(size, generator=torch.Generator().manual_seed(0))
         with (
-            _same_draws(self._devices),
+            random_states_kept(self._devices),
             torch.enable_grad(),
             saved_tensors_hooks(self._note, lambda tensor: tensor),
         ):
-            for device in ("cpu", *(f"cuda:{index}" for index in self._devices)):
+            for device in (torch.device("cpu"), *self._devices):
                 torch.rand(draws_before, device=device)
             batch = pytree.tree_unflatten(leaves, self._structure)
             losses = sample_losses(self._model, self._loss_function, batch, size)
@@ -202,15 +199,15 @@ class IndependenceProbe:
     def _require_same(self, before: "_Seen", after: "_Seen") -> None:
         if self._differ(before, after, math.sqrt(self.epsilon)):
             raise PrivacyError(
-                "the loss of a sample depends on other samples of its batch, so that clipping "
-                "bounds nobody's influence: use a model that sees one sample at a time, a loss "
-                "that compares it with nothing but its label, and no mean over the batch"
+                "the loss of a sample depends on other samples of its batch, so that clipping does "
+                "not bound its influence: use a model that sees one sample at a time, a loss that "
+                "compares it with its label only, and no mean over the batch"
             )
 
     def _differ(self, before: "_Seen", after: "_Seen", tolerance: float) -> bool:
         if not _distance(before.losses, after.losses) <= tolerance * _norm(before.losses):
             return True
-        # 0 x infinity, of samples that do not count, tells nothing.
+        # 0 x infinity, of samples that do not count, is no difference.
         distance = _distance(before.gradient, after.gradient)
         return math.isfinite(distance) and distance > tolerance * _norm(before.gradient)
 
@@ -253,7 +250,7 @@ def _extreme(leaves: list[torch.Tensor], others: list[int], sign: float) -> list
 
 @contextmanager
 def _evaluated(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put modules, but not those inside of them, into the mode of ``eval()`` meanwhile."""
+    """Put modules, but not those inside of them, into the mode of ``eval()`` for a while."""
     modes = [(module, module.training) for module in modules]
     for module in modules:
         module.training = False
@@ -262,18 +259,6 @@ def _evaluated(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-@contextmanager
-def _same_draws(devices: list[int]) -> Iterator[None]:
-    """Leave the generators of random numbers as they were before."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float:

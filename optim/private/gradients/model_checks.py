@@ -1,4 +1,4 @@
-"""What a model must be so that clipping bounds what a sample can do."""
+"""Checks that clipping bounds the influence of a sample on a model."""
 
 import math
 import sys
@@ -19,7 +19,7 @@ from comm_hooks.optim.private.errors import PrivacyError
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model whose training could not be private, before any sample is seen.
+    """Refuse a model that cannot be trained privately, before any sample is used.
 
     Args:
         model: as it is trained, that is, possibly in ``DistributedDataParallel``.
@@ -27,12 +27,12 @@ def check_model(model: nn.Module) -> None:
     Raises:
         PrivacyError: for modules that mix the samples of a batch or keep statistics of them (batch
             normalization, and instance normalization with running statistics), for embeddings
-            whose rows the forward pass writes (``max_norm``), and for a communication hook, except
-            :func:`~comm_hooks.skip_hook`, which sends nothing.
+            with rows that the forward pass writes (``max_norm``), and for a communication hook,
+            except :func:`~comm_hooks.skip_hook`, which sends nothing.
         ValueError: if no parameter is trainable, or one is complex or sharded; for an engine of
             DeepSpeed.
 
-    Not noticed: modules of your own that mix samples.
+    Not detected: modules of your own that mix samples.
 
     Example::
 
@@ -40,12 +40,12 @@ def check_model(model: nn.Module) -> None:
         >>> from comm_hooks.optim.private.gradients.model_checks import check_model
         >>> check_model(nn.Sequential(nn.Linear(8, 8), nn.GroupNorm(2, 8)))
     """
-    # Only who has imported DeepSpeed can have one of its engines.
+    # Without an import of DeepSpeed the model cannot be one of its engines.
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine):
         raise ValueError(
             "DeepSpeed averages raw gradients, where private training needs those of single "
-            "samples: train the module that the engine was made of, without DeepSpeed"
+            "samples: train the engine's module without DeepSpeed"
         )
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
@@ -63,7 +63,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def refuse_later_hooks(model: nn.Module) -> None:
-    """Let ``register_comm_hook`` raise, on every DDP module of a model that is now private."""
+    """Make ``register_comm_hook`` raise on every DDP module of a model that is now private."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             module.register_comm_hook = _refuse_later_hook  # type: ignore[method-assign]
@@ -78,7 +78,7 @@ def _refuse_later_hook(state: object, hook: object) -> None:
 
 @contextmanager
 def unchanged_buffers() -> Iterator[None]:
-    """Watch the modules that are called meanwhile, and refuse what changed their buffers.
+    """Refuse changes of the buffers of all modules that are called inside the context.
 
     Raises:
         PrivacyError: in the end, if there is such a buffer.
@@ -112,7 +112,7 @@ def unchanged_buffers() -> Iterator[None]:
 
 @contextmanager
 def unwritten_buffers(model: nn.Module) -> Iterator[None]:
-    """Refuse what writes to a model's buffers or parameters meanwhile; buffers are restored.
+    """Refuse writes to a model's buffers or parameters inside the context; restore the buffers.
 
     Raises:
         PrivacyError: in the end, if something was written.
@@ -143,7 +143,7 @@ def unwritten_buffers(model: nn.Module) -> Iterator[None]:
     written += [name for name, p, version in versions if p._version != version]
     if written:
         raise PrivacyError(
-            "the forward pass writes to the model, which would keep what it has seen without "
+            "the forward pass writes to the model, which would keep a trace of samples without "
             f"noise: {', '.join(sorted(set(written)))}. Use modules that do not, or eval() for "
             "those that write in training only"
         )
@@ -196,11 +196,11 @@ def _group_norm(module: _BatchNorm, groups: int) -> nn.GroupNorm:
     return norm.train(module.training)
 
 
-# Modules of these kinds: why they are refused, and what to do instead.
+# Refused modules: the test, the problem, and the alternative.
 _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (
         lambda module: isinstance(module, _BatchNorm),
-        "batch normalization mixes the samples of a batch, so that clipping bounds nobody's "
+        "batch normalization mixes the samples of a batch, so that clipping does not bound their "
         "influence",
         "Use GroupNorm or LayerNorm; replace_batch_norm(model) makes GroupNorms",
     ),
@@ -213,8 +213,7 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         lambda module: (
             isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
         ),
-        "max_norm shortens the rows of those who are in a batch, in the forward pass, without "
-        "noise",
+        "max_norm shortens the rows that a batch looks up, in the forward pass, without noise",
         "Leave max_norm out",
     ),
 )

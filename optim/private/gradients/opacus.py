@@ -1,4 +1,4 @@
-"""Per-sample gradients of Opacus: its hooks, and ghost clipping.  Needs ``comm-hooks[dp]``."""
+"""Per-sample gradients by Opacus: its hooks, and ghost clipping.  Needs ``comm-hooks[dp]``."""
 
 import math
 import warnings
@@ -23,19 +23,15 @@ from comm_hooks.optim.private.gradients.per_sample import require_used, unwrappe
 from comm_hooks.requirements import require_kind
 
 try:
-    from opacus.grad_sample import (
-        GradSampleHooks,
-        GradSampleHooksFastGradientClipping,
-        GradSampleModuleExpandedWeights,
-    )
+    from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
+    from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 except ImportError as error:
     raise ImportError('Opacus is not installed: pip install "comm-hooks[dp]"') from error
 
-# What is said of a first layer, whose inputs need no gradient.
+# Raised by a first layer, since its inputs need no gradient.
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
 
-# Of so many samples of the first batch it is looked whether Opacus's norm is that of their own
-# gradient, up to a difference that rounding does not make.
+# The number of samples of the first batch for which Opacus's norm is compared with their own.
 _COMPARED = 8
 
 _COMPOUND: dict[type[nn.Module], str] = {
@@ -44,30 +40,28 @@ _COMPOUND: dict[type[nn.Module], str] = {
     nn.LSTM: "DPLSTM",
     nn.MultiheadAttention: "DPMultiheadAttention",
 }
-"""Layers of several matrices, and what Opacus has in their place."""
+"""Layers of several matrices, and their replacements in Opacus."""
 
 
 class HookedGradients(BatchClipper):
-    """What both ways of Opacus have in common: a loss of each sample, and hooks around it.
+    """Clipped sums by Opacus's hooks around a loss of each sample: the base of both modes.
 
-    The hooks are on in :meth:`backward` alone, so that the model can be called and differentiated
-    elsewhere as if there were none.  What the loss function may call is checked: in the first batch
-    of two samples by
-    :class:`~comm_hooks.optim.private.gradients.independence.IndependenceProbe`, and by the norms
-    that Opacus finds, which must be those of the samples' own gradients; in every batch by what the
-    forward pass writes to the model, and by the number of rows in every layer.
+    The hooks are enabled in :meth:`backward` only, so that the model can be called and
+    differentiated elsewhere as usual.  The loss function is checked: in the first batch of two
+    samples by :class:`~comm_hooks.optim.private.gradients.independence.IndependenceProbe`, and by
+    comparing Opacus's norms with those of the samples' own gradients; in every batch by the writes
+    of the forward pass to the model, and by the number of rows in every layer.
 
     Args:
-        module: the model, as it is or in ``DistributedDataParallel``, or one to which Opacus is
-            attached in the same mode (its wrapper, or the hooks themselves).  Hooks are attached to
-            it.
+        module: the model, as it is, in ``DistributedDataParallel``, or in a wrapper of Opacus.
+            Hooks are attached to it; those of an earlier training are replaced.
         loss_function, max_grad_norm, micro_batch_size: see
-            :class:`~comm_hooks.optim.private.gradients.clipping.BatchClipper`.  The model that the
-            loss function is given is the one inside of all wrappers.
+            :class:`~comm_hooks.optim.private.gradients.clipping.BatchClipper`.  The loss function
+            gets the model inside of all wrappers.
 
     Raises:
-        ValueError: for a module with hooks of another kind, C out of range, or a model with nothing
-            to train.
+        ValueError: for C out of range, layers that Opacus's hooks do not see, or a model without
+            trainable parameters.
         PrivacyError: in :meth:`backward` for samples that depend on each other, or are not where
             Opacus expects them, and for a forward pass that writes to the model.
         NotImplementedError: by Opacus, for layers that it cannot take.
@@ -77,14 +71,14 @@ class HookedGradients(BatchClipper):
 
     def __init__(
         self,
-        module: "nn.Module | GradSampleHooks",
+        module: "nn.Module | AbstractGradSampleHooks",
         loss_function: LossFunction,
         max_grad_norm: float,
         *,
         micro_batch_size: int | None = None,
     ) -> None:
-        require_kind(self, "module", module, nn.Module, GradSampleHooks)
-        self._hooks: Any = _hooks_of(module, self._hooks_class, type(self).__name__)
+        require_kind(self, "module", module, nn.Module, AbstractGradSampleHooks)
+        self._hooks = _hooks_of(module, self._hooks_class)
         model = cast(nn.Module, self._hooks._module)
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         super().__init__(
@@ -98,7 +92,7 @@ class HookedGradients(BatchClipper):
 
     @abstractmethod
     def _differentiate(self, losses: torch.Tensor, scalar: torch.Tensor) -> torch.Tensor:
-        """Have Opacus differentiate the scalar; return each sample's norm, as clipping sees it."""
+        """Differentiate the scalar by Opacus; return each sample's norm, as clipping uses it."""
 
     @abstractmethod
     def _add_losses(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
@@ -112,9 +106,7 @@ class HookedGradients(BatchClipper):
                     losses = sample_losses(self._model, self._loss_function, batch, size)
                     if not losses.requires_grad:
                         require_used(self._names, [None] * len(self._names))
-                    # Opacus multiplies by the number of rows where it expects a mean.
-                    is_mean = self._hooks.loss_reduction == "mean"
-                    norms = self._differentiate(losses, losses.mean() if is_mean else losses.sum())
+                    norms = self._differentiate(losses, losses.sum())
                 if is_shown and not self._is_compared:
                     self._compare(losses, norms)
                 self._add_losses(losses, norms)
@@ -123,7 +115,7 @@ class HookedGradients(BatchClipper):
         return losses.detach()
 
     def _compare(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
-        """Look whether the rows of what Opacus has computed belong to the samples."""
+        """Check that the rows of Opacus's gradients belong to the samples."""
         if len(losses) < 2 or not bool((losses.isfinite() & norms.isfinite()).all()):
             return  # 0 x infinity, of another sample, would spoil the gradient of one
         # Norms are added up in float32, whatever the gradients are.
@@ -136,8 +128,8 @@ class HookedGradients(BatchClipper):
             if abs(float(norms[row]) - expected) > tolerance * expected + 1e-30:
                 raise PrivacyError(
                     f"the gradient of a sample has norm {expected:g}, and Opacus finds "
-                    f"{float(norms[row]):g}, so that it would be clipped wrongly: every layer must "
-                    'see the samples in the order of the batch. Valid instead: "functorch"'
+                    f"{float(norms[row]):g}, so it would be clipped wrongly: every layer must "
+                    'get the samples in the order of the batch. Valid instead: "functorch"'
                 )
         self._is_compared = True
 
@@ -147,8 +139,8 @@ class HookedGradients(BatchClipper):
             if vars(layer).get("activations"):
                 raise ValueError(
                     f"{name or 'the model'} was called with gradients that the loss does not use, "
-                    "so that Opacus cannot tell which of its calls is which: call what is not "
-                    "differentiated under torch.no_grad()"
+                    "so Opacus cannot match its calls: use torch.no_grad() for calls that are not "
+                    "differentiated"
                 )
         require_used(self._names, found)
         rows = [len(samples) for samples in found]
@@ -156,8 +148,8 @@ class HookedGradients(BatchClipper):
             listed = ", ".join(f"{n}: {r}" for n, r in zip(self._names, rows, strict=True))
             raise ValueError(
                 f"layers have seen other numbers of rows than the batch has samples, {size}, so "
-                f"that it is not known which gradients belong together: {listed}. The first "
-                "dimension must be the sample in every layer"
+                f"their gradients cannot be matched: {listed}. The first dimension must be the "
+                "sample in every layer"
             )
 
     @contextmanager
@@ -170,7 +162,7 @@ class HookedGradients(BatchClipper):
             self._hooks.disable_hooks()
 
     def _forget(self) -> None:
-        """Remove what Opacus keeps of a batch, also where a pass has failed half way."""
+        """Remove Opacus's state of a batch, also after a pass that failed half way."""
         for layer in self._hooks.iterate_submodules(self._model):
             vars(layer).pop("activations", None)
             vars(layer).pop("max_batch_len", None)
@@ -184,18 +176,11 @@ class HookedGradients(BatchClipper):
 class OpacusGradients(HookedGradients):
     """The sum of clipped per-sample gradients that the hooks of Opacus compute.
 
-    One backward pass of the sum of the losses, in which they find every sample's gradient, which is
-    transformed, clipped and added as ``SampleClipper`` says.  The loss function may call the model
+    In one backward pass of the sum of the losses the hooks compute every sample's gradient, which
+    is transformed, clipped and added as in ``SampleClipper``.  The loss function may call the model
     several times, on the same samples in the same order.
 
-    Args:
-        module: see :class:`HookedGradients`; Opacus's are ``GradSampleModule`` and
-            ``GradSampleHooks``, also with ``force_functorch=True``.
-        loss_function, max_grad_norm, micro_batch_size: see :class:`HookedGradients`.
-
-    Raises:
-        PrivacyError: for ``grad_sample_mode="ew"``, which adds up the samples of several backward
-            passes before they can be clipped, and cannot have an empty batch.
+    Arguments and errors are those of :class:`HookedGradients`.
 
     Example::
 
@@ -229,16 +214,13 @@ class OpacusGradients(HookedGradients):
 class OpacusGhostGradients(HookedGradients):
     """The sum of clipped gradients by ghost clipping, without a gradient of any single sample.
 
-    1. n <- the norm of each sample's gradient, which Opacus finds from what goes in and out of
-       each layer (Li et al. 2022), in one backward pass
+    1. n <- the norm of each sample's gradient, which Opacus computes from the inputs and output
+       gradients of each layer (Li et al. 2022), in one backward pass
     2. sum <- sum + the gradient of sum_i min(1, C / n_i) loss_i, in a second one
 
     This saves memory, and with large layers time.
 
-    Args:
-        module: see :class:`HookedGradients`; Opacus's are ``GradSampleModuleFastGradientClipping``
-            and the hooks of that name.  Their own ``max_grad_norm`` is not used.
-        loss_function, max_grad_norm, micro_batch_size: see :class:`HookedGradients`.
+    Arguments are those of :class:`HookedGradients`.
 
     Raises:
         ValueError: in :meth:`backward` for a :attr:`transform`.
@@ -248,17 +230,15 @@ class OpacusGhostGradients(HookedGradients):
         RuntimeError: in :meth:`backward`, if the norms of all samples are finite and a derivative
             is not.
 
-    Samples whose loss or norm is not finite are left out, and the others passed to the loss
+    Samples with a loss or norm that is not finite are left out, and the others passed to the loss
     function again.
 
     Not supported: :attr:`transform`.  Sequences, that is, an ``nn.Linear`` or ``nn.Embedding`` that
     a sample passes more than once: their norm is a sum of terms of both signs, in the model's
-    dtype, and where the gradients of a sample's positions nearly cancel, it comes out too small,
-    and the sample is hardly clipped (in a case made for it, to 690 C).  Use
-    :class:`OpacusGradients` or :class:`~comm_hooks.optim.private.PerSampleGradients` for
-    sequences.  Nor bfloat16 and float16, as the dtype of parameters or by autocast: the second pass
-    adds up a batch in them, and one more sample changes how the whole sum is rounded, which came to
-    4.7 C with 4,096 samples.
+    dtype, and where the gradients of a sample's positions nearly cancel, it is too small, and the
+    sample is hardly clipped (in a constructed case, to 690 C).  bfloat16 and float16, as the dtype
+    of parameters or by autocast: the second pass adds up a batch in them, and one more sample
+    changes the rounding of the whole sum, by up to 4.7 C with 4,096 samples.
 
     Example::
 
@@ -277,7 +257,7 @@ class OpacusGhostGradients(HookedGradients):
     def backward(self, batch: Any) -> torch.Tensor:
         if self.transform is not None:
             raise ValueError(
-                "ghost clipping never has the gradient of a sample, so that it cannot be "
+                "ghost clipping never computes the gradient of a sample, so it cannot be "
                 "transformed before it is clipped: use PerSampleGradients or OpacusGradients"
             )
         return super().backward(batch)
@@ -293,7 +273,7 @@ class OpacusGhostGradients(HookedGradients):
         try:
             return super()._add_batch(batch, size)
         except _NotFinite as found:
-            # Their derivatives would spoil the sum, whatever factor they had: 0 x NaN is NaN.
+            # Their derivatives would spoil the sum with any factor: 0 x NaN is NaN.
             kept = found.finite.nonzero().flatten()
             self._count(0, size - len(kept))
             if len(kept):
@@ -338,7 +318,7 @@ class OpacusGhostGradients(HookedGradients):
 
 
 class _NotFinite(Exception):
-    """Some samples' losses or norms are not finite."""
+    """Raised for samples with losses or norms that are not finite."""
 
     def __init__(self, finite: torch.Tensor, losses: torch.Tensor) -> None:
         super().__init__()
@@ -350,14 +330,14 @@ def _refuse_sequences(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
     rows = inputs[0].dim() - (1 if isinstance(layer, nn.Linear) else 0)
     if torch.is_grad_enabled() and layer.weight.requires_grad and rows > 1:
         raise PrivacyError(
-            f"ghost clipping of sequences: {type(layer).__name__} sees {tuple(inputs[0].shape)}, "
-            "and where the gradients of a sample's positions nearly cancel, its norm comes out too "
-            'small to clip it. Valid instead: grad_sample_mode="hooks" or "functorch"'
+            f"ghost clipping of sequences: {type(layer).__name__} gets {tuple(inputs[0].shape)}, "
+            "and where the gradients of a sample's positions nearly cancel, its norm is too small "
+            'to clip it. Valid instead: grad_sample_mode="hooks" or "functorch"'
         )
 
 
 def _refuse_16_bits(layer: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
-    """Refuse a layer whose gradient the second pass would add up in fewer than 24 bits."""
+    """Refuse a layer for which the second pass would add up gradients in fewer than 24 bits."""
     if not torch.is_grad_enabled():
         return
     trained = [p for p in layer.parameters(recurse=False) if p.requires_grad]
@@ -370,62 +350,43 @@ def _refuse_16_bits(layer: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> 
     if torch.finfo(coarsest).bits < 32:
         raise PrivacyError(
             f"ghost clipping in {coarsest}: the samples of a batch are added up in it, and one "
-            "more of them changes how the whole sum is rounded, by more than C. Valid instead: "
+            "more sample changes the rounding of the whole sum by more than C. Valid instead: "
             'grad_sample_mode="hooks" or "functorch", or float32'
         )
 
 
 def _refuse_compound_layers(model: nn.Module) -> None:
-    """Raise ``ValueError`` for layers whose parameters no hook of Opacus's sees at work."""
+    """Raise ``ValueError`` for layers with parameters that Opacus's hooks cannot observe."""
     for name, layer in model.named_modules():
         kind = next((k for k in _COMPOUND if isinstance(layer, k)), None)
         if kind and any(p.requires_grad for p in layer.parameters()):
             raise ValueError(
-                f"layer {name!r}: Opacus's hooks cannot find the gradients of the samples of "
+                f"layer {name!r}: Opacus's hooks cannot find per-sample gradients of "
                 f'{type(layer).__name__}: use grad_sample_mode="functorch", or '
                 f"opacus.layers.{_COMPOUND[kind]}"
             )
 
 
-def _hooks_of(module: "nn.Module | GradSampleHooks", kind: type, name: str) -> "GradSampleHooks":
-    """Return the hooks of a model, of one of two kinds; those of an earlier training are reused."""
-    if isinstance(module, GradSampleModuleExpandedWeights):
-        raise PrivacyError(
-            'grad_sample_mode="ew" adds up the samples of several backward passes, so that '
-            'clipping bounds none of them: use "hooks" or "functorch"'
-        )
-    _refuse_compound_layers(module._module if isinstance(module, GradSampleHooks) else module)
-    is_ghost = kind is GradSampleHooksFastGradientClipping
-    if isinstance(module, GradSampleHooks):
-        if isinstance(module, GradSampleHooksFastGradientClipping) != is_ghost:
-            other = "OpacusGradients" if is_ghost else "OpacusGhostGradients"
-            raise ValueError(
-                f"{name}: module has Opacus's {type(module).__name__}; {other} is for that mode"
-            )
-        return module
+def _hooks_of(module: "nn.Module | AbstractGradSampleHooks", kind: type) -> Any:
+    """Attach Opacus's hooks of one kind to the model inside of all wrappers, in place of others."""
+    while isinstance(module, AbstractGradSampleHooks):
+        module = cast(nn.Module, module._module)
     model = unwrapped(module)
-    for known in _attached(model):
-        is_same = isinstance(known, GradSampleHooksFastGradientClipping) == is_ghost
-        if is_same and known._module is model:
-            return known
-        known.cleanup()
+    _refuse_compound_layers(model)
+    detach(model)
     return kind(model, loss_reduction="sum")
 
 
 def detach(module: nn.Module) -> None:
     """Remove Opacus's hooks from a model, which could not be called under ``vmap`` with them."""
-    for known in _attached(module):
-        known.cleanup()
-
-
-def _attached(model: nn.Module) -> "set[GradSampleHooks]":
-    hooks = (hook for layer in model.modules() for hook in layer._forward_hooks.values())
-    owners = (getattr(hook, "__self__", None) for hook in hooks)
-    return {owner for owner in owners if isinstance(owner, GradSampleHooks)}
+    hooks = [hook for layer in module.modules() for hook in layer._forward_hooks.values()]
+    for owner in [getattr(hook, "__self__", None) for hook in hooks]:
+        if isinstance(owner, AbstractGradSampleHooks):
+            owner.cleanup()
 
 
 def _rounded_down(factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers of at least 0 in another dtype, in which none of them is larger."""
+    """Return numbers of at least 0 in another dtype, rounded down."""
     rounded = factors.to(dtype)
     info = torch.finfo(dtype)
     step = (rounded.abs() * info.eps).clamp(min=info.smallest_normal * info.eps)

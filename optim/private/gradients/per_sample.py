@@ -1,4 +1,4 @@
-"""Per-sample gradients by torch.func, with nothing but PyTorch."""
+"""Per-sample gradients by torch.func."""
 
 import copy
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from comm_hooks.frameworks.ddp.model import is_replicated
 from comm_hooks.optim.private.gradients.clipping import BatchClipper, LossFunction
 from comm_hooks.optim.private.random_states import random_states_kept
-from comm_hooks.requirements import require_flag, require_kind
+from comm_hooks.requirements import require_kind
 
 
 class PerSampleGradients(BatchClipper):
@@ -35,26 +35,23 @@ class PerSampleGradients(BatchClipper):
     ``DistributedDataParallel`` the wrapped model is called, so that DDP averages nothing.
 
     Args:
-        model: whose parameters with ``requires_grad`` at this moment are trained.  Not changed: a
-            forward pass sees copies of the buffers.
+        model: its parameters with ``requires_grad`` at this moment are trained.  Not changed: a
+            forward pass gets copies of the buffers.
         loss_function: ``loss_function(model, batch)`` returns the loss of each sample, ``(B,)``.
-            Its batches are of one sample, so that a mean over them, a scalar, will do as well.  The
-            model it is given is the unwrapped one.
+            Its batches are of one sample, so it may return their mean, a scalar, as well.  It gets
+            the unwrapped model.
         max_grad_norm: C.
-        micro_batch_size: how many samples to differentiate at once, which takes as many copies of
-            the gradient; by default the whole batch.
-        compile: whether ``torch.compile`` does step 1.  Every micro-batch is then filled up to
-            ``micro_batch_size``, which must be given, so that one compilation is enough.
+        micro_batch_size: the number of samples that are differentiated at once, with as many copies
+            of the gradient; by default the whole batch.
 
     Raises:
         ValueError: if C is not a finite number of at least 1e-10, ``micro_batch_size`` is not
-            positive, or missing for ``compile=True``, nothing in the model is trainable, or a part
-            of the model is under DDP; with the first sample, if the forward pass writes to a
-            buffer.
+            positive, nothing in the model is trainable, or a part of the model is under DDP; with
+            the first sample, if the forward pass writes to a buffer.
 
     Not supported: modules that mix the samples of a batch (see
-    :func:`~comm_hooks.optim.private.check_model`), control flow that depends on the
-    values of a sample, what has no rule for ``vmap`` (``nn.LSTM``, ``nn.GRU``), sharded parameters.
+    :func:`~comm_hooks.optim.private.check_model`), control flow that depends on the values of a
+    sample, modules without a rule for ``vmap`` (``nn.LSTM``, ``nn.GRU``), sharded parameters.
 
     Example::
 
@@ -76,15 +73,8 @@ class PerSampleGradients(BatchClipper):
         max_grad_norm: float,
         *,
         micro_batch_size: int | None = None,
-        compile: bool = False,
     ) -> None:
         require_kind(self, "model", model, nn.Module)
-        require_flag(self, "compile", compile)
-        if compile and micro_batch_size is None:
-            raise ValueError(
-                "PerSampleGradients: compile=True needs a micro_batch_size, because every other "
-                "number of samples would be compiled anew"
-            )
         loss = _Loss(unwrapped(model), loss_function)
         named = {n: p for n, p in loss.named_parameters() if p.requires_grad}
         super().__init__(
@@ -94,23 +84,18 @@ class PerSampleGradients(BatchClipper):
         self._names = list(named)
         self._checked = False
         self._carry: _Carry | None = None
-        per_sample = vmap(
+        self._differentiate = vmap(
             grad_and_value(self._sample_loss), (None, None, 0), randomness="different"
         )
-        self._differentiate = torch.compile(per_sample) if compile else per_sample
-        self._fill = compile
 
     def _add_batch(self, batch: Any, size: int) -> torch.Tensor:
         if not self._checked or self._carry:
             self._look_at(batch, size)
         values = {n: p.detach() for n, p in zip(self._names, self.parameters, strict=True)}
         with self._attention():
-            gradients, losses = self._differentiate(
-                values, self._buffers(), pytree.tree_map(self._filled, batch)
-            )
-        # Fillings are at the end.
-        self._add_samples([gradients[name][:size] for name in self._names])
-        return losses.detach()[:size]
+            gradients, losses = self._differentiate(values, self._buffers(), batch)
+        self._add_samples([gradients[name] for name in self._names])
+        return losses.detach()
 
     def _look_at(self, batch: Any, size: int) -> None:
         """Check the loss function with the first batches, before anything is added up."""
@@ -130,12 +115,6 @@ class PerSampleGradients(BatchClipper):
         on_cpu = self.parameters[0].device.type == "cpu"
         return sdpa_kernel(SDPBackend.MATH) if on_cpu else nullcontext()
 
-    def _filled(self, samples: torch.Tensor) -> torch.Tensor:
-        missing = (self.micro_batch_size or 0) - len(samples)
-        if not self._fill or not missing:
-            return samples
-        return torch.cat([samples, samples[:1].expand(missing, *samples.shape[1:])])
-
     def _sample_loss(
         self, values: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], sample: Any
     ) -> torch.Tensor:
@@ -148,20 +127,20 @@ class PerSampleGradients(BatchClipper):
         return {name: buffer.clone() for name, buffer in self._loss.named_buffers()}
 
     def _check(self, batch_of_one: Any) -> None:
-        """Raise ``ValueError`` for what ``vmap`` would let pass, or complain of in other words."""
+        """Raise ``ValueError`` for losses, buffers and parameters that ``vmap`` does not check."""
         buffers = self._buffers()
         with torch.enable_grad():
             loss = functional_call(self._loss, buffers, (batch_of_one,))
         if not isinstance(loss, torch.Tensor) or loss.shape not in ((), (1,)):
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(
-                "loss_function must return the loss of each sample, for the one that it is given "
-                f"at a time a tensor of shape (1,) or (), got {got}"
+                "loss_function must return the loss of each sample, for one sample at a time a "
+                f"tensor of shape (1,) or (), got {got}"
             )
         written = [name.removeprefix("model.") for name, b in buffers.items() if b._version > 0]
         if written:
             raise ValueError(
-                "the forward pass writes to buffers, which would keep what it has seen without "
+                "the forward pass writes to buffers, which would keep a trace of samples without "
                 f"noise: {', '.join(written)}. Use modules that do not, or eval() for those that "
                 "write in training only"
             )
@@ -172,10 +151,10 @@ class PerSampleGradients(BatchClipper):
 
 
 class _Carry:
-    """Looks for what a module keeps of a sample in an ordinary attribute, not in a buffer.
+    """Tests whether a module keeps anything of a sample in an attribute that is no buffer.
 
     Args:
-        loss: of a sample, whose module has not been called under ``vmap`` yet.
+        loss: of a sample; its module has not been called under ``vmap`` yet.
         sample: one, as a batch.
     """
 
@@ -184,14 +163,14 @@ class _Carry:
         self._losses: tuple[nn.Module, nn.Module] | None
         try:
             self._losses = copy.deepcopy(loss), copy.deepcopy(loss)
-        except Exception:  # of whatever cannot be copied, which then cannot be tried
+        except Exception:  # a loss that cannot be copied cannot be tested
             self._losses = None
 
     def check(self, sample: Any) -> bool:
-        """Raise ``ValueError`` if this sample's loss is another after itself than after the first.
+        """Raise ``ValueError`` if a sample's loss depends on the sample before.
 
         Returns:
-            Whether that has been settled; not with the same sample again.
+            Whether the test was made; it needs a sample that differs from the first.
         """
         if self._losses is None:
             return True
@@ -201,7 +180,7 @@ class _Carry:
         device, found = pytree.tree_leaves(sample)[0].device, []
         for loss, before in zip(self._losses, (self._sample, sample), strict=True):
             for each in (before, sample):  # both draw the same
-                with torch.no_grad(), random_states_kept(device):
+                with torch.no_grad(), random_states_kept([device]):
                     last = loss(each)
             found.append(last)
         # Some kernels add in another order each time.
@@ -216,7 +195,7 @@ class _Carry:
 
 
 class _Loss(nn.Module):
-    """A loss function as a module, so that whatever it calls of the model sees the parameters."""
+    """A loss function as a module, so that all calls of the model get the given parameters."""
 
     def __init__(self, model: nn.Module, loss_function: LossFunction) -> None:
         super().__init__()
@@ -253,6 +232,6 @@ def require_used(names: list[str], gradients: Any, prefix: str = "") -> None:
     ]
     if unused:
         raise ValueError(
-            "parameters that the forward pass does not use would receive nothing but noise: freeze "
+            "parameters that the forward pass does not use would receive pure noise: freeze "
             f"them with requires_grad_(False): {', '.join(unused)}"
         )

@@ -1,1 +1,1 @@
-"""How much noise is added, where, and from which randomness."""
+"""Noise: its placement, its distribution and its randomness."""

@@ -1,4 +1,4 @@
-"""Discrete Gaussian noise: exact, so that no low bit of a sum can tell anything."""
+"""Discrete Gaussian noise: exact, so that the low bits of a sum reveal nothing."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from comm_hooks.optim.private.noise.secret import Stream
 
 Integers = npt.NDArray[np.int64]
 
-# Of C, how much rounding to the grid may add; of the noise, how much rounding s up may.
+# The largest relative increase of C by rounding to the grid, and of the noise by rounding s up.
 _SLACK = 2.0**-11
 # 2 s^2 must fit into 63 bits, also where s is rounded up.
 _LARGEST_SCALE = 2.0**30
@@ -33,16 +33,16 @@ class Grid:
 
     @classmethod
     def of(cls, noise_multiplier: float, sensitivity: float, elements: int) -> "Grid":
-        r"""Return the grid for sums of so many elements that one sample changes by at most C.
+        r"""Return the grid for sums of ``elements`` elements with the sensitivity C.
 
-        Rounded to multiples of g, which moves each element of either of two sums by g / 2 at most,
-        they differ by at most C + sqrt(elements) g.  So s is sigma (C + sqrt(elements) g) / g,
+        Rounding to multiples of g moves each element of two neighbouring sums by g / 2 at most, so
+        they then differ by at most C + sqrt(elements) g, and s is sigma (C + sqrt(elements) g) / g,
         rounded up.  (Kairouz, Liu & Steinke, ICML 2021, round each sample by itself, once: theirs
         is sqrt(elements) g / 2.)
 
         Accountants' figures for sigma hold: between a discrete Gaussian and one moved by a vector
         of the grid, Renyi divergences are those of the Gaussian, with sampling exactly for whole
-        orders and else to a relative exp(-2 pi^2 s^2), which is nothing for s > 1000.
+        orders and else to a relative exp(-2 pi^2 s^2), which is negligible for s > 1000.
         """
         root = math.sqrt(elements)
         std = noise_multiplier * sensitivity
@@ -60,8 +60,8 @@ class Grid:
 def add_discrete_noise_(tensors: Sequence[torch.Tensor], grid: Grid, stream: Stream) -> None:
     """Round every element to the grid and add independent noise of the grid, in place.
 
-    The sum on the grid is exact wherever float64 is, to 2^53 spacings; what is done to it then,
-    as rounding to the tensor's type, knows nothing else.
+    The sum on the grid is exact in float64, up to 2^53 spacings; rounding it to the tensor's type
+    afterwards is post-processing.
     """
 
     def add(values: Values, generator: np.random.Generator) -> None:
@@ -91,7 +91,7 @@ def discrete_gaussian(count: int, scale: int, generator: np.random.Generator) ->
 
 
 def _discrete_laplace(candidates: int, scale: int, generator: np.random.Generator) -> Integers:
-    """Return the accepted ones of so many candidates: P(y) proportional to exp(-|y| / scale)."""
+    """Return the accepted candidates y, with probabilities proportional to exp(-|y| / scale)."""
     low = generator.integers(0, scale, candidates)
     low = low[_happens(low, scale, generator)]
     high = np.zeros_like(low)
@@ -107,7 +107,7 @@ def _discrete_laplace(candidates: int, scale: int, generator: np.random.Generato
 
 
 def _accepted(laplace: Integers, scale: int, generator: np.random.Generator) -> Integers:
-    """Return those taken with probability exp(-a^2 / (2 scale^2)), where a = ||y| - scale|.
+    """Return y with probability exp(-a^2 / (2 scale^2)) each, where a = ||y| - scale|.
 
     With a = k scale + r the exponent is k^2 / 2 + k r / scale + r^2 / (2 scale^2), and each of
     these terms, k^2 of the first and k of the second kind, is an event of its own.

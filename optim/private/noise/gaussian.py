@@ -22,9 +22,8 @@ def add_noise_(tensors: Sequence[torch.Tensor], std: float, stream: Stream) -> N
 
     On a CPU NumPy's ziggurat draws it in float64: it follows the normal distribution to 8.5
     standard deviations within 1e-8, and ends at 12.2, where 3e-34 is left.  (float32 from 32
-    uniform bits ends at 5.8: whatever lies beyond that shows that a sample was there.)  A GPU makes
-    it where it is, from the same generator's words, and it ends at 13.3.  It is rounded once,
-    together with what it is added to.
+    uniform bits ends at 5.8: a value beyond that shows that a sample was there.)  On a GPU a kernel
+    draws it from the words of the same generator, and it ends at 13.3.  The sum is rounded once.
     """
     rest = []
     for tensor in tensors:
@@ -49,8 +48,8 @@ def on_pieces_(
 ) -> None:
     """Change tensors in place, piece by piece on several threads, each with its own generator.
 
-    What is drawn does not depend on the number of threads.  Tensors of a GPU travel to the CPU and
-    back, since PyTorch's generators of GPUs have but 64 bits of seed.
+    The noise does not depend on the number of threads.  Tensors of a GPU are copied to the CPU and
+    back, since PyTorch's generators of GPUs have only 64 bits of seed.
     """
     on_cpu = [tensor.cpu().contiguous() for tensor in tensors]
     pieces = [piece.numpy() for t in on_cpu for piece in t.view(-1).split(_PIECE)]

@@ -3,13 +3,14 @@
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.exchange import Exchange
+from comm_hooks.exchange import noise_hook as hooks
 from comm_hooks.exchange.noise_hook import NoiseHook
 from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.errors import PrivacyError, Settled, resettle
@@ -37,7 +38,7 @@ AddNoise = Callable[[Sequence[torch.Tensor]], None]
 
 @dataclass(frozen=True)
 class Released:
-    """What the mechanism lets out: a noised mean, the same on all ranks.
+    """A released noised mean, the same on all ranks.
 
     Attributes:
         tensors: by name, float32.
@@ -48,59 +49,43 @@ class Released:
     noise_variance: float | None
 
 
-@dataclass(frozen=True)
-class MechanismSettings:
-    """What every release goes by; see :class:`GaussianMechanism`."""
-
-    place: Place
-    noise_multiplier: float
-    max_grad_norm: float
-    expected_batch_size: float
-    noise: NoiseKind
-
-
-def _setting(name: str, doc: str) -> Any:
-    return property(lambda mechanism: getattr(mechanism.settings, name), doc=doc)
-
-
 class GaussianMechanism(Settled, Unrepeatable):
-    r"""Adds noise of a given multiplier to sums of clipped gradients, and compresses them.
+    r"""Adds noise of a given multiplier to sums of clipped gradients, and exchanges them.
 
     With S_i the clipped sum of rank i of N, C the norm to which each sample was clipped, sigma the
     noise multiplier, B a public divisor and T the exchange's compressor:
 
-    * ``"central"``: S_i travel exactly to the owners of shards, who add N(0, sigma^2 C^2) to the
-      sum and send T of it to all, with error feedback of what T left out.  Ranks and links are
-      trusted; half of the traffic is compressed.
+    * ``"central"``: S_i are sent exactly to the owners of shards, which add N(0, sigma^2 C^2) to
+      the sum and send T of it to all, with error feedback.  Ranks and links are trusted; half of
+      the traffic is compressed.
     * ``"shares"``: each rank adds N(0, sigma^2 C^2 / N) to S_i; linear T only.
-    * ``"local"``: each rank adds N(0, sigma^2 C^2) to S_i; any T.  Nobody need be trusted, and the
+    * ``"local"``: each rank adds N(0, sigma^2 C^2) to S_i; any T.  No rank need be trusted, and the
       sum has N times the variance.
     * ``"aggregate"``: the payloads T S_i are summed, and noise is added to the sum of payloads,
-      times what T may lengthen a vector by; linear T only, no error feedback.
+      times the norm of T; linear T only, no error feedback.
 
-    Then the result is divided by B.  :func:`~comm_hooks.optim.private.judge` says what
-    each of them guarantees.
+    Then the result is divided by B.  :func:`~comm_hooks.optim.private.judge` returns the guarantee
+    of each.
 
     Args:
-        exchange: the compressor, the memory and how to reach the other ranks.
+        exchange: the compressor, the memory and the transport.
         place: one of the four.
         noise_multiplier: sigma.
         max_grad_norm: C.
         expected_batch_size: B, over all ranks.
         noise: ``"gaussian"``: normal numbers, in float64; ``"discrete"``: sums are rounded to a
             fine grid, and the noise is an exact discrete Gaussian on it (Canonne, Kamath & Steinke,
-            NeurIPS 2020), whose low bits tell nothing about the sum.  Its standard deviation is up
+            NeurIPS 2020); its low bits reveal nothing about the sum.  Its standard deviation is up
             to 0.1 % larger, to cover the rounding; it takes some 30 times as long, and does not go
             with ``"shares"``.
-        secret: where noise comes from; a new one by default.
+        secret: the source of the noise; a new one by default.
 
     Attributes:
-        settings: the numbers and words above, as one record that every release reads.
-        releases: those that are in what the exchange remembers.
+        releases: the releases in the residuals of the exchange.
 
     Raises:
-        PrivacyError: for a combination that would not be private, and for an exchange that
-            remembers something already; later, for settings that are changed.
+        PrivacyError: for a combination that would not be private, and for an exchange with
+            residuals; later, for settings that are changed.
         ValueError: for settings that cannot work.
 
     Example::
@@ -119,13 +104,16 @@ class GaussianMechanism(Settled, Unrepeatable):
     """
 
     settled = frozenset(
-        (
+        {
             "exchange",
-            "settings",
+            "place",
+            "noise_multiplier",
+            "max_grad_norm",
+            "expected_batch_size",
+            "noise",
             "verdict",
             "releases",
-            *(setting.name for setting in fields(MechanismSettings)),
-        )
+        }
     )
 
     def __init__(
@@ -149,9 +137,11 @@ class GaussianMechanism(Settled, Unrepeatable):
             require_kind(self, "secret", secret, Secret)
         require_nothing_remembered(exchange)
         self.exchange = exchange
-        self.settings = MechanismSettings(
-            place, noise_multiplier, max_grad_norm, expected_batch_size, noise
-        )
+        self.place = place
+        self.noise_multiplier = noise_multiplier
+        self.max_grad_norm = max_grad_norm
+        self.expected_batch_size = expected_batch_size
+        self.noise = noise
         self.verdict = judge(self.scheme())
         if noise == "discrete" and place == "shares":
             raise PrivacyError(
@@ -168,23 +158,24 @@ class GaussianMechanism(Settled, Unrepeatable):
         exchange.state.only_shards = place == "central"
         exchange.state.is_of_sums = True
         self._parts = _parts_of(exchange)
-        agreed = asdict(self.settings)
-        exchange.agree_on({"placement": agreed.pop("place"), **agreed})
-
-    place = _setting("place", "Where noise is added.")
-    noise_multiplier = _setting("noise_multiplier", "Sigma.")
-    max_grad_norm = _setting("max_grad_norm", "C.")
-    expected_batch_size = _setting("expected_batch_size", "B.")
-    noise = _setting("noise", "Its kind.")
+        exchange.agree_on(
+            {
+                "placement": place,
+                "noise_multiplier": noise_multiplier,
+                "max_grad_norm": max_grad_norm,
+                "expected_batch_size": expected_batch_size,
+                "noise": noise,
+            }
+        )
 
     def change(self, **settings: float) -> None:
-        """Release by other settings from now on; who calls enters them into the ledger."""
-        changed: Any = settings
-        resettle(self, "settings", replace(self.settings, **changed))
+        """Change settings of the coming releases; the caller enters them into the ledger."""
+        for name, value in settings.items():
+            resettle(self, name, value)
         self.exchange.agree_on(settings)
 
     def require_unchanged(self) -> None:
-        """Raise ``PrivacyError`` if the exchange is not what it was when it was judged."""
+        """Raise ``PrivacyError`` if the exchange was changed after it was judged."""
         now = _parts_of(self.exchange)
         changed = [name for name, value in self._parts.items() if now.get(name) != value]
         if changed:
@@ -194,7 +185,7 @@ class GaussianMechanism(Settled, Unrepeatable):
             )
 
     def release(self, sums: Mapping[str, torch.Tensor]) -> Released:
-        """Return the noised mean; all ranks must call it, each with its own clipped sums.
+        """Return the noised mean; all ranks call this together, each with its own clipped sums.
 
         Args:
             sums: by parameter name, float32, the same names and shapes on all ranks; may be
@@ -224,8 +215,8 @@ class GaussianMechanism(Settled, Unrepeatable):
         noise_hook: NoiseHook | None = None
         if self.place == "central":
             stream = self._stream("noise of owner")
-            noise_hook = _OwnerNoise(
-                lambda total: self._add_noise_(total, sensitivity, elements, stream)
+            noise_hook = _NoiseOnSum(
+                "owner", lambda total: self._add_noise_(total, sensitivity, elements, stream)
             )
         elif self.place == "aggregate":
             if self._shared_secret is None:
@@ -233,10 +224,11 @@ class GaussianMechanism(Settled, Unrepeatable):
                 parts = yield AllGatherObject(os.urandom(32).hex())
                 self._shared_secret = Secret(bytes.fromhex("".join(parts)))
             stream = self._shared_secret.stream("noise", rank=0, step=self._step)
-            noise_hook = _PayloadNoise(
+            noise_hook = _NoiseOnSum(
+                "payload",
                 lambda total: self._add_noise_(
                     total, sensitivity, sum(tensor.numel() for tensor in total), stream
-                )
+                ),
             )
         else:
             self._add_noise_(tensors, sensitivity, elements, self._stream("noise"))
@@ -255,7 +247,7 @@ class GaussianMechanism(Settled, Unrepeatable):
     def _add_noise_(
         self, tensors: Sequence[torch.Tensor], sensitivity: float, elements: int, stream: Stream
     ) -> None:
-        """Add noise to some of the elements of a vector that one sample changes by so much."""
+        """Add noise to some elements of a vector with this sensitivity."""
         if self.noise == "discrete":
             grid = Grid.of(self.noise_multiplier, sensitivity, elements)
             add_discrete_noise_(tensors, grid, stream)
@@ -266,12 +258,15 @@ class GaussianMechanism(Settled, Unrepeatable):
         return self._secret.stream(purpose, rank=self.exchange.transport.rank, step=self._step)
 
     def scheme(self, norm_bound: float | None = None) -> Scheme:
-        """Return how noise and compression follow each other here, for the rules."""
+        """Return the order of noise and compression, for the rules of placement."""
         return Scheme.of(self.exchange, self.place, norm_bound=norm_bound)
 
 
 def _parts_of(exchange: Exchange) -> dict[str, Any]:
-    """Return what a verdict rests on.  Memories and transports equal themselves alone."""
+    """Return the parts of an exchange that a verdict depends on.
+
+    Memories and transports are compared by identity.
+    """
     return {
         **exchange.settings.as_dict(),
         "memory": exchange.memory,
@@ -282,20 +277,20 @@ def _parts_of(exchange: Exchange) -> dict[str, Any]:
 
 
 def require_nothing_remembered(exchange: Exchange) -> None:
-    """Raise ``PrivacyError`` for an exchange that would release what it has seen before."""
+    """Raise ``PrivacyError`` for an exchange with residuals, which would be released."""
     state = exchange.state_dict()
     if state.get("memory") or state.get("server_memory"):
         raise PrivacyError(
-            "the exchange remembers what it has not sent yet, perhaps of gradients without noise, "
-            "and would release it: give a new Exchange. The checkpoint of a private one is loaded "
-            "into it after make_private()"
+            "the exchange has residuals, perhaps of gradients without noise, and would release "
+            "them: give a new Exchange. Load the checkpoint of a private one after make_private()"
         )
 
 
-class _Noise(NoiseHook):
-    """Noise where messages have been summed; what is in them has been clipped before."""
+class _NoiseOnSum(NoiseHook):
+    """Noise on the sum of vectors that were clipped before: by a shard's owner, or on payloads."""
 
-    def __init__(self, add_noise_: AddNoise) -> None:
+    def __init__(self, place: hooks.Place, add_noise_: AddNoise) -> None:
+        self.place = place
         self._add_noise_ = add_noise_
 
     def clip_(self, message: Sequence[torch.Tensor]) -> None:
@@ -305,20 +300,8 @@ class _Noise(NoiseHook):
         self._add_noise_(total)
 
 
-class _OwnerNoise(_Noise):
-    """On the sum of a shard, by its owner."""
-
-    place = "owner"
-
-
-class _PayloadNoise(_Noise):
-    """The same on all ranks, on the sum of payloads of clipped vectors, scaled to it."""
-
-    place = "payload"
-
-
 def require_owners(exchange: Exchange) -> None:
-    """Raise ``ValueError`` for an exchange whose vectors cannot have owners of shards."""
+    """Raise ``ValueError`` for an exchange without a sharded collective."""
     possible = exchange.settings.carriers()
     if "sharded" not in possible or exchange.settings.collective not in ("auto", "sharded"):
         raise ValueError(

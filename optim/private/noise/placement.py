@@ -1,11 +1,11 @@
-"""Where noise may be added when gradients are compressed and distributed: the rules, as code.
+"""Rules of noise placement for compressed, distributed gradients.
 
 Accuracy never shows that a guarantee has been lost, so every combination is looked up here before
-training starts.  With g_i the clipped sum of rank i (one sample changes one g_i by at most C), T a
-compressor and sigma the noise multiplier, the trap is this: "every rank adds N(0, sigma^2 C^2 / N),
+training starts.  An example, with g_i the clipped sum of rank i (one sample changes one g_i by at
+most C), T a compressor and sigma the noise multiplier: "every rank adds N(0, sigma^2 C^2 / N),
 compresses and sends" has level sigma only if T is the same linear map on all ranks.  Else the
-result is no function of the noised sum, only of N messages of level sigma / sqrt(N) each: an
-epsilon of 7.4 is really 30.7 on 8 ranks.
+result is a function of N messages of level sigma / sqrt(N) each, not of the noised sum: an epsilon
+of 7.4 becomes 30.7 on 8 ranks.
 """
 
 import math
@@ -27,28 +27,28 @@ PLACES: tuple[Place, ...] = ("central", "shares", "local", "aggregate")
 
 @dataclass(frozen=True)
 class Scheme:
-    """How noise, clipping and compression follow each other.
+    """Describes the order of noise, clipping and compression.
 
     Attributes:
-        unit: who is protected: a ``"sample"``, or a ``"client"`` with all that it has.
+        unit: the protected unit: a ``"sample"``, or a ``"client"`` with all of its data.
         place: where noise is added: ``"central"``, once, to the exact sum; ``"shares"``, a share of
             sigma C / sqrt(N) on each rank; ``"local"``, all of sigma C on each rank;
-            ``"aggregate"``, to what the compressed messages add up to; ``"rank_0"``, all of it on
-            one rank, as Opacus does.
-        compressor: what makes messages of vectors.
-        exempt: what compresses the parameters that the compressor does not see.
-        feedback: where what was not sent is remembered: ``"before_noise"``, of clean vectors,
-            ``"after_noise"``, of noised ones, or ``"none"``.
-        feedback_linear: whether that is kept in full; 4 or 16 bits are rounded on each rank anew.
+            ``"aggregate"``, to the sum of the compressed messages; ``"rank_0"``, all of it on one
+            rank, as Opacus does.
+        compressor: of the vectors.
+        exempt: the compressor of exempt parameters.
+        feedback: where residuals are kept: ``"before_noise"``, of clean vectors, ``"after_noise"``,
+            of noised ones, or ``"none"``.
+        feedback_linear: whether residuals are kept in full; each rank rounds 4 or 16 bits anew.
         world_size: N.
-        clipping: what is clipped to C: ``"unit"``, one sample's gradient or one client's delta;
-            ``"message"``, after it has been compressed (and, unless linear, decompressed);
+        clipping: the vector that is clipped to C: ``"unit"``, one sample's gradient or one client's
+            delta; ``"message"``, after compression (and, unless linear, decompression);
             ``"micro_batch"``, the mean of several samples.
-        divisor: of the sum: ``"public"``, or ``"actual"``, the number of those who were drawn.
-        weights: of clients: ``"uniform"``, or ``"examples"``, as many as each has.
-        scaling: what per-sample gradients are scaled by before clipping: ``"none"``, ``"public"``
-            (also what was released with noise before) or ``"private"`` statistics.
-        norm_bound: the largest norm of a message over that of what is in it; by default the
+        divisor: of the sum: ``"public"``, or ``"actual"``, the number of units that were drawn.
+        weights: of clients: ``"uniform"``, or ``"examples"``, the number of examples of each.
+        scaling: the statistics by which per-sample gradients are scaled before clipping:
+            ``"none"``, ``"public"`` (also earlier releases) or ``"private"``.
+        norm_bound: the largest norm of a message over that of its vector; by default the
             compressor's for one parameter of 2^20 elements.
     """
 
@@ -78,16 +78,16 @@ class Scheme:
 
     @classmethod
     def of(cls, exchange: Exchange, place: Place, unit: Unit = "sample", **stated: Any) -> "Scheme":
-        """Return what this library does with an exchange, except for what is stated otherwise.
+        """Return the scheme of an exchange in this library, with some fields stated otherwise.
 
-        Clients remember what they did not send of clean deltas, and so do ranks whose payloads are
-        noised when they have been summed; elsewhere what is remembered is noised already.
+        Residuals of clients are of clean deltas, and those under ``"aggregate"`` of clean
+        gradients; elsewhere they are noised already.
         """
-        remembers = "before_noise" if unit == "client" or place == "aggregate" else "after_noise"
+        feedback = "before_noise" if unit == "client" or place == "aggregate" else "after_noise"
         usual = {
             "compressor": exchange.compressor,
             "exempt": exchange.settings.exempt,
-            "feedback": remembers if exchange.memory else "none",
+            "feedback": feedback if exchange.memory else "none",
             "feedback_linear": exchange.memory is None or exchange.memory.linear,
             "world_size": exchange.transport.world_size,
             "clipping": "message" if unit == "client" else "unit",
@@ -96,29 +96,29 @@ class Scheme:
 
     @property
     def is_linear(self) -> bool:
-        """Whether what compresses is a linear map, the same on all ranks given public state."""
+        """Whether compression is a linear map, the same on all ranks given public state."""
         return self.compressor.linear and self.exempt.linear and not self.compressor.per_rank
 
     @property
     def rounds_feedback(self) -> bool:
-        """Whether each rank adds to its vector something that is no linear function of vectors."""
+        """Whether each rank adds a residual that is no linear function of vectors."""
         return self.feedback != "none" and not self.feedback_linear
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a valid scheme gives, in multiples of sigma and sigma C.
+    """The guarantee of a valid scheme, in multiples of sigma and sigma C.
 
     Attributes:
         rule: its number in the documentation.
-        multiplier: the accountant's noise multiplier over sigma, against who sees the model at
+        multiplier: the accountant's noise multiplier over sigma, for observers of the model at
             every step.
-        peer_multiplier: the same against who sees the messages of single ranks; 0: no protection.
+        peer_multiplier: the same for observers of single ranks' messages; 0: no protection.
         std: of the noise over sigma C, in each vector to which it is added.
         variance_of_sum: of the noise in a coordinate of the sum over ranks, over (sigma C)^2; None
             where compression makes it differ from coordinate to coordinate.
-        checkpoint_multiplier: the same as ``multiplier`` against who also sees what single ranks
-            save, residuals included; 0: no protection.
+        checkpoint_multiplier: the same as ``multiplier`` for observers of single ranks' saved
+            states, residuals included; 0: no protection.
     """
 
     rule: int
@@ -129,7 +129,7 @@ class Verdict:
     checkpoint_multiplier: float = 1.0
 
     def recorded(self, event: GaussianEvent, placement: str) -> GaussianEvent:
-        """Return an event that says where its noise is added, and who is protected by how much."""
+        """Return an event with its placement and the multipliers of all observers."""
         return replace(
             event,
             placement=placement,
@@ -143,11 +143,11 @@ def _refuse(rule: int, problem: str, instead: str) -> NoReturn:
 
 
 def judge(scheme: Scheme) -> Verdict:
-    """Return what a scheme guarantees.
+    """Return the guarantee of a scheme.
 
     Raises:
-        PrivacyError: if it does not guarantee what it claims; the message names the rule and what
-            would be valid.
+        PrivacyError: for a scheme that is not private; the message names the rule and a valid
+            alternative.
 
     Not supported, and refused where they would be needed: integer mechanisms under secure
     aggregation (rule 14), noise on the factors of PowerSGD (rule 15), clipping norms that adapt
@@ -173,22 +173,17 @@ def judge(scheme: Scheme) -> Verdict:
 
 
 def require_known_variance(optimizer: type, scheme: Scheme) -> None:
-    """Raise :class:`PrivacyError` for an optimizer that needs the noise's variance and gets none.
-
-    Args:
-        optimizer: its class, any.
-        scheme: a valid one.
-    """
+    """Raise :class:`PrivacyError` if an optimizer class needs an unknown noise variance."""
     needs = issubclass(optimizer, NoisedOptimizer) and optimizer.needs_noise_variance
     if needs and judge(scheme).variance_of_sum is None:
         raise PrivacyError(
             f"{optimizer.__name__} subtracts the variance of the noise, which is not known (rule "
-            f"17) after {scheme.compressor}: what arrives is mostly zeros, or noise of another "
-            "size. Valid instead: no compressor, or DPAdam or DPMicroAdam"
+            f"17) after {scheme.compressor}: its output is mostly zeros, or noise of another size. "
+            "Valid instead: no compressor, or DPAdam or DPMicroAdam"
         )
 
 
-# Wherever the noise is: what a scheme must not be, by which rule, why, and what would be valid.
+# Invalid at every place of the noise: the setting, the rule, the problem, a valid alternative.
 _NEVER = (
     (
         ("scaling", "private"),
@@ -205,7 +200,7 @@ _NEVER = (
     (
         ("divisor", "actual"),
         19,
-        "dividing by the number of those who were drawn shows that number in the noise's scale",
+        "dividing by the number of units that were drawn shows that number in the noise's scale",
         "a public divisor: expected_batch_size, or the expected number of clients",
     ),
     (
@@ -239,7 +234,7 @@ def _judge_sample(scheme: Scheme) -> Verdict:
             _refuse(
                 5,
                 f"shares of noise on {ranks} ranks and then {name}, which is not one linear map "
-                "for all (or whose error feedback is rounded), leave each message with "
+                "for all (or has rounded error feedback), leave each message with "
                 f"sigma / sqrt({ranks}), and nothing more",
                 "placement 'local', or 'central'; or a linear compressor (random_k, srht, "
                 "count_sketch) with exempt_bits=32, and ErrorFeedback(bits=32)",
@@ -252,7 +247,7 @@ def _judge_sample(scheme: Scheme) -> Verdict:
             _refuse(
                 3,
                 f"noise on rank 0 alone and then {name} on every rank, not one linear map for all "
-                f"(or with rounded error feedback): what the other {ranks - 1} send carries no "
+                f"(or with rounded error feedback): messages of the other {ranks - 1} carry no "
                 "noise",
                 "placement 'local', or 'central'",
             )
@@ -261,8 +256,8 @@ def _judge_sample(scheme: Scheme) -> Verdict:
     if not scheme.is_linear:
         _refuse(
             8,
-            f"noise on the sum of what {name} made of clean gradients: one sample can change that "
-            "by much more than C",
+            f"noise on the sum of clean gradients after {name}: one sample can change that sum by "
+            "much more than C",
             "placement 'local', or 'central'; or a linear compressor (random_k, srht, "
             "count_sketch) with exempt_bits=32",
         )
@@ -270,7 +265,7 @@ def _judge_sample(scheme: Scheme) -> Verdict:
     if math.isinf(bound):
         _refuse(
             9,
-            f"{name} has no bound on the norm of what it makes of a clipped gradient",
+            f"{name} has no bound on the norm of a compressed gradient",
             "a compressor with one (random_k, srht, count_sketch), or placement 'shares'",
         )
     rule = 7 if bound <= 1 else 9
@@ -284,17 +279,17 @@ def _judge_client(scheme: Scheme) -> Verdict:
         _refuse(
             11,
             f"at client level placement {scheme.place!r} is not offered: sums of clients' deltas "
-            "are noised where they arrive",
+            "are noised on arrival",
             "placement 'aggregate'",
         )
     if scheme.clipping != "message" and _norm_bound(scheme) > 1:
         _refuse(
             12,
             f"a delta is clipped before {name}, which may make it longer",
-            "clip again what arrives: clipping='message'",
+            "clip again on arrival: clipping='message'",
         )
     rule = 13 if scheme.is_linear and not dense else 11
-    # Ranks save what clients remember, and how many were drawn.
+    # Ranks save clients' residuals, and the number of clients that were drawn.
     return Verdict(rule, 1.0, 0.0, 1.0, 1.0 if dense else None, checkpoint_multiplier=0.0)
 
 

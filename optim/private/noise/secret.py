@@ -1,4 +1,4 @@
-"""Randomness that nobody can repeat: for the noise and for sampling."""
+"""Secret randomness for the noise and for sampling, which cannot be repeated."""
 
 import hashlib
 import math
@@ -13,24 +13,23 @@ from comm_hooks.requirements import require_kind
 
 
 class Unrepeatable:
-    """What draws from a :class:`Secret`: a copy of it would draw the same again."""
+    """Refuses to be pickled or copied: a copy would draw the same numbers from a secret."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be saved, copied or sent: whoever has its secret can "
-            "remove the noise, and a copy would draw the same noise again. A new process draws a "
-            "new secret"
+            f"a {type(self).__name__} cannot be saved, copied or sent: its secret removes the "
+            "noise, and a copy would draw the same noise again. A new process draws a new secret"
         )
 
 
 class Secret(Unrepeatable):
     """A key from the operating system, and the random streams that are derived from it.
 
-    The guarantee of differential privacy holds against those who do not know the noise.  A seed
-    that a user chose is known; the state of a generator in a checkpoint is known; and a resumed
-    run that draws the same noise again lets the difference of two releases show the data clean.
-    So the key is drawn anew in every process, cannot be saved, and no stream is used twice: labels
-    tell apart what it is for, the rank and the step.  A forked child forgets the key.
+    Differential privacy holds against observers that do not know the noise.  A seed that a user
+    chose is known; the state of a generator in a checkpoint is known; and if a resumed run draws
+    the same noise again, the difference of two releases shows the data clean.  So the key is drawn
+    anew in every process, cannot be saved, and no stream is used twice: its label has the purpose,
+    the rank and the step.  A forked child forgets the key.
 
     The key has 512 bits, of 256 random ones.  Each piece of a stream has a generator of its own,
     NumPy's Philox (4x64, 10 rounds; Salmon et al., SC 2011), whose 128-bit key and start are a
@@ -63,7 +62,7 @@ class Secret(Unrepeatable):
         Raises:
             PrivacyError: in a process that was forked off after the secret was drawn.
         """
-        # With the length of its only part of any characters, no label can be read in two ways.
+        # The length makes labels unambiguous, for purposes of any characters.
         return Stream(self, f"{len(purpose)} {purpose} {rank:d} {step:d}")
 
     def seeds(self, label: str) -> tuple[int, int]:
@@ -71,7 +70,7 @@ class Secret(Unrepeatable):
         if not self._key:
             raise PrivacyError(
                 "this process was forked off after its secret had been drawn, and would repeat "
-                "the noise of the other one: call make_private in the process that trains"
+                "the noise of its parent: call make_private in the process that trains"
             )
         digest = hashlib.blake2b(label.encode(), key=self._key, digest_size=32).digest()
         return int.from_bytes(digest[:16], "little"), int.from_bytes(digest[16:], "little")
@@ -98,12 +97,12 @@ class Stream:
         return key, start << 128
 
     def generator(self) -> np.random.Generator:
-        """Return a generator for the next piece, which shares nothing with the others."""
+        """Return a generator for the next piece, independent of the others."""
         key, counter = self.seeds()
         return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
     def draw(self, count: int, rate: float) -> list[int]:
-        """Return the numbers below ``count``, each with probability ``rate`` by itself.
+        """Return each number below ``count`` with probability ``rate``, independently.
 
         The probability is rounded down to a multiple of 2^-53, never up: less is more private.
         """

@@ -1,27 +1,45 @@
-"""Configurations drawn at random of which the rules say that they are private."""
+"""Correct private trainings: configurations drawn at random, and odd parts."""
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.audit import Configuration
-from comm_hooks.optim.private.errors import PrivacyError
+import torch
+from torch import nn
 
+from benchmarks.audit import Configuration, Stages
+from benchmarks.audit.configuration import Mechanism
+from comm_hooks.exchange import Exchange
+from comm_hooks.optim.private.data.poisson import PoissonSampler
+from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.optim.private.gradients.clipping import ClippedGradients, LossFunction
+from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
+from comm_hooks.optim.private.noise.secret import Secret
+from tests.benchmarks.audit.parts import MASK, TOPK, Faults
+
+_FEEDBACK = "error_feedback"
 COMPRESSORS: tuple[dict[str, Any], ...] = (
     {"compressor": "identity"},
     {"compressor": "topk", "density": 0.05},
+    {"compressor": "topk", "density": 0.1, "granularity": "bucket"},
+    {"compressor": "topk", "density": 0.1, "memory": {"type": _FEEDBACK, "bits": 4}},
+    {"compressor": "topk", "density": 0.1, "memory": {"type": _FEEDBACK, "decay": 0.9}},
     {"compressor": "random_k", "density": 0.2, "unbiased": False},
     {"compressor": "random_k", "density": 0.25, "memory": "none"},
     {"compressor": "random_k", "density": 0.25, "unbiased": False, "memory": "none"},
     {"compressor": "count_sketch", "ratio": 0.5, "memory": "none"},
     {"compressor": "srht", "ratio": 0.5, "memory": "none"},
+    {"compressor": "dct_topk", "density": 0.125},
+    {"compressor": "cocktail", "mask": 0.5, "density": 0.5, "memory": "none"},
     {"compressor": "scaled_sign"},
+    {"compressor": "sign"},
+    {"compressor": "quantize", "bits": 8, "exempt_bits": 16},
     {"compressor": "qsgd", "bits": 4},
-    {"compressor": "topk", "density": 0.1, "granularity": "bucket"},
 )
 
 
 def correct_settings(rng: random.Random) -> dict[str, Any]:
-    """Return the arguments of a configuration."""
+    """Return the arguments of a valid configuration."""
     while True:
         settings: dict[str, Any] = {
             "placement": rng.choice(["central", "shares", "local", "aggregate"]),
@@ -31,12 +49,65 @@ def correct_settings(rng: random.Random) -> dict[str, Any]:
             "noise_multiplier": rng.choice([0.6, 1.0, 2.5, 8.0]),
             "max_grad_norm": rng.choice([0.01, 0.5, 1.0, 20.0]),
             "expected_batch_size": rng.choice([1.0, 10.0, 256.0]),
-            "steps": rng.choice([20, 60, 300]),
+            "steps": rng.choice([1, 20, 60, 300]),
+            "accountant": rng.choice(["rdp", "pld"]),
+            "optimizer": rng.choice([None, None, "DPAdamBC", "DPMicroAdam"]),
             "delta": 1e-5,
-            "unit": rng.choice(["sample"] * 9 + ["client"]),
         }
         try:
             Configuration(**settings).judge()
         except (PrivacyError, ValueError):
             continue
         return settings
+
+
+ODD = Faults("correct")
+
+
+@ODD.plant(exchange=TOPK)
+class ClipsToHalf(Stages):
+    """A sample changes the sum by half of the bound."""
+
+    def gradients(self, model: nn.Module, loss_function: LossFunction) -> ClippedGradients:
+        return PerSampleGradients(model, loss_function, self.configuration.max_grad_norm / 2)
+
+
+@ODD.plant(placement="shares", exchange=MASK)
+class LouderThanClaimed(Stages):
+    """Half as much noise again as the claim needs."""
+
+    def mechanism(self, exchange: Exchange, noise_multiplier: float) -> Mechanism:
+        return super().mechanism(exchange, 1.5 * noise_multiplier)
+
+
+@ODD.plant(world_size=3)
+class AnotherSecretForEachBatch(PoissonSampler):
+    """Draws of different secrets are as independent as those of one."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(self.steps):
+            stream = Secret().stream("batch", rank=0, step=0)
+            yield stream.draw(self.num_samples, self.sample_rate)
+
+
+@ODD.plant(placement="local", exchange=TOPK)
+class SumsInFloat64(PerSampleGradients):
+    """Clips and adds up in float64, and rounds once."""
+
+    def _start(self) -> None:
+        super()._start()
+        self._sums = [total.double() for total in self._sums]
+
+    def _add_samples(self, gradients: Any) -> None:
+        rows = [gradient.detach().double() for gradient in gradients]
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in rows]).norm(dim=0)
+        finite = norms.isfinite()
+        # Rounding to float32 at the end must not exceed C.
+        factors = ((1 - 1e-6) * self.max_grad_norm / norms[finite]).clamp(max=1.0)
+        for total, gradient in zip(self._sums, rows, strict=True):
+            total += torch.einsum("b,b...->...", factors, gradient[finite])
+        self._count(int(finite.sum()), int((~finite).sum()))
+
+    def take(self) -> Any:
+        self._sums = [total.float() for total in self._sums]
+        return super().take()

@@ -1,4 +1,4 @@
-"""What clips wrongly."""
+"""Clippers with a fault."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.audit.stages import Stages
+from benchmarks.audit import Stages
 from comm_hooks.optim.private.gradients.clipping import ClippedSum, clip_factors, sample_norms
 from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
-from tests.benchmarks.audit.parts import stages_with
+from tests.benchmarks.audit.parts import Faults, stages_with
 
 Gradients = list[torch.Tensor]
 Add = Callable[["Clipper", Gradients], None]
@@ -33,16 +33,26 @@ class Clipper(PerSampleGradients):
 
     def add_scaled(self, gradients: Gradients, factors: torch.Tensor) -> None:
         for total, gradient in zip(self._sums, gradients, strict=True):
-            total.view(-1).addmv_(gradient.flatten(1).nan_to_num(0, 0, 0).T, factors)
+            total.view(-1).addmv_(gradient.flatten(1).nan_to_num(0, 0, 0).T, factors.float())
 
     def factors(self, gradients: Gradients) -> torch.Tensor:
         return clip_factors(sample_norms(gradients), self.max_grad_norm)
+
+    def add_by_norms(self, gradients: Gradients, norms: torch.Tensor) -> None:
+        """Add up the finite samples, clipped by other norms than their own."""
+        factors = clip_factors(norms, self.max_grad_norm)
+        self.add_scaled(gradients, torch.where(sample_norms(gradients).isfinite(), factors, 0.0))
 
 
 def clipping_by(add: Add) -> type[Stages]:
     return stages_with(type("FaultyClipper", (Clipper,), {"add": staticmethod(add)}))
 
 
+FAULTS = Faults("clipping", clipping_by, world_size=1)
+fault = FAULTS.plant()
+
+
+@fault
 def means_of_micro_batches(self: Clipper, gradients: Gradients) -> None:
     """One sample can turn a mean of four around: by 2 C."""
     for start in range(0, len(gradients[0]), 4):
@@ -50,65 +60,97 @@ def means_of_micro_batches(self: Clipper, gradients: Gradients) -> None:
         self.add_scaled(mean, self.factors(mean))
 
 
+@fault
 def each_layer(self: Clipper, gradients: Gradients) -> None:
     for total, gradient in zip(self._sums, gradients, strict=True):
         total += torch.tensordot(self.factors([gradient]), gradient.nan_to_num(0, 0, 0), 1)
 
 
+@fault
 def each_value(self: Clipper, gradients: Gradients) -> None:
     c = self.max_grad_norm
     for total, gradient in zip(self._sums, gradients, strict=True):
         total += gradient.nan_to_num(0, 0, 0).clamp(-c, c).sum(0)
 
 
+@fault
 def by_largest_element(self: Clipper, gradients: Gradients) -> None:
-    largest = torch.stack([g.flatten(1).abs().amax(1) for g in gradients]).amax(0).double()
-    self.add_scaled(gradients, clip_factors(largest, self.max_grad_norm))
+    largest = torch.stack([g.flatten(1).abs().amax(1) for g in gradients]).amax(0)
+    self.add_by_norms(gradients, largest.double())
 
 
+@fault
 def not_above_100(self: Clipper, gradients: Gradients) -> None:
     norms = sample_norms(gradients)
-    factors = clip_factors(norms, self.max_grad_norm)
     is_huge = (norms > 100 * self.max_grad_norm) & (norms < 1e6)
-    self.add_scaled(gradients, torch.where(is_huge, 1.0, factors))
+    self.add_scaled(gradients, torch.where(is_huge, 1.0, self.factors(gradients)))
 
 
+@fault
 def without_first_parameter(self: Clipper, gradients: Gradients) -> None:
     self.add_scaled(gradients, self.factors(gradients[1:]))
 
 
+@fault
 def without_scalars(self: Clipper, gradients: Gradients) -> None:
     self.add_scaled(gradients, self.factors([g for g in gradients if g[0].numel() > 1]))
 
 
+@fault
+def norm_without_its_root(self: Clipper, gradients: Gradients) -> None:
+    """sqrt(C) of n = sqrt(C): 1.4 C for C = 0.5."""
+    self.add_by_norms(gradients, sample_norms(gradients).square())
+
+
+@fault
+def norm_saturates_in_half_precision(self: Clipper, gradients: Gradients) -> None:
+    """Squares end at 65504, norms at 256: a sample of norm 25,600 counts 100 C."""
+    rows = torch.cat([gradient.flatten(1) for gradient in gradients], dim=1).half()
+    squares = rows.square().sum(1, dtype=torch.float32)
+    norms = squares.clamp(max=torch.finfo(torch.float16).max).sqrt()
+    self.add_by_norms(gradients, norms.double())
+
+
+@fault
 def by_norms_of_last_step(self: Clipper, gradients: Gradients) -> None:
     norms = sample_norms(gradients).nan_to_num(0, 0, 0)
     stale = self.memory if self.memory is not None else norms.max()
     self.memory = norms.max()
-    factor = float(clip_factors(stale.clamp(min=1e-9)[None], self.max_grad_norm)[0])
-    self.add_scaled(gradients, torch.full((len(norms),), factor))
+    self.add_by_norms(gradients, stale.clamp(min=1e-9).expand(len(norms)))
 
 
+@fault
+def norms_of_every_fourth_batch(self: Clipper, gradients: Gradients) -> None:
+    norms = sample_norms(gradients)
+    if self.steps % 4 == 0:
+        self.memory = norms.nan_to_num(0, 0, 0).max()
+        self.add_by_norms(gradients, norms)
+    elif self.memory is not None:
+        self.add_by_norms(gradients, self.memory.clamp(min=1e-9).expand(len(norms)))
+
+
+@fault
 def by_mean_norm(self: Clipper, gradients: Gradients) -> None:
     norms = sample_norms(gradients)
     usual = norms[norms.isfinite()].mean().nan_to_num(1.0).clamp(min=1e-9)
-    factors = clip_factors(usual.expand(len(norms)), self.max_grad_norm)
-    self.add_scaled(gradients, torch.where(norms.isfinite(), factors, 0.0))
+    self.add_by_norms(gradients, usual.expand(len(norms)))
 
 
+@fault
 def whole_batch(self: Clipper, gradients: Gradients) -> None:
     """The sum, not the samples; in parts of a batch that is too large, each part."""
     total = [g.nan_to_num(0, 0, 0).sum(0, keepdim=True) for g in gradients]
-    factors = self.factors(total) * math.sqrt(len(gradients[0]))
-    self.add_scaled(total, factors)
+    self.add_scaled(total, self.factors(total) * math.sqrt(len(gradients[0])))
 
 
+@fault
 def mean_times_expected_size(self: Clipper, gradients: Gradients) -> None:
     self.add_scaled(gradients, self.factors(gradients) * (16 / len(gradients[0])))
 
 
+@fault
 def with_momentum(self: Clipper, gradients: Gradients) -> None:
-    """What clips keeps 5 % of the last sum."""
+    """Keeps 5 % of the last sum."""
     if self.memory is not None and self.memory[0] < self.steps:
         for total, last in zip(self._sums, self.memory[1], strict=True):
             total += 0.05 * last
@@ -116,12 +158,14 @@ def with_momentum(self: Clipper, gradients: Gradients) -> None:
     self.memory = self.steps, [s.clone() for s in self._sums]
 
 
+@fault
 def in_the_first_steps_only(self: Clipper, gradients: Gradients) -> None:
     """A norm that adapts after a warm-up, in secret."""
     factors = self.factors(gradients)
     self.add_scaled(gradients, factors if self.steps < 10 else 1.5 * factors)
 
 
+@fault
 def counts_what_is_not_finite(self: Clipper, gradients: Gradients) -> None:
     """Zero times infinity."""
     factors = self.factors(gradients)
@@ -129,22 +173,12 @@ def counts_what_is_not_finite(self: Clipper, gradients: Gradients) -> None:
         total.view(-1).addmv_(gradient.flatten(1).T, factors)
 
 
-_ADDS = (
-    means_of_micro_batches,
-    each_layer,
-    each_value,
-    by_largest_element,
-    not_above_100,
-    without_first_parameter,
-    without_scalars,
-    by_norms_of_last_step,
-    by_mean_norm,
-    whole_batch,
-    mean_times_expected_size,
-    with_momentum,
-    in_the_first_steps_only,
-    counts_what_is_not_finite,
-)
-FAULTS: dict[str, tuple[dict[str, Any], type[Stages]]] = {
-    f"clipping: {add.__name__}": ({"world_size": 1}, clipping_by(add)) for add in _ADDS
-}
+@fault
+class NotFiniteSkipsTheBatch(PerSampleGradients):
+    """A sample with an infinite gradient removes the sum of m others: it changes it by m C."""
+
+    def take(self) -> ClippedSum:
+        taken = super().take()
+        if taken.not_finite:
+            torch._foreach_zero_(taken.tensors)
+        return taken

@@ -1,30 +1,30 @@
-"""What keeps or releases sums clean."""
+"""Mechanisms that keep or release clean sums."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.audit.stages import Mechanism, Stages
+from benchmarks.audit import Stages
+from benchmarks.audit.configuration import Mechanism
+from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Round
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory import ErrorFeedback
 from comm_hooks.optim.private.noise.gaussian import add_noise_
-from comm_hooks.optim.private.noise.mechanism import Released
+from comm_hooks.optim.private.noise.mechanism import GaussianMechanism, Released
 from comm_hooks.optim.private.noise.secret import Secret
+from tests.benchmarks.audit.parts import MASK, TOPK, Faults
 
 Tensors = dict[str, torch.Tensor]
-MASK = {"compressor": "random_k", "density": 0.125, "unbiased": False}
-TOPK = {"compressor": "topk", "density": 0.0625}
+Alter = Callable[["Altered", Tensors], Tensors]
 
 
 class Altered:
-    """A mechanism whose sums are changed before by a function that remembers."""
+    """A mechanism whose sums are changed by a function with a memory."""
 
-    def __init__(self, stages: Stages, inner: Mechanism, exchange: Exchange, alter: Any) -> None:
-        self._inner = inner
-        self._alter = alter
-        self.stages = stages
+    def __init__(self, stages: Stages, inner: Mechanism, exchange: Exchange, alter: Alter) -> None:
+        self._inner, self._alter, self.stages = inner, alter, stages
         self.rank = exchange.transport.rank
         self.step = 0
         self.memory: Any = None
@@ -32,11 +32,10 @@ class Altered:
     def round(self, sums: Mapping[str, torch.Tensor]) -> Round[Released]:
         altered = self._alter(self, {name: t.clone() for name, t in sums.items()})
         self.step += 1
-        released = yield from self._inner.round(altered)
-        return released
+        return (yield from self._inner.round(altered))
 
 
-def altered_by(alter: Callable[[Altered, Tensors], Tensors]) -> type[Stages]:
+def altered_by(alter: Alter) -> type[Stages]:
     class Faulty(Stages):
         def mechanism(self, exchange: Exchange, noise_multiplier: float) -> Mechanism:
             inner = super().mechanism(exchange, noise_multiplier)
@@ -45,87 +44,133 @@ def altered_by(alter: Callable[[Altered, Tensors], Tensors]) -> type[Stages]:
     return Faulty
 
 
-def _plus(one: Tensors, other: Tensors | None, factor: float) -> Tensors:
+FAULTS = Faults("memory", altered_by)
+
+
+def _plus(one: Tensors, other: Tensors | None, factor: float = 1.0) -> Tensors:
     if other is None:
         return one
     return {name: t + factor * other[name] for name, t in one.items()}
 
 
-def _leaking(share: float) -> Callable[[Altered, Tensors], Tensors]:
-    def alter(self: Altered, sums: Tensors) -> Tensors:
-        given = _plus(sums, self.memory, 1.0)
-        # The smaller half of each tensor is held back, for later steps.
-        is_sent = {n: t.abs() >= t.abs().median() for n, t in given.items()}
-        self.memory = {n: share * t * ~is_sent[n] for n, t in given.items()}
-        return {n: t * is_sent[n] for n, t in given.items()}
-
-    return alter
+def _leak(self: Altered, sums: Tensors, share: float) -> Tensors:
+    given = _plus(sums, self.memory)
+    # The smaller half of each tensor is held back, for later steps.
+    is_sent = {n: t.abs() >= t.abs().median() for n, t in given.items()}
+    self.memory = {n: share * t * ~is_sent[n] for n, t in given.items()}
+    return {n: t * is_sent[n] for n, t in given.items()}
 
 
-leaks_a_quarter = _leaking(0.25)
-leaks_a_twentieth = _leaking(0.05)
+@FAULTS.plant()
+def leaks_a_quarter(self: Altered, sums: Tensors) -> Tensors:
+    return _leak(self, sums, 0.25)
 
 
+@FAULTS.plant(placement="local")
+def leaks_a_twentieth(self: Altered, sums: Tensors) -> Tensors:
+    return _leak(self, sums, 0.05)
+
+
+@FAULTS.plant(exchange=MASK)
 def last_sum_again(self: Altered, sums: Tensors) -> Tensors:
-    given, self.memory = _plus(sums, self.memory, 1.0), sums
+    given, self.memory = _plus(sums, self.memory), sums
     return given
 
 
-def late(self: Altered, sums: Tensors) -> Tensors:
-    """Only after a warm-up of 20 steps."""
+@FAULTS.plant(placement="shares", exchange=MASK)
+def momentum_before_noise(self: Altered, sums: Tensors) -> Tensors:
+    self.memory = _plus(sums, self.memory, 0.95)
+    return dict(self.memory)
+
+
+@FAULTS.plant(placement="shares")
+def after_20_steps(self: Altered, sums: Tensors) -> Tensors:
     given = _plus(sums, self.memory, 0.5) if self.step > 20 else sums
     self.memory = sums
     return given
 
 
+@FAULTS.plant(exchange=TOPK)
 def every_seventh(self: Altered, sums: Tensors) -> Tensors:
-    given = _plus(sums, self.memory, 1.0) if self.step % 7 == 6 else sums
+    given = _plus(sums, self.memory) if self.step % 7 == 6 else sums
     self.memory = sums
     return given
 
 
+@FAULTS.plant(world_size=3)
 def on_rank_1_alone(self: Altered, sums: Tensors) -> Tensors:
     return last_sum_again(self, sums) if self.rank == 1 else sums
 
 
+@FAULTS.plant(world_size=1)
 def of_large_sums(self: Altered, sums: Tensors) -> Tensors:
-    """What a global clip takes off comes later: of the large sums alone."""
+    """A global clip holds back the excess of large sums alone, for later."""
     norm = float(torch.cat([t.flatten() for t in sums.values()]).norm())
-    given = _plus(sums, self.memory, 1.0)
+    given = _plus(sums, self.memory)
     self.memory = {n: 0.1 * t for n, t in sums.items()} if norm > 5 else None
     return given
 
 
+@FAULTS.plant()
 def after_a_restart(self: Altered, sums: Tensors) -> Tensors:
     """A checkpoint of the clean sums is added again by the process that loads it."""
     saved: dict[int, Tensors] = self.stages.__dict__.setdefault("saved", {})
-    given = _plus(sums, saved.get(self.rank), 1.0) if self.step == 0 else sums
+    given = _plus(sums, saved.get(self.rank)) if self.step == 0 else sums
     saved[self.rank] = sums
     return given
 
 
+@FAULTS.plant()
 def rank_1_twice(self: Altered, sums: Tensors) -> Tensors:
     """Weights by the size of shards, in secret."""
     return {n: t * 2 for n, t in sums.items()} if self.rank == 1 else sums
 
 
+@FAULTS.plant()
 def last_element_tenfold(self: Altered, sums: Tensors) -> Tensors:
     for tensor in sums.values():
         tensor.view(-1)[-1] *= 10
     return sums
 
 
+@FAULTS.plant(noise_multiplier=1.0)
+class SelectsBeforeNoise(GaussianMechanism):
+    """The choice of the released elements follows from the clean sum alone."""
+
+    def round(self, sums: Mapping[str, torch.Tensor]) -> Round[Released]:
+        for total in sums.values():
+            flat = total.view(-1)
+            left_out = torch.ones_like(flat, dtype=torch.bool)
+            left_out[flat.abs().topk(max(1, len(flat) // 8)).indices] = False
+            flat.masked_fill_(left_out, 0.0)
+        return (yield from super().round(sums))
+
+    def _add_noise_(self, tensors: Sequence[torch.Tensor], *rest: Any) -> None:
+        left_out = [t == 0 for t in tensors]
+        super()._add_noise_(tensors, *rest)
+        for tensor, mask in zip(tensors, left_out, strict=True):
+            tensor.masked_fill_(mask, 0.0)
+
+
+@FAULTS.plant(
+    placement="aggregate", world_size=3, exchange={"compressor": "random_k", "density": 0.0625}
+)
+class ForgetsTheLongerPayload(GaussianMechanism):
+    """Payloads of unbiased RandomK are 16 times as long in their elements, the noise is not."""
+
+    def _add_noise_(self, tensors: Sequence[torch.Tensor], *rest: Any) -> None:
+        super()._add_noise_(tensors, self.max_grad_norm, *rest[1:])
+
+
 class _Before:
-    """A mechanism that adds noise by a function of its own, before or after an exchange."""
+    """A mechanism that adds all noise before or after an exchange."""
 
     def __init__(
-        self, exchange: Exchange, std: float, divisor: float, *, shared: Secret | None = None
+        self, exchange: Exchange, stages: Stages, sigma: float, secret: Secret, *, after: bool
     ) -> None:
-        self._exchange = exchange
-        self._std = std
-        self._divisor = divisor
-        self._secret = shared or Secret()
-        self._after = shared is not None
+        self._exchange, self._secret, self._after = exchange, secret, after
+        self._std = sigma * stages.configuration.max_grad_norm
+        self._divisor = stages.configuration.expected_batch_size
         self._step = 0
 
     def round(self, sums: Mapping[str, torch.Tensor]) -> Round[Released]:
@@ -143,46 +188,23 @@ class _Before:
         return Released(dict(sums), None)
 
 
+@FAULTS.plant(placement="local", exchange={**TOPK, "memory": "none", "collective": "all_gather"})
 class NoiseOnRankZero(Stages):
     """All the noise on one rank, and then a compressor of each rank."""
 
     def mechanism(self, exchange: Exchange, noise_multiplier: float) -> Mechanism:
-        configuration = self.configuration
-        std = noise_multiplier * configuration.max_grad_norm
-        return _Before(exchange, std, configuration.expected_batch_size)
+        return _Before(exchange, self, noise_multiplier, Secret(), after=False)
 
 
+@FAULTS.plant(exchange={**MASK, "memory": "none"})
 class NoiseAfterFeedback(Stages):
     """Clean gradients are compressed with error feedback, and the sum is noised."""
 
-    _shared: Secret
-
-    def exchange(self, transport: object) -> Exchange:
-        exchange = self.configuration.build_exchange(transport)  # type: ignore[arg-type]
-        return Exchange(exchange.compressor, ErrorFeedback(), transport=exchange.transport)
+    def exchange(self, transport: Transport) -> Exchange:
+        compressor = self.configuration.build_exchange(transport).compressor
+        return Exchange(compressor, ErrorFeedback(), transport=transport)
 
     def mechanism(self, exchange: Exchange, noise_multiplier: float) -> Mechanism:
         if exchange.transport.rank == 0:
             self._shared = Secret()
-        configuration = self.configuration
-        std = noise_multiplier * configuration.max_grad_norm
-        return _Before(exchange, std, configuration.expected_batch_size, shared=self._shared)
-
-
-FAULTS: dict[str, tuple[dict[str, Any], type[Stages]]] = {
-    "memory: leaks a quarter": ({}, altered_by(leaks_a_quarter)),
-    "memory: leaks a twentieth": ({"placement": "local"}, altered_by(leaks_a_twentieth)),
-    "memory: the last sum again": ({"exchange": MASK}, altered_by(last_sum_again)),
-    "memory: after 20 steps": ({"placement": "shares"}, altered_by(late)),
-    "memory: every seventh step": ({"exchange": TOPK}, altered_by(every_seventh)),
-    "memory: on rank 1 alone": ({"world_size": 3}, altered_by(on_rank_1_alone)),
-    "memory: of large sums": ({"world_size": 1}, altered_by(of_large_sums)),
-    "memory: after a restart": ({}, altered_by(after_a_restart)),
-    "memory: rank 1 counts twice": ({}, altered_by(rank_1_twice)),
-    "memory: last elements count tenfold": ({}, altered_by(last_element_tenfold)),
-    "memory: noise after feedback": ({"exchange": {**MASK, "memory": "none"}}, NoiseAfterFeedback),
-    "memory: noise on rank 0": (
-        {"placement": "local", "exchange": {**TOPK, "memory": "none", "collective": "all_gather"}},
-        NoiseOnRankZero,
-    ),
-}
+        return _Before(exchange, self, noise_multiplier, self._shared, after=True)

@@ -1,19 +1,77 @@
-"""Stages of an audit in which one part is made by another class than the library's."""
+"""The settings and the table of planted faults, and stages with one part of another class."""
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from benchmarks.audit.stages import Mechanism, Stages
+from benchmarks.audit import Configuration, Stages
+from benchmarks.audit.configuration import Mechanism
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.private.data.poisson import PoissonSampler
 from comm_hooks.optim.private.gradients.clipping import ClippedGradients, LossFunction
 from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
 
+Fault = tuple[dict[str, Any], type[Stages]]
+
+MASK = {"compressor": "random_k", "density": 0.125, "unbiased": False}
+TOPK = {"compressor": "topk", "density": 0.0625}
+
+
+def configuration(**changes: Any) -> Configuration:
+    settings: dict[str, Any] = {
+        "noise_multiplier": 2.0,
+        "max_grad_norm": 0.5,
+        "sample_rate": 0.05,
+        "expected_batch_size": 10.0,
+        "steps": 60,
+        "delta": 1e-5,
+        "world_size": 2,
+    }
+    return Configuration(**{**settings, **changes})
+
+
+class Faults(dict[str, Fault]):
+    """The faults of one part, by name: the settings and the stages.
+
+    Args:
+        part: ``"clipping"``, ``"noise"``, ``"memory"`` or ``"sampling"``.
+        make: makes stages of a function; a class of a part or of stages needs none.
+        defaults: settings of all faults.
+    """
+
+    def __init__(
+        self, part: str, make: Callable[[Any], type[Stages]] | None = None, **defaults: Any
+    ) -> None:
+        super().__init__()
+        self._part, self._make, self._defaults = part, make, defaults
+
+    def plant(self, **settings: Any) -> Callable[[Any], Any]:
+        """Return a decorator that enters a function or a class under its name."""
+
+        def enter(subject: Any) -> Any:
+            name = re.sub(r"(?<!^)(?=[A-Z])", "_", subject.__name__).lower()
+            if not isinstance(subject, type):
+                assert self._make is not None
+                stages = self._make(subject)
+            else:
+                stages = subject if issubclass(subject, Stages) else stages_with(subject)
+            self[f"{self._part}: {name}"] = ({**self._defaults, **settings}, stages)
+            return subject
+
+        return enter
+
+
+def stages_of(fault: Fault) -> Stages:
+    """Return the subject of an audit."""
+    settings, stages = fault
+    return stages(configuration(**settings))
+
 
 def stages_with(part: type[Any]) -> type[Stages]:
-    """Return stages of which this class makes a part: what clips, draws or adds noise."""
+    """Return stages with a clipper, a sampler or a mechanism of this class."""
 
     class Changed(Stages):
         def gradients(self, model: nn.Module, loss_function: LossFunction) -> ClippedGradients:

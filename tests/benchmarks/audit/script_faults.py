@@ -317,7 +317,7 @@ FAULTS: dict[str, Script] = {
         "noise",
     ),
     "sampling from a seed": Script(
-        {"private": "loader.batch_sampler._secret = Secret(b'42')"}, "who is drawn follows"
+        {"private": "loader.batch_sampler._secret = Secret(b'42')"}, "the draws follow from a seed"
     ),
     "more samples than the ledger has": Script(
         {"private": "object.__setattr__(loader.batch_sampler, 'sample_rate', 0.1)"},

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lab.kept_runs import KeptRuns
-from benchmarks.lab.outcomes import Advance, Diverged, Method, Point, Settings
+from benchmarks.lab.outcomes import Advance, Diverged, Method
+from benchmarks.lab.runs import Point, Tuned
 from tests.benchmarks.studying import nothing
 
 
@@ -21,7 +22,7 @@ class Counting:
     def __init__(self) -> None:
         self.made = 0
 
-    def __call__(self, settings: Settings, seed: int, advance: Advance) -> list[Point]:
+    def __call__(self, settings: Tuned, seed: int, advance: Advance) -> list[Point]:
         self.made += 1
         points: list[Point] = [
             Costly(1, 1 / 3, 0.1, 8, 0.2, None, cost=settings["lr"]),

@@ -4,11 +4,12 @@ from dataclasses import astuple
 
 import torch
 
-from benchmarks.lab.outcomes import Advance, Diverged, Method, Point, Settings
+from benchmarks.lab.outcomes import Advance, Diverged, Method
+from benchmarks.lab.runs import Point, Tuned
 from tests.benchmarks.studying import nothing
 
 
-def with_dropout(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+def with_dropout(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
     kept = float(torch.nn.functional.dropout(torch.ones(1000)).mean())
     if settings["lr"] > 1:
         raise Diverged(Point(1, kept, 0.5, 8))

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks.lab.outcomes import Advance, Diverged, Method, Point, Settings
+from benchmarks.lab.outcomes import Advance, Diverged, Method
+from benchmarks.lab.runs import Point, Tuned
 from benchmarks.lab.progress import Display, open_display
 from benchmarks.lab.search import run_method, search
 
@@ -70,10 +71,10 @@ def test_too_few_tries_to_lie_between_others_stay_as_few(tries: int) -> None:
     assert len(search(lambda rate: rate, 1.0, tries, more=5)) == tries
 
 
-def method_of(loss: Callable[[Settings, int], float], **options: Any) -> Method:
+def method_of(loss: Callable[[Tuned, int], float], **options: Any) -> Method:
     """A method whose runs have one point of that loss, or none if it is not finite."""
 
-    def train(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+    def train(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
         advance()
         value = loss(settings, seed)
         if not math.isfinite(value):
@@ -90,7 +91,7 @@ def display() -> Iterator[Display]:
 
 
 def test_the_best_settings_of_the_first_seed_are_run_on_all(display: Display) -> None:
-    def loss(settings: Settings, seed: int) -> float:
+    def loss(settings: Tuned, seed: int) -> float:
         return abs(math.log2(settings["lr"])) + settings["decay"] + seed
 
     method = method_of(loss, start=0.25, variants=[{"decay": 2.0}, {"decay": 1.0}])
@@ -105,7 +106,7 @@ def test_the_best_settings_of_the_first_seed_are_run_on_all(display: Display) ->
 
 
 def test_settings_are_chosen_by_validation_data_where_there_are_such(display: Display) -> None:
-    def train(settings: Settings, seed: int, advance: Advance) -> list[Point]:
+    def train(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
         distance = abs(math.log2(settings["lr"]))
         return [Point(1, loss=-distance, error=0.5, bytes_sent=0, validation=distance)]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Group
+from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
 from comm_hooks.launchers.advise.cost_model import (
     Collective,
     Link,
@@ -50,7 +50,6 @@ networks = st.builds(
     st.integers(2, 4096),
     st.builds(Link, st.floats(1e4, 1e10), st.floats(0, 0.1)),
     st.just(1),
-    st.none(),
     st.sampled_from(["gloo", "nccl"]),
 )
 
@@ -78,7 +77,7 @@ def test_a_step_takes_at_least_each_part_and_at_most_all(
 def test_a_better_link_is_never_slower(
     plan: Plan, forward_backward: float, network: Network, factor: float, less: float
 ) -> None:
-    link = network.between
+    link = network.link
     better = Link(link.bandwidth * factor, max(0.0, link.latency - less))
     fast = Network(network.ranks, better, backend=network.backend)
     here, there = (predict(plan, n, forward_backward=forward_backward) for n in (network, fast))
@@ -92,8 +91,6 @@ def test_bytes_are_those_of_the_requests(ranks: int) -> None:
         assert Collective.of(request, ranks) == Collective(
             Collective.of(request, ranks).kind, request.traffic(ranks)
         )
-    among = AllGather(payload, group=Group("across", ranks_per_node=2))
-    assert Collective.of(among, ranks).members == "across"
     assert all_reduce(1000, ranks).traffic == 2 * (ranks - 1) * 1000 // ranks
 
 
@@ -111,8 +108,7 @@ def test_a_transfer_takes_its_bytes_and_its_rounds() -> None:
 
 
 def test_nodes_share_their_links() -> None:
-    inside = Link(bandwidth=1e10, latency=1e-5)
-    network = Network(8, LINK, ranks_per_node=4, inside=inside)
+    network = Network(8, LINK, ranks_per_node=4)
     alone = Network(8, LINK)
     # A ring enters and leaves each node once; in an all-to-all 4 ranks each send to 4 outside.
     for same in (Collective("all_reduce", 10**7), Collective("all_gather", 10**7)):
@@ -121,16 +117,6 @@ def test_nodes_share_their_links() -> None:
     assert scattered.seconds(network) - LINK.latency == pytest.approx(
         16 / 7 * (scattered.seconds(alone) - LINK.latency)
     )
-    # In a node its own links count; across nodes its ranks share the link between.
-    outside = Collective("all_gather", 11_375_000, "across")
-    assert outside.seconds(network) == pytest.approx(4 + LINK.latency)
-    assert outside.seconds(alone) == Collective("all_gather", 11_375_000).seconds(alone)
-    within = Collective("all_reduce", 10**9, "node")
-    assert within.seconds(network) == Collective("all_reduce", 10**9).seconds(Network(4, inside))
-    assert within.seconds(alone) == 0
-    # One node, and a link inside that is worse than the one outside.
-    assert Network(4, LINK, 4, inside).ring == inside
-    assert Network(8, LINK, 4, Link(1e3, 1.0)).ring == Link(1e3, 1.0)
 
 
 def test_what_a_single_bucket_costs_is_added() -> None:

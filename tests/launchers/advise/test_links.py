@@ -1,6 +1,7 @@
 """Who measures with whom, and that what is measured is the link."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -8,78 +9,48 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+import torch.distributed as dist
 
 from benchmarks.netns import Testbed, why_not
-from comm_hooks.launchers.advise.cost_model import Link
-from comm_hooks.launchers.advise.links import (
-    Measured,
-    edges_of,
-    joined,
-    measure_links,
-    network_of,
-)
+from comm_hooks.launchers.advise.cost_model import Network
+from comm_hooks.launchers.advise.links import Measured, joined, measure_links
 from comm_hooks.launchers.environment import LauncherEnvironment, detect_environment
-from comm_hooks.launchers.links import nodes_of
 from comm_hooks.launchers.network import free_port
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=9))
-def test_every_neighbour_is_measured_and_no_rank_twice_at_once(sizes: list[int]) -> None:
-    labels = [f"node {node}" for node, size in enumerate(sizes) for _ in range(size)]
-    nodes = nodes_of(labels)
-    assert [len(node) for node in nodes] == sizes
-    assert sorted(rank for node in nodes for rank in node) == list(range(len(labels)))
-    turns = edges_of(nodes)
-    for turn in turns:
-        busy = [rank for one, other, _ in turn for rank in (one, other)]
-        assert len(set(busy)) == len(busy)
-    edges = [edge for turn in turns for edge in turn]
-    inside = {(one, other) for one, other, is_inside in edges if is_inside}
-    between = {frozenset((one, other)) for one, other, is_inside in edges if not is_inside}
-    assert inside == {(node[0], node[1]) for node in nodes if len(node) > 1}
-    first = [node[0] for node in nodes]
-    ring = {frozenset(pair) for pair in zip(first, [*first[1:], first[0]], strict=True)}
-    assert between == {pair for pair in ring if len(pair) == 2}
-    assert len(edges) == len(inside) + len(between)
+def _measure() -> tuple[Network, list[Measured]]:
+    return measure_links(torch.device("cpu"), "gloo")
 
 
-def test_the_network_is_as_slow_as_its_slowest_links() -> None:
-    measured = [
-        Measured(0, 2, False, Link(100.0, 0.1)),
-        Measured(2, 0, False, Link(50.0, 0.05)),
-        Measured(0, 1, True, Link(1000.0, 0.01)),
-        Measured(1, 0, True, Link(2000.0, 0.02)),
-    ]
-    network = network_of(measured, [[0, 1], [2]], "gloo")
-    assert network.between == Link(50.0, 0.1)
-    assert network.inside == Link(1000.0, 0.02)
+def test_all_ranks_learn_the_same(ranks_of: Any) -> None:
+    (network, links), *others = ranks_of(3).run(_measure)
+    assert all(other == (network, links) for other in others)
+    assert (network.ranks, network.ranks_per_node) == (3, 3)
+    assert [(m.source, m.target) for m in links] == [(0, 1), (1, 0)]
+    assert network.link.bandwidth == min(m.link.bandwidth for m in links) > 0
+    assert network.link.latency == max(m.link.latency for m in links) > 0
+
+
+def _node_of_rank() -> tuple[Network, list[tuple[int, int]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "ab"[dist.get_rank() // 2])
+        network, links = measure_links(torch.device("cpu"), "gloo")
+    return network, [(m.source, m.target) for m in links]
+
+
+def test_the_first_ranks_of_nodes_measure_the_links_between_them(ranks_of: Any) -> None:
+    (network, pairs), *_ = ranks_of(3).run(_node_of_rank)
     assert (network.ranks, network.ranks_per_node) == (3, 2)
-    assert network_of(measured[:2], [[0], [2]], "gloo").inside is None
-    # One node: its links are the only ones.
-    assert network_of(measured[2:], [[0, 1]], "gloo").ring == Link(1000.0, 0.02)
-
-
-def _measure() -> tuple[list[Measured], list[list[int]]]:
-    return measure_links(torch.device("cpu"))
-
-
-def test_all_ranks_learn_the_same(ranks_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (first, nodes), *others = ranks_of(3).run(_measure)
-    assert all(other == (first, nodes) for other in others)
-    assert nodes == [[0, 1, 2]]
-    assert [(m.source, m.target, m.inside) for m in first] == [(0, 1, True), (1, 0, True)]
-    assert all(m.link.bandwidth > 0 and m.link.latency > 0 for m in first)
+    assert pairs == [(0, 2), (2, 0)]
 
 
 def print_links() -> None:
     """Be one rank in a bed."""
     process = detect_environment()
     with joined(process, "gloo", 60.0):
-        measured, _ = measure_links(torch.device("cpu"))
+        _, measured = measure_links(torch.device("cpu"), "gloo")
     if process.rank == 0:
-        print(json.dumps({m.source: 8e-6 * m.link.bandwidth for m in measured if not m.inside}))
+        print(json.dumps({m.source: 8e-6 * m.link.bandwidth for m in measured}))
 
 
 @pytest.mark.slow

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from comm_hooks.launchers.launch.hostfile import read_hostfile
-from comm_hooks.launchers.launch.job import Job, parse_nodes
+from comm_hooks.launchers.launch.job import Job, parse_nodes, read_hostfile
 from comm_hooks.launchers.launch.steps import Command, WriteFile
 from comm_hooks.launchers.main import app
 from comm_hooks.launchers.network import Endpoint, free_port, parse_endpoint, wait_for_port

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from comm_hooks.launchers.launch.deepspeed import ENVIRONMENT_FILE
+from comm_hooks.launchers.launch.programs import DEEPSPEED_ENVIRONMENT
 from tests.launchers.launch.commands import complaint, dry_run
 
 pytestmark = pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
@@ -38,7 +38,7 @@ def test_variables_reach_the_other_nodes(
         *("--launcher", "deepspeed", "--hostfile", str(hosts), "--head", "10.0.0.1:29400"),
         *("--env", "NOTE=a b", "train.py", "--text", "a b"),
     )
-    assert not ENVIRONMENT_FILE.exists()
+    assert not DEEPSPEED_ENVIRONMENT.exists()
 
     tools = tmp_path / "tools"
     tools.mkdir()

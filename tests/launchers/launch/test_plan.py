@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comm_hooks.launchers.launch import plan, torchrun
+from comm_hooks.launchers.launch import plan, programs
 from comm_hooks.launchers.launch.steps import Command, WriteFile
 from comm_hooks.launchers.network import Route, find_route
 from tests.launchers.launch.commands import complaint, dry_run, split
@@ -35,7 +35,7 @@ def test_one_node_is_torchrun_alone() -> None:
     (line,) = dry_run("--nproc", "2", "--max-restarts", "3", "train.py", "--lr", "1e-3")
     variables, arguments = split(line)
     assert arguments == [
-        *(*torchrun._PROGRAM[:1], "--standalone", "--nproc-per-node", "2"),
+        *(*programs._TORCHRUN[:1], "--standalone", "--nproc-per-node", "2"),
         *("--max-restarts", "3", "train.py", "--lr", "1e-3"),
     ]
     assert variables == {"GLOO_SOCKET_IFNAME": "lo", OWN_STORES: "1"}

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from comm_hooks.launchers.launch.submission import job_name
+from comm_hooks.launchers.launch.schedulers import job_name
 from comm_hooks.launchers.main import app
 from tests.launchers.launch.commands import complaint, dry_run
 

@@ -16,18 +16,18 @@ from comm_hooks.optim import SAFL, FedAMS, FedAvg, FedLAMB, LocalRounds, Partici
 from comm_hooks.optim.private import AdaS, PrivacyEngine, PrivacyError, PrivateParticipation
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 from comm_hooks.optim.private.client_level import _ClientGuard
-from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad
 from tests.optim.private.saving import equal, saved
 from tests.optim.scenarios import RanksOf
 
 CLIENTS = 12
-COMPRESSORS: list[tuple[Compressor, bool]] = [
+slow = pytest.mark.slow
+COMPRESSORS = [
     (Identity(), False),
     (TopK(density=1 / 8), True),
-    (Sign(), True),
-    (Quantize(bits=4), False),
+    pytest.param(Sign(), True, marks=slow),
+    pytest.param(Quantize(bits=4), False, marks=slow),
     (CountSketch(ratio=0.25), False),
-    (SRHT(ratio=0.25), False),
+    pytest.param(SRHT(ratio=0.25), False, marks=slow),
     (RandomK(density=0.25, unbiased=False), True),
 ]
 
@@ -137,47 +137,32 @@ def _decoded_bound(compressor: Compressor) -> float:
     return compressor.norm_bound(2000) if compressor.linear else 1.0
 
 
-def test_the_variance_is_the_one_that_was_told() -> None:
-    squares, count = 0.0, 0
-    for compressor in (Identity(), TopK(density=1 / 8)):
-        model = small_model()
-        chosen = participation(sample_rate=0.5, noise_multiplier=2.0, max_norm=0.3)
-        rounds = FedAvg(
-            model.named_parameters(), exchange(compressor), lr=0.1, participation=chosen
-        )
-        previous = torch.cat([p.detach().flatten() for p in model.parameters()])
-        for _ in range(150):
-            for _ in rounds.clients():
-                pass  # nobody does anything: all that moves the model is noise
-            now = torch.cat([p.detach().flatten() for p in model.parameters()])
-            squares += float((now - previous).double().square().sum())
-            count += now.numel()
-            previous = now
-    # Of 615,000 draws the relative standard deviation of the variance is 0.18 %.
-    assert squares / count == pytest.approx((2.0 * 0.3 / (0.5 * CLIENTS)) ** 2, rel=0.01)
-
-
-def test_noise_in_sketch_space_has_the_size_of_the_clipping_norm() -> None:
-    """Decompressed, each element of a Count-Sketch reads one noised payload element."""
-    model = small_model()
-    chosen = participation(noise_multiplier=2.0, max_norm=0.3)
-    rounds = FedAvg(
-        model.named_parameters(),
-        exchange(CountSketch(ratio=0.25)),
-        lr=0.1,
-        participation=chosen,
-    )
-    squares, count = 0.0, 0
+@pytest.mark.parametrize(
+    ("compressor", "rate", "tolerance"),
+    [
+        # Of 307,500 draws the relative standard deviation of the variance is 0.25 %.
+        (Identity(), 0.5, 0.015),
+        (TopK(density=1 / 8), 0.5, 0.015),
+        # An element reads one noised payload element: 500 per round, each read four times.
+        (CountSketch(ratio=0.25), 1.0, 0.04),
+    ],
+    ids=str,
+)
+def test_the_variance_is_the_one_that_was_told(
+    compressor: Compressor, rate: float, tolerance: float
+) -> None:
+    squares, count, model = 0.0, 0, small_model()
+    chosen = participation(sample_rate=rate, noise_multiplier=2.0, max_norm=0.3)
+    rounds = FedAvg(model.named_parameters(), exchange(compressor), lr=0.1, participation=chosen)
     previous = model.weight.detach().clone()
-    for _ in range(100):
+    for _ in range(150):
         for _ in rounds.clients():
-            pass
+            pass  # no client does anything: only noise moves the model
         now = model.weight.detach().clone()
         squares += float((now - previous).double().square().sum())
         count += now.numel()
         previous = now
-    # 500 numbers per round, each read four times: 0.6 % of the variance.
-    assert squares / count == pytest.approx((2.0 * 0.3 / CLIENTS) ** 2, rel=0.04)
+    assert squares / count == pytest.approx((0.6 / (rate * CLIENTS)) ** 2, rel=tolerance)
 
 
 def test_clients_are_drawn_by_poisson_sampling_and_never_alike() -> None:
@@ -223,21 +208,6 @@ def test_a_round_without_clients_is_a_round_of_noise() -> None:
     assert play(rounds, model, number=2) == []
     assert len(entered) == 2
     assert bool((moved(model) != 0).all())
-
-
-def test_a_client_that_diverges_counts_as_nobody() -> None:
-    model = small_model()
-    rounds = FedAvg(
-        model.named_parameters(), exchange(Identity()), lr=0.1, participation=participation()
-    )
-    for client in rounds.clients():
-        value = float("nan") if client == 3 else 1.0
-        (model.weight.sum() * value).backward()
-        rounds.step()
-        rounds.zero_grad()
-    # 11 clients went 0.1 each, and the divisor is public.
-    expected = torch.full((50 * 40,), -0.1 * (CLIENTS - 1) / CLIENTS)
-    torch.testing.assert_close(moved(model)[: 50 * 40], expected)
 
 
 KINDS: dict[str, Callable[[nn.Module, Exchange, PrivateParticipation], LocalRounds]] = {
@@ -289,20 +259,19 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_the_ledger_counts_on_cannot_be_changed(name: str) -> None:
-    engine = PrivacyEngine()
-    chosen = engine.private_participation(
+def test_settings_out_of_range_and_settings_that_the_ledger_counts_on() -> None:
+    for setting, value in [("clients", 0), ("sample_rate", 0.0), ("sample_rate", 1.1)] + [
+        (name, 0.0) for name in ("noise_multiplier", "max_norm")
+    ]:
+        with pytest.raises(ValueError, match=setting):
+            participation(**{setting: value})
+    chosen = PrivacyEngine().private_participation(
         clients=CLIENTS, sample_rate=1.0, noise_multiplier=1.0, max_norm=1.0
     )
-    with pytest.raises(PrivacyError, match=f"PrivateParticipation.{name} is settled"):
-        setattr(chosen, name, CHANGES[name])
-
-
-def test_rounds_keep_who_takes_part() -> None:
-    rounds = FedAvg(
-        small_model().named_parameters(), exchange(Identity()), participation=participation()
-    )
+    for name, value in CHANGES.items():
+        with pytest.raises(PrivacyError, match=f"PrivateParticipation.{name} is settled"):
+            setattr(chosen, name, value)
+    rounds = FedAvg(small_model().named_parameters(), exchange(Identity()), participation=chosen)
     with pytest.raises(AttributeError, match="participation"):
         rounds.participation = Participation(clients=CLIENTS)  # type: ignore[misc]
 
@@ -316,25 +285,6 @@ def test_a_bound_on_second_moments_is_refused(
     with pytest.raises(ValueError, match=r"^Fed\w+: PrivateParticipation averages deltas only, "):
         kind(small_model().named_parameters(), exchange(Identity()), participation=chosen)
     assert not entered
-
-
-def test_the_largest_of_means_with_noise_is_the_noise() -> None:
-    """Why it is refused: after 60 rounds the bound says nothing of the moments."""
-    numel, clients, noise_multiplier, rounds = 40_000, 10, 1.0, 60
-    generator = torch.Generator().manual_seed(0)
-    moment = torch.rand(numel, generator=generator) + 0.5
-    moment /= moment.norm()  # a whole message of norm C = 1, and nothing but moments in it
-    std = noise_multiplier / clients
-    inner = LocalAMSGrad([nn.Parameter(torch.zeros(numel))])
-    for _ in range(rounds):
-        noised = moment + std * torch.randn(numel, generator=generator)
-        inner.set_statistics({"v.0": noised})
-    bound = inner.state_dict()["v_hat"][0]
-    assert float((bound / moment).median()) > 40  # the expected maximum of 60 normals is 2.3
-    # Less what noise adds on average, by which signs and sizes are still those of noise:
-    expected = torch.randn(20_000, rounds, generator=generator).amax(1).mean() * std
-    error = (bound - expected - moment).abs() / moment
-    assert float(error.median()) > 5
 
 
 def on_ranks(compressor: Compressor, memory: bool) -> tuple[torch.Tensor, float, list[int]]:
@@ -370,18 +320,6 @@ def test_ranks_agree_on_who_is_drawn_and_on_the_noise(
     assert float(results[0][0].norm()) > 0
 
 
-def test_settings_out_of_range() -> None:
-    for setting, value in [
-        ("clients", 0),
-        ("sample_rate", 0.0),
-        ("sample_rate", 1.1),
-        ("noise_multiplier", 0.0),
-        ("max_norm", -1.0),
-    ]:
-        with pytest.raises(ValueError, match=setting):
-            participation(**{setting: value})
-
-
 def test_a_budget_ends_the_rounds() -> None:
     engine = PrivacyEngine()
     chosen = engine.private_participation(
@@ -395,7 +333,7 @@ def test_a_budget_ends_the_rounds() -> None:
     assert 1.0 < engine.get_epsilon(1e-2) <= 2.0
 
 
-HARM = [1e11, 1.5e20, 1e38, float("inf"), float("nan")]
+HARM = [1e11, 1.5e20, float("inf"), float("nan")]
 
 
 def with_a_client_that_does_harm(
@@ -477,24 +415,22 @@ def test_what_is_saved_says_what_may_be_released(client_state: str) -> None:
     assert (state["rounds"]["private"]["clients"] != {}) == bool(played)
 
 
-def rounds_of(sampling: Any) -> tuple[nn.Module, LocalRounds]:
-    model = small_model()
-    inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
-    return model, LocalRounds(
-        inner, exchange(TopK(density=1 / 8), memory=True), participation=sampling
-    )
-
-
 def test_rounds_go_on_from_private_rounds_that_the_ledger_has() -> None:
     settings = {"clients": CLIENTS, "sample_rate": 0.5, "noise_multiplier": 1.0, "max_norm": 0.5}
-    engine = PrivacyEngine()
-    model, rounds = rounds_of(engine.private_participation(**settings))
-    play(rounds, model, number=3)
-    model, plain = rounds_of(Participation(CLIENTS, 0.5))
-    play(plain, model, number=3)
+    engine, elsewhere = PrivacyEngine(), PrivacyEngine()
 
-    elsewhere = PrivacyEngine()
-    model, resumed = rounds_of(elsewhere.private_participation(**settings))
+    def rounds_of(sampling: Any, number: int) -> tuple[nn.Module, LocalRounds]:
+        model = small_model()
+        inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+        rounds = LocalRounds(
+            inner, exchange(TopK(density=1 / 8), memory=True), participation=sampling
+        )
+        play(rounds, model, number=number)
+        return model, rounds
+
+    _, rounds = rounds_of(engine.private_participation(**settings), 3)
+    _, plain = rounds_of(Participation(CLIENTS, 0.5), 3)
+    model, resumed = rounds_of(elsewhere.private_participation(**settings), 0)
     with pytest.raises(PrivacyError, match="the state was not saved by private training"):
         resumed.load_state_dict(plain.state_dict())
     assert resumed.round_index == 0
@@ -528,22 +464,6 @@ def test_the_last_digits_do_not_tell_who_took_part(clients: int) -> None:
     total = -model.weight.detach() * clients
     rest = (total.double() - sent.double()).float()
     assert (rest + sent != total).any(), "is what float32 adds up from the message of client 0"
-
-
-def test_a_client_that_is_left_in_the_middle_leaves_nothing() -> None:
-    model = small_model()
-    rounds, _ = private_rounds(model, sample_rate=1.0)
-
-    def leave() -> None:
-        for _ in rounds.clients():
-            model(torch.ones(1, 40)).square().sum().backward()
-            rounds.step()
-            break
-
-    with pytest.warns(UserWarning, match="round 0 of clients was left before its end"):
-        leave()
-    assert not rounds.state
-    assert all(p.grad is None for p in model.parameters())
 
 
 def with_gradients_of_client_0(is_there: bool, before: bool) -> torch.Tensor:
@@ -628,16 +548,6 @@ def test_what_a_client_would_leave_beside_its_delta_is_refused(
     with pytest.raises(PrivacyError, match=message):
         work()
     assert all(map(torch.equal, model.parameters(), small_model().parameters()))
-
-
-def test_schedules_may_go_on_between_rounds() -> None:
-    model = small_model()
-    rounds, _ = private_rounds(model)
-    schedule = torch.optim.lr_scheduler.StepLR(rounds, 1, gamma=0.5)
-    for _ in range(2):
-        play(rounds, model)
-        schedule.step()
-    assert rounds.param_groups[0]["lr"] == 0.01 / 4
 
 
 class Counting(nn.Module):

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 NOT_PRIVATE = "the state was not saved by private training"
-UNCOUNTED = "of which the ledger has"
+UNCOUNTED = "and the ledger has"
 
 
 def sparse() -> Exchange:

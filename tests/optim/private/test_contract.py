@@ -23,7 +23,7 @@ from comm_hooks.optim.private import (
     NoisedOptimizer,
     ScaleThenPrivatize,
 )
-from tests.optim.gradients import SHAPES, run
+from tests.optim.gradients import SHAPES, parameters_of, run
 from tests.optim.private.saving import resumes_exactly
 
 NAN, INF = float("nan"), float("inf")
@@ -147,9 +147,18 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("DPAdamBC", {"gamma": 0.0}, "gamma must be positive, because .* suggested_gamma.*"),
     *(
         (name, {"eps": 0.0}, "eps must be positive, got 0.0")
-        for name in ("DPRMSProp", "DP2", "AdaDPS", "AdaS", "DPRPub", "DPAdamPub")
+        for name in (*BETAS, "AdaDPS", "AdaS", "DPRPub", "ScaleThenPrivatize")
     ),
 ]
+
+
+@pytest.mark.parametrize("name", ["AdaDPS", "DP2", "ScaleThenPrivatize"])
+def test_a_step_without_transform_is_refused(name: str) -> None:
+    parameters = parameters_of()
+    optimizer = MAKE[name](parameters.items())
+    advance(parameters, optimizer, range(1))
+    with pytest.raises(RuntimeError, match=rf"{name}: transform\(\) was not called for this step"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize(("name", "options", "message"), BAD, ids=str)

@@ -17,6 +17,7 @@ from comm_hooks.optim.private.noise.discrete import (
     add_discrete_noise_,
     discrete_gaussian,
 )
+from tests.optim.private.test_engine import private, small_model, take_steps
 
 SIGMA, C, B = 2.0, 0.5, 10.0
 
@@ -146,41 +147,13 @@ def test_it_goes_with_compression(place: str, compressor: Compressor, bound: flo
     assert drawn.any()
 
 
-def test_shares_are_refused() -> None:
+def test_shares_and_other_kinds_are_refused_and_training_takes_it() -> None:
     with pytest.raises(PrivacyError, match="the sum of discrete Gaussians is not one"):
         mechanism("shares", Identity(), Simulated(2)[0])
-
-
-def test_other_kinds_are_refused() -> None:
+    model = small_model()
     with pytest.raises(ValueError, match="noise must be one of gaussian, discrete"):
-        GaussianMechanism(
-            Exchange(Identity(), transport=Simulated(1)[0]),
-            noise="laplace",  # type: ignore[arg-type]
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            expected_batch_size=1,
-        )
-
-
-def test_training_takes_it() -> None:
-    from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
-
-    model = nn.Linear(4, 1)
-    model, optimizer, loader = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(torch.randn(40, 4))),
-        loss_function=lambda model, batch: model(batch[0]).square().mean(),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        sample_rate=0.2,
-        expected_batch_size=8,
-        noise="discrete",
-    )
+        private(PrivacyEngine(), model, noise="laplace")
+    _, optimizer, loader = private(PrivacyEngine(), model, noise="discrete")
     assert optimizer.mechanism.noise == "discrete"
-    for batch in loader:
-        optimizer.zero_grad()
-        optimizer.backward(batch)
-        optimizer.step()
+    take_steps(optimizer, loader, 3)
     assert all(p.isfinite().all() for p in model.parameters())

@@ -325,13 +325,13 @@ def test_ranks_keep_the_same_bit_for_bit(ranks_of: RanksOf) -> None:
     assert len(set(ranks_of(2).run(digest_after_training))) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("value_bits", [4, 16, 32])
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
-    dtype: torch.dtype, value_bits: int
-) -> None:
+@pytest.mark.parametrize("value_bits", [4, 32])
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(value_bits: int) -> None:
     assert resumes_exactly(
-        lambda params: make(params, value_bits=value_bits), dtype, fresh=fresh, advance=advance
+        lambda params: make(params, value_bits=value_bits),
+        torch.bfloat16,
+        fresh=fresh,
+        advance=advance,
     )
 
 
@@ -389,37 +389,6 @@ def test_parameters_may_be_left_out_of_steps() -> None:
     torch.testing.assert_close(xs[0], xs[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_narrow_parameters_are_rounded_once(dtype: torch.dtype) -> None:
-    narrow = {name: nn.Parameter(p.detach().to(dtype)) for name, p in fresh().items()}
-    wide = {name: nn.Parameter(p.detach().float()) for name, p in narrow.items()}
-    advance(narrow, make(narrow.values()), [0])
-    optimizer = make(wide.values())
-    for name, parameter in wide.items():
-        parameter.grad = torch.from_numpy(noised(name, 0)).to(dtype).float()
-    optimizer.step()
-    for name in SHAPES:
-        assert torch.equal(narrow[name], wide[name].to(dtype))
-        assert not torch.equal(wide[name], narrow[name].float())
-
-
-def test_memory_formats_do_not_matter() -> None:
-    results = []
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3))
-        model = model.to(memory_format=memory_format)
-        optimizer = make(model.named_parameters())
-        for _ in range(3):
-            for parameter in model.parameters():
-                values = torch.randn(parameter.shape)
-                parameter.grad = torch.empty_like(parameter).copy_(values)
-            optimizer.step()
-        results.append([p.detach().contiguous() for p in model.parameters()])
-    for plain, strided in zip(*results, strict=True):
-        torch.testing.assert_close(plain, strided, atol=1e-6, rtol=0)
-
-
 def test_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for batch in (1, 1 << 24):
@@ -439,9 +408,6 @@ def test_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr must not be negative, got -1.0"),
-        ({"betas": (0.9, 1.0)}, r"betas must lie in \[0, 1\), got \(0.9, 1.0\)"),
-        ({"eps": float("nan")}, "eps must not be negative, got nan"),
         ({"density": 0.0}, "density is the fraction .* got 0.0"),
         ({"window": 0}, "window must be an integer of at least 1, got 0"),
         ({"bias_correction": "all"}, "bias_correction must be one of window, published, got 'all'"),
@@ -459,13 +425,3 @@ def test_bad_hyperparameters_are_refused(options: dict[str, Any], message: str) 
     with pytest.raises(ValueError, match=f"^DPMicroAdam: {message}$"):
         optimizer.add_param_group({"params": [y], **options})
     assert len(optimizer.param_groups) == 1
-
-
-def test_a_sparse_gradient_is_refused_before_anything_changes() -> None:
-    x, bad = (nn.Parameter(torch.ones(2, 2)) for _ in "ab")
-    x.grad, bad.grad = torch.ones(2, 2), torch.ones(2, 2).to_sparse()
-    optimizer = DPMicroAdam([x, bad])
-    with pytest.raises(ValueError, match=r"^DPMicroAdam does not support sparse gradients: "):
-        optimizer.step()
-    assert torch.equal(x, torch.ones(2, 2))
-    assert not optimizer.state

@@ -110,24 +110,24 @@ def train(
             optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:world size is 1")
-def test_a_private_optimizer_takes_hooks_and_schedulers(ranks_of: RanksOf) -> None:
-    assert ranks_of(1).run(hooked_and_scheduled) == [(["before", "after"] * 4, 0.25)]
-
-
-def hooked_and_scheduled() -> tuple[list[str], float]:
-    _, optimizer, loader = private(PrivacyEngine(), small_model())
+def test_a_private_optimizer_takes_hooks_and_schedulers() -> None:
+    _, optimizer, loader = private(PrivacyEngine(), small_model(), DPAdam)
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
     optimizer.register_step_post_hook(lambda *args: calls.append("after"))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
-    for batch in itertools.islice(itertools.cycle(loader), 4):
+    for batch in loader:
         optimizer.backward(batch)
         optimizer.step()
         scheduler.step()
+    assert calls == ["before", "after"] * 4
+    assert optimizer.inner.param_groups[0]["lr"] == 0.25
     with pytest.raises(TypeError, match="DPOptimizer cannot be copied or pickled"):
         copy.deepcopy(optimizer)
-    return calls, float(optimizer.inner.param_groups[0]["lr"])
+    # The state that may be published is the inner optimizer's alone.
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "loss": 1.0})
+    assert "loss" in optimizer.state_dict()
+    assert optimizer.release_state_dict().keys() == optimizer.inner.state_dict().keys()
 
 
 def train_on_rank(
@@ -151,14 +151,9 @@ def train_on_rank(
 @pytest.mark.parametrize(
     ("place", "compressor", "memory"),
     [
-        ("central", Identity(), False),
         ("central", TopK(density=1 / 8), True),
-        ("shares", Identity(), False),
         ("shares", RandomK(density=0.25, unbiased=False), True),
-        ("local", Identity(), False),
-        ("local", TopK(density=1 / 8), True),
         ("local", Sign(), True),
-        ("aggregate", Identity(), False),
         ("aggregate", CountSketch(ratio=0.5), False),
     ],
 )
@@ -303,61 +298,37 @@ def test_samples_without_a_finite_gradient_are_left_out_and_counted() -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_a_model_in_ddp_sends_nothing_by_itself(ranks_of: RanksOf) -> None:
-    results = ranks_of(2).run(step_in_ddp)
-    for mine, first in zip(results[1], results[0], strict=True):
-        assert torch.equal(mine, first)
-
-
-def step_in_ddp() -> list[torch.Tensor]:
+def under_ddp() -> tuple[list[torch.Tensor], list[str]]:
+    """Train a model in DDP, and return the refusals of hooks before and after that."""
     model = DistributedDataParallel(small_model())
     optimizer = DPSGD(model.named_parameters(), lr=0.5)
     train(*private(PrivacyEngine(), model, optimizer=optimizer))
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def hooked() -> list[str]:
-    messages = []
-    for state, hook in (
-        (CompressionState(TopK(density=0.1), ErrorFeedback()), compression_hook),
-        (None, skip_hook),
-    ):
-        model = DistributedDataParallel(small_model())
-        model.register_comm_hook(state, hook)  # type: ignore[arg-type]
-        optimizer = DPSGD(model.named_parameters(), lr=0.5)
-        try:
-            private(PrivacyEngine(), model, optimizer=optimizer)
-        except PrivacyError as error:
-            messages.append(str(error))
-    return messages
-
-
-def hooked_later() -> list[str]:
-    messages = []
-    model = DistributedDataParallel(small_model())
-    private(PrivacyEngine(), model, optimizer=DPSGD(model.named_parameters(), lr=0.5))
+    hooked, unhooked = (DistributedDataParallel(small_model()) for _ in range(2))
+    hooked.register_comm_hook(
+        CompressionState(TopK(density=0.1), ErrorFeedback()), compression_hook
+    )
+    unhooked.register_comm_hook(None, skip_hook)
+    private(PrivacyEngine(), unhooked, optimizer=DPSGD(unhooked.named_parameters(), lr=0.5))
     attempts: list[Callable[[], Any]] = [
+        lambda: private(PrivacyEngine(), hooked, DPSGD),
         lambda: model.register_comm_hook(None, skip_hook),
         lambda: register(model, "topk"),
     ]
+    messages = []
     for attempt in attempts:
-        try:
+        with pytest.raises(PrivacyError) as error:
             attempt()
-        except PrivacyError as error:
-            messages.append(str(error))
-    return messages
+        messages.append(str(error.value))
+    return [p.detach().clone() for p in model.parameters()], messages
 
 
-def test_a_comm_hook_after_all_is_refused(ranks_of: RanksOf) -> None:
-    for messages in ranks_of(2).run(hooked_later):
-        assert len(messages) == 2
-        assert all("would never be called" in message for message in messages)
-
-
-def test_a_comm_hook_on_a_private_model_is_refused(ranks_of: RanksOf) -> None:
-    for messages in ranks_of(2).run(hooked):
-        assert len(messages) == 1
-        assert "hook" in messages[0]
+def test_a_model_in_ddp_sends_nothing_by_itself_nor_by_a_hook(ranks_of: RanksOf) -> None:
+    results = ranks_of(2).run(under_ddp)
+    for mine, first in zip(results[1][0], results[0][0], strict=True):
+        assert torch.equal(mine, first)
+    for _, (before, *after) in results:
+        assert "compression_hook would see the raw gradient" in before
+        assert all("would never be called" in message for message in after)
 
 
 def test_epsilon_before_the_first_step_and_for_ranks() -> None:
@@ -372,7 +343,7 @@ def test_epsilon_before_the_first_step_and_for_ranks() -> None:
         train(*private(engine, model, placement="local", exchange=exchange))
     assert engine.get_epsilon(1e-3, observer="rank") == engine.get_epsilon(1e-3)
     train(*private(engine, model, placement="central"))
-    with pytest.raises(PrivacyError, match="carries no noise of its own"):
+    with pytest.raises(PrivacyError, match="carry no noise of their own"):
         engine.get_epsilon(1e-3, observer="rank")
     with pytest.raises(ValueError, match="observer must be one of model, checkpoint, rank"):
         engine.get_epsilon(1e-3, observer="nobody")
@@ -401,11 +372,15 @@ def test_every_process_on_a_ledger_answers_alike(tmp_path: Path) -> None:
     engine._opened().close()
 
     reader = PrivacyEngine(ledger=path)
-    with pytest.raises(PrivacyError, match=r"ranks send carries no noise.*placement 'central'"):
+    with pytest.raises(
+        PrivacyError, match=r"messages of single ranks carry no noise.*placement 'central'"
+    ):
         reader.get_epsilon(1e-3, observer="rank")
     assert reader.get_epsilon(1e-3, observer="checkpoint") == reader.get_epsilon(1e-3)
     train(*private(reader, small_model(), placement="local"))
-    with pytest.raises(PrivacyError, match=r"ranks send carries no noise.*placement 'central'"):
+    with pytest.raises(
+        PrivacyError, match=r"messages of single ranks carry no noise.*placement 'central'"
+    ):
         reader.get_epsilon(1e-3, observer="rank")
 
     elsewhere = PrivacyEngine()
@@ -424,56 +399,32 @@ def test_a_history_that_does_not_say_where_noise_was_protects_from_nobody_else()
             engine.get_epsilon(1e-3, observer=observer)
 
 
-def saved_epsilons(path: str) -> list[float]:
-    """Two trainings under shares, of which the second has residuals."""
+def epsilons_of_shares() -> list[float]:
+    """Two trainings under shares; the second one has residuals."""
     found = []
     for memory in (None, ErrorFeedback()):
-        engine = PrivacyEngine(ledger=f"{path}-{memory}")
+        engine = PrivacyEngine()
         exchange = Exchange(RandomK(density=0.25, unbiased=False), memory)
         train(*private(engine, small_model(), placement="shares", exchange=exchange))
-        found.append(engine.get_epsilon(1e-3, observer="checkpoint"))
+        found += [engine.get_epsilon(1e-3, observer=o) for o in ("model", "checkpoint", "rank")]
     return found
 
 
-def test_a_residual_of_shares_protects_less_than_the_model(
-    ranks_of: RanksOf, tmp_path: Path
-) -> None:
+def test_a_share_of_the_noise_protects_less_from_ranks_and_in_residuals(ranks_of: RanksOf) -> None:
     accountant = RDPAccountant()
-    expected = [accountant.epsilon([GaussianEvent(s, 0.25, 4)], 1e-3) for s in (1.0, 0.5)]
-    for found in ranks_of(4).run(saved_epsilons, str(tmp_path / "privacy.jsonl")):
-        assert found == expected
+    whole, half = (accountant.epsilon([GaussianEvent(s, 0.25, 4)], 1e-3) for s in (1.0, 0.5))
+    for found in ranks_of(4).run(epsilons_of_shares):
+        assert found == [whole, whole, half, whole, half, half]
 
 
-def test_what_an_optimizer_may_release_is_its_state_of_noised_gradients() -> None:
+def with_epsilon(
+    engine: PrivacyEngine, epsilon: float, steps: int
+) -> tuple[nn.Module, DPOptimizer, DataLoader[Any]]:
     model = small_model()
-    _, optimizer, loader = private(PrivacyEngine(), model, DPAdam)
-    optimizer.backward(next(iter(loader)))
-    optimizer.step()
-    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "loss": 1.0})
-    assert "loss" in optimizer.state_dict()
-    assert optimizer.release_state_dict().keys() == optimizer.inner.state_dict().keys()
-
-
-def peer_epsilon() -> tuple[float, float]:
-    engine = PrivacyEngine()
-    train(*private(engine, small_model(), placement="shares"))
-    return engine.get_epsilon(1e-3), engine.get_epsilon(1e-3, observer="rank")
-
-
-def test_a_share_of_the_noise_protects_less_from_other_ranks(ranks_of: RanksOf) -> None:
-    for seen_by_all, seen_by_rank in ranks_of(4).run(peer_epsilon):
-        accountant = RDPAccountant()
-        assert seen_by_all == accountant.epsilon([GaussianEvent(1.0, 0.25, 4)], 1e-3)
-        assert seen_by_rank == accountant.epsilon([GaussianEvent(0.5, 0.25, 4)], 1e-3)
-
-
-def test_a_budget_lasts_exactly_as_long_as_it_may() -> None:
-    engine = PrivacyEngine()
-    model = small_model()
-    _, optimizer, loader = engine.make_private_with_epsilon(
-        target_epsilon=2.0,
+    return engine.make_private_with_epsilon(
+        target_epsilon=epsilon,
         target_delta=1e-3,
-        steps=10,
+        steps=steps,
         sample_rate=0.25,
         module=model,
         optimizer=DPSGD(model.named_parameters(), lr=0.5),
@@ -482,12 +433,13 @@ def test_a_budget_lasts_exactly_as_long_as_it_may() -> None:
         max_grad_norm=1.0,
         expected_batch_size=60,
     )
-    left = max_steps(
-        2.0,
-        1e-3,
-        noise_multiplier=optimizer.mechanism.noise_multiplier,
-        sample_rate=0.25,
-    )
+
+
+def test_a_budget_lasts_exactly_as_long_as_it_may() -> None:
+    engine = PrivacyEngine()
+    model, optimizer, loader = with_epsilon(engine, 2.0, 10)
+    sigma = optimizer.mechanism.noise_multiplier
+    left = max_steps(2.0, 1e-3, noise_multiplier=sigma, sample_rate=0.25)
     assert left >= 10
     take_steps(optimizer, loader, left)
     assert 1.9 < engine.get_epsilon(1e-3) <= 2.0
@@ -496,6 +448,10 @@ def test_a_budget_lasts_exactly_as_long_as_it_may() -> None:
         take_steps(optimizer, loader, 1)
     assert engine.get_epsilon(1e-3) <= 2.0
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    # The noise for another budget makes up for the spent one.
+    _, optimizer, loader = with_epsilon(engine, 2.5, 20)
+    take_steps(optimizer, loader, 20)
+    assert 2.4 < engine.get_epsilon(1e-3) <= 2.5
 
 
 def test_a_budget_counts_what_was_spent_before(tmp_path: Path) -> None:
@@ -516,36 +472,31 @@ def test_a_budget_counts_what_was_spent_before(tmp_path: Path) -> None:
         take_steps(optimizer, loader, 1)
 
 
-def continued(path: str) -> float:
+def continued(path: str, ranks: tuple[int, ...]) -> float | str | None:
+    group = dist.new_group([*ranks])
+    if dist.get_rank() not in ranks:
+        return None
     engine = PrivacyEngine(ledger=path)
-    train(*private(engine, small_model()))
+    exchange = Exchange(Identity(), process_group=group)
+    try:
+        train(*private(engine, small_model(), exchange=exchange))
+    except ValueError as error:
+        return str(error)
     return engine.get_epsilon(1e-3)
 
 
-def test_all_ranks_count_what_the_first_one_finds_in_its_file(
-    ranks_of: RanksOf, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "ledger.jsonl")
-    for run in (1, 2):
-        expected = RDPAccountant().epsilon([GaussianEvent(1.0, 0.25, steps=4 * run)], 1e-3)
-        assert ranks_of(2).run(continued, path) == [expected, expected]
-
-
-def with_a_ledger_that_is_none(path: str) -> str:
-    try:
-        private(PrivacyEngine(ledger=path), small_model())
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_all_ranks_hear_of_a_ledger_that_the_first_one_cannot_read(
-    ranks_of: RanksOf, tmp_path: Path
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (1, 2)], ids=str)
+def test_the_first_of_those_that_train_together_has_the_ledger_and_all_count_alike(
+    ranks: tuple[int, ...], ranks_of: RanksOf, tmp_path: Path
 ) -> None:
     path = tmp_path / "ledger.jsonl"
+    for run in (1, 2):
+        expected = RDPAccountant().epsilon([GaussianEvent(1.0, 0.25, steps=4 * run)], 1e-3)
+        found = ranks_of(3).run(continued, str(path), ranks)
+        assert found == [expected if rank in ranks else None for rank in range(3)]
     path.write_text("my notes\n")
-    for message in ranks_of(2).run(with_a_ledger_that_is_none, str(path)):
-        assert "the file exists and is not a ledger" in message
+    for rank, message in enumerate(ranks_of(3).run(continued, str(path), ranks)):
+        assert rank not in ranks or "the file exists and is not a ledger" in message
 
 
 def test_the_lock_of_a_ledger_goes_with_its_last_user(tmp_path: Path) -> None:
@@ -565,94 +516,15 @@ def test_the_lock_of_a_ledger_goes_with_its_last_user(tmp_path: Path) -> None:
         gc.enable()
 
 
-def in_a_group_without_rank_0(path: str) -> float | None:
-    group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
-        return None
-    engine = PrivacyEngine(ledger=path)
-    train(*private(engine, small_model(), exchange=Exchange(Identity(), process_group=group)))
-    return engine.get_epsilon(1e-3)
-
-
-def test_the_first_of_those_who_train_together_keeps_the_ledger(
-    ranks_of: RanksOf, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "ledger.jsonl")
-    for run in (1, 2):
-        expected = RDPAccountant().epsilon([GaussianEvent(1.0, 0.25, steps=4 * run)], 1e-3)
-        assert ranks_of(3).run(in_a_group_without_rank_0, path) == [None, expected, expected]
-
-
 def test_a_second_training_of_one_engine_adds_to_the_first() -> None:
     engine = PrivacyEngine()
     train(*private(engine, small_model()))
     engine.load_state_dict(engine.state_dict())
     for other in ({}, [], None, {"events": [{"sigma": 1.0}]}):
-        with pytest.raises(ValueError, match=r"not what its state_dict\(\) returned"):
+        with pytest.raises(ValueError, match=r"does not come from its state_dict\(\)"):
             engine.load_state_dict(other)  # type: ignore[arg-type]
     train(*private(engine, small_model()))
     assert engine.state_dict()["events"][0]["steps"] == 8
-
-
-def test_the_noise_for_a_budget_makes_up_for_what_was_spent_before() -> None:
-    engine = PrivacyEngine()
-    train(*private(engine, small_model(), noise_multiplier=2.0))
-    spent = engine.get_epsilon(1e-3)
-    model = small_model()
-    _, optimizer, loader = engine.make_private_with_epsilon(
-        target_epsilon=spent + 0.5,
-        target_delta=1e-3,
-        steps=20,
-        sample_rate=0.25,
-        module=model,
-        optimizer=DPSGD(model.named_parameters(), lr=0.5),
-        data_loader=DataLoader(dataset()),
-        loss_function=loss_function,
-        max_grad_norm=1.0,
-        expected_batch_size=60,
-    )
-    take_steps(optimizer, loader, 20)
-    assert spent + 0.4 < engine.get_epsilon(1e-3) <= spent + 0.5
-
-
-def test_all_modes_take_the_same_step() -> None:
-    pytest.importorskip("opacus")
-
-    def losses(model: nn.Module, batch: Any) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-    steps = []
-    for mode in ("functorch", "hooks", "ghost"):
-        model = small_model()
-        returned, optimizer, loader = private(
-            PrivacyEngine(),
-            model,
-            loss_function=losses,
-            grad_sample_mode=mode,
-            noise_multiplier=1e-9,
-            **first(12),
-        )
-        assert returned is model
-        optimizer.backward(next(iter(loader)))
-        optimizer.step()
-        steps.append([p.detach().clone() for p in model.parameters()])
-    for other in steps[1:]:
-        for mine, theirs in zip(steps[0], other, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_a_model_may_be_trained_in_one_mode_after_another() -> None:
-    pytest.importorskip("opacus")
-
-    def losses(model: nn.Module, batch: Any) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-    model = small_model()
-    for mode in ("hooks", "functorch", "ghost", "hooks", "functorch"):
-        settings = {"loss_function": losses, "grad_sample_mode": mode, **first(12)}
-        _, optimizer, loader = private(PrivacyEngine(), model, **settings)
-        optimizer.backward(next(iter(loader)))
-        optimizer.step()
 
 
 def test_steps_that_were_rolled_back_count(tmp_path: Path) -> None:
@@ -705,23 +577,12 @@ def test_no_secret_is_in_anything_that_is_saved() -> None:
         torch.save(optimizer.mechanism, "/dev/null")
 
 
-def test_a_scheduler_sees_an_ordinary_optimizer() -> None:
-    _, optimizer, loader = private(PrivacyEngine(), small_model())
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
-    take_steps(optimizer, loader, 1)
-    schedule.step()
-    assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(0.05)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"noise_multiplier": 0.0}, "noise_multiplier must be positive"),
-        ({"noise_multiplier": -1.0}, "noise_multiplier must be positive"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must lie in"),
-        ({"sample_rate": 0.0}, "sample_rate must lie in"),
         ({"sample_rate": 1.5}, "sample_rate must be from 0 to 1"),
-        ({"expected_batch_size": 0}, "expected_batch_size must lie in"),
         ({"placement": "rank_0"}, "place must be one of"),
         ({"grad_sample_mode": "magic"}, "grad_sample_mode must be one of"),
         ({"loss_function": None}, "loss_function must be callable, got None"),
@@ -749,16 +610,13 @@ def test_models_and_optimizers_that_do_not_fit() -> None:
         optimizer.add_param_group({"params": []})
     with pytest.raises(ValueError, match="closure"):
         optimizer.step(lambda: 0.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="finds noise_multiplier itself"):
+    engine = PrivacyEngine()
+    with pytest.raises(ValueError, match="LBFGS computes gradients several times in a step"):
+        private(engine, model, optimizer=torch.optim.LBFGS(model.parameters()))
+    assert not engine._history()
+    with pytest.raises(ValueError, match="computes noise_multiplier"):
         PrivacyEngine().make_private_with_epsilon(
             target_epsilon=1.0, target_delta=1e-5, steps=1, sample_rate=0.1, noise_multiplier=1.0
         )
     with pytest.raises(ValueError, match="unknown accountant 'gdp'"):
         PrivacyEngine(accountant="gdp")
-
-
-def test_an_optimizer_that_needs_a_closure_is_refused_before_anything_is_spent() -> None:
-    engine, model = PrivacyEngine(), nn.Linear(40, 3)
-    with pytest.raises(ValueError, match="LBFGS computes gradients several times in a step"):
-        private(engine, model, optimizer=torch.optim.LBFGS(model.parameters()))
-    assert not engine._history()

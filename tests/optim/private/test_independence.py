@@ -163,7 +163,7 @@ def test_what_cannot_be_computed_twice_is_not_called_dependent() -> None:
         return entropies(model, batch) * torch.rand(len(batch[0]), generator=generator)
 
     model = mlp()
-    with pytest.raises(PrivacyError, match=r"come out otherwise when they are computed again"):
+    with pytest.raises(PrivacyError, match=r"differ when they are computed again"):
         IndependenceProbe(model, loss).look(draw(model, 4, torch.float32, 0))
 
 

@@ -71,12 +71,6 @@ def test_batch_norm_becomes_group_norm() -> None:
         replace_batch_norm(model, groups=0)
 
 
-def test_group_norm_sees_one_sample_at_a_time() -> None:
-    model = replace_batch_norm(nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)), groups=4)
-    inputs = torch.randn(5, 3, 4, 4)
-    torch.testing.assert_close(model(inputs)[:1], model(inputs[:1]))
-
-
 def test_parameters_that_cannot_be_trained() -> None:
     with pytest.raises(ValueError, match="nothing to train"):
         check_model(make("mlp").requires_grad_(False))
@@ -129,5 +123,5 @@ def test_hooks_that_would_see_raw_gradients_are_refused(ranks_of: Callable[[int]
 def test_an_engine_of_deepspeed_is_refused() -> None:
     deepspeed = pytest.importorskip("deepspeed")
     engine = deepspeed.DeepSpeedEngine.__new__(deepspeed.DeepSpeedEngine)
-    with pytest.raises(ValueError, match="train the module that the engine was made of"):
+    with pytest.raises(ValueError, match="train the engine's module without DeepSpeed"):
         check_model(engine)

@@ -1,5 +1,4 @@
 import copy
-import functools
 import re
 import warnings
 from collections.abc import Callable
@@ -215,9 +214,7 @@ def test_unused_parameters_are_named_at_the_first_sample() -> None:
     gradients = PerSampleGradients(model, lambda m, b: loss_function(m[:3], b), 1.0)
     inputs, labels = draw(3)
     gradients.backward((inputs[:0], labels[:0]))
-    with pytest.raises(
-        ValueError, match=r"nothing but noise.*: forgotten\.weight, forgotten\.bias$"
-    ):
+    with pytest.raises(ValueError, match=r"pure noise.*: forgotten\.weight, forgotten\.bias$"):
         gradients.backward((inputs, labels))
     assert gradients.take().samples == 0
     model.forgotten.requires_grad_(False)
@@ -352,24 +349,16 @@ def test_batches_may_be_nested() -> None:
     assert distance(gradients.take(), taken(model, (inputs, labels))) < 1e-6
 
 
-def test_compiled_gradients_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[int] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        compiled.append(1)
-        return graph
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    model = make("mlp")
-    gradients = PerSampleGradients(model, loss_function, 0.5, micro_batch_size=4, compile=True)
-    for samples in (4, 1, 7, 9):
-        batch = draw(samples, samples)
+def test_losses_of_samples_are_as_good_as_their_mean() -> None:
+    model, batch = make("tied"), draw(9)
+    gradients = PerSampleGradients(model, sample_losses, 0.5, micro_batch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         loss = gradients.backward(batch)
-        torch.testing.assert_close(loss, loss_function(model, batch).detach())
-        result = gradients.take()
-        assert result.samples == samples
-        assert distance(result, taken(model, batch, 0.5)) < 1e-6
-    assert len(compiled) == 1
+    torch.testing.assert_close(loss, loss_function(model, batch).detach())
+    result = gradients.take()
+    assert result.samples == 9
+    assert distance(result, taken(model, batch, 0.5)) < 1e-6
 
 
 def under_ddp() -> tuple[bool, int, float]:
@@ -388,6 +377,9 @@ def under_ddp() -> tuple[bool, int, float]:
     ddp_model = DistributedDataParallel(model)
     ddp_model.register_comm_hook(None, hook)
     result = taken(ddp_model, batch)
+    partly = nn.Sequential(DistributedDataParallel(nn.Linear(12, 4)), nn.Linear(4, 10))
+    with pytest.raises(ValueError, match="wrap the whole model"):
+        PerSampleGradients(partly, loss_function, 1.0)
     return all(p.grad is None for p in model.parameters()), len(calls), distance(result, expected)
 
 
@@ -396,27 +388,14 @@ def test_ddp_averages_nothing(ranks_of: Callable[[int], Ranks]) -> None:
         assert outcome == (True, 0, 0.0)
 
 
-def test_parts_under_ddp_are_refused(ranks_of: Callable[[int], Ranks]) -> None:
-    assert all(ranks_of(2).run(partly_under_ddp))
-
-
-def partly_under_ddp() -> bool:
-    model = nn.Sequential(DistributedDataParallel(nn.Linear(12, 4)), nn.Linear(4, 10))
-    with pytest.raises(ValueError, match="wrap the whole model"):
-        PerSampleGradients(model, loss_function, 1.0)
-    return True
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_grad_norm": 0.0}, "max_grad_norm must be a finite number"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm must be a finite number"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm must be a finite number"),
         ({"max_grad_norm": float("inf")}, "max_grad_norm must be a finite number"),
         ({"max_grad_norm": 1e-12}, "max_grad_norm must be a finite number"),
         ({"micro_batch_size": 0}, "micro_batch_size must be an integer of at least 1"),
-        ({"compile": True}, "compile=True needs a micro_batch_size"),
     ],
 )
 def test_bad_settings(options: dict[str, Any], message: str) -> None:
@@ -464,22 +443,6 @@ def test_loss_must_be_one_number_per_sample(loss: Any, got: str) -> None:
         PerSampleGradients(make("mlp"), loss, 1.0).backward(draw(3))
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_losses_of_samples_are_as_good_as_their_mean(
-    compile: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def plain(graph: Any, inputs: Any) -> Any:
-        return graph
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=plain))
-    model, batch = make("tied"), draw(9)
-    gradients = PerSampleGradients(model, sample_losses, 0.5, micro_batch_size=4, compile=compile)
-    torch.testing.assert_close(gradients.backward(batch), loss_function(model, batch).detach())
-    result = gradients.take()
-    assert result.samples == 9
-    assert distance(result, taken(model, batch, 0.5)) < 1e-6
-
-
 @pytest.mark.parametrize(
     "transform",
     [
@@ -492,9 +455,3 @@ def test_transform_of_another_shape(transform: PublicTransform) -> None:
     gradients.transform = transform
     with pytest.raises(ValueError, match=r"transform\..* one tensor per trainable parameter"):
         gradients.backward(draw(3))
-
-
-def test_nothing_is_said_of_an_ordinary_step() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        taken(make("attention"), draw(5))

@@ -17,10 +17,8 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     SequentialSampler,
-    Subset,
     SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 from comm_hooks.optim.private.data.poisson import PoissonLoader, PoissonSampler, private_loader
@@ -47,7 +45,7 @@ def padded(samples: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("collate", [mixed, centred])
 def test_samples_that_a_batch_mixes_are_refused(collate: Any) -> None:
-    with pytest.raises(ValueError, match="collate_fn mixes samples: a sample's row is another"):
+    with pytest.raises(ValueError, match="collate_fn mixes samples: a sample's row changes"):
         PoissonLoader(list(torch.randn(9, 3)), 0.5, 5, collate_fn=collate)  # type: ignore[arg-type]
 
 
@@ -91,16 +89,13 @@ def test_each_sample_is_drawn_independently_with_the_given_rate(rate: float) -> 
 
 def test_empty_batches_come_as_often_as_they_must() -> None:
     empty = frequencies(100, 0.02, 4000).sum(1) == 0
+    # Of 24 random bits, 2^-24 is the least that a rate can be: 6 samples would be expected.
+    sampler = PoissonSampler(10**6, 1e-10, 100, secret=Secret(KNOWN))
+    assert sum(len(indices) for indices in sampler) == 0
     expected = 0.98**100
     assert empty.mean() == pytest.approx(
         expected, abs=4 * np.sqrt(expected * (1 - expected) / 4000)
     )
-
-
-def test_tiny_rates_are_not_rounded_up() -> None:
-    # Of 24 random bits, 2^-24 is the least that a rate can be: 6 samples would be expected.
-    sampler = PoissonSampler(10**6, 1e-10, 100, secret=Secret(KNOWN))
-    assert sum(len(indices) for indices in sampler) == 0
 
 
 @given(samples=st.integers(1, 50), steps=st.integers(1, 6), rate=st.floats(0.01, 1))
@@ -220,9 +215,7 @@ def test_empty_batches_have_the_structure_of_others(workers: int) -> None:
         assert (batch["more"][0].shape, batch["more"][0].dtype) == ((size,), torch.int64)
         assert (batch["more"][1][0].shape, batch["more"][1][0].dtype) == ((size,), torch.float64)
     assert len(loader) == 40
-
-
-def test_a_user_may_write_to_an_empty_batch() -> None:
+    # A user may write to an empty batch.
     loader = PoissonLoader(TensorDataset(torch.rand(3, 2)), 1e-9, 2)
     first, second = ([tensor.resize_(5, 2) for tensor in batch] for batch in loader)
     assert first[0].data_ptr() != second[0].data_ptr()
@@ -233,31 +226,15 @@ def test_private_loader_keeps_what_it_can() -> None:
     def initialize(worker: int) -> None:
         pass
 
-    usual = DataLoader(
-        Structured(),
-        batch_size=2,
-        shuffle=True,
-        drop_last=True,
-        collate_fn=flipped,
-        num_workers=2,
-        worker_init_fn=initialize,
-        multiprocessing_context="spawn",
-        prefetch_factor=3,
-        persistent_workers=True,
-        timeout=7,
-    )
+    kept: dict[str, Any] = {"num_workers": 2, "worker_init_fn": initialize, "prefetch_factor": 3}
+    kept |= {"persistent_workers": True, "timeout": 7}
+    shuffled = {"batch_size": 2, "shuffle": True, "drop_last": True, "collate_fn": flipped}
+    usual = DataLoader(Structured(), multiprocessing_context="spawn", **shuffled, **kept)
     loader = private_loader(usual, 0.25, rank=1, world_size=2, secret=Secret(KNOWN))
     assert len(loader) == 4
     assert len(private_loader(usual, 0.25, 9)) == 9
     assert len(private_loader(usual, 0.999)) == 1
-    for name in (
-        "num_workers",
-        "worker_init_fn",
-        "prefetch_factor",
-        "persistent_workers",
-        "timeout",
-        "pin_memory",
-    ):
+    for name in (*kept, "pin_memory"):
         assert getattr(loader, name) == getattr(usual, name), name
     assert isinstance(loader.multiprocessing_context, multiprocessing.context.SpawnContext)
     in_process = private_loader(
@@ -301,15 +278,10 @@ class OwnBatches(BatchSampler):
     ("loader", "message"),
     [
         (lambda: DataLoader(Stream(), 2), "Stream has no samples that could be drawn"),
-        (lambda: DataLoader(Stream(), batch_size=None), "Stream has no samples"),
         (lambda: DataLoader(DATASET, batch_size=None), "batch_size=None"),
         (
             lambda: DataLoader(DATASET, 2, sampler=SubsetRandomSampler([1, 2])),
-            "SubsetRandomSampler chooses which samples are seen.*Subset",
-        ),
-        (
-            lambda: DataLoader(DATASET, 2, sampler=WeightedRandomSampler([1.0] * 6, 6)),
-            "WeightedRandomSampler chooses",
+            "SubsetRandomSampler chooses the samples.*Subset",
         ),
         (
             lambda: DataLoader(
@@ -328,17 +300,11 @@ def test_loaders_that_cannot_be_sampled(loader: Callable[[], Any], message: str)
         private_loader(loader(), 0.5)
 
 
-def test_part_of_a_dataset() -> None:
-    (batch,) = next(iter(PoissonLoader(Subset(TensorDataset(torch.arange(6)), [4, 2]), 1.0, 1)))
-    assert batch.tolist() == [4, 2]
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: PoissonSampler(0, 0.5, 1), "num_samples must be an integer of at least 1"),
         (lambda: PoissonSampler(9, 0.0, 1), r"sample_rate must lie in \(0, 1\]"),
-        (lambda: PoissonSampler(9, 1.5, 1), r"sample_rate must lie in \(0, 1\]"),
         (lambda: PoissonSampler(9, float("nan"), 1), r"sample_rate must lie in \(0, 1\]"),
         (lambda: private_loader(DataLoader(DATASET), 0.0), r"sample_rate must lie in \(0, 1\]"),
         (lambda: PoissonSampler(9, 0.5, 0), "steps must be an integer of at least 1"),

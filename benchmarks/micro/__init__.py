@@ -1,0 +1,1 @@
+"""Small measurements, each a table that a page prints: ``python -m benchmarks.micro NAME``."""

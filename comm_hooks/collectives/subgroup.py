@@ -1,0 +1,61 @@
+"""A subgroup of the ranks as a transport: one node, or the same place in every node."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import Group, Request, Result, Round
+
+
+class Subgroup(Transport):
+    """A subgroup of the ranks of a transport, with ranks from 0.
+
+    Args:
+        transport: of all ranks.
+        group: the subgroup.
+
+    Example::
+
+        >>> from comm_hooks.collectives import Simulated
+        >>> from comm_hooks.collectives.requests import Group
+        >>> rank_5 = Simulated(8)[5]  # of two nodes with ranks 0 to 3 and 4 to 7
+        >>> across = Subgroup(rank_5, Group("across", ranks_per_node=4))
+        >>> across.rank, across.world_size
+        (1, 2)
+    """
+
+    def __init__(self, transport: Transport, group: Group) -> None:
+        self._transport = transport
+        self._group = group
+        self._members = group.members(transport.rank, transport.world_size)
+
+    @property
+    def rank(self) -> int:
+        return self._members.index(self._transport.rank)
+
+    @property
+    def world_size(self) -> int:
+        return len(self._members)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return [self._transport.ranks[member] for member in self._members]
+
+    def perform(self, request: Request) -> Any:
+        return self._transport.perform(replace(request, group=self._group))
+
+    def start(self, request: Request) -> torch.futures.Future[Any]:
+        return self._transport.start(replace(request, group=self._group))
+
+    def within(self, round_: Round[Result]) -> Round[Result]:
+        """Return a round of the subgroup as a part of a round of all ranks."""
+        try:
+            request = next(round_)
+            while True:
+                reply = yield replace(request, final=False, group=self._group)
+                request = round_.send(reply)
+        except StopIteration as stop:
+            return stop.value
