@@ -23,10 +23,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 class RoundsState:
-    """All that rounds keep from step to step.
+    """The shared model, the clock, the states of clients and the counters of rounds.
 
-    It is one object, and counters are in it, because frameworks wrap optimizers by copying their
-    attributes: a wrapper must count along.
+    One object holds them because frameworks wrap an optimizer by copying its attributes, and the
+    wrapper and the optimizer must count together.
 
     Args:
         owner: the class of the rounds, for messages.
