@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from comm_hooks.callers import warn_program
 from comm_hooks.checkpoints.sealing import SEAL, require_seal, sealed
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.saved_state import check_whole, seal_own
@@ -18,6 +17,7 @@ from comm_hooks.optim.rounds.client_states import ClientStates
 from comm_hooks.optim.rounds.clock import FragmentClock
 from comm_hooks.optim.rounds.shared_model import SharedModel
 from comm_hooks.shards import whole
+from comm_hooks.warnings import warn_program
 
 Tensors = dict[str, torch.Tensor]
 
