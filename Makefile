@@ -110,7 +110,7 @@ audit-faults: $(READY)
 THIRD_PARTY := .venv-third-party/bin
 third-party:
 	$(PYTHON) -m venv .venv-third-party
-	$(THIRD_PARTY)/python -m pip install $(PIP_OPTIONS) --editable ".[launch,compare]" \
+	$(THIRD_PARTY)/python -m pip install $(PIP_OPTIONS) --editable ".[launch,benchmarks]" \
 		--requirement benchmarks/third_party/requirements.txt
 	$(THIRD_PARTY)/python -m benchmarks.third_party --sources "$(SOURCES)"
 
@@ -121,7 +121,7 @@ release-check: $(READY)
 $(READY): setup.cfg pyproject.toml .ci/install_torch.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python .ci/install_torch.py "$(TORCH)"
-	$(BIN)/python -m pip install $(PIP_OPTIONS) --editable ".[launch,compare,studies,docs,test,lint]"
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --editable ".[launch,benchmarks,docs,test,lint]"
 	touch $@
 
 clean:

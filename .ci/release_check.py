@@ -4,7 +4,8 @@
 
 1. the source archive, and the wheel from it, into ``dist/``; ``twine check --strict``;
 2. for each of the two a virtual environment with torch, numpy and that file alone:
-   the core imports, its version is right, no package that belongs to an extra came along;
+   the core imports, its version is right, pip installed torch, numpy and nothing of an extra, the
+   laboratory is not there, and ``comm-hooks`` names the extra that it needs;
 3. two ranks train ``examples/ddp.py`` there, outside the repository, and say how many times fewer
    bytes they sent;
 4. with the extra ``launch``: ``comm-hooks --help`` answers, in less than a second.
@@ -22,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 # What only extras bring.
-EXTRAS = ("accelerate", "deepspeed", "lightning", "matplotlib", "opacus", "rich", "scipy", "typer")
+EXTRAS = ("accelerate", "deepspeed", "lightning", "matplotlib", "opacus", "psutil", "typer")
 HELP_SECONDS = 1.0
 
 
@@ -65,6 +66,11 @@ def check(file: Path, torch: str, folder: Path) -> str:
     listed = run(python, "-m", "pip", "list", "--format=freeze")
     if more := [name for name in EXTRAS if re.search(rf"^{name}=", listed, re.MULTILINE)]:
         sys.exit(f"{file.name}: the core brings {', '.join(more)}")
+    absent = "import importlib.util; assert not importlib.util.find_spec('benchmarks')"
+    run(python, "-c", absent, cwd=folder)
+    without = subprocess.run([environment / "bin/comm-hooks"], capture_output=True, text=True)
+    if without.returncode != 2 or "comm-hooks[launch]" not in without.stderr:
+        sys.exit(f"{file.name}: comm-hooks without its extra: {without.stderr}")
 
     shutil.copytree(ROOT / "examples", folder / "examples")
     ranks = ["--standalone", "--nproc-per-node", 2]

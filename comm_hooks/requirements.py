@@ -22,6 +22,11 @@ def in_one_line(value: object) -> str:
         return f"a value of the class {type(value).__name__} that is too long to show"
 
 
+def first_of(names: Sequence[str]) -> str:
+    """Return the first name, and the number of the others, for a message."""
+    return f"{names[0]!r}" + (f" and {len(names) - 1} other parameters" if names[1:] else "")
+
+
 def _refuse(owner: object, name: str, requirement: str, value: object, why: str = "") -> NoReturn:
     """Raise the error of an owner, given by name or object, about one of its arguments."""
     who = owner if isinstance(owner, str) else type(owner).__name__

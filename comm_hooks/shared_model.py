@@ -1,6 +1,10 @@
-"""Between exchanges replicas differ: whoever evaluates or saves a model gets what all share."""
+"""The shared model of rounds: evaluation mode and ``state_dict()`` show it, on all ranks alike.
+
+Between exchanges each rank trains a model of its own.
+"""
 
 import functools
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -8,44 +12,41 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from comm_hooks.callers import warn_program
 from comm_hooks.shards import like_whole, whole
+from comm_hooks.warnings import warn_program
 
-State = dict[str, Any]
 
+def attach_shared_model(module: nn.Module, rounds: Any) -> None:
+    """Show the shared model in evaluation mode and in ``state_dict()``.
 
-def show_server_model(module: nn.Module, rounds: Any) -> None:
-    """Let a model in evaluation mode, and its ``state_dict()``, be the server's.
-
-    1. ``module.eval()`` puts the server's values in place of this rank's, ``module.train()`` puts
-       those back, but for parameters that were written to meanwhile; a step in evaluation mode is
-       refused by the rounds.  So do those of parts of the module that hold all of the parameters,
-       such as a model inside of one that returns its loss;
-    2. ``module.state_dict()``, also of any part, returns copies of the server's values in either
+    1. ``module.eval()`` puts the shared values in place of this rank's, ``module.train()`` puts
+       this rank's values back, except for parameters that were written to in between; the rounds
+       refuse a step in evaluation mode.  The same holds for submodules that hold all of the
+       parameters, such as a model inside of one that returns its loss;
+    2. ``module.state_dict()``, also of any part, returns copies of the shared values in either
        mode;
-    3. ``module.load_state_dict()``, also of any part, is where the rounds go on from.
+    3. after ``module.load_state_dict()``, also of any part, the rounds go on from the loaded
+       values.
 
-    Where the parameters were written to in another way since the last step, what was put there
-    counts: the first two do nothing, and for the rounds it is progress of this rank.  A warning
-    says so.
+    Where something else has written to parameters since the last step, the written values count as
+    progress of this rank, with a warning, and the first two items do nothing.
 
-    A copy of the model, or what comes out of a pickle, is a plain one with the values it had.
-    Where other rounds were shown so far, that ends; a model in evaluation mode keeps the values
-    that it shows.
+    A copy or pickle of the model is a plain model with its present values.  Rounds that were
+    attached before are detached; a model in evaluation mode keeps the values that it shows.
 
     Args:
-        module: whose parameters, or some of them, the rounds work on; without wrapper, so that
-            ``train()`` of any of its wrappers reaches it.
-        rounds: :class:`~comm_hooks.optim.LocalRounds` over them.
+        module: the module with the parameters of the rounds, without a wrapper, so that ``train()``
+            of any of its wrappers reaches it.
+        rounds: :class:`~comm_hooks.optim.LocalRounds` over its parameters, or some of them.
 
     Example::
 
         >>> from comm_hooks import ErrorFeedback, Exchange, TopK
-        >>> from comm_hooks.shared_model import show_server_model
+        >>> from comm_hooks.shared_model import attach_shared_model
         >>> from comm_hooks.optim import LocalRounds
         >>> inner = torch.optim.SGD(model.named_parameters(), lr=1.0)
         >>> rounds = LocalRounds(inner, Exchange(TopK(), ErrorFeedback()), local_steps=8)
-        >>> show_server_model(model, rounds)
+        >>> attach_shared_model(model, rounds)
         >>> before = model.weight.detach().clone()
         >>> model(torch.ones(1, 8)).sum().backward()
         >>> rounds.step()
@@ -56,130 +57,126 @@ def show_server_model(module: nn.Module, rounds: Any) -> None:
     for view in earlier:
         view.end()
     if earlier and not rounds.steps:
-        rounds.restart()  # where the earlier rounds have left it
+        rounds.restart()  # from the model of the earlier rounds
     view = _View(rounds)
-    rounds.register_step_pre_hook(view.look)
+    rounds.register_step_pre_hook(view.check)
     own = {id(whole(p)) for p in rounds.parameters}
     for part in module.modules():
         held = own & {id(p) for p in part.parameters()}
         if held == own:
-            # On the instance: what frameworks and users call is module.train() and module.eval().
-            part.train = _Switch(part, view)  # type: ignore[method-assign]
+            # On the instance: frameworks and users call module.train() and module.eval().
+            part.train = _Train(part, view)  # type: ignore[method-assign]
         if held:
             _VIEWS[part] = view
-            to_load = _ToLoad(rounds)
-            view.hooks += [
-                part.register_state_dict_post_hook(_Saved(view, within=part is module)),
-                part.register_load_state_dict_pre_hook(to_load),
-                part.register_load_state_dict_post_hook(_Loaded(rounds, to_load)),
-            ]
+            view.add_hooks(part, is_root=part is module)
 
 
-def show_own_model(module: nn.Module) -> None:
-    """Put this rank's values back, as ``module.train()`` does, and leave all modes as they are.
+def show_model(module: nn.Module, *, shared: bool) -> None:
+    """Show the shared model, or this rank's own one, without changing modes.
 
-    For frameworks that note the mode of each module and restore it without calling ``train()``.
-    Nothing happens if the model is not one of rounds, or shows this rank's values.
+    As ``module.eval()`` and ``module.train()`` do.  For frameworks that restore the mode of each
+    module without calling ``train()``, or that begin a stage by sending rank 0's parameters to all.
+    Nothing happens if the model is not one of rounds.
 
     Example::
 
         >>> from comm_hooks import register
-        >>> from comm_hooks.shared_model import show_own_model
+        >>> from comm_hooks.shared_model import show_model
         >>> from comm_hooks.optim import low_communication
         >>> rounds = low_communication(model.named_parameters(), lr=0.01, bits_per_parameter=8.0)
         >>> _ = register(model, rounds)
-        >>> modes = [module.training for module in model.eval().modules()]
-        >>> show_own_model(model)
-        >>> modes == [module.training for module in model.modules()]
-        True
-    """
-    _show(module, own=True)
-
-
-def show_shared_model(module: nn.Module) -> None:
-    """Show the model that all ranks share, as ``module.eval()`` does, and leave all modes alone.
-
-    For frameworks whose next stage begins by sending rank 0's parameters to all.  ``train()``, or
-    :func:`show_own_model`, puts this rank's values back.  Nothing happens if the model is not one
-    of rounds.
-
-    Example::
-
-        >>> from comm_hooks import register
-        >>> from comm_hooks.shared_model import show_shared_model
-        >>> from comm_hooks.optim import low_communication
-        >>> rounds = low_communication(model.named_parameters(), lr=0.01, bits_per_parameter=8.0)
-        >>> _ = register(model, rounds)
-        >>> show_shared_model(model)
+        >>> show_model(model, shared=True)
         >>> model.training
         True
     """
-    _show(module, own=False)
-
-
-def _show(module: nn.Module, *, own: bool) -> None:
-    switch = vars(module).get("train")
-    if isinstance(switch, _Switch):
-        switch.show(own)
+    train = vars(module).get("train")
+    if isinstance(train, _Train):
+        train.show(not shared)
 
 
 class _View:
-    """The rounds' model, shown or not.
-
-    Attributes:
-        hooks: of the modules that show it.
-    """
+    """The shared model of rounds, shown or hidden."""
 
     def __init__(self, rounds: Any) -> None:
-        self.hooks: list[Any] = []
+        self._hooks: list[Any] = []
         self._rounds = rounds
         self._shown: ExitStack | None = None
         self._has_warned = False
 
-    def look(self, *_: object) -> None:
-        """Before a step, warn if somebody else has written to the parameters."""
+    def add_hooks(self, part: nn.Module, *, is_root: bool) -> None:
+        """Let a part of the model save the shared values, and load values into the rounds."""
+        rounds = self._rounds.round_state
+        places: list[int] = []
+        own: list[list[torch.Tensor] | None] = []
+
+        def saved(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+            if prefix and not is_root:
+                return  # the hook of the module around this one does it
+            values = self.values()
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                # With keep_vars=True the state holds the parameter itself, which stays.
+                if id(parameter) in values and state.get(prefix + name, parameter) is not parameter:
+                    state[prefix + name] = values[id(parameter)]
+
+        def to_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+            named = module.named_parameters(recurse=False)
+            places[:] = rounds.places_of(p for name, p in named if prefix + name in state)
+            own[:] = [rounds.own_values(places)]
+
+        def loaded(module: nn.Module, incompatible_keys: object) -> None:
+            if places:
+                rounds.adopt(places.copy(), own.pop())
+            places.clear()
+
+        self._hooks += [
+            part.register_state_dict_post_hook(_Hook(saved)),
+            part.register_load_state_dict_pre_hook(_Hook(to_load)),
+            part.register_load_state_dict_post_hook(_Hook(loaded)),
+        ]
+
+    def check(self, *_: object) -> None:
+        """Warn before a step if something else has written to the parameters."""
         if self._shown is None and self._rounds.round_state.is_written_to:
             self._warn()
 
     def switch(self, is_training: bool) -> bool:
-        """Show this rank's model or the server's; return whether that changed the parameters."""
+        """Show this rank's model or the shared one; return whether the parameters changed."""
         if is_training and self._shown is not None:
-            overwritten = self._rounds.round_state.overwritten
-            written = [(p.detach(), p.detach().clone()) for p in overwritten]
-            shown, self._shown = self._shown, None
-            shown.close()
-            with torch.no_grad():
-                for parameter, value in written:
-                    parameter.copy_(value)
+            self._close(self._rounds.round_state.overwritten)
             return True
-        if not is_training and self._shown is None:
-            if self._rounds.round_state.is_written_to:
-                self._warn()
-                return False
-            self._shown = ExitStack()
-            self._shown.enter_context(self._rounds.server_parameters())
-            return True
-        return False
+        if is_training or self._shown is not None:
+            return False
+        if self._rounds.round_state.is_written_to:
+            self._warn()
+            return False
+        self._shown = ExitStack()
+        self._shown.enter_context(self._rounds.server_parameters())
+        return True
 
     def end(self) -> None:
-        """Leave the modules as they are, and alone from now on."""
-        for hook in self.hooks:
+        """Detach the modules, which keep their present values."""
+        for hook in self._hooks:
             hook.remove()
         for part in [part for part, view in _VIEWS.items() if view is self]:
             del _VIEWS[part]
             vars(part).pop("train", None)
         if self._shown is not None:
-            shared = [(p.detach(), p.detach().clone()) for p in self._rounds.parameters]
-            self._shown.close()
-            self._shown = None
-            with torch.no_grad():
-                for parameter, value in shared:
-                    parameter.copy_(value)
+            self._close(self._rounds.parameters)
+
+    def _close(self, kept: Sequence[torch.Tensor]) -> None:
+        """Hide the shared model, but keep the present values of some parameters."""
+        values = [(p.detach(), p.detach().clone()) for p in kept]
+        shown, self._shown = self._shown, None
+        assert shown is not None
+        shown.close()
+        with torch.no_grad():
+            for parameter, value in values:
+                parameter.copy_(value)
 
     def values(self) -> dict[int, torch.Tensor]:
-        """Return copies of the server's values by the parameters' ids.
+        """Return copies of the shared values by the ids of the parameters.
 
-        Nothing where somebody else has written to the parameters.
+        Empty if something else has written to the parameters.
         """
         if self._rounds.round_state.is_written_to:
             self._warn()
@@ -192,19 +189,18 @@ class _View:
             self._has_warned = True
             warn_program(
                 "parameters were written to after the last step, by something other than the "
-                "optimizer and load_state_dict(): that counts as progress of this rank, of which "
-                "the others receive little, and until the next step evaluation mode and "
-                "state_dict() show this rank's values. If all ranks have set them alike, call "
-                "restart() of the rounds",
+                "optimizer and load_state_dict(): that counts as progress of this rank, and until "
+                "the next step evaluation mode and state_dict() show this rank's values. If all "
+                "ranks have set the same values, call restart() of the rounds",
             )
 
 
 _VIEWS: WeakKeyDictionary[nn.Module, _View] = WeakKeyDictionary()
-"""What each module shows."""
+"""The view that each module shows."""
 
 
-class _Switch:
-    """``train()`` of a module; also called by its ``eval()``, and by ``train()`` of wrappers."""
+class _Train:
+    """``train()`` of a module, which also its ``eval()`` and the ``train()`` of wrappers call."""
 
     def __init__(self, module: nn.Module, view: _View) -> None:
         self._module = module
@@ -215,83 +211,25 @@ class _Switch:
         return type(self._module).train(self._module, mode)
 
     def show(self, own: bool) -> None:
-        """Show this rank's model or the server's."""
+        """Show this rank's model or the shared one."""
         if self._view.switch(own):
             for module in self._module.modules():
                 if reshard := getattr(module, "reshard", None):
-                    reshard()  # FSDP2 may still hold whole parameters of before
+                    reshard()  # FSDP2 may hold whole parameters with the values of before
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (type(self._module).train, self._module)
 
 
-class _Saved:
-    """Puts the server's values into what ``state_dict()`` returns.
+class _Hook:
+    """A hook of one module: a copy of the module has one that does nothing."""
 
-    Args:
-        view: of the rounds.
-        within: also if the call was to a module around this one.
-    """
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self._function = function
 
-    def __init__(self, view: _View, *, within: bool) -> None:
-        self._view = view
-        self._within = within
-
-    def __call__(self, module: nn.Module, state: State, prefix: str, metadata: object) -> None:
-        if prefix and not self._within:
-            return
-        values = self._view.values()
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            # The parameter itself is there with keep_vars=True: who asks for it wants no copy.
-            if id(parameter) in values and state.get(prefix + name, parameter) is not parameter:
-                state[prefix + name] = values[id(parameter)]
+    def __call__(self, *args: Any) -> None:
+        if self._function is not None:
+            self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Unchanged, ()
-
-
-class _ToLoad:
-    """Notes for which of a module's own parameters ``load_state_dict()`` has values.
-
-    Attributes:
-        places: of those that the rounds work on.
-        own: what the rounds want to know of before.
-    """
-
-    def __init__(self, rounds: Any) -> None:
-        self._rounds = rounds
-        self.places: list[int] = []
-        self.own: list[torch.Tensor] | None = None
-
-    def __call__(self, module: nn.Module, state: State, prefix: str, *_: object) -> None:
-        own = module.named_parameters(recurse=False)
-        rounds = self._rounds.round_state
-        self.places = rounds.places_of(p for name, p in own if prefix + name in state)
-        self.own = rounds.own_values(self.places)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Unchanged, ()
-
-
-class _Loaded:
-    """Lets the rounds go on from those values."""
-
-    def __init__(self, rounds: Any, to_load: _ToLoad) -> None:
-        self._rounds = rounds
-        self._to_load = to_load
-
-    def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
-        places, self._to_load.places = self._to_load.places, []
-        own, self._to_load.own = self._to_load.own, None
-        if places:
-            self._rounds.round_state.adopt(places, own)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Unchanged, ()
-
-
-class _Unchanged:
-    """What a copy of a model has in place of its hooks."""
-
-    def __call__(self, *_: object) -> None:
-        pass
+        return _Hook, ()

@@ -1,7 +1,5 @@
-"""Watching a run: what ``stats()`` says, written to a tracker or a file, and in one line."""
+"""Records of ``stats()``, written to a tracker or a file, or as one line."""
 
-import atexit
-import importlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +11,7 @@ Write = Callable[[Mapping[str, float], int], object]
 
 
 class HasStats(Protocol):
-    """A ``CompressionState``, an ``Exchange``, ``LocalRounds``: whatever counts what it sends."""
+    """A ``CompressionState``, an ``Exchange``, ``LocalRounds``: anything with ``stats()``."""
 
     def stats(self) -> dict[str, float]: ...
 
@@ -21,26 +19,21 @@ class HasStats(Protocol):
 class StatsLogger:
     """Writes a state's ``stats()`` every few steps.
 
-    Beside what ``stats()`` returns it writes ``sent_per_step``, the bytes that this rank sent per
-    step since it last wrote, and ``seconds`` since the logger was made.
-
-    A record takes one number back from the device, the norm of the residual; a step without a
-    record takes nothing.
+    A record has the values of ``stats()``; ``sent_per_step``, the bytes that this rank sent per
+    step since the last record; and ``seconds`` since the logger was made.  It reads one number back
+    from the device, the norm of the residual.
 
     Args:
         state: a :class:`~comm_hooks.CompressionState`, an :class:`~comm_hooks.Exchange` or
-            :class:`~comm_hooks.optim.LocalRounds`, restored already where a run goes on.
-        writer: ``"tensorboard"`` (into its default folder), ``"wandb"`` or ``"mlflow"`` (into the
-            run that is under way, else a new one); a TensorBoard ``SummaryWriter``; a W&B run; a
-            Lightning logger; a function of ``(values, step)``; the path of a file to which a line
-            of JSON per record is added (which ``python -m benchmarks.report`` reads); or None, for
-            :meth:`line` alone.  Give one to rank 0 only, as usual.
+            :class:`~comm_hooks.optim.LocalRounds`; restore it first.
+        writer: a TensorBoard ``SummaryWriter``; a W&B run; a Lightning logger, or the module
+            ``mlflow``; a function of ``(values, step)``; the path of a file to which a line of JSON
+            per record is added; or None, for :meth:`line` alone.  Give one to rank 0 only.
         every: steps between records.
         prefix: of the names in TensorBoard, W&B, MLflow and Lightning; a file has the bare names.
 
     Raises:
         ValueError: for a writer that is none of these, and for ``every`` below 1.
-        ImportError: if the package of a writer's name is not installed.
 
     Example::
 
@@ -64,8 +57,6 @@ class StatsLogger:
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"StatsLogger: every is a number of steps from 1, got {every!r}")
-        if isinstance(writer, str) and writer in _BY_NAME:
-            writer = _BY_NAME[writer]()
         self.state = state
         self.every = every
         self.prefix = "" if isinstance(writer, (str, PathLike)) else prefix
@@ -79,7 +70,7 @@ class StatsLogger:
 
         Args:
             step: the training loop's own count.
-            metrics: written along under their own names, ``loss`` for instance.
+            metrics: more values of the record, ``loss`` for instance.
         """
         if step % self.every == 0:
             self.write(step, **metrics)
@@ -121,45 +112,12 @@ def _bytes(number: float) -> str:
     return f"{number:.4g} GB"
 
 
-def _tensorboard() -> Any:
-    writer = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter()
-    # It writes in a thread that does not outlive the process.
-    atexit.register(writer.close)
-    return writer
-
-
-def _wandb() -> Any:
-    wandb = _imported("wandb", "wandb")
-    return wandb.run or wandb.init()
-
-
-def _mlflow() -> Any:
-    # Its own functions log to the run that is under way, and begin one if there is none.
-    return _imported("mlflow", "mlflow")
-
-
-_BY_NAME: Mapping[str, Callable[[], Any]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-}
-
-
-def _imported(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"StatsLogger: writer {package!r} needs its package: pip install {package}"
-        ) from error
-
-
 def _writing(writer: Any) -> Write:
     """Return the function that writes values to a writer."""
     if writer is None:
         return lambda values, step: None
     if isinstance(writer, (str, PathLike)):
-        # Tells records of a run that was resumed from those before: all counters begin anew.
+        # The time tells records of a resumed run from those before: its counters begin anew.
         began = round(time.time(), 3)
         return lambda values, step: _append(Path(writer), {"step": step, **values, "began": began})
     if hasattr(writer, "add_scalar"):
@@ -171,9 +129,8 @@ def _writing(writer: Any) -> Write:
     if callable(writer):
         return writer
     raise ValueError(
-        f"StatsLogger: writer must be {', '.join(map(repr, _BY_NAME))}, a SummaryWriter, a W&B "
-        f"run, a Lightning logger, a function of (values, step), the path of a file or None, got "
-        f"{writer!r}"
+        "StatsLogger: writer must be a SummaryWriter, a W&B run, a Lightning logger, mlflow, a "
+        f"function of (values, step), the path of a file or None, got {writer!r}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Where this process stands among those that a launcher started, by its environment variables."""
+"""The launcher environment of this process: its rank among those that a launcher started."""
 
 import os
 import re
@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from comm_hooks.launchers.network import Endpoint
 
-# The ids that Slurm gives to what is no step of srun: batch script, interactive shell, the like.
+# The ids that Slurm gives to other steps than those of srun: batch script, interactive shell.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 
 class _Variables(NamedTuple):
-    """The names under which a launcher tells a process its place; of several the first counts."""
+    """The environment variables of a launcher; of several names the first that is set counts."""
 
     launcher: str
     rank: str
@@ -25,22 +25,19 @@ class _Variables(NamedTuple):
     node: tuple[str, ...] = ()
 
 
-# What was started last comes first: it is what starts ranks.
+_MPI = "OMPI_COMM_WORLD_"
+# The launcher that started last, which is the one that starts ranks, comes first.
 _LAUNCHERS = (
     _Variables(
-        "torchrun",
-        "RANK",
-        ("WORLD_SIZE",),
-        "LOCAL_RANK",
-        ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
-        ("GROUP_RANK", "CROSS_RANK"),
+        launcher="torchrun",
+        rank="RANK",
+        world_size=("WORLD_SIZE",),
+        local_rank="LOCAL_RANK",
+        local_size=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+        node=("GROUP_RANK", "CROSS_RANK"),
     ),
     _Variables(
-        "mpirun",
-        "OMPI_COMM_WORLD_RANK",
-        ("OMPI_COMM_WORLD_SIZE",),
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        "mpirun", f"{_MPI}RANK", (f"{_MPI}SIZE",), f"{_MPI}LOCAL_RANK", (f"{_MPI}LOCAL_SIZE",)
     ),
     _Variables(
         "mpirun",
@@ -63,16 +60,16 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True)
 class LauncherEnvironment:
-    """One process among those of a launcher; by default alone, without one.
+    """One process of a launcher; by default a single process without a launcher.
 
-    Args:
+    Attributes:
         launcher: ``"torchrun"`` (also deepspeed and accelerate, which set the same variables),
             ``"mpirun"``, ``"srun"`` or None.
         rank: of this process among all.
-        world_size: how many there are.
+        world_size: the number of processes.
         local_rank: of this process on its node.
-        local_size: how many there are on its node.
-        node: the number or name of its node, or None where the launcher does not say.
+        local_size: the number of processes on its node.
+        node: the number or name of its node; None if the launcher does not set it.
     """
 
     launcher: str | None = None
@@ -83,7 +80,7 @@ class LauncherEnvironment:
     node: str | None = None
 
     def variables(self, head: Endpoint) -> dict[str, str]:
-        """Return what ``torch.distributed`` reads at this place, where all meet at ``head``."""
+        """Return the variables that ``torch.distributed`` reads, with the store at ``head``."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -108,7 +105,7 @@ class LauncherEnvironment:
 
 
 def detect_environment(environment: Mapping[str, str] | None = None) -> LauncherEnvironment:
-    """Return this process's place by what its launcher tells.
+    """Return the launcher environment of this process.
 
     Torchrun's variables count before mpirun's, and those before Slurm's.
 
@@ -149,12 +146,12 @@ local_size=2, node='a')
 
 
 def _innermost(environment: Mapping[str, str]) -> _Variables | None:
-    """Return the variables of the launcher that started this process last, if one did."""
+    """Return the variables of the innermost launcher, if there is one."""
     is_step = _is_step(environment)
     for names in _LAUNCHERS:
         is_told = names.rank in environment and any(n in environment for n in names.world_size)
         if names.rank == "PMI_RANK" and is_step:
-            # srun sets PMI's variables, too, but tells the local rank by its own.
+            # srun sets PMI's variables, too, but not the local rank.
             is_told &= "MPI_LOCALNRANKS" in environment
         if is_told and (is_step or names.launcher != "srun"):
             return names
@@ -162,13 +159,13 @@ def _innermost(environment: Mapping[str, str]) -> _Variables | None:
 
 
 def expected_world_size(environment: Mapping[str, str] | None = None) -> tuple[int, str] | None:
-    """Return how many processes mpirun or srun started, and the variable that says so.
+    """Return the number of processes that mpirun or srun started, and its variable.
 
     Args:
         environment: ``os.environ`` if None.
 
     Returns:
-        The number and the variable; None where no such launcher was at work.
+        The number and the variable; None without such a launcher.
 
     Example::
 
@@ -188,10 +185,10 @@ def check_world_size(
 ) -> None:
     """Raise unless at least as many ranks have met as mpirun or srun started.
 
-    ``srun -n 2 python train.py`` starts two processes that know of each other only if something
-    reads what Slurm tells them.  DeepSpeed asks mpi4py; one that was built for another MPI than
-    srun speaks calls each process the only one.  Both then train, without an error, and write the
-    same checkpoint.
+    ``srun -n 2 python train.py`` starts two processes.  They find each other only if the script
+    reads Slurm's variables.  DeepSpeed asks mpi4py; built for another MPI than that of srun, it
+    makes each process rank 0 of 1.  Both then train alone, without an error, and write the same
+    checkpoint.
 
     Call it after ``init_process_group()`` or ``deepspeed.initialize()``.  More ranks are fine: one
     task of srun may be torchrun, which starts several.
@@ -201,7 +198,7 @@ def check_world_size(
         environment: ``os.environ`` if None.
 
     Raises:
-        RuntimeError: if there are fewer: they train apart from each other.
+        RuntimeError: if fewer ranks have met.
 
     Example::
 

@@ -19,10 +19,10 @@ _ENOUGH_SECONDS = 0.4
 
 
 class Channel(Protocol):
-    """One end of a link; each call returns once the other end can do its part."""
+    """One end of a link."""
 
     def send(self, count: int) -> None:
-        """Send so many bytes, whatever they are."""
+        """Send so many bytes of any content."""
 
     def receive(self, count: int) -> None:
         """Wait for so many bytes."""
@@ -36,7 +36,7 @@ class Channel(Protocol):
 
 @dataclass(frozen=True)
 class Delay:
-    """What small messages showed.
+    """The delay of small messages, and the difference of clocks.
 
     Attributes:
         latency: seconds, half of the median round trip.
@@ -65,14 +65,13 @@ def measure_delay(channel: Channel) -> Delay:
 def measure_bandwidth(channel: Channel, latency: float, *, repeat: int) -> float:
     """Return the bytes per second to the other end, after :func:`measure_delay`.
 
-    Transfers grow until one takes 0.4 s or has 256 MiB.  Other traffic on the link is part of what
-    is measured.
+    Transfers grow until one takes 0.4 s or has 256 MiB.  Other traffic on the link counts, too.
 
     Args:
         channel: to the other end, which is in :func:`answer`, and leaves it at the end of this.
         latency: one way, in seconds.
-        repeat: transfers of the last size, of which the median counts: one alone may fall into a
-            moment when a machine is busy.
+        repeat: transfers of the last size; the median counts, in case a machine is busy for a
+            moment.
     """
 
     def transfer() -> float:
@@ -92,7 +91,7 @@ def measure_bandwidth(channel: Channel, latency: float, *, repeat: int) -> float
 
 
 def answer(channel: Channel) -> None:
-    """Be the other end of :func:`measure_delay` and then :func:`measure_bandwidth`."""
+    """Serve as the other end of :func:`measure_delay` and then :func:`measure_bandwidth`."""
     for _ in range(_PINGS):
         channel.receive(1)
         channel.tell(time.time())
@@ -102,7 +101,7 @@ def answer(channel: Channel) -> None:
 
 
 def nodes_of(labels: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each node, given what each rank calls its node.
+    """Return the ranks of each node, given the node's label of each rank.
 
     Example::
 
@@ -118,8 +117,8 @@ def nodes_of(labels: Sequence[str]) -> list[list[int]]:
 def make_rounds(nodes: int, all_pairs_up_to: int) -> list[list[tuple[int, int]]]:
     """Return pairs of nodes in rounds; in a round no node is in two pairs.
 
-    Every pair up to so many nodes (a round-robin tournament, as chess clubs have it), else each
-    node with its two neighbours on a ring: a node with a bad link still shows.
+    All pairs up to so many nodes (a round-robin tournament), else each node with its two neighbours
+    on a ring, which still finds a node with a bad link.
 
     Example::
 
@@ -135,7 +134,7 @@ def make_rounds(nodes: int, all_pairs_up_to: int) -> list[list[tuple[int, int]]]
         last = [ring.pop()] if nodes % 2 else []
         rounds = [ring[0::2], ring[1::2], last]
         return [[(min(p), max(p)) for p in pairs] for pairs in rounds if pairs]
-    # One stays, the others move on by a seat; with an odd number somebody plays nobody.
+    # One stays, the others move on by a seat; with an odd number one pauses.
     players = [*range(nodes), *([-1] if nodes % 2 else [])]
     half, rounds = len(players) // 2, []
     for _ in range(len(players) - 1):
@@ -149,8 +148,8 @@ def parse_rate(rate: str) -> float:
     """Return the bits per second of a rate as ``tc`` writes it.
 
     Raises:
-        ValueError: for anything that is not a positive number of bit, kbit, mbit or gbit.  (What
-            ``tc`` calls mbps is megabytes per second, so it is refused, too.)
+        ValueError: for other text than a positive number of bit, kbit, mbit or gbit.  (The mbps
+            of ``tc`` are megabytes per second, so they are refused, too.)
 
     Example::
 
@@ -164,7 +163,7 @@ def parse_rate(rate: str) -> float:
 
 
 def format_rate(bits_per_second: float) -> str:
-    """Return a rate as networks have it.
+    """Return a rate in the usual unit of networks.
 
     Example::
 

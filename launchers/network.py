@@ -24,7 +24,7 @@ _ATTEMPT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where ranks meet: a host, by name or address, and a port that is open to all nodes."""
+    """The meeting point of ranks: a host, by name or address, and a port open to all nodes."""
 
     host: str
     port: int = DEFAULT_PORT
@@ -38,7 +38,7 @@ def parse_endpoint(text: str) -> Endpoint:
     """Return an endpoint from ``HOST``, ``HOST:PORT``, an IPv6 address or ``[IPv6]:PORT``.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for other text.
 
     Example::
 
@@ -64,7 +64,7 @@ def wait_for_port(endpoint: Endpoint, seconds: float) -> str | None:
         seconds: how long; 0 asks once.
 
     Returns:
-        None as soon as it does, else one line that says why not.
+        None as soon as something listens, else the reason in one line.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -103,21 +103,20 @@ def _try_to_connect(endpoint: Endpoint, seconds: float) -> str | None:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nothing listens at."""
+    """Return an unused port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is of this machine alone; an empty one is not."""
+    """Return whether an address is a loopback address; an empty one is not."""
     return bool(address) and ipaddress.ip_address(address).is_loopback
 
 
 def loopback_interface() -> str | None:
-    """Return the name of the interface of this machine alone, if it has one.
+    """Return the name of the loopback interface, if there is one.
 
-    Told to use it, gloo does not look up the machine's name, which fails or takes seconds in
-    places.
+    With it gloo does not look up the machine's name, which can fail or take seconds.
     """
     names = (name for _, name in socket.if_nameindex())
     return next((name for name in names if name.startswith("lo")), None)
@@ -125,11 +124,11 @@ def loopback_interface() -> str | None:
 
 @dataclass(frozen=True)
 class Route:
-    """How this machine reaches the head.
+    """The way from this machine to the head.
 
-    Args:
-        interface: the name of the interface, for GLOO_SOCKET_IFNAME.
-        address: the address of this machine in that network.
+    Attributes:
+        interface: its name, for GLOO_SOCKET_IFNAME.
+        address: of this machine in that network.
         head: the address of the head.
         is_head: whether the head is this machine.
     """
@@ -141,7 +140,7 @@ class Route:
 
 
 def find_route(host: str, interface: str | None = None) -> Route:
-    """Find out how this machine reaches a host.
+    """Find the way from this machine to a host.
 
     1. resolve the name, IPv4 before IPv6;
     2. let the kernel choose the address to come from (no packet is sent), or take the first one of
@@ -153,9 +152,9 @@ def find_route(host: str, interface: str | None = None) -> Route:
         interface: the interface to use instead of the one that the routing table names.
 
     Raises:
-        ValueError: if the name does not resolve, nothing leads there, there is no such interface,
-            or the name stands for 127.0.0.1 (as Debian writes it into /etc/hosts for the machine's
-            own name), which the other nodes cannot use.
+        ValueError: if the name does not resolve, there is no route or no such interface, or the
+            name resolves to 127.0.0.1 (as Debian's /etc/hosts has it for the machine's own name),
+            which other nodes cannot reach.
 
     Example::
 

@@ -98,8 +98,16 @@ class ExchangingOptimizer(ExactStateOptimizer):
     needs: ClassVar[tuple[str, ...]] = ()
     """Keys of :attr:`published` without which no exchange can be used."""
 
-    _averaging_ruled_out: ClassVar[bool] = False
+    averaging_ruled_out = False
     """Whether nothing else can average the gradients, so that the first step need not check."""
+
+    is_paused = False
+    """Whether steps do nothing."""
+
+    overflow = False
+    """Whether the last step was skipped, on all ranks alike, because some rank's message was not
+    finite.  A DeepSpeed engine reads it, counts such a step and holds the learning rate's schedule.
+    """
 
     def __init__(
         self, params: ParamsT, exchange: Exchange, defaults: Group, **settings: Any
@@ -172,6 +180,9 @@ class ExchangingOptimizer(ExactStateOptimizer):
         self._companions = [TorchDistributed(group) for group in self.model_parallel_groups]
 
     def _take_step(self) -> None:
+        self.overflow = False
+        if self.is_paused:
+            return
         self._frozen.check()
         with local_gradients(self._parameters()):
             self._step(self._gradients())
@@ -204,7 +215,9 @@ class ExchangingOptimizer(ExactStateOptimizer):
         self.exchange.average_(message, compress=compress)
         first = next(iter(message.values()))
         found = torch.isfinite(first[(0,) * first.dim()])
-        return bool(found_by_all(self._companions, found) if self._companions else found)
+        finite = bool(found_by_all(self._companions, found) if self._companions else found)
+        self.overflow = not finite
+        return finite
 
     def _groups(self) -> Iterator[tuple[slice, Group]]:
         """Yield each group that this rank holds anything of with its range in the parameters."""
@@ -258,7 +271,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         if frozen:
             names = self.names()
             self._frozen.check_later([names[place] for place in frozen])
-        if not self._averaging_ruled_out:
+        if not self.averaging_ruled_out:
             self._averaging.check(self, self._parameters(), gradients)
         if grad_scale is not None:
             torch._foreach_div_(gradients, grad_scale)

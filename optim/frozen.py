@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from comm_hooks.callers import warn_program
 from comm_hooks.shards import whole
+from comm_hooks.warnings import warn_program
 
 
 def trains(parameter: torch.Tensor) -> bool:

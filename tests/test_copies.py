@@ -84,7 +84,9 @@ def copied(way: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("way", ["register", "register_comm_hook"])
+@pytest.mark.parametrize(
+    "way", ["register", pytest.param("register_comm_hook", marks=pytest.mark.slow)]
+)
 def test_a_copy_of_a_hooked_model_is_apart_from_it(ranks_of: RanksOf, way: str) -> None:
     for report in ranks_of(2).run(copied, way):
         assert report.pop("steps") == (3, 6)
@@ -141,9 +143,14 @@ def test_a_copy_asks_the_same_scaler() -> None:
     assert state.loss_scale() == scaler.get_scale()
 
 
-@pytest.mark.parametrize("collective", ["all_gather", "sharded"])
 @pytest.mark.parametrize(
-    "memory", [ErrorFeedback(bits=4), ErrorFeedback(), MomentumCorrection(), Differences()], ids=str
+    ("memory", "collective"),
+    [
+        (ErrorFeedback(bits=4), "sharded"),
+        (MomentumCorrection(), "all_gather"),
+        (Differences(), "sharded"),
+    ],
+    ids=str,
 )
 def test_a_copied_exchange_goes_on_like_the_original(memory: Memory, collective: Any) -> None:
     world = Simulated(2)

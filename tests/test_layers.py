@@ -10,20 +10,17 @@ ROOT = Path(comm_hooks.__file__).parent.resolve().parent
 
 # From the bottom up.  What a module lies in is the longest name that it begins with.
 LAYERS = [
-    ("errors", "callers", "requirements", "shards", "profiling", "transfers"),
+    ("errors", "requirements", "shards", "profiling", "transfers"),
     ("randomness",),
     ("kernels",),
     ("wire",),
     ("compressors",),
     ("memory",),
-    ("config",),
+    ("config", "warnings"),
     ("collectives",),
     ("checkpoints",),
     ("exchange",),
-    # What registering an optimizer or a compressor takes in any framework.
-    ("frameworks.own_exchange",),
     ("shared_model",),
-    ("frameworks.adaptive",),
     ("frameworks.ddp",),
     ("",),  # the package itself: what users import
     ("optim",),

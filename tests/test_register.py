@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from comm_hooks import CompressionState, TopK, compression_hook, register, skip_hook
-from comm_hooks.frameworks.ddp.model import DataParallelModel
+from comm_hooks.frameworks.ddp.model import named_parameters, require_ddp
 from comm_hooks.optim import low_communication
 from tests.ranks import Ranks
 from tests.test_hook import SMALL_BUCKETS_MB, Net, backward
@@ -70,6 +70,7 @@ def not_ddp() -> dict[str, str]:
         "FSDP": lambda: FullyShardedDataParallel(Net(), device_id=torch.device("cpu")),
         "FSDP2": lambda: fully_shard(Net(), mesh=mesh),
         "inside FSDP2": lambda: Wrapper(layer=fully_shard(Net(), mesh=mesh)),
+        "replicate": lambda: replicate(Net()),
         "replicate_with_fsdp": lambda: replicate_with_fsdp(Net(), mesh=mesh),
         "DeepSpeed": engine,
         "DataParallel": lambda: nn.DataParallel(Net()),
@@ -93,7 +94,8 @@ def test_what_is_not_ddp_is_refused_with_what_to_do(ranks_of: RanksOf) -> None:
         "FSDP": "sharded by FSDP: see comm_hooks.frameworks.fsdp",
         "FSDP2": "sharded by FSDP: see comm_hooks.frameworks.fsdp",
         "inside FSDP2": "sharded by FSDP: see comm_hooks.frameworks.fsdp",
-        "replicate_with_fsdp": "of replicate_with_fsdp, which has no place for a hook",
+        "replicate": "of replicate(), a private interface of PyTorch",
+        "replicate_with_fsdp": "of replicate(), a private interface of PyTorch",
         "DeepSpeed": "got DeepSpeedEngine: see comm_hooks.frameworks.deepspeed",
         "DataParallel": "got DataParallel",
         "no model": "register() takes a model, got str",
@@ -111,7 +113,7 @@ def names_of_compiled() -> list[list[str]]:
     part = Net()
     part.a = torch.compile(part.a)  # type: ignore[assignment]
     models = [plain, torch.compile(plain), compiled, DistributedDataParallel(part)]
-    return [[name for name, _ in DataParallelModel(m).named_parameters()] for m in models]
+    return [[name for name, _ in named_parameters(require_ddp(m))] for m in models]
 
 
 def test_names_do_not_depend_on_compilation(ranks_of: RanksOf) -> None:
@@ -212,10 +214,7 @@ def python_reducer(hook: str) -> str:
         if hook == "register":
             register(ddp, "topk")
             raise AssertionError("register() must refuse")
-        if hook == "skip_hook":
-            ddp.register_comm_hook(None, skip_hook)
-        else:
-            ddp.register_comm_hook(CompressionState(TopK()), compression_hook)
+        ddp.register_comm_hook(CompressionState(TopK()), compression_hook)
         backward(ddp, 0, dist.get_rank())
     except ValueError as error:
         return str(error)
@@ -225,28 +224,21 @@ def python_reducer(hook: str) -> str:
     return "not refused"
 
 
-@pytest.mark.parametrize("hook", ["register", "compression_hook", "skip_hook"])
+@pytest.mark.parametrize("hook", ["register", "compression_hook"])
 def test_python_reducer_is_refused(ranks_of: RanksOf, hook: str) -> None:
     for message in ranks_of(2).run(python_reducer, hook):
         assert "'python_reducer' calls hooks parameter by parameter" in message
         assert "ddp_optimizer" in message
 
 
-def static_graph(composable: bool, order: str) -> str:
-    """Run backward passes, with (s) and without (n) synchronization; return what is refused."""
-    model: Any = Net()
-    if composable:
-        model = replicate(model, static_graph=True)
-    else:
-        model = DistributedDataParallel(model, static_graph=True)
+def static_graph(order: str) -> str:
+    """Run backward passes, with (s) and without (n) synchronization; return the refusal."""
+    model = DistributedDataParallel(Net(), static_graph=True)
     state = register(model, "topk", min_numel=64)
     with torch.no_grad():
         model(torch.ones(1, 40))  # evaluating first is no backward pass
     for sync in order:
-        if composable:
-            model.set_requires_gradient_sync(sync == "s")
-        else:
-            model.require_backward_grad_sync = sync == "s"
+        model.require_backward_grad_sync = sync == "s"
         try:
             backward(model, 0, dist.get_rank())
         except ValueError as error:
@@ -254,13 +246,10 @@ def static_graph(composable: bool, order: str) -> str:
     return f"{state.stats()['steps']} exchanges, {len(model._forward_pre_hooks)} left"
 
 
-@pytest.mark.parametrize("composable", [False, True], ids=["DDP", "replicate"])
-def test_a_static_graph_must_start_with_an_exchange(ranks_of: RanksOf, composable: bool) -> None:
-    for message in ranks_of(2).run(static_graph, composable, "ns"):
+def test_a_static_graph_must_start_with_an_exchange(ranks_of: RanksOf) -> None:
+    for message in ranks_of(2).run(static_graph, "ns"):
         assert message.startswith("static_graph=True: the first backward pass must not be under")
-    hooks_of_replicate = 1 if composable else 0
-    for message in ranks_of(2).run(static_graph, composable, "snsns"):
-        assert message == f"3 exchanges, {hooks_of_replicate} left"
+    assert ranks_of(2).run(static_graph, "snsns") == ["3 exchanges, 0 left"] * 2
 
 
 def delayed_parameters() -> tuple[list[str], float]:
@@ -283,11 +272,6 @@ def test_parameters_that_never_reach_the_hook_are_said_to(ranks_of: RanksOf) -> 
         assert steps == 1
 
 
-ACCUMULATING: dict[str, dict[str, Any]] = {
-    "default": {},
-    "static_graph": {"static_graph": True},
-    "find_unused_parameters": {"find_unused_parameters": True},
-}
 # What happens between backward passes, and whether the warning must come.
 BETWEEN = {
     "nothing": True,
@@ -299,9 +283,9 @@ BETWEEN = {
 }
 
 
-def accumulate(ddp_options: dict[str, Any], between: str) -> list[str]:
+def accumulate(between: str) -> list[str]:
     rank = dist.get_rank()
-    ddp = DistributedDataParallel(Net(), bucket_cap_mb=SMALL_BUCKETS_MB, **ddp_options)
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=SMALL_BUCKETS_MB)
     scale = (lambda: 1.0) if between == "loss scale" else None
     register(ddp, "topk", min_numel=64, loss_scale=scale)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -330,17 +314,9 @@ def accumulate(ddp_options: dict[str, Any], between: str) -> list[str]:
     return [str(w.message) for w in caught if "are averaged again" in str(w.message)]
 
 
-@pytest.mark.parametrize(
-    ("options", "between"),
-    [
-        *(("default", between) for between in BETWEEN),
-        *((o, b) for o in ACCUMULATING if o != "default" for b in ("nothing", "zero_grad")),
-    ],
-)
-def test_accumulating_what_is_averaged_already_warns_once(
-    ranks_of: RanksOf, options: str, between: str
-) -> None:
-    for messages in ranks_of(2).run(accumulate, ACCUMULATING[options], between):
+@pytest.mark.parametrize("between", BETWEEN)
+def test_accumulating_what_is_averaged_already_warns_once(ranks_of: RanksOf, between: str) -> None:
+    for messages in ranks_of(2).run(accumulate, between):
         assert len(messages) == BETWEEN[between]
 
 

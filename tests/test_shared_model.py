@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from comm_hooks import ErrorFeedback, Exchange, TopK, register
 from comm_hooks.collectives import Simulated, Transport, run_ranks
@@ -98,19 +98,6 @@ def test_what_is_saved_is_shared_in_either_mode() -> None:
 
     first, second = on_two_ranks(check)
     assert all(torch.equal(value, second[name]) for name, value in first.items())
-
-
-def test_the_rounds_save_the_same_in_either_mode() -> None:
-    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
-        in_training = rounds.state_dict()["rounds"]["private"]
-        model.eval()
-        in_evaluation = rounds.state_dict()["rounds"]["private"]
-        for part in ("own", "starts"):
-            assert in_training[part].keys() == in_evaluation[part].keys()
-            for name, value in in_training[part].items():
-                assert torch.equal(value, in_evaluation[part][name])
-
-    on_two_ranks(check)
 
 
 def test_a_step_in_evaluation_mode_is_refused() -> None:
@@ -219,27 +206,6 @@ def test_copies_are_plain_models() -> None:
         assert model.training
 
     on_two_ranks(check)
-
-
-def test_a_moving_average_of_what_all_share_is_the_same_on_all_ranks() -> None:
-    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> Weights:
-        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        expected: Weights = []
-        for step in range(3, 9):
-            take_steps(model, rounds, range(step, step + 1), transport.rank)
-            with rounds.server_parameters():
-                averaged.update_parameters(model)
-                now = weights(model)
-            expected = [(a + b) / 2 for a, b in zip(expected, now, strict=bool(expected))] or now
-        own = weights(model)
-        assert not equal(own, weights(averaged.module))
-        for mean, value in zip(expected, weights(averaged.module), strict=True):
-            torch.testing.assert_close(value, mean)
-        assert equal(weights(model), own)
-        return weights(averaged.module)
-
-    first, second = on_two_ranks(check)
-    assert equal(first, second)
 
 
 def test_a_model_that_is_not_the_optimizers_is_refused() -> None:

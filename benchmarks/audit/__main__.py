@@ -1,4 +1,4 @@
-"""``python -m benchmarks.audit``: the options, what they do, and what is printed."""
+"""``python -m benchmarks.audit``: the command and its output."""
 
 import json
 import math

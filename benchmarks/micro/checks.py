@@ -34,7 +34,7 @@ from benchmarks.lab.worker import connect
 from benchmarks.micro.timing import print_head
 from comm_hooks import Exchange
 from comm_hooks.exchange import agreement
-from comm_hooks.frameworks.ddp.model import AccumulationWatch
+from comm_hooks.frameworks.ddp.model import AccumulationCheck
 from comm_hooks.wire import gathered_header, summed_header
 from comm_hooks.wire.gathered_header import GatheredHeader
 from comm_hooks.wire.summed_header import SummedHeader
@@ -62,7 +62,7 @@ _TIMED: tuple[tuple[Any, str, str], ...] = (
     (summed_header, "checksums", "checksums"),
     (Exchange, "_stamp", "stamps"),
     (agreement, "fingerprint", "fingerprint"),
-    (AccumulationWatch, "look", "hook"),
+    (AccumulationCheck, "check", "hook"),
 )
 
 

@@ -18,7 +18,7 @@ _missing = [
 ]
 if _missing:
     print(
-        f"benchmarks.studies: needs {', '.join(_missing)}: pip install 'comm-hooks[studies]'",
+        f"benchmarks.studies: needs {', '.join(_missing)}: pip install 'comm-hooks[benchmarks]'",
         file=sys.stderr,
     )
     raise SystemExit(2)

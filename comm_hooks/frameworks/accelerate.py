@@ -1,4 +1,4 @@
-"""Accelerate: one line that compresses, and whose state goes where ``save_state`` goes."""
+"""Accelerate: one call that compresses, and saves the state of ranks with ``save_state``."""
 
 import functools
 import os
@@ -27,17 +27,17 @@ def register(
     3. ``accelerator.load_state(folder)`` restores them, also on another number of ranks; if there
        are none, it warns.
 
-    ``accelerator.register_for_checkpointing(state)`` is not what does this: it writes one file, and
-    all ranks would get the residuals of rank 0.
+    Do not call ``accelerator.register_for_checkpointing(state)``: it writes one file, and all ranks
+    would get the residuals of rank 0.
 
     Args:
         accelerator: an ``accelerate.Accelerator``.
-        model: what ``accelerator.prepare`` returned.
+        model: the result of ``accelerator.prepare``.
         compressor, settings: see :func:`comm_hooks.register`; the optimizer before or after
             ``prepare``.
 
     Returns:
-        What :func:`comm_hooks.register` returns.
+        The state, as :func:`comm_hooks.register`.
 
     Raises:
         ValueError: for bad settings; for a model that was not prepared, or not for
@@ -70,10 +70,10 @@ def register(
 
 
 def _after_load_state(accelerator: Any, load: Callable[[str], object]) -> None:
-    """Call a function with the folder as soon as ``accelerator.load_state`` is through.
+    """Call a function with the folder after ``accelerator.load_state``.
 
-    Its hooks come before models and optimizers are loaded, which an optimizer's own state is
-    compared with.
+    Hooks of ``load_state`` run before models and optimizers are loaded, but an optimizer's own
+    state is compared with these.
     """
     load_state, folders = accelerator.load_state, []
 
@@ -90,7 +90,7 @@ def _after_load_state(accelerator: Any, load: Callable[[str], object]) -> None:
 
 
 def _folder(accelerator: Any) -> str:
-    """Return another name for each model of an accelerator."""
+    """Return a new name for each model of an accelerator."""
     number = getattr(accelerator, "_comm_hooks_models", 0)
     accelerator._comm_hooks_models = number + 1
     return f"comm_hooks_{number}" if number else "comm_hooks"

@@ -1,7 +1,7 @@
 """Lightning's Trainer: a callback that compresses, logs, and checkpoints every rank's residuals.
 
-It works with both packages, ``lightning`` and ``pytorch_lightning``.  Fabric needs no module of its
-own: ``comm_hooks.register(fabric.setup(model), ...)``.
+It works with ``lightning`` and ``pytorch_lightning``.  Fabric needs no module of its own:
+``comm_hooks.register(fabric.setup(model), ...)``.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from comm_hooks.checkpoints.protocol import local_steps
 from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.frameworks.ddp.hook import register
-from comm_hooks.shared_model import show_own_model, show_shared_model
+from comm_hooks.shared_model import show_model
 from comm_hooks.tracking import StatsLogger
 
 try:
@@ -29,7 +29,7 @@ except ModuleNotFoundError:
 
 
 class CompressionCallback(Callback):
-    """Compresses what a Trainer with ``strategy="ddp"`` exchanges, on CPU and CUDA.
+    """Compresses the exchange of a Trainer with ``strategy="ddp"``, on CPU and CUDA.
 
     1. when fitting starts and the model is wrapped, :func:`~comm_hooks.register` is called, with
        the loss scale of ``precision="16-mixed"``, or with the optimizer;
@@ -48,7 +48,7 @@ class CompressionCallback(Callback):
             :func:`~comm_hooks.optim.low_communication`.
 
     Attributes:
-        state: what :func:`~comm_hooks.register` returned, from the start of fitting on, else None.
+        state: the result of :func:`~comm_hooks.register` after the start of fitting, else None.
 
     Raises:
         ValueError: at the start of ``fit``, for bad settings, for another strategy, and if the
@@ -75,13 +75,13 @@ class CompressionCallback(Callback):
         self.state: Any = None
         self._compressor = compressor
         self._settings = settings
-        self._watch: StatsLogger | None = None
+        self._logger: StatsLogger | None = None
         self._logged = 0
         self._module: object = None
         self._saved: Mapping[str, Any] | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse what cannot work, and see to it that checkpoints have files of all ranks."""
+        """Refuse unsupported strategies, and let checkpoints have files of all ranks."""
         if stage == "fit":
             strategy = trainer.strategy
             _require_ddp(strategy)
@@ -93,11 +93,11 @@ class CompressionCallback(Callback):
                 strategy.remove_checkpoint = functools.partial(
                     _remove_checkpoint, strategy, strategy.remove_checkpoint
                 )
-        # The strategy will send what rank 0 has to all.
-        show_shared_model(pl_module)
+        # The strategy will send the parameters of rank 0 to all.
+        show_model(pl_module, shared=True)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Register with the model that the strategy has wrapped by now."""
+        """Register with the model, which the strategy has wrapped."""
         before = self.state if self._module is pl_module else None
         self._module = pl_module
         if self._compressor is None:
@@ -106,19 +106,22 @@ class CompressionCallback(Callback):
             _let_clip(trainer.precision_plugin, optimizer)
         else:
             self.state = register(pl_module, self._compressor, **self._settings)
-            if before is not None:  # fitted before: go on with what that left
+            if before is not None:  # fitted before: go on with its residuals
                 self.state.load_state_dict(before.state_dict())
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restore what was saved, now that the model and the optimizer have been."""
+        """Restore the files of ranks, after the model and the optimizer were restored."""
         if self._saved is not None and trainer.ckpt_path is not None:
             load_rank_files(
                 self.state,
-                _folder(_linked(trainer.ckpt_path)),
+                # save_last="link" makes no folder beside the link.
+                _folder(os.path.realpath(trainer.ckpt_path))
+                if os.path.islink(trainer.ckpt_path)
+                else _folder(trainer.ckpt_path),
                 step=self._saved["steps"],
-                read=functools.partial(_read, trainer.strategy.checkpoint_io),
+                read=lambda path: trainer.strategy.checkpoint_io.load_checkpoint(path),
             )
-            # Within a round nothing is exchanged that would tell one step from the next.
+            # Within a round the number of exchanges does not identify a step.
             taken = local_steps(self.state)
             if (saved := self._saved.get("local_steps", taken)) != taken:
                 raise ValueError(
@@ -126,40 +129,40 @@ class CompressionCallback(Callback):
                     f"the checkpoint of {saved}: a save was interrupted, or files were mixed"
                 )
         self._saved = None
-        self._watch = StatsLogger(self.state)
+        self._logger = StatsLogger(self.state)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Train this rank's model: after validation the Trainer restores modes without train()."""
+        """Show this rank's model: after validation the Trainer restores modes without train()."""
         if pl_module.training:
-            show_own_model(pl_module)
+            show_model(pl_module, shared=False)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the model there that all ranks share, for whatever comes next."""
-        show_shared_model(pl_module)
+        """Show the shared model, for the stages that follow."""
+        show_model(pl_module, shared=True)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what was sent, as often as the Trainer logs."""
-        assert self._watch
+        """Log the traffic, as often as the Trainer logs."""
+        assert self._logger
         every, step = trainer.log_every_n_steps, trainer.global_step
         if every and step % every == 0 and step != self._logged:  # not for every micro-batch
             self._logged = step
-            values = self._watch.collect()
+            values = self._logger.collect()
             for logger in trainer.loggers:
                 logger.log_metrics({f"comm_hooks/{k}": v for k, v in values.items()}, step=step)
             self.log("compression_ratio", values["compression_ratio"], prog_bar=True, logger=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the checkpoint itself holds: which files of ranks belong to it."""
+        """Return the steps in the checkpoint, which identify its files of ranks."""
         if not self.state:
             return {}
         return {"steps": self.state.exchange.step, "local_steps": local_steps(self.state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember what a checkpoint holds until there is a state to restore."""
+        """Keep the steps in a checkpoint until there is a state to restore."""
         self._saved = state_dict or None
 
     def _save_checkpoint(
@@ -204,10 +207,10 @@ def _refuse_tuners(callbacks: list[Any]) -> None:
 
 
 def _let_clip(plugin: Any, optimizer: Any) -> None:
-    """Let Lightning clip, in mixed precision too, what an optimizer unscales by itself.
+    """Let Lightning clip in mixed precision, for an optimizer that unscales by itself.
 
-    It refuses that, lest gradients be clipped while they are scaled: here they are unscaled first,
-    which a GradScaler then knows.
+    Lightning refuses it because gradients are scaled then.  Here they are unscaled first, which
+    the GradScaler records.
     """
     clip = plugin.clip_gradients
     unchecked: Any = [vars(k) for k in type(plugin).__mro__ if "clip_gradients" in vars(k)][-1]
@@ -227,7 +230,7 @@ def _let_clip(plugin: Any, optimizer: Any) -> None:
 def _remove_checkpoint(strategy: Any, remove: Callable[..., None], filepath: Any) -> None:
     remove(filepath)
     if getattr(strategy, "local_rank", 0) == 0:
-        # Each node has the files of its own ranks, or another node has removed those of all.
+        # On a shared filesystem another node may have removed the folder.
         with contextlib.suppress(FileNotFoundError):
             strategy.checkpoint_io.remove_checkpoint(_folder(filepath))
 
@@ -236,17 +239,8 @@ def _folder(filepath: Any) -> str:
     return f"{filepath}.comm_hooks"
 
 
-def _linked(filepath: Any) -> Any:
-    """Return the checkpoint itself: ``save_last="link"`` makes no folder beside the link."""
-    return os.path.realpath(filepath) if os.path.islink(filepath) else filepath
-
-
-def _read(checkpoint_io: Any, path: str) -> dict[str, Any]:
-    return checkpoint_io.load_checkpoint(path)
-
-
 def _require_ddp(strategy: Any) -> None:
-    """Raise ``ValueError`` for a strategy whose model takes no hook, or has one."""
+    """Raise ``ValueError`` for a strategy with a model that takes no hook, or has one."""
     names = [kind.__name__ for kind in type(strategy).__mro__]
     advice = 'use Trainer(strategy="ddp"), also with devices=1'
     if "DeepSpeedStrategy" in names:

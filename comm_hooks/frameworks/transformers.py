@@ -1,4 +1,4 @@
-"""The Trainer of transformers: one line that compresses, logs and checkpoints."""
+"""The Trainer of transformers: one call that compresses, logs and checkpoints."""
 
 import functools
 import os
@@ -23,29 +23,29 @@ except ModuleNotFoundError:
 def register(
     trainer: Any, compressor: Compressor | str | None = None, **settings: Any
 ) -> "CompressionCallback":
-    """Compress what a ``transformers.Trainer`` exchanges; call it before ``train()``.
+    """Compress the exchange of a ``transformers.Trainer``; call it before ``train()``.
 
     1. when training begins and the model is wrapped, :func:`comm_hooks.register` is called, with
        the loss scale of ``fp16=True``;
-    2. ``state.stats()`` is added to what the Trainer logs (TensorBoard, W&B, the progress bar);
+    2. ``state.stats()`` is added to the Trainer's logs (TensorBoard, W&B, the progress bar);
     3. with every checkpoint each rank writes a file to ``checkpoint-<step>/comm_hooks``;
     4. ``trainer.train(resume_from_checkpoint=...)`` restores them, also on another number of
        ranks; if there are none, it warns.
 
     Args:
-        trainer: it is given a callback, and its ``train`` tells that what is resumed from.
+        trainer: it gets a callback, and its ``train`` passes the resumed checkpoint to that.
         compressor, settings: see :func:`comm_hooks.register`.  Without, the optimizer that the
             Trainer was given exchanges by itself: ``Trainer(optimizers=(optimizer, scheduler))``.
 
     Returns:
-        The callback; ``callback.state`` is what :func:`comm_hooks.register` returned, from the
-        beginning of training on.
+        The callback; ``callback.state`` is the result of :func:`comm_hooks.register` after the
+        beginning of training.
 
     Raises:
         ValueError: for a Trainer that uses FSDP or DeepSpeed; and when training begins, for bad
             settings and if there is only one process.
 
-    Not supported: hyperparameter search, whose checkpoints go elsewhere.
+    Not supported: hyperparameter search, which puts checkpoints elsewhere.
 
     Example::
 
@@ -65,17 +65,17 @@ def register(
     if getattr(trainer, "is_fsdp_enabled", False):
         raise ValueError("this Trainer uses FSDP: see comm_hooks.frameworks.fsdp")
     callback = CompressionCallback(trainer, compressor, settings)
-    # In front: what it adds to the logs reaches those behind it.
+    # In front: the other callbacks see the values that it adds to the logs.
     trainer.callback_handler.callbacks.insert(0, callback)
     trainer.train = functools.partial(_train, callback, trainer.train)
     return callback
 
 
 class CompressionCallback(TrainerCallback):
-    """What :func:`register` adds to a Trainer.
+    """The callback that :func:`register` adds to a Trainer.
 
     Attributes:
-        state: what :func:`comm_hooks.register` returned, from the beginning of training on.
+        state: the result of :func:`comm_hooks.register` after the beginning of training.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class CompressionCallback(TrainerCallback):
         self._compressor = compressor
         self._settings = settings
         self._registered_with: object = None
-        self._watch: StatsLogger | None = None
+        self._logger: StatsLogger | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Register with the model that the Trainer has wrapped by now, and restore."""
+        """Register with the model, which the Trainer has wrapped, and restore."""
         model = self._trainer.model_wrapped
         if self._registered_with is not model:  # a second train() goes on with the same model
             self.state = self._register(model)
@@ -98,7 +98,7 @@ class CompressionCallback(TrainerCallback):
         assert self.state
         if self.resume_from is not None:
             load_rank_files(self.state, os.path.join(self.resume_from, "comm_hooks"))
-        self._watch = StatsLogger(self.state)
+        self._logger = StatsLogger(self.state)
 
     def _register(self, model: Any) -> Any:
         if self._compressor is None:
@@ -121,9 +121,9 @@ class CompressionCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add what was sent to what is logged during training."""
-        if self._watch and logs is not None and "loss" in logs:
-            logs.update({f"comm_hooks/{k}": v for k, v in self._watch.collect().items()})
+        """Add the traffic to the logs of training."""
+        if self._logger and logs is not None and "loss" in logs:
+            logs.update({f"comm_hooks/{k}": v for k, v in self._logger.collect().items()})
 
 
 def _train(
@@ -133,7 +133,7 @@ def _train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Train, after telling the callback what is resumed from: callbacks do not hear of it."""
+    """Train, and pass the callback the resumed checkpoint, which the Trainer does not."""
     resumed = resume_from_checkpoint
     if resumed is True:
         resumed = get_last_checkpoint(callback._trainer.args.output_dir)

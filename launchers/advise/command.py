@@ -22,6 +22,7 @@ METHODS = (
     "low_communication,low_communication:bits=0.12"
 )
 _DEFAULT_LATENCY_MS = 0.1
+_MOST_BUSY = 0.2
 
 
 def advise(
@@ -78,7 +79,7 @@ def advise(
     from comm_hooks.launchers.advise.recommend import Case, choose, make_row
     from comm_hooks.launchers.advise.report import print_choice, print_links, print_rows
     from comm_hooks.launchers.environment import LauncherEnvironment, detect_environment
-    from comm_hooks.launchers.output import BAD_INPUT, complain, make_console, require_positive
+    from comm_hooks.launchers.output import BAD_INPUT, complain, make_console, require_positive, say
 
     process = LauncherEnvironment()
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -127,7 +128,14 @@ def advise(
                 # A step waits for the slowest rank.
                 slowest = max(links.gather(plan), key=lambda each: each.arithmetic)
                 rows.append(make_row(case, method, slowest))
+            busy = max(links.gather(planner.busy_share))
         print_rows(case, rows, left_out, console)
+        if busy > _MOST_BUSY:
+            say(
+                f"* Other programs had the processor for {busy:.0%} of the measurement, so codecs "
+                "seem slower than they are: measure again on an idle device.",
+                console,
+            )
         print_choice(rows, choose(rows, min_share), min_share, console)
     except ValueError as error:
         # All ranks find the same bad input; that others cannot be reached each rank reports.

@@ -9,6 +9,7 @@ exchange that it was published with.
 import math
 import re
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -172,6 +173,7 @@ class Planner:
         if step.numel > _MOST_ELEMENTS:
             part = Step.of_numel(_MOST_ELEMENTS, step.milliseconds, step.dtype)
         self._factor = step.numel / part.numel
+        self._wall = self._processor = 0.0
         self._echo = Echo(ranks, device)
         generator = torch.Generator().manual_seed(0)
         self._gradients = {
@@ -179,12 +181,24 @@ class Planner:
             for index, shape in enumerate(part.shapes)
         }
 
+    @property
+    def busy_share(self) -> float:
+        """The share of the measurements in which this process had to wait for a processor."""
+        return max(0.0, 1 - self._processor / self._wall) if self._wall else 0.0
+
     def plan(self, method: Method) -> Plan:
         """Return the bytes of a method, and the seconds of its arithmetic on this device.
 
         Raises:
             ValueError: for values that the method refuses for this model.
         """
+        wall, processor = time.perf_counter(), time.process_time()
+        plan = self._plan(method)
+        self._wall += time.perf_counter() - wall
+        self._processor += time.process_time() - processor
+        return plan
+
+    def _plan(self, method: Method) -> Plan:
         if method.optimizer:
             return self._optimizer_plan(lambda named: method.build(named, self._echo))
         if method.compressor == "none":

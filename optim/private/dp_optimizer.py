@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from comm_hooks.exchange.agreement import hyperparameters_of
 from comm_hooks.optim.base import names_of, parameters_of
 from comm_hooks.optim.private.accounting.releases import Releases
-from comm_hooks.optim.private.data.tickets import Claim, Tickets
+from comm_hooks.optim.private.data.tickets import StepBatch, Tickets
 from comm_hooks.optim.private.errors import PrivacyError, Settled, resettle
 from comm_hooks.optim.private.gradients.clipping import ClippedGradients, PublicTransform
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
@@ -86,7 +86,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self.mechanism = mechanism
         self.releases = releases
         self._enter = enter
-        self._claim = Claim(tickets)
+        self._batch = StepBatch(tickets)
         self._has_discarded = False
         self._raw = _RawGradients(gradients.parameters)
         self._transform_is_due = True
@@ -140,12 +140,12 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self._raw.refuse()
         self._require_same_trained()
         self._set_transform()
-        self._claim.admit(self.gradients.samples_in(batch), batch, of)
+        self._batch.admit(self.gradients.samples_in(batch), batch, of)
         try:
             return self.gradients.backward(batch)
         except BaseException:
             self.gradients.discard()
-            self._claim.restart()
+            self._batch.restart()
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -155,7 +155,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         its content, the loss for example: epsilon is computed from the rate at which samples are
         drawn, not released.  The first time warns.
         """
-        if self._claim.has_begun and not self._has_discarded:
+        if self._batch.has_begun and not self._has_discarded:
             self._has_discarded = True
             warnings.warn(
                 "zero_grad() discards a batch that backward() has seen: epsilon holds only if that "
@@ -166,7 +166,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         super().zero_grad(set_to_none)
         self._raw.forget()
         self.gradients.discard()
-        self._claim.discard()
+        self._batch.discard()
 
     def _require_same_trained(self) -> None:
         """Raise ``ValueError`` if parameters were frozen, or unfrozen, after this was made."""
@@ -191,10 +191,10 @@ class DPOptimizer(Settled, WrappingOptimizer):
     def _take_step(self) -> None:
         self._raw.refuse()
         self._set_transform()
-        self._claim.require_whole()
+        self._batch.require_whole()
         self._require_settled()
         clipped = self.gradients.take()
-        self._claim.spend(clipped.samples + clipped.not_finite)
+        self._batch.spend(clipped.samples + clipped.not_finite)
         self._transform_is_due = True
         self.not_finite += clipped.not_finite
         self._enter()
@@ -219,7 +219,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         Raises:
             PrivacyError: between ``backward()`` and :meth:`step`.
         """
-        if self._claim.has_begun:
+        if self._batch.has_begun:
             raise PrivacyError(
                 "settings are changed between steps, and this one has begun: call step() or "
                 "zero_grad() first"

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch.optim import Optimizer
 
-from comm_hooks.callers import warn_program
 from comm_hooks.optim.already_averaged import AveragingCheck
 from comm_hooks.optim.rounds.participation import ClientSampling
 from comm_hooks.optim.rounds.round_exchange import RoundExchange
+from comm_hooks.warnings import warn_program
 
 
 class ClientRounds:

@@ -177,6 +177,7 @@ class LocalRounds(WrappingOptimizer):
             local_steps=local_steps if participation is None else None,
             keep_inner=client_state == "keep",
         )
+        self._nbytes = sum(p.nbytes for p in self.parameters)
         self._frozen = FrozenParameters(self, [p for p in members if not trains(p)])
         self._averaging = AveragingCheck()
         self._round = RoundExchange(inner, exchange, self.round_state, participation, look_ahead)
@@ -274,8 +275,8 @@ class LocalRounds(WrappingOptimizer):
         is_skipped = found_inf is not None and bool(found_inf)
         if not is_skipped:
             self.inner.step()
-        ranks, nbytes = transport.world_size, sum(p.nbytes for p in self.parameters)
-        state.bytes_uncompressed += 2 * (ranks - 1) * nbytes // ranks
+        ranks = transport.world_size
+        state.bytes_uncompressed += 2 * (ranks - 1) * self._nbytes // ranks
         if self.participation is None:
             self._of_ranks.end_step(is_skipped=is_skipped)
         else:

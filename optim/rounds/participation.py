@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from comm_hooks.callers import warn_program
 from comm_hooks.collectives.base import Transport
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.base import Memory
 from comm_hooks.optim.rounds.turns import own_gradients
 from comm_hooks.randomness import derive_key, random_bits
 from comm_hooks.requirements import require_fraction, require_integer, require_positive
+from comm_hooks.warnings import warn_program
 
 Named = dict[str, torch.Tensor]
 Turn = Sequence[int | None]

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from comm_hooks.callers import warn_program
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.rounds.participation import (
     Aggregate,
@@ -16,6 +15,7 @@ from comm_hooks.optim.rounds.participation import (
 )
 from comm_hooks.optim.rounds.shared_moments import SharesStatistics
 from comm_hooks.optim.rounds.state import RoundsState
+from comm_hooks.warnings import warn_program
 
 # Squares of larger norms than 2^64 overflow in float32: this leaves room for sums of 2^13 clients.
 _LARGEST = 2.0**50

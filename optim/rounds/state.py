@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from comm_hooks.callers import warn_program
 from comm_hooks.checkpoints.sealing import SEAL, require_seal, sealed
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.saved_state import check_whole, seal_own
@@ -18,15 +17,16 @@ from comm_hooks.optim.rounds.client_states import ClientStates
 from comm_hooks.optim.rounds.clock import FragmentClock
 from comm_hooks.optim.rounds.shared_model import SharedModel
 from comm_hooks.shards import whole
+from comm_hooks.warnings import warn_program
 
 Tensors = dict[str, torch.Tensor]
 
 
 class RoundsState:
-    """All that rounds keep from step to step.
+    """The shared model, the clock, the states of clients and the counters of rounds.
 
-    It is one object, and counters are in it, because frameworks wrap optimizers by copying their
-    attributes: a wrapper must count along.
+    One object holds them because frameworks wrap an optimizer by copying its attributes, and the
+    wrapper and the optimizer must count together.
 
     Args:
         owner: the class of the rounds, for messages.

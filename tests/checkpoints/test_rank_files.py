@@ -122,8 +122,10 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [*((name, 2) for name in DAMAGES), ("missing rank1", 4), ("changed rank1", 4)],
+)
 def test_all_ranks_refuse_an_incomplete_set(
     ranks_of: RanksOf, tmp_path: Path, name: str, world: int
 ) -> None:
@@ -201,7 +203,7 @@ def loaded_in_columns(folder: str, columns: int, distributed: bool) -> tuple[int
 
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["files", "checkpoint"])
-@pytest.mark.parametrize("after", [4, 2, 6])
+@pytest.mark.parametrize("after", [4, 2, pytest.param(6, marks=pytest.mark.slow)])
 def test_ranks_that_exchange_in_columns_share_a_folder(
     ranks_of: RanksOf, tmp_path: Path, after: int, distributed: bool
 ) -> None:

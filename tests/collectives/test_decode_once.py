@@ -17,11 +17,8 @@ from comm_hooks.wire.stamp import Stamp
 
 CASES: list[tuple[Compressor, Collective]] = [
     (TopK(density=1 / 8, value_bits=1), "all_gather"),
-    (TopK(density=1 / 8, value_bits=1), "sharded"),
-    (Sign(), "all_gather"),
     (Sign(), "sharded"),
     (Quantize(bits=4, stochastic=True), "all_gather"),
-    (Quantize(bits=4, stochastic=True), "sharded"),
     (PermK(), "all_gather"),
     (CountSketch(ratio=0.1), "all_reduce"),
     (Identity(), "all_reduce"),

@@ -105,7 +105,6 @@ granularities = st.sampled_from(["parameter", "bucket"])
 
 
 @quietly
-@settings(max_examples=12)
 @given(
     divisions,
     st.sampled_from([TopK(0.3, block_size=64), Sign(64), CountSketch(0.5), PermK()]),
@@ -191,7 +190,7 @@ def test_what_waits_and_its_velocity_are_kept() -> None:
         torch.testing.assert_close(memory[key], wanted[: memory[key].numel()])
 
 
-@pytest.mark.parametrize("sick", range(4))
+@pytest.mark.parametrize("sick", [0, 3])
 def test_one_infinite_element_spoils_all_and_changes_no_memory(sick: int) -> None:
     world = World(2, 2)
     world.average(2)

@@ -94,9 +94,9 @@ def test_collectives_of_one_size_do_not_meet(
         assert "ranks waited for different things: " in message
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3])
 @pytest.mark.parametrize("kind", [AllReduce, AllGather, AllToAll])
-@pytest.mark.parametrize("sizes", [(1000, 200), (200, 1000), (1 << 19, (1 << 19) + 12)])
+@pytest.mark.parametrize("sizes", [(200, 1000), (1 << 19, (1 << 19) + 12)])
 def test_payloads_of_different_sizes_do_not_meet(
     ranks_of: RanksOf, ranks: int, kind: type[Request], sizes: tuple[int, int]
 ) -> None:

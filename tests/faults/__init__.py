@@ -1,4 +1,4 @@
-"""Faults on purpose: what the ranks of a training run do when one of them does what it should not.
+"""Faults on purpose: one rank of a training run misbehaves, and the others must notice.
 
 ``python -m tests.faults`` injects them all; ``test_faults.py`` a few of them.
 """

@@ -15,10 +15,10 @@ from tests.ranks import CONTEXT
 
 
 def main() -> None:
-    """Run what has no record yet, and write the page when nothing is left."""
+    """Run the cases without a record, and write the page after the last one."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--jobs", type=int, default=4, help="how many cases at a time")
-    parser.add_argument("--only", default="", help="cases in whose names this stands")
+    parser.add_argument("--only", default="", help="cases with this in their names")
     parser.add_argument("--again", action="store_true", help="also those that have failed")
     arguments = parser.parse_args()
     RECORDS.parent.mkdir(parents=True, exist_ok=True)
@@ -28,7 +28,7 @@ def main() -> None:
         RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records.values()))
     everything = {(c.kind.name, c.method.name, c.seed): c for c in cases()}
     pending = [c for k, c in everything.items() if k not in records and arguments.only in c.name]
-    # So that what has been done so far is of all kinds.
+    # So that an interrupted run has cases of all kinds.
     random.Random(0).shuffle(pending)
     print(f"{len(pending)} of {len(everything)} cases are left", flush=True)
     verdicts: Counter[str] = Counter()

@@ -35,7 +35,7 @@ class Outcome:
 
     Attributes:
         fault, method, seed: the case.
-        verdict: "refused", "recovered", or what is wrong.
+        verdict: "refused", "recovered", or the fault of the library.
         seconds: from the fault (or, if that is there from the start, from the start) to the last
             rank's end.
         details: what each rank said, where something is wrong.
@@ -176,7 +176,7 @@ class _Ranks:
 
 
 def judge(case: Case, reports: Mapping[int, Report], codes: Mapping[int, int | None]) -> str:
-    """Return "refused", "recovered", or what is wrong."""
+    """Return "refused", "recovered", or the fault of the library."""
     kind, culprit = case.kind, case.culprit
     for rank in range(case.method.ranks):
         if rank == culprit and not kind.survives:
@@ -186,22 +186,22 @@ def judge(case: Case, reports: Mapping[int, Report], codes: Mapping[int, int | N
         if codes[rank] != 0:
             return f"rank {rank} crashed with {codes[rank]}"
     finished = {rank for rank, report in reports.items() if not report.error}
-    everybody = set(range(case.method.ranks))
+    all_ranks = set(range(case.method.ranks))
     is_alike = len({reports[rank].model for rank in finished}) == 1
-    if kind.recovers and finished < everybody:
+    if kind.recovers and finished < all_ranks:
         return "did not go on"
-    if finished == everybody:
+    if finished == all_ranks:
         if kind.recovers or kind.may_recover:
             return "recovered" if is_alike else "silent divergence: apart"
         return f"silent divergence: {'alike' if is_alike else 'apart'}"
-    others = everybody - {culprit}
+    others = all_ranks - {culprit}
     # Those that are through are gone for the others, and must be alike.
     through = {"culprit": {culprit}, "others": others}.get(kind.may_finish, set()) & finished
     if finished - through:
         return f"silent divergence: ranks {sorted(finished)} have finished"
     if through and not is_alike:
         return "silent divergence: apart"
-    judged = others if not kind.survives else everybody
+    judged = others if not kind.survives else all_ranks
     if case.method.group == SHARDED:
         # All but the culprit's peers meet it in what FSDP sends, and it them.
         judged = others & set(range(culprit % SHARDS, case.method.ranks, SHARDS))
@@ -211,8 +211,8 @@ def judge(case: Case, reports: Mapping[int, Report], codes: Mapping[int, int | N
         if report.error not in _KINDS_OF_ERRORS:
             return f"rank {rank} raised a bare {report.error}"
         if rank == culprit and report.error == "ValueError":
-            continue  # what it was given itself is wrong, and it knows who it is
-        if not any(names(report.told, r) for r in (everybody if kind.names_anybody else wanted)):
+            continue  # its own arguments are wrong, and it knows its rank
+        if not any(names(report.told, r) for r in (all_ranks if kind.names_anybody else wanted)):
             return f"what rank {rank} was told does not name the culprit"
         if not re.search(kind.reason, report.told):
             return f"what rank {rank} was told does not tell the reason"

@@ -44,7 +44,7 @@ def stop(training: Training, case: Case) -> None:
 
 
 class TrainingLoopError(Exception):
-    """What a user's own code raises."""
+    """An exception of the user's own code."""
 
 
 def raise_(training: Training, case: Case) -> None:
@@ -159,7 +159,7 @@ def change_parameter(training: Training, case: Case) -> None:
 
 
 def change_parameter_in_rounds(training: Training, case: Case) -> None:
-    # Local progress may be anything; what all must have in common is the server's model.
+    # Local progress may be anything; all must have the shared model in common.
     values = training.rounds.round_state.model.values  # type: ignore[attr-defined]
     with torch.no_grad():
         values[0].view(-1)[0] += 1.0
@@ -208,7 +208,7 @@ def other_model(**changed: Any) -> Callable[[Case], Settings]:
 
 
 def _once_in(owner: Any, name: str, change: Callable[..., None], *, after: bool) -> None:
-    """Let a method of a class be changed at its next call: its arguments, or what it has done."""
+    """Let a method of a class be changed at its next call: its arguments, or its result."""
     original = getattr(owner, name)
 
     def changed(self: Any, payloads: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +230,7 @@ def _flip(payloads: torch.Tensor, row: int, octet: int, bit: int) -> None:
 def _covers_body(header: Header) -> bool:
     """Return whether damage to what follows the header can be told.
 
-    Nobody can tell what a sum would have been, and inside a node vectors are not looked at.
+    The true sum is unknown, and vectors inside a node are not checked.
     """
     return isinstance(header, GatheredHeader) and header._covers_body
 

@@ -55,7 +55,7 @@ EARLIEST = 3
 
 @dataclass(frozen=True)
 class Case:
-    """One fault in one run: what is drawn is drawn from the names and the seed."""
+    """One fault in one run, drawn from the names and the seed."""
 
     method: Method
     kind: "Kind"
@@ -64,7 +64,7 @@ class Case:
     """The step of the fault, if it is not to be drawn."""
 
     def __reduce__(self) -> Any:
-        # By name: what a kind does is local functions.
+        # By name: kinds have local functions.
         return _case, (self.method.name, self.kind.name, self.seed, self.at)
 
     @property
@@ -103,12 +103,12 @@ class Kind:
         recovers: whether all ranks must go on, alike; otherwise all that are there must refuse.
         suits: the methods that can have it.
         is_left_out: whether the run must then end like one that leaves the step out on all ranks.
-        may_recover: whether going on alike is as good as refusing: what was wrong may have been
+        may_recover: whether going on alike is as good as refusing: the fault may have been
             overwritten in time.
         survives: whether the culprit must end with an error of this library, too; one that has
             failed by itself, or is dead, need not.
         names_anybody: whether it cannot be known on which of several ranks something went wrong.
-        may_finish: who may be through before the others, "culprit" or "others".
+        may_finish: the ranks that may finish before the others, "culprit" or "others".
         reason: a regular expression that every rank's message must fit.
     """
 
@@ -143,24 +143,6 @@ def cases(seeds: int = 1) -> Iterator[Case]:
 
 def _is(*groups: str) -> Callable[[Method], bool]:
     return lambda method: method.group in groups
-
-
-def _has(option: str) -> Callable[[Method], bool]:
-    """Return whether a method can have this option at its optimizer."""
-    adams = {"LocalVarianceAdam", "CompressedAdam", "CompressedAdam, hierarchical", "OneBitAdam"}
-    adams |= {
-        "LocalVarianceAdam, FSDP",
-        "ZeroOneAdam",
-        "CDAdam",
-        "MicroAdam",
-        "SAFL",
-        "FedLAMB",
-        "DiLoCo",
-        "SparseLoCo",
-    }
-    if option == "betas":
-        return lambda method: method.name in adams
-    return lambda method: True
 
 
 def _is_dense_hook(method: Method) -> bool:
@@ -310,7 +292,7 @@ FAMILIES = {
         Kind(
             "has other betas",
             settings=other_options(betas=(0.5, 0.6)),
-            suits=lambda m: _has("betas")(m) or _is_dense_hook(m),
+            suits=lambda m: "betas" in m.options or _is_dense_hook(m),
             reason=_DRIFT + "|configured differently",
         ),
         Kind(
@@ -399,4 +381,4 @@ FAMILIES = {
 KINDS = {kind.name: kind for kinds in FAMILIES.values() for kind in kinds}
 
 REFERENCE = Kind("reference", everywhere=True, recovers=True)
-"""Leaves a step out on all ranks: what a run in which one meets a NaN must be like."""
+"""Leaves a step out on all ranks: a run with one NaN must end like it."""

@@ -1,7 +1,7 @@
-"""The methods whose runs are disturbed."""
+"""The methods of the disturbed runs."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from comm_hooks import (
     Differences,
     ErrorFeedback,
     Exchange,
+    ExchangeSettings,
     GaussianSketch,
     Identity,
     PermK,
@@ -21,33 +22,14 @@ from comm_hooks import (
     Sign,
     TopK,
 )
+from comm_hooks.collectives import Simulated
 from comm_hooks.compressors.cocktail import Cocktail
 from comm_hooks.compressors.dct import DCTTopK
 from comm_hooks.memory import MomentumCorrection
-from comm_hooks.optim import (
-    DGC,
-    EF21,
-    SAFL,
-    CDAdam,
-    CocktailSGD,
-    CompressedAdam,
-    DeMo,
-    DiLoCo,
-    FedAvg,
-    FedLAMB,
-    FetchSGD,
-    LocalRounds,
-    LocalVarianceAdam,
-    Marina,
-    MicroAdam,
-    MuLoCo,
-    MuonAdamW,
-    OneBitAdam,
-    Participation,
-    SparseLoCo,
-    ZeroOneAdam,
-)
+from comm_hooks.optim import LocalRounds, MuonAdamW, Participation
 from comm_hooks.optim.laprop import LaProp
+from comm_hooks.optim.registry import OPTIMIZERS as REGISTRY
+from comm_hooks.optim.registry import OptimizerEntry
 from tests.faults.training import (
     HookTraining,
     OptimizerTraining,
@@ -64,7 +46,7 @@ class Method:
     """One way to train.
 
     Args:
-        name: what it is called.
+        name: in the table.
         group: the column of the table.
         make: makes one rank of a run.
         settings: with which.
@@ -73,6 +55,7 @@ class Method:
         steps: how many; all faults come before the last :data:`LATEST` of them.
         traits: which faults it can have, beside those that all can; see
             :mod:`tests.faults.kinds`.
+        options: of the optimizer in the registry.
     """
 
     name: str
@@ -83,6 +66,7 @@ class Method:
     ranks: int = 2
     steps: int = 14
     traits: frozenset[str] = frozenset()
+    options: frozenset[str] = frozenset()
 
 
 HOOKS, OPTIMIZERS, ROUNDS, SHARDED = "hooks", "optimizers", "rounds", "sharded models"
@@ -98,25 +82,50 @@ def _hook(name: str, exchange: dict[str, Any], other: Any, **options: Any) -> Me
     return Method(name, HOOKS, make, Settings(exchange), other, traits=frozenset(traits), **options)
 
 
-def _optimizer(
-    kind: Any,
-    exchange: dict[str, Any],
-    other: Any,
-    options: dict[str, Any],
-    *,
-    name: str = "",
-    closure: bool = False,
-    traits: tuple[str, ...] = ("exact skip",),
-    **rest: Any,
-) -> Method:
+@dataclass(frozen=True)
+class _Small:
+    """The settings of a registered optimizer for a model this small.
+
+    Args:
+        exchange: of the method; None for the published one.
+        other: another compressor that a user could mean.
+        options: of the optimizer.
+        ranks, steps: their numbers.
+        clients: how many take part in rounds; 0 for ranks.
+        closure: whether a step takes one.
+        exact_skip: whether a run that leaves a step out ends like one without the step.
+    """
+
+    exchange: Mapping[str, Any] | None = None
+    other: Any = _OTHER_TOP_K
+    options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.01})
+    ranks: int = 2
+    steps: int = 14
+    clients: int = 0
+    closure: bool = False
+    exact_skip: bool = True
+
+
+def _registered(entry: OptimizerEntry, small: _Small, name: str = "") -> Method:
+    """Return the method of a registered optimizer."""
+    exchange = small.exchange
+    if exchange is None:
+        made = Exchange(ExchangeSettings.from_dict(entry.published), transport=Simulated(1)[0])
+        exchange = {"compressor": made.compressor, "memory": made.memory}
+    if entry.works_in_rounds and entry.name != "zero_one_adam":
+        return _rounds(name or entry.type_name, entry, exchange, small)
+    traits = {"closure": small.closure, "exact skip": small.exact_skip and not small.closure}
+    traits["local steps"] = not small.exact_skip
     return Method(
-        name or kind.__name__,
+        name or entry.type_name,
         OPTIMIZERS,
-        partial(OptimizerTraining, kind=kind, closure=closure),
-        Settings(exchange, options),
-        other,
-        traits=frozenset(traits),
-        **rest,
+        partial(OptimizerTraining, kind=entry.make, closure=small.closure),
+        Settings(exchange, small.options),
+        small.other,
+        small.ranks,
+        small.steps,
+        frozenset(trait for trait, has in traits.items() if has),
+        frozenset(entry.options),
     )
 
 
@@ -136,28 +145,21 @@ def _low_communication(
     )
 
 
-def _rounds(
-    name: str,
-    kind: Any,
-    exchange: dict[str, Any],
-    other: Any,
-    options: dict[str, Any],
-    *,
-    clients: int = 0,
-    traits: tuple[str, ...] = (),
-) -> Method:
-    if clients:
-        options = {**options, "participation": Participation(clients=clients, fraction=0.75)}
-    else:
-        options = {**options, "local_steps": 2}
+def _rounds(name: str, entry: OptimizerEntry | Any, exchange: Any, small: _Small) -> Method:
+    """Return the method of a registered optimizer, or of a function, that works in rounds."""
+    registered = isinstance(entry, OptimizerEntry)
+    options: dict[str, Any] = {"local_steps": 2}
+    if small.clients:
+        options = {"participation": Participation(clients=small.clients, fraction=0.75)}
     return Method(
         name,
         ROUNDS,
-        partial(RoundsTraining, kind=kind, clients=clients),
-        Settings(exchange, options),
-        other,
-        steps=12 if clients else 24,
-        traits=frozenset({*traits, "clients" if clients else "local steps"}),
+        partial(RoundsTraining, kind=entry.make if registered else entry, clients=small.clients),
+        Settings(exchange, {**small.options, **options}),
+        small.other,
+        steps=12 if small.clients else 24,
+        traits=frozenset({"clients" if small.clients else "local steps"}),
+        options=frozenset(entry.options) if registered else frozenset(),
     )
 
 
@@ -168,6 +170,7 @@ def _sharded(
     other: Any,
     options: dict[str, Any],
     *traits: str,
+    known: Iterable[str] = (),
 ) -> Method:
     return Method(
         f"{name}, FSDP",
@@ -178,7 +181,78 @@ def _sharded(
         ranks=4,
         steps=24 if "local steps" in traits else 14,
         traits=frozenset(traits),
+        options=frozenset(known),
     )
+
+
+_FROZEN = {"lr": 0.01, "freeze_step": 3}
+_SHARDED_SIGN = {**_SIGN, "collective": "sharded"}
+_QUANTIZED = _Small({"compressor": Quantize(bits=4), "memory": ErrorFeedback()}, Quantize(bits=8))
+_PLAIN = _Small({"compressor": Identity()}, Quantize(bits=8))
+
+_SMALL = {
+    "local_variance_adam": _Small(_TOP_K),
+    "compressed_adam": _Small(_TOP_K, options={**_FROZEN, "scaled": True}, ranks=3),
+    "one_bit_adam": _Small(_SHARDED_SIGN, options=_FROZEN),
+    "one_bit_lamb": _Small(_SHARDED_SIGN, options=_FROZEN),
+    "zero_one_adam": _Small(
+        _SHARDED_SIGN,
+        options={"lr": 0.01, "var_freeze_step": 3, "local_step_scaler": 4, "local_step_clipper": 2},
+        steps=20,
+        exact_skip=False,
+    ),
+    "cd_adam": _Small({"compressor": Sign(), "memory": Differences(), "collective": "sharded"}),
+    "ef21": _Small(
+        {"compressor": TopK(1 / 8), "memory": Differences()},
+        options={"lr": 0.05, "momentum": 0.9},
+    ),
+    "micro_adam": _Small(
+        {
+            "compressor": TopK(1 / 8, value_bits=4),
+            "collective": "sharded",
+            "memory": ErrorFeedback(bits=4, stochastic=True),
+        }
+    ),
+    "fetch_sgd": _Small(
+        {"compressor": CountSketch(0.5)},
+        CountSketch(0.25),
+        {"lr": 0.01, "rows": 3, "density": 0.1},
+    ),
+    "marina": _Small({"compressor": PermK()}, RandomK(0.25), {"lr": 0.02, "p": 0.3}, closure=True),
+    "dgc": _Small(
+        {"compressor": TopK(1 / 8), "memory": MomentumCorrection(0.9)},
+        options={"lr": 0.02, "clip_norm": 1.0},
+        ranks=3,
+    ),
+    "demo": _Small(
+        {"compressor": DCTTopK(chunk=16, density=1 / 8), "memory": ErrorFeedback(decay=0.999)},
+        DCTTopK(chunk=16, density=1 / 4),
+        {"lr": 0.002},
+    ),
+    "cocktail_sgd": _Small(
+        {
+            "compressor": Cocktail(mask=0.5, density=0.25),
+            "collective": "sharded",
+            "memory": ErrorFeedback(),
+        },
+        Cocktail(mask=0.5, density=0.5),
+        {"lr": 0.02, "momentum": 0.9},
+    ),
+    "safl": _Small(
+        {"compressor": CountSketch(0.5), "granularity": "bucket"},
+        CountSketch(0.25),
+        {"lr": 0.01, "local_lr": 0.1},
+    ),
+    "fed_avg": replace(_PLAIN, options={"lr": 0.05}, clients=6),
+    "fed_ams": _PLAIN,
+    "fed_lamb": _PLAIN,
+    "diloco": _QUANTIZED,
+    "mu_lo_co": _QUANTIZED,
+    "sparse_loco": _Small(
+        {"compressor": TopK(1 / 8, value_bits=2), "memory": ErrorFeedback(decay=0.95)}
+    ),
+}
+"""By the name in the registry.  Another optimizer has its published exchange."""
 
 
 def _methods() -> Iterator[Method]:
@@ -199,75 +273,17 @@ def _methods() -> Iterator[Method]:
         "topk, sparse gradients", _TOP_K, _OTHER_TOP_K, make=SparseHookTraining, traits=["sparse"]
     )
 
-    adam = {"lr": 0.01}
-    sharded_sign = {**_SIGN, "collective": "sharded"}
-    yield _optimizer(LocalVarianceAdam, _TOP_K, _OTHER_TOP_K, adam)
-    frozen = {**adam, "freeze_step": 3}
-    yield _optimizer(CompressedAdam, _TOP_K, _OTHER_TOP_K, {**frozen, "scaled": True}, ranks=3)
-    yield _optimizer(
-        CompressedAdam,
-        {**_TOP_K, **nodes},
-        _OTHER_TOP_K,
-        frozen,
-        name="CompressedAdam, hierarchical",
-        ranks=4,
-    )
-    yield _optimizer(OneBitAdam, sharded_sign, _OTHER_TOP_K, frozen)
-    local = {"var_freeze_step": 3, "local_step_scaler": 4, "local_step_clipper": 2}
-    yield _optimizer(
-        ZeroOneAdam,
-        sharded_sign,
-        _OTHER_TOP_K,
-        {**adam, **local},
-        steps=20,
-        traits=("local steps",),
-    )
-    differences = {"compressor": Sign(), "memory": Differences(), "collective": "sharded"}
-    yield _optimizer(CDAdam, differences, _OTHER_TOP_K, adam)
-    top_k_differences = {"compressor": TopK(1 / 8), "memory": Differences()}
-    yield _optimizer(EF21, top_k_differences, _OTHER_TOP_K, {"lr": 0.05, "momentum": 0.9})
-    micro = {"compressor": TopK(1 / 8, value_bits=4), "collective": "sharded"}
-    micro["memory"] = ErrorFeedback(bits=4, stochastic=True)
-    yield _optimizer(MicroAdam, micro, _OTHER_TOP_K, adam)
-    yield _optimizer(
-        FetchSGD,
-        {"compressor": CountSketch(0.5)},
-        CountSketch(0.25),
-        {"lr": 0.01, "rows": 3, "density": 0.1},
-    )
-    yield _optimizer(
-        Marina,
-        {"compressor": PermK()},
-        RandomK(0.25),
-        {"lr": 0.02, "p": 0.3},
-        closure=True,
-        traits=("closure",),
-    )
-    momentum = {"compressor": TopK(1 / 8), "memory": MomentumCorrection(0.9)}
-    yield _optimizer(DGC, momentum, _OTHER_TOP_K, {"lr": 0.02, "clip_norm": 1.0}, ranks=3)
-    dct = {"compressor": DCTTopK(chunk=16, density=1 / 8), "memory": ErrorFeedback(decay=0.999)}
-    yield _optimizer(DeMo, dct, DCTTopK(chunk=16, density=1 / 4), {"lr": 0.002})
-    cocktail = {"compressor": Cocktail(mask=0.5, density=0.25), "collective": "sharded"}
-    yield _optimizer(
-        CocktailSGD,
-        {**cocktail, "memory": ErrorFeedback()},
-        Cocktail(mask=0.5, density=0.5),
-        {"lr": 0.02, "momentum": 0.9},
-    )
+    for key, entry in REGISTRY.items():
+        if entry.averages == "exchange":
+            yield _registered(entry, _SMALL.get(key, _Small()))
+    two_nodes = replace(_SMALL["compressed_adam"], exchange={**_TOP_K, **nodes}, ranks=4)
+    two_nodes = replace(two_nodes, options=_FROZEN)
+    yield _registered(REGISTRY["compressed_adam"], two_nodes, "CompressedAdam, hierarchical")
 
-    yield _rounds("LocalRounds", _local_rounds, _TOP_K, _OTHER_TOP_K, adam)
-    fragments = {**adam, "fragments": 2}
-    yield _rounds("LocalRounds, fragments", _local_rounds, _TOP_K, _OTHER_TOP_K, fragments)
-    sketch = {"compressor": CountSketch(0.5), "granularity": "bucket"}
-    yield _rounds("SAFL", SAFL, sketch, CountSketch(0.25), {"lr": 0.01, "local_lr": 0.1})
-    plain = {"compressor": Identity()}
-    yield _rounds("FedAvg", FedAvg, plain, Quantize(bits=8), {"lr": 0.05}, clients=6)
-    yield _rounds("FedLAMB", FedLAMB, plain, Quantize(bits=8), adam)
-    quantized = {"compressor": Quantize(bits=4), "memory": ErrorFeedback()}
-    yield _rounds("DiLoCo", DiLoCo, quantized, Quantize(bits=8), adam)
-    sparse = {"compressor": TopK(1 / 8, value_bits=2), "memory": ErrorFeedback(decay=0.95)}
-    yield _rounds("SparseLoCo", SparseLoCo, sparse, _OTHER_TOP_K, adam)
-    yield _rounds("MuLoCo", MuLoCo, quantized, Quantize(bits=8), adam)
+    fragments = _Small(options={"lr": 0.01, "fragments": 2})
+    yield _rounds("LocalRounds", _local_rounds, _TOP_K, _Small())
+    yield _rounds("LocalRounds, fragments", _local_rounds, _TOP_K, fragments)
+    yield _rounds("LocalRounds, clients", _local_rounds, _TOP_K, _Small(clients=6))
     signs = TopK(1 / 8, value_bits=1, index_code="rice", overlap=0.5)
     recommended = {
         "compressor": signs,
@@ -275,18 +291,29 @@ def _methods() -> Iterator[Method]:
         "granularity": "bucket",
         "min_numel": 1,
     }
-    yield _rounds("low_communication", _low_communication, recommended, _OTHER_TOP_K, adam)
     shards = {**recommended, "collective": "sharded", "downlink": replace(signs, density=1 / 4)}
-    yield _rounds("low_communication, shards", _low_communication, shards, _OTHER_TOP_K, adam)
-    muon = {**adam, "muon": True}
-    yield _rounds("low_communication, Muon", _low_communication, recommended, _OTHER_TOP_K, muon)
-    yield _rounds("LocalRounds, clients", _local_rounds, _TOP_K, _OTHER_TOP_K, adam, clients=6)
+    muon = _Small(options={"lr": 0.01, "muon": True})
+    yield _rounds("low_communication", _low_communication, recommended, _Small())
+    yield _rounds("low_communication, shards", _low_communication, shards, _Small())
+    yield _rounds("low_communication, Muon", _low_communication, recommended, muon)
 
-    yield _sharded("LocalVarianceAdam", LocalVarianceAdam, _SIGN, _OTHER_TOP_K, adam, "exact skip")
+    adam = {"lr": 0.01}
+    adam_entry = REGISTRY["local_variance_adam"]
+    yield _sharded(
+        adam_entry.type_name,
+        adam_entry.make,
+        _SIGN,
+        _OTHER_TOP_K,
+        adam,
+        "exact skip",
+        known=adam_entry.options,
+    )
     two = {**adam, "local_steps": 2}
-    shards = "local steps"
-    yield _sharded("low_communication", _low_communication, recommended, _OTHER_TOP_K, two, shards)
-    yield _sharded("LocalRounds", _local_rounds, _TOP_K, _OTHER_TOP_K, two, shards)
+    for name, make, exchange in (
+        ("low_communication", _low_communication, recommended),
+        ("LocalRounds", _local_rounds, _TOP_K),
+    ):
+        yield _sharded(name, make, exchange, _OTHER_TOP_K, two, "local steps")
 
 
 METHODS = {method.name: method for method in _methods()}

@@ -1,4 +1,4 @@
-"""Tables of what has come of the faults, in Markdown."""
+"""Tables of the outcomes, in Markdown."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

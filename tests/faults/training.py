@@ -1,4 +1,4 @@
-"""A small training run of every method, of which one rank can be made different."""
+"""A small training run of every method; a fault changes one of its ranks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ _BUCKET_MB = 0.002
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is made with; a fault gives one rank others."""
+    """The settings of a run; a fault gives one rank others."""
 
     exchange: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Training(ABC):
 
     exchange: Exchange
     optimizer: Any
-    """What has ``param_groups`` and a state that can be saved."""
+    """Has ``param_groups`` and a ``state_dict()``."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -80,14 +80,14 @@ class Training(ABC):
         """Take a step with this rank's minibatch of this number."""
 
     def leave_out(self) -> None:
-        """Do what a step does in which all ranks have found that a gradient is not finite."""
+        """End a step as if a gradient were not finite on all ranks."""
         self.exchange.end_step()
 
     def finish(self) -> None:  # noqa: B027  # most have nothing left to do
         """End the run with the same parameters on all ranks."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the method itself saves."""
+        """Return the state of the method."""
         return self.exchange.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ class HookTraining(Training):
 
 
 class SparseHookTraining(HookTraining):
-    """An embedding whose gradients are sparse stands before the model."""
+    """An embedding with sparse gradients precedes the model."""
 
     def _make_model(self) -> nn.Module:
         embedding = nn.EmbeddingBag(64, _INPUTS, sparse=True)

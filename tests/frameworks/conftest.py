@@ -1,4 +1,7 @@
+import os
+
 from tests.ranks import preload
 
-# What the ranks of these tests import, beside what all do; absent packages are left out.
-preload("accelerate", "torchmetrics", "transformers.trainer")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# Imports of these tests' ranks; absent packages are left out.
+preload("accelerate", "deepspeed", "torchmetrics", "transformers.trainer")

@@ -11,14 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from comm_hooks.frameworks.fsdp import (
-    CompressedAllReduce,
-    CompressedReduceScatter,
+    CompressedReduction,
     compress_all_reduce,
     compress_reduce_scatter,
 )
+from comm_hooks.frameworks.fsdp.reduce_scatter import reduce_scatter
 
 MIN_NUMEL = 64
-State = CompressedAllReduce | CompressedReduceScatter
 
 
 class Net(nn.Module):
@@ -89,7 +88,7 @@ def local(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def hybrid(
     compressor: str, reduce_dtype: torch.dtype | None = None, **options: Any
-) -> tuple[nn.Module, CompressedAllReduce]:
+) -> tuple[nn.Module, CompressedReduction]:
     mesh = two_by_two()
     model = build(mesh["shard"], reduce_dtype=reduce_dtype)
     options = {"min_numel": MIN_NUMEL, **options}
@@ -98,27 +97,27 @@ def hybrid(
 
 def flat(
     compressor: str, reduce_dtype: torch.dtype | None = None, **options: Any
-) -> tuple[nn.Module, CompressedReduceScatter]:
+) -> tuple[nn.Module, CompressedReduction]:
     mesh = init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
     model = build(mesh, reduce_dtype=reduce_dtype)
     options = {"min_numel": MIN_NUMEL, **options}
     return model, compress_reduce_scatter(model, compressor, **options)
 
 
-def inside_native(compressor: str, **options: Any) -> tuple[nn.Module, CompressedReduceScatter]:
+def inside_native(compressor: str, **options: Any) -> tuple[nn.Module, CompressedReduction]:
     """Compress inside nodes, while FSDP itself averages between them."""
     model = build(two_by_two())
     return model, compress_reduce_scatter(model, compressor, min_numel=MIN_NUMEL, **options)
 
 
-def both(compressor: str, **options: Any) -> tuple[nn.Module, CompressedAllReduce]:
+def both(compressor: str, **options: Any) -> tuple[nn.Module, CompressedReduction]:
     """Compress inside nodes and between them."""
     model, state = hybrid(compressor, **options)
     compress_reduce_scatter(model, compressor, min_numel=MIN_NUMEL, **options)
     return model, state
 
 
-Setup = Callable[..., tuple[nn.Module, State]]
+Setup = Callable[..., tuple[nn.Module, CompressedReduction]]
 
 
 def gradients_of_steps(
@@ -169,13 +168,12 @@ def same_batch_everywhere(setup: Setup) -> dict[str, torch.Tensor]:
 def padding() -> bool:
     """Reduce into memory that held something else; return whether the padding is zero."""
     _, state = flat("sign")
-    assert isinstance(state, CompressedReduceScatter)
     unit = next(unit for unit in state._units if unit.name == "blocks.0")
     pieces = unit.pieces()
     padded = sum(piece.padded for piece in pieces)
     output = torch.full((padded,), 7.0)
     flat_gradient = torch.ones(4 * padded)
-    state.exchange.transport.run(state._round(unit, output, flat_gradient, mean=True))
+    reduce_scatter(state.exchange, unit, output, flat_gradient, mean=True)
     own = [piece.shards[dist.get_rank()].numel() for piece in pieces]
     return int((output == 0).sum()) == padded - sum(own)
 
@@ -183,7 +181,6 @@ def padding() -> bool:
 def beyond_float16(mean: bool, steps: int) -> dict[str, Any]:
     """Let residuals gather until float16 cannot hold what arrives; return what this shard got."""
     _, state = flat("topk", density=0.05, value_bits=32)
-    assert isinstance(state, CompressedReduceScatter)
     unit = next(unit for unit in state._units if unit.name == "blocks.0")
     pieces, ranks, own = unit.pieces(), dist.get_world_size(), dist.get_rank()
     padded = sum(piece.padded for piece in pieces)
@@ -194,7 +191,7 @@ def beyond_float16(mean: bool, steps: int) -> dict[str, Any]:
         drawn = torch.rand(ranks * padded, generator=generator)
         gradient = (drawn * (2e4 if mean else 5e3)).half()
         output = torch.empty(padded, dtype=torch.float16)
-        state.exchange.transport.run(state._round(unit, output, gradient, mean=mean))
+        reduce_scatter(state.exchange, unit, output, gradient, mean=mean)
         state.exchange.end_step()
         finite &= bool(output.isfinite().all())
         largest = max(largest, float(output.max()))
@@ -237,17 +234,6 @@ def residual_that_is_not_finite(verify_every: int) -> bool:
         row.fill_(float("inf"))
     loss_of(model, dist.get_rank(), 1).backward()
     return all(bool(g.isfinite().all()) for g in local(model).values())
-
-
-def two_modules_of_one_group() -> dict[str, int]:
-    mesh = two_by_two()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
-    fully_shard([model[0], model[1]], mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-    state = compress_all_reduce(model, "topk", density=0.1, mesh=mesh["replicate"])
-    model(torch.randn(4, 64)).sum().backward()
-    return {name: row.numel() for name, row in state.state_dict()["memory"].items()}
 
 
 def train(
@@ -363,29 +349,9 @@ def changes() -> None:
     hybrid("topk", memory="differences")
 
 
-def option_of_an_object() -> None:
-    from comm_hooks import Sign
-
-    mesh = two_by_two()
-    compress_all_reduce(build(mesh["shard"]), Sign(), mesh=mesh["replicate"], density=0.1)
-
-
 def other_weights_in_one_shard() -> None:
-    """Change one element of the last row, which only rank 3 holds."""
-    mesh = two_by_two()
-    model = build(mesh["shard"])
-    compress_all_reduce(model, "topk", mesh=mesh["replicate"])
-    if dist.get_rank() == 3:
-        with torch.no_grad():
-            model.head.weight.to_local()[-1, -1] += 1e-6  # type: ignore[union-attr, operator]
-    loss_of(model, dist.get_rank(), 0).backward()
-
-
-def swapped_weights_in_one_shard() -> None:
-    """Change the order of elements, which a plain sum of them would not show."""
-    mesh = two_by_two()
-    model = build(mesh["shard"])
-    compress_all_reduce(model, "topk", mesh=mesh["replicate"])
+    """Change the order of elements that only rank 3 holds, so that their sum is the same."""
+    model, _ = hybrid("topk")
     if dist.get_rank() == 3:
         weight = model.head.weight.to_local()  # type: ignore[union-attr, operator]
         weight.data.copy_(weight.data.flip(1).clone())

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from comm_hooks import ConfigMismatchError
 from tests.frameworks import hsdp
+from tests.frameworks.selection import by_default
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -28,7 +29,7 @@ def cut(gradient: torch.Tensor, shard: int) -> torch.Tensor:
     return chunks[shard] if shard < len(chunks) else gradient[:0]
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "sharded"])
+@pytest.mark.parametrize("collective", by_default(["sharded"], ["all_reduce", "all_gather"]))
 def test_identity_gives_the_global_mean(ranks_of: RanksOf, collective: str) -> None:
     options = {"collective": collective}
     outcomes = ranks_of(4).run(hsdp.gradients_of_steps, hsdp.hybrid, "identity", 2, options)
@@ -39,8 +40,13 @@ def test_identity_gives_the_global_mean(ranks_of: RanksOf, collective: str) -> N
                 assert error < 1e-6, (name, error)
 
 
-@pytest.mark.parametrize("setup", [hsdp.hybrid, hsdp.both])
-@pytest.mark.parametrize("compressor", ["topk", "sign", "quantize"])
+@pytest.mark.parametrize(
+    ("compressor", "setup"),
+    by_default(
+        [("topk", hsdp.both), ("sign", hsdp.hybrid)],
+        [("topk", hsdp.hybrid), ("sign", hsdp.both), ("quantize", hsdp.hybrid)],
+    ),
+)
 def test_replicas_get_the_same_bits(ranks_of: RanksOf, compressor: str, setup: hsdp.Setup) -> None:
     outcomes = ranks_of(4).run(hsdp.gradients_of_steps, setup, compressor, 2, {})
     for node in (0, 1):
@@ -52,13 +58,17 @@ def test_replicas_get_the_same_bits(ranks_of: RanksOf, compressor: str, setup: h
 
 @pytest.mark.parametrize(
     ("compressor", "options"),
-    [
-        ("topk", {"density": 0.05}),
-        ("topk", {"density": 0.05, "granularity": "bucket"}),
-        ("topk", {"density": 0.05, "collective": "all_gather"}),
-        ("sign", {"collective": "all_gather"}),
-        ("random_k", {"density": 0.2, "unbiased": False}),
-    ],
+    by_default(
+        [
+            ("topk", {"density": 0.05, "granularity": "bucket"}),
+            ("sign", {"collective": "all_gather"}),
+        ],
+        [
+            ("topk", {"density": 0.05}),
+            ("topk", {"density": 0.05, "collective": "all_gather"}),
+            ("random_k", {"density": 0.2, "unbiased": False}),
+        ],
+    ),
 )
 def test_nothing_is_lost(ranks_of: RanksOf, compressor: str, options: dict[str, Any]) -> None:
     """Per shard: the sum of the nodes' true gradients = what arrived + the mean residual."""
@@ -107,15 +117,6 @@ def test_a_backward_pass_is_one_step(ranks_of: RanksOf) -> None:
     outcomes = ranks_of(4).run(hsdp.gradients_of_steps, hsdp.hybrid, "random_k", 3, {})
     assert [o["stats"]["steps"] for o in outcomes] == [3] * 4
     assert ranks_of(4).run(hsdp.module_used_twice) == [3] * 4
-
-
-def test_random_draws_differ_between_steps_and_shards(ranks_of: RanksOf) -> None:
-    outcome = ranks_of(4).run(hsdp.gradients_of_steps, hsdp.hybrid, "random_k", 2, {"density": 0.2})
-    name = WEIGHTS[1]  # 6 x 31 elements in both shards
-    first, second = (outcome[0]["shards"][step][name] != 0 for step in (0, 1))
-    other = outcome[1]["shards"][0][name] != 0
-    assert not torch.equal(first, second)
-    assert not torch.equal(first, other)
 
 
 def test_gradients_are_reduced_in_bfloat16_if_fsdp_does(ranks_of: RanksOf) -> None:
@@ -173,11 +174,6 @@ def test_ranks_may_send_a_part_each(ranks_of: RanksOf, setup: hsdp.Setup) -> Non
             torch.testing.assert_close(gradient.double(), expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_modules_that_share_a_group(ranks_of: RanksOf) -> None:
-    sizes = ranks_of(4).run(hsdp.two_modules_of_one_group)[1]
-    assert sizes == {f"{module}.weight[1/2]": 32 * 64 for module in (0, 1, 2)}
-
-
 @pytest.mark.slow
 def test_a_resumed_run_ends_like_an_uninterrupted_one(ranks_of: RanksOf) -> None:
     options = {"density": 0.1}
@@ -233,12 +229,7 @@ REFUSED: dict[Callable[[], Any], tuple[type[Exception], str]] = {
     ),
     hsdp.other_model_on_one_node: (ConfigMismatchError, "model is"),
     hsdp.changes: (ValueError, "sends changes"),
-    hsdp.option_of_an_object: (ValueError, "options density go with a compressor's name"),
     hsdp.other_weights_in_one_shard: (
-        ValueError,
-        "different weights, in 'head.weight': initialize",
-    ),
-    hsdp.swapped_weights_in_one_shard: (
         ValueError,
         "different weights, in 'head.weight': initialize",
     ),

@@ -281,7 +281,7 @@ def fragments_of_a_small_head() -> int:
         bits_per_parameter=0.02,
         process_group=mesh["replicate"].get_group(),
     )
-    return len(rounds._fragments)
+    return len(rounds.round_state.clock.exchanged_at)
 
 
 def test_ranks_that_hold_nothing_of_a_small_layer_cut_the_model_alike(ranks_of: RanksOf) -> None:

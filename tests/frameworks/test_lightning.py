@@ -339,7 +339,7 @@ def stages() -> dict[str, Any]:
     module.test_dataloader = lambda: torch.utils.data.DataLoader(range(2))
     trainer, _ = train()
     trainer.fit(module)
-    outstanding = [at for at in rounds._progress.exchanged_at if at != rounds.steps]
+    outstanding = rounds.round_state.clock.outstanding
     shared = {name.removeprefix("net."): v for name, v in module.state_dict().items()}
     messages = quiet(trainer.test, module, verbose=False)
     # A Trainer that knows nothing of rounds sends rank 0's parameters to all.

@@ -338,34 +338,6 @@ def check_shared(method: str, ranks: list[Outcome]) -> None:
     assert differs == (method == "low_communication")
 
 
-def wrapped_and_synchronized() -> list[tuple[float, float]]:
-    """Count exchanges and bytes as the wrapper that setup() returns synchronizes, twice."""
-    from lightning.fabric import Fabric
-
-    fabric = Fabric(accelerator="cpu", devices=1)
-    net = Net()
-    rounds, _ = optimizer_of("low_communication", net)
-    model, optimizer = fabric.setup(net, rounds)
-    counts = []
-    for step in range(3):
-        inputs, targets = batch(step, dist.get_rank())
-        fabric.backward(nn.functional.cross_entropy(model(inputs), targets))
-        optimizer.step()
-    for _ in range(2):
-        optimizer.synchronize()
-        rounds.synchronize()
-        counts.append((rounds.stats()["rounds"], rounds.stats()["bytes_sent"]))
-    return counts
-
-
-def test_a_wrapper_counts_along(ranks_of: RanksOf) -> None:
-    pytest.importorskip("lightning", reason="Lightning is not installed")
-    for first, second in ranks_of(2).run(wrapped_and_synchronized):
-        assert first == second
-        # Two local steps and two fragments: one a step, the other then by the wrapper.
-        assert first[0] == 4
-
-
 class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return 48

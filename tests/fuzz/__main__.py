@@ -1,9 +1,9 @@
-"""Feeds inputs of any bytes to everything that reads what somebody else has written.
+"""Feeds inputs of any bytes to all readers of foreign data.
 
     python -m tests.fuzz                               # a million inputs, about 5 minutes
     python -m tests.fuzz --only ledgers,logs --times 10 --seed 1
     python -m tests.fuzz --only payloads --replay 0a1b2c
-    python -m tests.fuzz --keep                        # and put what was found into the corpus
+    python -m tests.fuzz --keep                        # and keep findings in the corpus
 
 Nothing may come out but a ``ValueError`` of one line in our own words.  Prints how many inputs each
 target had, and of each kind of finding the shortest input, which ``--keep`` writes to

@@ -107,12 +107,12 @@ def values(data: bytes) -> None:
 
 
 def gathered_headers(data: bytes) -> None:
-    """Headers of gathered payloads: what differs anywhere from what was sent is refused."""
+    """Headers of gathered payloads: any change is refused."""
     _headers(Draw(data), GatheredHeader)
 
 
 def summed_headers(data: bytes) -> None:
-    """Headers of summed payloads: what is not the sum of what was sent is refused."""
+    """Headers of summed payloads: anything else than the sum is refused."""
     _headers(Draw(data), SummedHeader)
 
 

@@ -1,4 +1,4 @@
-"""What all targets of the fuzzer share: inputs of bytes, mutations, and what is a finding."""
+"""The shared parts of all targets: inputs of bytes, mutations, findings."""
 
 import hashlib
 import random
@@ -43,17 +43,17 @@ class Draw:
         return choices[self.below(len(choices))]
 
     def octets(self, count: int) -> bytes:
-        """Return what is left, over and over, without taking it away."""
+        """Return the remaining bytes, repeated, without consuming them."""
         rest = self._rest or b"\0"
         return (rest * (count // len(rest) + 1))[:count]
 
 
 @dataclass(frozen=True)
 class Target:
-    """Something that reads what others may have written.
+    """A reader of foreign data.
 
     Args:
-        run: reads one input.  Returns, or raises a ``ValueError`` that says what is wrong.
+        run: reads one input.  Returns, or raises a ``ValueError`` in our own words.
         inputs: how many ``make fuzz`` tries.
         dictionary: pieces of text that mutations put in; empty where inputs are choices.
     """

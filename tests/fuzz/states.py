@@ -41,7 +41,7 @@ def exchange_states(data: bytes) -> None:
     make = draw.choice(_EXCHANGES)
     world, exchanges = make(ranks=draw.choice([2, 2, 4]))
     states = mutated(draw, copy.deepcopy(_saved(make)), _VALUES)
-    if draw.below(2) and isinstance(states, list):  # as somebody would who has edited them
+    if draw.below(2) and isinstance(states, list):  # as after an edit by hand
         states = [_sealed_again(state) for state in states]
     if draw.below(2):
         for exchange in exchanges:
@@ -55,7 +55,7 @@ def exchange_states(data: bytes) -> None:
 
 
 def memory_states(data: bytes) -> None:
-    """``Memory.load_state_dict``, before or after rounds, then what is left of it."""
+    """``Memory.load_state_dict``, before or after rounds, then the rounds after it."""
     draw = Draw(data)
     make = draw.choice(_MEMORIES)
     state = mutated(draw, _saved_memory(make), _VALUES)

@@ -1,4 +1,4 @@
-"""A short form of ``make fuzz``: what was kept, and some hundreds of inputs of each target."""
+"""A short form of ``make fuzz``: the corpus, and some hundreds of inputs of each target."""
 
 import itertools
 import json

@@ -61,7 +61,7 @@ _FILE = _File()
 
 
 def ledgers(data: bytes) -> None:
-    """The ledger: what was read is counted, and a second look reads the same."""
+    """The ledger: read twice, it has the same events."""
     path = _FILE.write(data)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -106,7 +106,8 @@ def compressors(data: bytes) -> None:
     settings = dict(settings) if isinstance(settings, dict) else {}
     name, memory = settings.pop("compressor", "topk"), settings.pop("memory", "auto")
     options = {str(key): value for key, value in settings.items()}
-    build("memory", memory, compressor=build("compressor", name, **options))
+    if (compressor := build("compressor", name, **options)) is not None:
+        build("memory", memory, compressor=compressor)
 
 
 _WORLD = Simulated(1)

@@ -66,6 +66,8 @@ def audit_clipping(stages: Stages) -> tuple[float, list[str]]:
                 worst = max(worst, (found, f"{what}, {where}"))
             else:
                 remembered = max(remembered, (found, where))
+        if worst[0] > 1 + _SLACK:
+            break  # one fault is enough
     problems = []
     if worst[0] > 1 + _SLACK:
         problems.append(

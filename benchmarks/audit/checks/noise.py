@@ -176,7 +176,7 @@ def too_quiet(noise: Noise, claim: str, allowed: float) -> list[str]:
     """Report noise that is too small: in all, a parameter, a step, every n-th step or an element.
 
     Args:
-        claim: says whose standard deviation is missed.
+        claim: names the claim in the message.
         allowed: the probability of a false alarm.
     """
     squares = noise.values.double().square()

@@ -82,7 +82,7 @@ class Clients:
     def _add_noise(self, method: Callable[..., None], guard: Any, total: Any) -> None:
         before = flat(total).double()
         method(guard, total)
-        if guard._noise_std is not None:
+        if guard.noise_std is not None:
             self._noise.append((guard._max_norm, (flat(total).double() - before).float()))
 
     def _finish(self, method: Callable[..., Any], collection: Any) -> Any:

@@ -234,17 +234,16 @@ class Observer:
         self._noise = []
         clean = flat(sums.values())
         released = yield from method(mechanism, sums)
-        settings = mechanism.settings
         self._release(
             clean,
             list(released.tensors.values()),
             names=[(name, tensor.numel()) for name, tensor in sums.items()],
             settings=(
-                settings.noise_multiplier,
-                settings.max_grad_norm,
-                settings.expected_batch_size,
+                mechanism.noise_multiplier,
+                mechanism.max_grad_norm,
+                mechanism.expected_batch_size,
             ),
-            place=settings.place,
+            place=mechanism.place,
             dense=not exchange.memory
             and all(
                 isinstance(c, Identity) and c.bits >= 32
@@ -254,7 +253,7 @@ class Observer:
             noise=self._noise,
             drawn=self._draws.take(),
             left_out=self._stepping.not_finite if self._stepping else 0,
-            discrete=settings.noise == "discrete",
+            discrete=mechanism.noise == "discrete",
         )
         return released
 

@@ -204,7 +204,7 @@ def _copy_folder(source: Path, target: Path) -> None:
         hidden = entry.name.startswith(".") or entry.name == "__pycache__"
         size = left + 1 if hidden or entry.is_symlink() else _size(entry, left)
         if size > left:
-            (target / entry.name).symlink_to(entry.resolve())
+            (target / entry.name).symlink_to(entry.absolute())
             continue
         left -= size
         if entry.is_dir():

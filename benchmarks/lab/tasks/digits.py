@@ -72,7 +72,7 @@ def _load() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     except ImportError:
         raise ValueError(
             "digits: the images come with scikit-learn, which is not installed: "
-            "pip install 'comm-hooks[studies]'"
+            "pip install 'comm-hooks[benchmarks]'"
         ) from None
     pixels, labels = load_digits(return_X_y=True)
     split = train_test_split(

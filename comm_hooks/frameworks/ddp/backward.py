@@ -1,4 +1,4 @@
-"""Exchanges that are under way until the end of a backward pass."""
+"""Exchanges that are pending until the end of a backward pass."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -9,12 +9,10 @@ import torch
 from comm_hooks.profiling import WAIT, record_function
 
 
-class Pending:
-    """Ends a backward pass with the error of an exchange, if there was one, as it was raised.
+class PendingExchanges:
+    """Waits for exchanges at the end of a backward pass, and raises their first error from Python.
 
-    An error in the callback of a future is turned into text by C++, and DDP would raise a
-    RuntimeError.  So errors are noted where they arise, and at the end of the backward pass, just
-    before DDP looks at the futures, the first of them is raised from Python.
+    C++ turns an error in the callback of a future into text, and DDP would raise a RuntimeError.
     """
 
     def __init__(self) -> None:
@@ -24,13 +22,13 @@ class Pending:
     def begin(self) -> None:
         """Begin a backward pass."""
         self._futures, self._error = [], None
-        # A rank that has left a join() takes part from outside.
+        # There is no backward pass on a rank that has left a join().
         if torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     @contextmanager
     def noting(self) -> Generator[None]:
-        """Note the first exception that leaves this context."""
+        """Keep the first exception that leaves this context."""
         try:
             yield
         except Exception as error:

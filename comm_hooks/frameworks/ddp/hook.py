@@ -1,4 +1,4 @@
-"""What DDP calls: a state, two hooks, and a one-line way to register them.
+"""The communication hooks of DDP, their state, and the function that registers them.
 
 No ``from __future__ import annotations`` here: DDP compares the annotations of a hook with classes
 and refuses strings.
@@ -20,13 +20,16 @@ from comm_hooks.exchange import Collective, Exchange, ExchangeSettings
 from comm_hooks.exchange.saved_state import seal_own
 from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.exchange.sparse import average_sparse
-from comm_hooks.frameworks import adaptive
-from comm_hooks.frameworks.ddp.backward import Pending
+from comm_hooks.frameworks.ddp.backward import PendingExchanges
 from comm_hooks.frameworks.ddp.model import (
-    AccumulationWatch,
-    DataParallelModel,
+    AccumulationCheck,
+    check_options,
     gradients_in,
+    loss_scale_of,
+    named_parameters,
+    register_hook,
     require_bucket,
+    require_ddp,
 )
 from comm_hooks.frameworks.ddp.optimizer import register_optimizer
 from comm_hooks.memory.base import Memory
@@ -37,6 +40,7 @@ from comm_hooks.requirements import (
     require_integer,
     require_within,
 )
+from comm_hooks.warnings import warn_at_first_step
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -49,34 +53,34 @@ logger = logging.getLogger(__name__)
 class CompressionState:
     """The state of :func:`compression_hook`: an exchange, and the names of the parameters.
 
-    Everything that lasts is tied to parameter names, so DDP may rebuild its buckets at will.
+    All state is tied to parameter names, so DDP may rebuild its buckets.
 
     Args:
-        compressor: for instance ``TopK(density=1 / 64)``; or all of
+        compressor: for instance ``TopK(density=1 / 64)``; or a complete
             :class:`~comm_hooks.ExchangeSettings`; or an :class:`~comm_hooks.Exchange` over the
-            group that DDP was given.
+            process group of the DDP model.
         memory, collective, seed, options: see :class:`~comm_hooks.ExchangeSettings`; only with a
             compressor.
-        process_group: the group that DDP was given; the default group if None.
+        process_group: the process group of the DDP model; the default group if None.
         named_parameters: ``model.named_parameters()``, which ties saved state to names.  Without
             it parameters are numbered in the order in which DDP first reduces them, which is the
             same in every run of one model and DDP configuration.  :func:`register` passes it.
-        loss_scale: a function that returns the factor by which the loss is scaled at present
-            (``grad_scaler.get_scale``).  Residuals are kept unscaled, so that they stay right when
+        loss_scale: a function that returns the present factor of the loss
+            (``grad_scaler.get_scale``).  Residuals are kept unscaled, so that they stay valid when
             the factor changes.
-        start_compression_step: the number of steps at first in which gradients are averaged
-            exactly, as PyTorch's PowerSGD hook has with ``start_powerSGD_iter``: an optimizer's
-            moments settle on true gradients.  Steps of before a checkpoint count.
+        start_compression_step: the number of first steps with exactly averaged gradients,
+            as ``start_powerSGD_iter`` of PyTorch's PowerSGD hook, so that an optimizer's moments
+            settle on true gradients.  Steps before a checkpoint count.
 
     Raises:
-        ValueError: for a combination that cannot work.
+        ValueError: for settings that exclude each other.
 
-    Warns once if gradients are averaged a second time because nobody cleared them: accumulate
+    Warns once if gradients are averaged a second time because they were not cleared: accumulate
     under ``no_sync()``.
 
     A copy of a hooked model (``copy.deepcopy``, ``AveragedModel``) has a copy of the state.  It is
-    for evaluation: PyTorch does not register the hook with the copy, whose backward passes average
-    uncompressed.
+    for evaluation: PyTorch does not register the hook with the copy, so its backward passes average
+    uncompressed gradients.
 
     Not supported: the same state in two models; DDP's ``python_reducer``.
 
@@ -118,30 +122,30 @@ class CompressionState:
         self._known_names = set(self._names.values()) or None
         self.exchange.owner = self
         self._saved_buckets: list[list[str]] = []
-        self._accumulation = AccumulationWatch()
-        self._underway = Pending()
+        self._accumulation = AccumulationCheck()
+        self._pending = PendingExchanges()
         self._has_model, self._is_its_pass = bool(self._names), False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressionState":
-        """Return a state for a copy of the model, whose parameters it knows by the same names."""
+        """Return a state for a copy of the model, with the same names for its parameters."""
         duplicate = memo[id(self)] = copy.copy(self)
         duplicate.exchange = copy.deepcopy(self.exchange, memo)
         duplicate._names = {copy.deepcopy(p, memo): name for p, name in self._names.items()}
         duplicate.exchange.owner = duplicate
-        duplicate._underway = Pending()
-        duplicate._accumulation = AccumulationWatch()
+        duplicate._pending = PendingExchanges()
+        duplicate._accumulation = AccumulationCheck()
         return duplicate
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return nothing: a hook does not see the optimizer."""
+        """Return an empty dictionary: a hook has no hyperparameters of an optimizer."""
         return {}
 
     def replica(self) -> Sequence[torch.Tensor]:
-        """Return nothing: each bucket brings its own parameters."""
+        """Return an empty sequence: each bucket brings its own parameters."""
         return ()
 
     def names(self) -> Collection[str] | None:
-        """Return the names of the model's parameters, if they were given."""
+        """Return the names of the model's parameters, or None if they were not given."""
         return self._known_names
 
     def __repr__(self) -> str:
@@ -153,25 +157,28 @@ class CompressionState:
         return f"CompressionState{settings}"
 
     def stats(self) -> dict[str, float]:
-        """Return what this rank moved; see :meth:`~comm_hooks.Exchange.stats`."""
+        """Return the traffic of this rank; see :meth:`~comm_hooks.Exchange.stats`."""
         return self.exchange.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank must save; see :meth:`~comm_hooks.Exchange.state_dict`."""
+        """Return the state of this rank, to be saved on every rank.
+
+        See :meth:`~comm_hooks.Exchange.state_dict`.
+        """
         return seal_own({**self.exchange.state_dict(), "buckets": self._buckets()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned on this rank.
+        """Restore the :meth:`state_dict` of this rank.
 
         Raises:
-            ValueError: if the state is not this rank's or names parameters that this model lacks;
+            ValueError: if the state is another rank's or names parameters that this model lacks;
                 nothing is changed.
         """
         self.exchange.load_state_dict(state)
         self._saved_buckets = list(state.get("buckets", []))
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore what :meth:`state_dict` returned on *all* ranks, on any number of ranks.
+        """Restore the :meth:`state_dict` of *all* ranks, on any number of ranks.
 
         See :meth:`~comm_hooks.Exchange.load_state_dicts`.
 
@@ -182,16 +189,16 @@ class CompressionState:
         self._saved_buckets = list(states[0].get("buckets", []))
 
     def _buckets(self) -> list[list[str]]:
-        """Return which parameters are compressed together, where that matters."""
+        """Return the parameters of each bucket, if buckets are compressed as one vector."""
         if self.exchange.settings.granularity != "bucket":
             return []
         return [[s.name for s in bucket.layout.segments] for bucket in self.exchange.buckets]
 
-    def look(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
-        """Raise ``ValueError`` at the end of a backward pass that knows no parameter of before.
+    def check_model(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+        """Raise ``ValueError`` at the end of a backward pass in which all parameters are new.
 
-        DDP may be made anew for a model of which more trains by now, but two models take turns:
-        their steps would be counted together, and their residuals kept under each other's names.
+        DDP may be made anew for a model with more trainable parameters.  Two models in turn are
+        refused: their steps would be counted together, and their residuals mixed.
         """
         self._is_its_pass |= any(p in self._names for p in bucket.parameters())
         if not bucket.is_last():
@@ -205,18 +212,51 @@ class CompressionState:
         self._has_model = True
 
     def parts(self, parameters: Sequence[torch.nn.Parameter]) -> list[list[int]]:
-        """Return how a bucket is to be exchanged: the places of the parameters in each part.
+        """Return the indices of the parameters in each part of a bucket, usually in one part.
 
-        One part, as a rule.  DDP's first bucket in a process has all parameters, later ones are
-        smaller; where a bucket is compressed as one vector, a run that goes on from a saved state
-        would draw other numbers at first than the run that was saved.  So what was in one bucket
-        then is exchanged together again.
+        DDP's first bucket in a process has all parameters, later ones are smaller.  If a bucket is
+        compressed as one vector, its random draws depend on its content.  A resumed run therefore
+        divides the first bucket into the saved buckets.
         """
         places = {self._name(p): place for place, p in enumerate(parameters)}
         saved = [names for names in self._saved_buckets if not places.keys().isdisjoint(names)]
         if sorted(name for names in saved for name in names) != sorted(places):
             return [list(places.values())]
         return [[places[name] for name in names] for names in saved]
+
+    def average(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Begin to average a bucket; see :func:`compression_hook`."""
+        exchange, buffer = self.exchange, bucket.buffer()
+        if bucket.index() == 0:
+            self._pending.begin()
+            # After an overflow a GradScaler leaves gradients in place as well.
+            if self.loss_scale is None:
+                self._accumulation.check(bucket)
+        if buffer.is_sparse:
+            return average_sparse(exchange, buffer)  # a bucket of one parameter
+        require_dense_floats(buffer)
+        parameters, gradients = bucket.parameters(), gradients_in(bucket)
+        scale = float(self.loss_scale()) if self.loss_scale else 1.0
+        compress = exchange.step >= self.start_compression_step
+
+        def round_(part: list[int]) -> Round[torch.Tensor]:
+            own = [parameters[place] for place in part]
+            with self._pending.noting():
+                tensors = [gradients[place] for place in part]
+                own_bucket = exchange.buckets.of_parameters(own, tensors, self._name)
+                yield from exchange.bucket_round(
+                    own_bucket, tensors, compress=compress, scale=scale, replica=own
+                )
+            return buffer
+
+        rounds = [round_(part) for part in self.parts(parameters)]
+        futures = [exchange.transport.run_async(each, buffer.device) for each in rounds]
+        future = after_all(futures, buffer.device)
+        self._pending.add(future)
+        return future
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.setdefault(parameter, f"parameter.{len(self._names)}")
@@ -225,7 +265,7 @@ class CompressionState:
 def _by_parameter(
     named: Iterable[tuple[str, torch.nn.Parameter]] | None,
 ) -> dict[torch.Tensor, str]:
-    """Return the name of each parameter, or raise ``ValueError`` for what are no such pairs."""
+    """Return the names by parameter, or raise ``ValueError`` for other pairs."""
     if named is None:
         return {}
     names: dict[torch.Tensor, str] = {}
@@ -248,18 +288,18 @@ def compression_hook(
     """Average a bucket's gradients through a compressor.
 
     1. split the bucket into its parameters; those with fewer than ``min_ndim``
-       dimensions or ``min_numel`` elements travel uncompressed in the same payload;
+       dimensions or ``min_numel`` elements are sent uncompressed in the same payload;
     2. add the residual, compress, send one payload in one collective;
     3. decompress all payloads in rank order and take the mean over ranks: the hook owns the
        division, DDP does not divide when a hook is registered;
-    4. keep what was not sent; return the bucket's own buffer, overwritten.
+    4. keep the new residual; return the bucket's own buffer, overwritten.
 
     With a gradient that is not finite on any rank, all ranks get NaN everywhere (so a GradScaler
     skips the step on all of them) and the residual stays as it was.
 
     Args:
         state: a :class:`CompressionState`.
-        bucket: what DDP passes.
+        bucket: the bucket from DDP.
 
     Returns:
         A future of the averaged bucket.
@@ -281,38 +321,10 @@ def compression_hook(
         >>> ddp_model.register_comm_hook(state, compression_hook)
     """
     require_bucket(bucket)
-    state.look(bucket)
-    exchange, buffer = state.exchange, bucket.buffer()
-    if bucket.index() == 0:
-        state._underway.begin()
-    # An overflow under a GradScaler leaves gradients standing as well.
-    if state.loss_scale is None and bucket.index() == 0:
-        state._accumulation.look(bucket)
-    if buffer.is_sparse:
-        # DDP gives a sparse gradient a bucket of its own.
-        future = average_sparse(exchange, buffer)
-    else:
-        require_dense_floats(buffer)
-        parameters, gradients = bucket.parameters(), gradients_in(bucket)
-        scale = float(state.loss_scale()) if state.loss_scale else 1.0
-        compress = exchange.step >= state.start_compression_step
-
-        def round_(part: list[int]) -> Round[torch.Tensor]:
-            own = [parameters[place] for place in part]
-            with state._underway.noting():
-                tensors = [gradients[place] for place in part]
-                own_bucket = exchange.buckets.of_parameters(own, tensors, state._name)
-                yield from exchange.bucket_round(
-                    own_bucket, tensors, compress=compress, scale=scale, replica=own
-                )
-            return buffer
-
-        parts = state.parts(parameters)
-        futures = [exchange.transport.run_async(round_(part), buffer.device) for part in parts]
-        future = after_all(futures, buffer.device)
-        state._underway.add(future)
+    state.check_model(bucket)
+    future = state.average(bucket)
     if bucket.is_last():
-        exchange.end_step()
+        state.exchange.end_step()
     return future
 
 
@@ -360,15 +372,15 @@ def register(
     With a compressor, :func:`compression_hook` is registered.  All ranks must call it: it compares
     their configurations.
 
-    With an optimizer that exchanges by itself (``comm_hooks.optim``), :func:`skip_hook` is.  Where
-    it works in rounds (``low_communication``), the model in evaluation mode, and what its
-    ``state_dict()`` returns, is from then on the one that all ranks share: see
-    :func:`~comm_hooks.shared_model.show_server_model`.  A model without DDP will do, too.
+    With an optimizer that exchanges by itself (``comm_hooks.optim``), :func:`skip_hook` is
+    registered.  If the optimizer works in rounds (``low_communication``), the model in evaluation
+    mode and its ``state_dict()`` are from then on those that all ranks share: see
+    :func:`~comm_hooks.shared_model.attach_shared_model`.  A model without DDP is accepted, too.
 
     Args:
-        model: a ``DistributedDataParallel``, or what has one inside: what ``torch.compile``,
-            Fabric's ``setup`` and Accelerate's ``prepare`` return, a ``LightningModule`` in
-            training, a module of your own.  Or what the composable ``replicate`` was applied to.
+        model: a ``DistributedDataParallel``, or a module with one inside: the result of
+            ``torch.compile``, Fabric's ``setup`` or Accelerate's ``prepare``, a
+            ``LightningModule`` in training, a module of your own.
         compressor: an object, or a name from ``comm_hooks.config.COMPRESSORS``; or the optimizer.
         loss_scale: see :class:`CompressionState`; by default that of Fabric or Lightning where
             they scale the loss.
@@ -380,8 +392,8 @@ def register(
             ``{"type": "error_feedback", "bits": 4}``.  With an optimizer there are none.
 
     Returns:
-        What has ``stats()``, and what every rank saves for itself
-        (:func:`~comm_hooks.checkpoints.rank_files.save_rank_file`): a :class:`CompressionState`; the
+        The state with ``stats()``, which every rank saves by
+        :func:`~comm_hooks.checkpoints.rank_files.save_rank_file`: a :class:`CompressionState`; the
         optimizer itself if it works in rounds; else an
         :class:`~comm_hooks.checkpoints.optimizer_state.OptimizerState`.
 
@@ -398,7 +410,7 @@ def register(
     one-bit gradients under Adam and its kin.
 
     Not supported: FSDP (``comm_hooks.frameworks.fsdp``), DeepSpeed
-    (``comm_hooks.frameworks.deepspeed``) and ``replicate_with_fsdp``.
+    (``comm_hooks.frameworks.deepspeed``) and the composable ``replicate``.
 
     Example::
 
@@ -417,15 +429,16 @@ def register(
                 "itself"
             )
         return register_optimizer(model, compressor, skip_hook)
-    replicas = DataParallelModel(model)
+    ddp = require_ddp(model)
+    check_options(ddp)
     state = CompressionState(
-        Exchange.of(compressor, process_group=replicas.process_group, **settings),
-        named_parameters=replicas.named_parameters(),
-        loss_scale=loss_scale or replicas.loss_scale,
+        Exchange.of(compressor, process_group=ddp.process_group, **settings),
+        named_parameters=named_parameters(ddp),
+        loss_scale=loss_scale or loss_scale_of(model),
         start_compression_step=start_compression_step,
     )
     state.exchange.agree_now()
-    replicas.register_comm_hook(state, compression_hook)
-    adaptive.watch(state.exchange.compressor, replicas.module.parameters())
+    register_hook(ddp, state, compression_hook)
+    warn_at_first_step(state.exchange.compressor, ddp.module.parameters())
     logger.info("registered %s", state)
     return state

@@ -1,8 +1,8 @@
-"""Files in DeepSpeed's checkpoints: what every rank must save for itself.
+"""A file of every rank in DeepSpeed's checkpoints.
 
 DeepSpeed saves one rank's state for all (stage 0) or flat shards of it (stages 1 and 2).  Residuals
 are whole and differ between ranks, so each rank writes a file of its own into the checkpoint's
-folder, before DeepSpeed writes anything: ``latest`` never points to a checkpoint without them.
+folder before DeepSpeed writes anything: ``latest`` never points to a checkpoint without them.
 """
 
 import inspect
@@ -20,14 +20,13 @@ _UNIVERSAL = "_universal"
 
 
 def include(engine: Any, state: Any) -> None:
-    """Let an engine's ``save_checkpoint`` and ``load_checkpoint`` include what each rank has.
+    """Let an engine's ``save_checkpoint`` and ``load_checkpoint`` include each rank's file.
 
     Args:
         engine: a ``DeepSpeedEngine``.
-        state: an exchange, or what else is a
-            :class:`~comm_hooks.checkpoints.rank_files.RankState`.
+        state: an exchange, or another :class:`~comm_hooks.checkpoints.rank_files.RankState`.
 
-    See :mod:`comm_hooks.checkpoints.rank_files` for what they raise.
+    They raise the errors of :mod:`comm_hooks.checkpoints.rank_files`.
     """
     save_engine, load_engine = engine.save_checkpoint, engine.load_checkpoint
     load_signature = inspect.signature(load_engine)
@@ -51,7 +50,7 @@ def include(engine: Any, state: Any) -> None:
 
 
 class _EngineState:
-    """What a rank saves: the exchange's state, the optimizer's own, and the time they are of."""
+    """The saved state of a rank: that of the exchange and the optimizer, and the present step."""
 
     def __init__(self, engine: Any, state: Any) -> None:
         self.exchange = exchange_of(state)
@@ -78,7 +77,7 @@ class _EngineState:
 
     @property
     def _exchanged_by(self) -> str:
-        """What the residuals are of: gradients, or what an optimizer exchanges instead."""
+        """The owner of the residuals: the exchange of gradients, or an optimizer."""
         owner = self.exchange.owner
         return type(owner).__name__ if isinstance(owner, Optimizer) else "the exchange of gradients"
 

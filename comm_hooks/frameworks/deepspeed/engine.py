@@ -1,7 +1,10 @@
-"""Putting an exchange into a DeepSpeed engine."""
+"""A DeepSpeed engine with an exchange in place of its all-reduce."""
 
+import functools
+import inspect
 import logging
-import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from comm_hooks.checkpoints.optimizer_state import OptimizerState
@@ -10,29 +13,29 @@ from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import check_agreement
 from comm_hooks.exchange.settings import require_gradients
-from comm_hooks.frameworks import adaptive
-from comm_hooks.frameworks.deepspeed import checkpoint, optimizers, reductions
-from comm_hooks.frameworks.deepspeed.block import BLOCK
+from comm_hooks.frameworks.deepspeed import checkpoint, optimizer, reductions
+from comm_hooks.frameworks.deepspeed.settings import BLOCK, EngineSettings, find_block, named_groups
 from comm_hooks.frameworks.deepspeed.unsupported import check_averaging, check_parallelism
 from comm_hooks.optim import LocalRounds
+from comm_hooks.warnings import warn_if_misled, warn_program
 
 logger = logging.getLogger(__name__)
 
 
 class EngineCompression:
-    """What an engine that compresses has as ``engine.comm_hooks``.
+    """The attribute ``engine.comm_hooks`` of an engine that compresses.
 
     Attributes:
         exchange: the :class:`~comm_hooks.Exchange`; the optimizer's own, if it has one.
-        state: what every rank saves for itself: that exchange, or the optimizer's part.
+        state: the state that every rank saves for itself: that exchange, or the optimizer's part.
     """
 
-    def __init__(self, exchange: Exchange, state: OptimizerState | LocalRounds | Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, state: OptimizerState | LocalRounds | Exchange) -> None:
+        self.exchange: Exchange = state if isinstance(state, Exchange) else state.exchange
         self.state = state
 
     def stats(self) -> dict[str, float]:
-        """Return what this rank moved; see :meth:`~comm_hooks.Exchange.stats`.
+        """Return the traffic of this rank; see :meth:`~comm_hooks.Exchange.stats`.
 
         ``steps`` counts exchanges: one per step of the optimizer, or at ZeRO stage 2 one per
         backward pass; with rounds, local steps.  The parameters that DeepSpeed gathers at ZeRO
@@ -41,66 +44,164 @@ class EngineCompression:
         return self.state.stats()
 
 
-def attach(engine: Any, averaging: reductions.Averaging | None) -> EngineCompression | None:
-    """Put an exchange in the place of an engine's all-reduce; again, it changes nothing.
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """Call ``deepspeed.initialize`` for an engine that exchanges as its configuration says.
+
+    1. DeepSpeed reads the configuration;
+    2. before the engine is constructed, its ``comm_hooks`` block is checked, and the optimizer is
+       made if ``optimizer.type`` names one of comm-hooks;
+    3. after that, unsupported features are refused, the settings of all ranks are compared, and the
+       exchange takes the place of the engine's all-reduce.
+
+    All ranks must call it.  ``DeepSpeedEngine.__init__`` is wrapped during the call only.
+
+    Args:
+        args, kwargs: those of ``deepspeed.initialize``.
+
+    Returns:
+        The result of ``deepspeed.initialize``: engine, optimizer, training dataloader and learning
+        rate scheduler.  ``engine.comm_hooks`` is an
+        :class:`~comm_hooks.frameworks.deepspeed.EngineCompression`.
+
+    Raises:
+        ImportError: without DeepSpeed.
+        ValueError: for settings that are unknown or exclude each other, with their path in the
+            JSON, and for a feature of DeepSpeed that compression does not support.
+        ConfigMismatchError: if ranks are configured differently.
+
+    Not supported: see the page on DeepSpeed in the documentation.
+
+    Example::
+
+        >>> from comm_hooks.frameworks.deepspeed import initialize
+        >>> config = {
+        ...     "train_micro_batch_size_per_gpu": 8,
+        ...     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        ...     "comm_hooks": {"compressor": "topk", "density": 1 / 64},
+        ... }
+        >>> engine, _, _, _ = initialize(model=model, config=config)  # doctest: +SKIP
+        >>> engine.comm_hooks.stats()["compression_ratio"]  # doctest: +SKIP
+        1.0
+    """
+    with _wrapped_constructor():
+        import deepspeed
+
+        result: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
+    engine = result[0]
+    if "comm_hooks" not in engine.__dict__ and find_block(engine._config._param_dict) is None:
+        warn_program(
+            f"the DeepSpeed configuration has no {BLOCK!r} block: gradients are exchanged "
+            "uncompressed"
+        )
+    return result
+
+
+def wrap_constructor() -> None:
+    """Let every DeepSpeed engine that is made from now on exchange as its configuration says."""
+    engine = _engine_class()
+    construct = engine.__init__
+    if hasattr(construct, "is_of_comm_hooks"):
+        return
+    signature = inspect.signature(construct)
+
+    @functools.wraps(construct)
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs)
+        given, parsed = call.arguments, call.arguments["config_class"]
+        settings = EngineSettings.read(parsed._param_dict, given.get("optimizer"))
+        if settings.make_optimizer is not None:
+            members = given.get("model_parameters")
+            members = list(given["model"].parameters() if members is None else members)
+            groups = named_groups(members, given["model"])
+            given["optimizer"] = settings.make_optimizer(groups)
+            given["model_parameters"] = members
+            # DeepSpeed knows no optimizer of that name, or has one of its own up to 0.19.6.
+            parsed.optimizer_name = parsed.optimizer_params = None
+            parsed.optimizer_legacy_fusion = False
+            parsed.zero_allow_untested_optimizer = True
+        with optimizer.paused(given.get("optimizer")):
+            construct(*call.args, **call.kwargs)
+        attach(given["self"], settings)
+
+    __init__.is_of_comm_hooks = True  # type: ignore[attr-defined]
+    engine.__init__ = __init__
+
+
+@contextmanager
+def _wrapped_constructor() -> Iterator[None]:
+    """Wrap the constructor of engines within this context, or leave it wrapped for good."""
+    engine = _engine_class()
+    construct = engine.__init__
+    wrap_constructor()
+    try:
+        yield
+    finally:
+        engine.__init__ = construct
+
+
+def _engine_class() -> Any:
+    try:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+    except ImportError as error:
+        raise ImportError(
+            f'DeepSpeed cannot be imported ({error}): pip install "comm-hooks[deepspeed]"'
+        ) from error
+    return DeepSpeedEngine
+
+
+def attach(engine: Any, settings: EngineSettings) -> EngineCompression | None:
+    """Put an exchange in the place of the all-reduce of an engine that is complete.
 
     All ranks must call it.
 
     Args:
         engine: a ``DeepSpeedEngine``.
-        averaging: how its gradients travel; None if DeepSpeed averages them, or the optimizer does.
+        settings: of its configuration.
 
     Returns:
-        ``engine.comm_hooks``; None if there is nothing to exchange.
+        ``engine.comm_hooks``; None if nothing is exchanged.
 
     Raises:
         ValueError: for a feature of DeepSpeed that compression does not support.
         ConfigMismatchError: if ranks are configured differently.
     """
-    attached: EngineCompression | None = engine.__dict__.get("comm_hooks")
-    if attached is not None:
-        return attached
-    if averaging is not None and engine.basic_optimizer is None:
-        warnings.warn(
-            f"{BLOCK}: this engine has no optimizer, so no gradients are exchanged", stacklevel=2
-        )
+    if settings.exchange is not None and engine.basic_optimizer is None:
+        warn_program(f"{BLOCK}: this engine has no optimizer, so no gradients are exchanged")
         return None
-    owned = optimizers.attach(engine)
-    # An engine that lacks what the others have would leave them waiting at the first exchange.
-    presence = {BLOCK: "absent" if owned is None and averaging is None else "present"}
+    owned = optimizer.attach(engine)
+    # An engine without an exchange would leave the others waiting at the first one.
+    presence = {BLOCK: "absent" if owned is None and settings.exchange is None else "present"}
     transport = TorchDistributed()
     check_agreement(transport.perform(AllGatherObject(presence)), transport.ranks)
-    state: OptimizerState | LocalRounds | Exchange
     if owned is not None:
-        exchange, state = owned.exchange, owned
         check_parallelism(engine)
-    elif averaging is not None:
+        attached = EngineCompression(owned)
+    elif settings.exchange is not None:
         check_parallelism(engine)
         check_averaging(engine)
-        require_gradients(averaging.settings, f"{BLOCK}.memory")
-        exchange = state = Exchange(
-            averaging.settings, process_group=engine.seq_data_parallel_group
-        )
-        start = averaging.start_compression_step
+        require_gradients(settings.exchange, f"{BLOCK}.memory")
+        exchange = Exchange(settings.exchange, process_group=engine.seq_data_parallel_group)
+        start = settings.start_compression_step
         exchange.agree_on(
             {"zero_stage": engine.zero_optimization_stage(), "start_compression_step": start}
         )
         reductions.replace(engine, exchange, start)
-        adaptive.warn_of(exchange.compressor, engine.basic_optimizer)
+        warn_if_misled(exchange.compressor, engine.basic_optimizer)
+        attached = EngineCompression(exchange)
     else:
         return None
-    exchange.agree_now()
-    checkpoint.include(engine, state)
-    attached = engine.comm_hooks = EngineCompression(exchange, state)
-    logger.info("DeepSpeed exchanges through %s, %s", exchange.compressor, exchange.memory)
+    attached.exchange.agree_now()
+    checkpoint.include(engine, attached.state)
+    engine.comm_hooks = attached
+    logger.info("DeepSpeed exchanges through %s", attached.exchange)
     return attached
 
 
 def require(engine: Any) -> EngineCompression:
     """Return ``engine.comm_hooks``, or raise if the engine exchanges uncompressed gradients.
 
-    DeepSpeed ignores blocks that it does not know, so a program that forgets to switch compression
-    on trains without it, in silence.  One call after the engine is made turns that into an error.
+    DeepSpeed ignores unknown blocks, so a program that does not import comm-hooks trains without
+    compression and without a message.  One call after the engine is made turns that into an error.
 
     Args:
         engine: a ``DeepSpeedEngine``.

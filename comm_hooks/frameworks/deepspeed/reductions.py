@@ -1,52 +1,16 @@
-"""Where DeepSpeed averages gradients: methods of one engine, replaced by rounds of an exchange.
+"""The methods of an engine that average gradients, replaced by rounds of an exchange.
 
-What DeepSpeed does before (scaling the loss, accumulating) and after (overflow, clipping, the
-optimizer) stays its own.
+DeepSpeed still scales the loss and accumulates before, and clips and steps after.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from comm_hooks.exchange import Exchange, ExchangeSettings
+from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.sparse import average_sparse
-from comm_hooks.frameworks.deepspeed.block import BLOCK
-from comm_hooks.requirements import require_integer, require_within
-
-START = "start_compression_step"
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """How an engine's gradients travel.
-
-    Attributes:
-        settings: of the exchange.
-        start_compression_step: the number of steps at first in which gradients are averaged
-            exactly; neither those that were skipped count, nor those of a checkpoint that was
-            loaded without what its ranks had saved.
-    """
-
-    settings: ExchangeSettings
-    start_compression_step: int = 0
-
-    @classmethod
-    def from_block(cls, block: Mapping[str, Any]) -> "Averaging":
-        """Return what a ``comm_hooks`` block says.
-
-        Raises:
-            ValueError: for anything unknown in it, or that cannot work.
-        """
-        start = 0
-        if isinstance(block, Mapping) and START in block:
-            start = block[START]
-            require_integer(BLOCK, START, start)
-            require_within(BLOCK, START, start, "[0, inf)")
-            block = {key: value for key, value in block.items() if key != START}
-        return cls(ExchangeSettings.from_dict(block, path=BLOCK), start)
 
 
 def replace(engine: Any, exchange: Exchange, start_compression_step: int = 0) -> None:
@@ -55,7 +19,8 @@ def replace(engine: Any, exchange: Exchange, start_compression_step: int = 0) ->
     Args:
         engine: of ZeRO stage 0, 1 or 2.
         exchange: over the engine's data-parallel group.
-        start_compression_step: see :class:`Averaging`.
+        start_compression_step: the number of first steps with exact averages; see
+            :class:`~comm_hooks.frameworks.deepspeed.settings.EngineSettings`.
     """
     begun = 0
 
@@ -63,7 +28,7 @@ def replace(engine: Any, exchange: Exchange, start_compression_step: int = 0) ->
         nonlocal begun
         taken: int = engine.global_steps - engine.skipped_steps
         if exchange.step == 0:
-            # Whatever the engine counts is of others: an optimizer that begins has a warm-up.
+            # Earlier steps were another optimizer's: one that begins has a warm-up.
             begun = taken
         return taken - begun >= start_compression_step
 
@@ -94,7 +59,7 @@ def _replace_whole(engine: Any, exchange: Exchange, compresses: Callable[[], boo
 def _whole(
     engine: Any, exchange: Exchange, grads: Sequence[Any]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield every parameter that has a dense gradient, and that; average sparse ones."""
+    """Yield every parameter with its dense gradient; average sparse gradients."""
     flat_groups = getattr(engine.optimizer, "fp32_groups_gradients", None)
     if flat_groups is not None:
         # BF16_Optimizer passes one flat tensor per parameter group; these are views of it.
@@ -113,7 +78,7 @@ def _whole(
 def _buckets(
     items: Iterable[tuple[torch.Tensor, torch.Tensor]], limit: int
 ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Yield buckets of one dtype, each closed by what makes it exceed ``limit`` elements."""
+    """Yield buckets of one dtype, each closed by the tensor that exceeds ``limit`` elements."""
     open_: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     numels: Counter[torch.dtype] = Counter()
     for parameter, tensor in items:
@@ -157,7 +122,7 @@ def _replace_partitioned(engine: Any, exchange: Exchange, compresses: Callable[[
         return mean
 
     def finish_and_count(*args: Any, **kwargs: Any) -> None:
-        # Whatever comes next belongs to other gradients of the same parameters.
+        # The next buckets have new gradients of the same parameters.
         nonlocal has_exchanged
         finish(*args, **kwargs)
         if has_exchanged:

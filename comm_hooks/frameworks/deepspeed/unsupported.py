@@ -1,16 +1,16 @@
-"""What DeepSpeed can do and compression cannot go with: one line each, before the first step."""
+"""Features of DeepSpeed that compression does not support, refused before the first step."""
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from comm_hooks.frameworks.deepspeed.block import BLOCK
+from comm_hooks.frameworks.deepspeed.settings import BLOCK
+from comm_hooks.warnings import warn_program
 
 
 def check_parallelism(engine: Any) -> None:
-    """Raise ``ValueError`` unless all ranks hold the same whole model, and nothing else."""
+    """Raise ``ValueError`` unless each rank holds the same whole model."""
     module = engine.module
     _refuse(
         [
@@ -36,7 +36,7 @@ def check_parallelism(engine: Any) -> None:
 
 
 def check_averaging(engine: Any) -> None:
-    """Raise ``ValueError`` if DeepSpeed would average gradients past our exchange."""
+    """Raise ``ValueError`` for features that average gradients without the exchange."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     name = type(getattr(optimizer, "optimizer", optimizer)).__name__
     offers_zenflow = getattr(engine, "zenflow", False)
@@ -85,10 +85,8 @@ def check_averaging(engine: Any) -> None:
         ]
     )
     if engine._config.communication_data_type is not None:
-        warnings.warn(
-            f"communication_data_type is ignored for what the {BLOCK} block averages: the block "
-            "decides what travels",
-            stacklevel=3,
+        warn_program(
+            f"communication_data_type is ignored for gradients that the {BLOCK} block averages"
         )
 
 

@@ -5,15 +5,8 @@
 * :func:`compress_reduce_scatter`: the reduction of FSDP itself, inside the group of shards.
 """
 
-from comm_hooks.frameworks.fsdp.all_reduce import CompressedAllReduce, compress_all_reduce
-from comm_hooks.frameworks.fsdp.reduce_scatter import (
-    CompressedReduceScatter,
-    compress_reduce_scatter,
-)
+from comm_hooks.frameworks.fsdp.all_reduce import compress_all_reduce
+from comm_hooks.frameworks.fsdp.reduce_scatter import compress_reduce_scatter
+from comm_hooks.frameworks.fsdp.state import CompressedReduction
 
-__all__ = [
-    "CompressedAllReduce",
-    "CompressedReduceScatter",
-    "compress_all_reduce",
-    "compress_reduce_scatter",
-]
+__all__ = ["CompressedReduction", "compress_all_reduce", "compress_reduce_scatter"]

@@ -1,7 +1,7 @@
-"""Hybrid sharding: compressed averaging between nodes, each of which shards one replica."""
+"""Hybrid sharding: compressed averaging between nodes, with one sharded replica per node."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,16 +15,8 @@ from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import check_agreement
-from comm_hooks.frameworks import adaptive
-from comm_hooks.frameworks.fsdp.units import (
-    Replicas,
-    Unit,
-    check_names,
-    count_step,
-    find_units,
-    settle_model,
-    warn_of_unsharded,
-)
+from comm_hooks.frameworks.fsdp.state import CompressedReduction, ReplicaCheck, new_exchange
+from comm_hooks.frameworks.fsdp.units import Unit, find_units
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +28,7 @@ def compress_all_reduce(
     mesh: DeviceMesh | dist.ProcessGroup,
     loss_scale: Callable[[], float] | None = None,
     **settings: Any,
-) -> "CompressedAllReduce":
+) -> CompressedReduction:
     """Average the gradients of an FSDP2 model between nodes through a compressor.
 
     The model is sharded over the ranks of each node (``fully_shard(..., mesh=mesh["shard"])`` on
@@ -70,7 +62,7 @@ def compress_all_reduce(
             module.
 
     Returns:
-        A :class:`CompressedAllReduce`, for ``stats()`` and what to save.
+        The state to save, with ``stats()``.
 
     Raises:
         ValueError: for bad settings; if nothing is sharded by FSDP2; if FSDP itself all-reduces,
@@ -113,137 +105,68 @@ def compress_all_reduce(
                 f"{caller}: {unit.title} has an all-reduce hook already: register one only"
             )
     group = _replicas(mesh, units[0].shard_group)
-    exchange = Exchange.of(compressor, process_group=group, **settings)
-    settle_model(exchange, units, caller)
-    state = CompressedAllReduce(exchange, units, group, loss_scale)
-    state.agree()
-    warn_of_unsharded(model, units)
-    adaptive.watch(exchange.compressor, model.parameters())
+    exchange = new_exchange(model, units, compressor, caller, group, settings)
+    shards = TorchDistributed(units[0].shard_group)
+    _agree(exchange, shards, dist.get_process_group_ranks(group))
+    replicas = ReplicaCheck(units, exchange.transport, shards)
+    state = CompressedReduction(
+        exchange, units, [shards.rank], loss_scale, replicas, [units[0].shard_group]
+    )
+    waiting: dict[str, torch.Tensor] = {}
     for unit in units:
-        unit.module.set_all_reduce_hook(partial(state.reduce, unit))
+        unit.module.set_all_reduce_hook(partial(_reduce, state, unit, shards.rank, waiting))
     logger.info("registered %s with %s on %d modules", compressor, exchange.memory, len(units))
     return state
 
 
-class CompressedAllReduce:
-    """What :func:`compress_all_reduce` returns: the exchange between replicas of one shard.
+def _reduce(
+    state: CompressedReduction,
+    unit: Unit,
+    shard: int,
+    waiting: dict[str, torch.Tensor],
+    flat: torch.Tensor,
+) -> None:
+    """Average the reduced gradient of one module, in place: the all-reduce hook."""
+    if flat.device.type != "cpu":
+        # FSDP may free the tensor while this stream still works on it (pytorch#180900).
+        flat.record_stream(torch.get_device_module(flat.device.type).current_stream())
+    if not unit.group.all_reduce_grads:
+        before = waiting.get(unit.name)
+        waiting[unit.name] = flat.clone() if before is None else before.add_(flat)
+        flat.zero_()
+        return
+    if unit.name in waiting:
+        flat.add_(waiting.pop(unit.name))
+    exchange, scale = state.exchange, state.begin()
+    segments, tensors = unit.views(unit.pieces(), flat, shard, exchange.settings.exempts)
+    if segments:
+        bucket = exchange.buckets.of_segments(segments, flat.device)
+        # Not run_async(): FSDP uses the tensor on this stream as soon as the hook returns.
+        exchange.transport.run(exchange.bucket_round(bucket, tensors, scale=scale))
+    state.end()
 
-    Attributes:
-        exchange: averages this rank's shard with those of its replicas.
+
+def _agree(exchange: Exchange, shards: TorchDistributed, replica_ranks: list[int]) -> None:
+    """Compare the configurations of all ranks, of all nodes and shards.
+
+    Raises:
+        ConfigMismatchError: on all ranks, if any two differ.
+        ValueError: on all ranks, if replicas hold different shards.
     """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        units: Sequence[Unit],
-        group: dist.ProcessGroup,
-        loss_scale: Callable[[], float] | None,
-    ) -> None:
-        self.exchange = exchange
-        self._units = units
-        self._loss_scale = loss_scale
-        self._shards = TorchDistributed(units[0].shard_group)
-        self._replica_ranks = dist.get_process_group_ranks(group)
-        self._waiting: dict[str, torch.Tensor] = {}
-        self._replicas = Replicas(units, exchange.transport, self._shards)
-
-    @property
-    def model_parallel_groups(self) -> list[dist.ProcessGroup]:
-        """Groups of ranks that hold other parts of the model: nobody exchanges between these."""
-        return [self._units[0].shard_group]
-
-    def stats(self) -> dict[str, float]:
-        """Return what this rank moved between nodes; see :meth:`~comm_hooks.Exchange.stats`.
-
-        What FSDP moves inside the node is not counted.
-        """
-        return self.exchange.stats()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this rank must save: every rank its own, plain numbers and tensors.
-
-        Gradients that wait for an exchange (``set_requires_all_reduce(False)``) are not part of it:
-        save between steps.
-        """
-        return self.exchange.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned on this rank.
-
-        Raises:
-            ValueError: if the state is another rank's, or of another number of shards; nothing is
-                changed.
-        """
-        check_names(self.exchange, self._known_names(), [state])
-        self.exchange.load_state_dict(state)
-
-    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the states of a run with another number of nodes and as many shards.
-
-        Args:
-            states: what the holders of this rank's shard saved, in the order of the nodes; see
-                :meth:`~comm_hooks.Exchange.load_state_dicts`.
-
-        Raises:
-            ValueError: if the states are not those, or of another number of shards; nothing is
-                changed.
-        """
-        check_names(self.exchange, self._known_names(), states)
-        self.exchange.load_state_dicts(states)
-
-    def agree(self) -> None:
-        """Compare the configurations of all ranks, of all nodes and shards.
-
-        Raises:
-            ConfigMismatchError: on all ranks, if any two differ.
-            ValueError: on all ranks, if replicas hold different shards.
-        """
-        replicas = self.exchange.transport
-        here = [dist.get_rank(), self._shards.rank, self._replica_ranks, self.exchange.config()]
-        node: list[Any] = self._shards.perform(AllGatherObject(here))
-        nodes: list[list[Any]] = replicas.perform(AllGatherObject(node))
-        everyone = sorted((entry for entries in nodes for entry in entries), key=lambda e: e[0])
-        check_agreement([config for *_, config in everyone], [rank for rank, *_ in everyone])
-        shards = {rank: shard for rank, shard, *_ in everyone}
-        for rank, shard, ranks, _ in everyone:
-            if any(shards.get(other) != shard for other in ranks):
-                raise ValueError(
-                    f"compress_all_reduce: mesh joins ranks {ranks}, but not all of them hold the "
-                    f"shard of rank {rank}: give the other dimension of the mesh whose first one "
-                    "went to fully_shard"
-                )
-        self.exchange.agree_now()
-
-    def reduce(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Average what FSDP reduced for one module, in place: the all-reduce hook."""
-        if flat.device.type != "cpu":
-            # FSDP may free the tensor while this stream still works on it (pytorch#180900).
-            flat.record_stream(torch.get_device_module(flat.device.type).current_stream())
-        if not unit.group.all_reduce_grads:
-            waiting = self._waiting.get(unit.name)
-            self._waiting[unit.name] = flat.clone() if waiting is None else waiting.add_(flat)
-            flat.zero_()
-            return
-        if unit.name in self._waiting:
-            flat.add_(self._waiting.pop(unit.name))
-        exchange = self.exchange
-        self._replicas.compare(exchange)
-        segments, tensors = unit.views(
-            unit.pieces(), flat, self._shards.rank, exchange.settings.exempts
-        )
-        if segments:
-            bucket = exchange.buckets.of_segments(segments, flat.device)
-            scale = float(self._loss_scale()) if self._loss_scale else 1.0
-            # Not run_async(): FSDP uses the tensor on this stream as soon as the hook returns.
-            exchange.transport.run(exchange.bucket_round(bucket, tensors, scale=scale))
-        count_step(exchange)
-
-    def _known_names(self) -> set[str]:
-        return {
-            piece.shard_name(self._shards.rank)
-            for unit in self._units
-            for piece in unit.pieces(frozen=True)
-        }
+    here = [dist.get_rank(), shards.rank, replica_ranks, exchange.config()]
+    node: list[Any] = shards.perform(AllGatherObject(here))
+    nodes: list[list[Any]] = exchange.transport.perform(AllGatherObject(node))
+    everyone = sorted((entry for entries in nodes for entry in entries), key=lambda e: e[0])
+    check_agreement([config for *_, config in everyone], [rank for rank, *_ in everyone])
+    shard_of = {rank: shard for rank, shard, *_ in everyone}
+    for rank, shard, ranks, _ in everyone:
+        if any(shard_of.get(other) != shard for other in ranks):
+            raise ValueError(
+                f"compress_all_reduce: mesh joins ranks {ranks}, but not all of them hold the "
+                f"shard of rank {rank}: give the other dimension of the mesh whose first one "
+                "went to fully_shard"
+            )
+    exchange.agree_now()
 
 
 def _replicas(

@@ -1,13 +1,10 @@
-"""What the flat gradient of an FSDP2 module consists of.
+"""The units of an FSDP2 model, and the content of their flat gradients.
 
 FSDP gives a hook a bare tensor: the shards of all parameters of one module, one after the other,
-each padded to the size of the largest shard.  Which parameters those are is known only to objects
-that torch does not document (``FSDPParamGroup``, ``FSDPParam``); this is the only file that reads
-them.
+each padded to the size of the largest shard.  Only private objects of torch know the parameters
+(``FSDPParamGroup``, ``FSDPParam``); no other file reads them.
 """
 
-import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from comm_hooks.collectives.base import Transport
-from comm_hooks.collectives.requests import AllGatherObject
-from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.layout import Segment
-from comm_hooks.exchange.settings import require_gradients
-from comm_hooks.wire.checksum import fingerprint
+from comm_hooks.requirements import first_of
+from comm_hooks.warnings import warn_program
 
 # torch.compile and activation checkpointing put these into names; a resumed run may do without.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -45,12 +39,12 @@ class Piece:
     padded: int
 
     def shard_name(self, shard: int) -> str:
-        """Return what residuals and random keys of a shard are tied to."""
+        """Return the name of a shard, for residuals and random keys."""
         return f"{self.name}[{shard}/{len(self.shards)}]"
 
 
 class Unit:
-    """A module that ``fully_shard`` was applied to: what it reduces at once."""
+    """A module that ``fully_shard`` was applied to, with one flat gradient."""
 
     def __init__(self, name: str, module: FSDPModule, group: Any, names: Mapping[Any, str]) -> None:
         self.name = name
@@ -81,7 +75,7 @@ class Unit:
         return self.group.mesh_info.replicate_process_group if self.all_reduces else None
 
     def registered(self) -> list[torch.Tensor]:
-        """Return whatever may stand in the modules for the parameters: shards, or all-gathered."""
+        """Return the tensors that may be the modules' parameters: shards, or all-gathered ones."""
         parameters = self.group.fsdp_params
         gathered = [p._unsharded_param for p in parameters if hasattr(p, "_unsharded_param")]
         return [*(p.sharded_param for p in parameters), *gathered]
@@ -91,7 +85,7 @@ class Unit:
         return {self._name(p): p.sharded_param.to_local() for p in self.group.fsdp_params}
 
     def pieces(self, *, frozen: bool = False) -> list[Piece]:
-        """Return what the flat gradient consists of, or would if nothing were frozen."""
+        """Return the pieces of the flat gradient; with ``frozen``, as if all were trained."""
         ranks = self.group.mesh_info.shard_mesh_size
         pieces = []
         for parameter in self.group.fsdp_params:
@@ -105,7 +99,7 @@ class Unit:
     def views(
         self, pieces: list[Piece], flat: torch.Tensor, shard: int, exempts: Callable[[Any], bool]
     ) -> tuple[list[Segment], list[torch.Tensor]]:
-        """Return the segments of one shard of the flat gradient, and where they are in ``flat``.
+        """Return the segments of one shard of the flat gradient, and their views of ``flat``.
 
         A parameter is exempt by its whole shape: a large one is compressed even if cut into small
         shards, a bias is not.
@@ -136,47 +130,6 @@ class Unit:
         info = parameter._module_info
         prefix = self._names[info.module]
         return f"{prefix}.{info.param_name}" if prefix else info.param_name
-
-
-class Replicas:
-    """The ranks that hold the same shards as this one, whose weights must stay the same.
-
-    Args:
-        units: of the model.
-        replicas: between those ranks.
-        shards: between the ranks that together hold one replica.
-    """
-
-    def __init__(self, units: Sequence[Unit], replicas: Transport, shards: Transport) -> None:
-        self._units = units
-        self._replicas = replicas
-        self._shards = shards
-        self._compared_at: int | None = None
-
-    def compare(self, exchange: Exchange) -> None:
-        """Compare weights at the first exchange, and then as often as its ``verify_every`` says.
-
-        Raises:
-            ValueError: on all ranks, if replicas of any shard hold different weights.
-        """
-        is_first = self._compared_at is None
-        if self._compared_at == exchange.step or not (is_first or exchange.verifies()):
-            return
-        self._compared_at = exchange.step
-        parameters = {n: p for unit in self._units for n, p in unit.parameters().items()}
-        digests = {name: int(fingerprint([p])) for name, p in parameters.items()}
-        replicas = self._replicas.perform(AllGatherObject(digests))
-        differing = [n for n in digests if any(r[n] != digests[n] for r in replicas)]
-        # A difference may lie in one shard only, but all ranks must stop together.
-        names = dict.fromkeys(
-            name for part in self._shards.perform(AllGatherObject(differing)) for name in part
-        )
-        if names:
-            raise ValueError(
-                f"replicas {'start from' if is_first else 'have come to'} different weights, in "
-                f"{first_of(list(names))}: initialize them alike (torch.manual_seed) or load the "
-                "same checkpoint everywhere, and let nothing but the optimizer change them"
-            )
 
 
 def find_units(model: nn.Module, caller: str) -> list[Unit]:
@@ -215,61 +168,14 @@ def find_units(model: nn.Module, caller: str) -> list[Unit]:
 
 
 def warn_of_unsharded(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Warn of trainable parameters that no FSDP2 module reduces, and hence nobody averages."""
+    """Warn of trainable parameters that FSDP2 does not reduce: they are not averaged at all."""
     sharded = {id(p) for unit in units for p in unit.registered()}
     names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in sharded]
     if names:
-        warnings.warn(
+        warn_program(
             f"no module that fully_shard was applied to has {first_of(names)}: their gradients "
-            "are not averaged over ranks",
-            stacklevel=3,
+            "are not averaged over ranks"
         )
-
-
-def settle_model(exchange: Exchange, units: Sequence[Unit], caller: str) -> None:
-    """Let ranks agree on the model, too.
-
-    Raises:
-        ValueError: if rounds of the exchange return no means of gradients.
-    """
-    require_gradients(exchange.settings, caller)
-    shapes = [(unit.name, p.name, p.shape) for unit in units for p in unit.pieces()]
-    exchange.agree_on(
-        {
-            "model": hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
-            "shards": units[0].group.mesh_info.shard_mesh_size,
-        }
-    )
-
-
-def first_of(names: Sequence[str]) -> str:
-    """Return the first name, and how many there are beside it."""
-    return f"{names[0]!r}" + (f" and {len(names) - 1} other parameters" if names[1:] else "")
-
-
-def check_names(exchange: Exchange, known: set[str], states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` if states have residuals of shards that are not ``known``."""
-    if exchange.memory is None:
-        return
-    for state in states:
-        strangers = exchange.memory.parameters_in(state.get("memory", {})) - known
-        if strangers:
-            raise ValueError(
-                "the state has residuals of shards that this rank does not have: "
-                f"{', '.join(sorted(strangers)[:3])} (parameter[shard/shards])"
-            )
-
-
-def count_step(exchange: Exchange) -> None:
-    """Let a step of the exchange end with the backward pass that is running."""
-    step = exchange.step
-
-    def end() -> None:
-        # Every module's reduction asks for this; the first one to be called does it.
-        if exchange.step == step:
-            exchange.end_step()
-
-    torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
 def _shards(shape: torch.Size, dim: int, ranks: int) -> tuple[torch.Size, ...]:

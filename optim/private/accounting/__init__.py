@@ -3,7 +3,6 @@
 from comm_hooks.optim.private.accounting.accountant import (
     DEFAULT_ORDERS,
     OPACUS_ORDERS,
-    TF_PRIVACY_ORDERS,
     Accountant,
     RDPAccountant,
 )
@@ -26,7 +25,6 @@ __all__ = [
     "OPACUS_ORDERS",
     "PLDAccountant",
     "RDPAccountant",
-    "TF_PRIVACY_ORDERS",
     "build_accountant",
     "claim",
     "max_steps",

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from comm_hooks.config import unknown
 from comm_hooks.optim.private.accounting.events import GaussianEvent, steps_per_mechanism
 from comm_hooks.optim.private.accounting.renyi import renyi_divergences
 
@@ -22,16 +21,8 @@ OPACUS_ORDERS: tuple[float, ...] = (
     *(1 + tenths / 10 for tenths in range(1, 100)),
     *map(float, range(12, 64)),
 )
-#: The orders of TensorFlow Privacy's ``compute_dp_sgd_privacy``.
-TF_PRIVACY_ORDERS: tuple[float, ...] = (
-    *(1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5),
-    *map(float, range(5, 64)),
-    *(128.0, 256.0, 512.0),
-)
 #: Opacus's orders and 128, 256, 512, 1024: with 63 as the largest no epsilon is below 0.1.
 DEFAULT_ORDERS: tuple[float, ...] = (*OPACUS_ORDERS, 128.0, 256.0, 512.0, 1024.0)
-
-_CONVERSIONS = ("balle2020", "mironov2017")
 
 
 class Accountant(ABC):
@@ -76,24 +67,16 @@ class RDPAccountant(Accountant):
 
     Divergences of steps add up (Mironov, "Renyi Differential Privacy", CSF 2017); those of one step
     are in :func:`~comm_hooks.optim.private.accounting.renyi.renyi_divergences`.  With R(a) the sum
-    at order a, the conversions are
-
-    * ``"balle2020"``: epsilon = min_a R(a) + log(1 - 1/a) - (log(delta) + log(a)) / (a - 1)
-      (Balle et al., "Hypothesis Testing Interpretations and Renyi Differential Privacy", AISTATS
-      2020, Theorem 21), as Opacus does;
-    * ``"mironov2017"``: epsilon = min_a R(a) - log(delta) / (a - 1) (CSF 2017, Proposition 3), as
-      older libraries did.  Never smaller.
-
-    A bound holds for any list of orders; more orders make it tighter.
+    at order a, epsilon = min_a R(a) + log(1 - 1/a) - (log(delta) + log(a)) / (a - 1) (Balle et al.,
+    "Hypothesis Testing Interpretations and Renyi Differential Privacy", AISTATS 2020, Theorem 21),
+    as in Opacus.  The bound holds for any list of orders; more orders make it tighter.
 
     Args:
         orders: all greater than 1.  By default Opacus's and 128, 256, 512 and 1024
-            (:data:`DEFAULT_ORDERS`); :data:`OPACUS_ORDERS` and :data:`TF_PRIVACY_ORDERS` reproduce
-            the figures of those libraries.
-        conversion: ``"balle2020"`` or ``"mironov2017"``.
+            (:data:`DEFAULT_ORDERS`); :data:`OPACUS_ORDERS` reproduce the figures of Opacus.
 
     Raises:
-        ValueError: for an unknown conversion and for orders of 1 or less.
+        ValueError: for orders of 1 or less.
 
     Example::
 
@@ -104,13 +87,8 @@ class RDPAccountant(Accountant):
         8.0
     """
 
-    def __init__(
-        self, *, orders: Sequence[float] = DEFAULT_ORDERS, conversion: str = "balle2020"
-    ) -> None:
-        if conversion not in _CONVERSIONS:
-            raise ValueError(unknown("conversion", conversion, _CONVERSIONS))
+    def __init__(self, *, orders: Sequence[float] = DEFAULT_ORDERS) -> None:
         self.orders = tuple(map(float, orders))
-        self.conversion = conversion
         if not self.orders or not all(1 < order < math.inf for order in self.orders):
             raise ValueError(
                 f"RDPAccountant: orders must be greater than 1 and finite, got {orders!r}"
@@ -118,9 +96,7 @@ class RDPAccountant(Accountant):
         alphas = np.array(self.orders)
         # The conversion does not depend on the history, except for log(delta).
         self._per_log_delta = -1 / (alphas - 1)
-        self._offset = np.zeros(len(alphas))
-        if conversion == "balle2020":
-            self._offset = np.log1p(-1 / alphas) - np.log(alphas) / (alphas - 1)
+        self._offset = np.log1p(-1 / alphas) - np.log(alphas) / (alphas - 1)
 
     def _epsilon(self, steps: dict[tuple[float, float], int], delta: float) -> float:
         total = self._offset + math.log(delta) * self._per_log_delta
@@ -131,7 +107,7 @@ class RDPAccountant(Accountant):
         return max(0.0, float(total.min()))
 
     def __repr__(self) -> str:
-        return f"RDPAccountant(orders=<{len(self.orders)}>, conversion={self.conversion!r})"
+        return f"RDPAccountant(orders=<{len(self.orders)}>)"
 
 
 def require_delta(delta: float, name: str = "delta") -> None:

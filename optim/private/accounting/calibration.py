@@ -5,13 +5,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from comm_hooks.config import unknown
-from comm_hooks.optim.private.accounting.accountant import (
-    Accountant,
-    RDPAccountant,
-    require_delta,
-)
+from comm_hooks.optim.private.accounting.accountant import Accountant, RDPAccountant, require_delta
 from comm_hooks.optim.private.accounting.events import GaussianEvent
 from comm_hooks.optim.private.accounting.pld import PLDAccountant
+from comm_hooks.requirements import is_number
 
 ACCOUNTANTS: dict[str, type[Accountant]] = {"rdp": RDPAccountant, "pld": PLDAccountant}
 
@@ -32,7 +29,7 @@ def build_accountant(accountant: Accountant | str) -> Accountant:
 
         >>> from comm_hooks.optim.private.accounting import build_accountant
         >>> build_accountant("rdp")
-        RDPAccountant(orders=<155>, conversion='balle2020')
+        RDPAccountant(orders=<155>)
     """
     if isinstance(accountant, Accountant):
         return accountant
@@ -175,8 +172,7 @@ def max_steps(
 
 
 def _require_target(target_epsilon: float) -> None:
-    number = isinstance(target_epsilon, int | float) and not isinstance(target_epsilon, bool)
-    if not number or not 0 < target_epsilon < math.inf:
+    if not is_number(target_epsilon) or not 0 < target_epsilon < math.inf:
         raise ValueError(f"target_epsilon must be positive and finite, got {target_epsilon!r}")
 
 

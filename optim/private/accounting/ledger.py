@@ -10,27 +10,17 @@ import re
 import uuid
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NoReturn
 
-from comm_hooks.optim.private.accounting.events import (
-    GaussianEvent,
-    merged,
-    steps_of_each,
-)
+from comm_hooks.optim.private.accounting.events import GaussianEvent, merged, steps_of_each
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.requirements import require_kind
 
 _FORMAT = 2
 _HEADER_START = f'{{"ledger": {_FORMAT}, "run": '.encode()
 # The fields of a line that describes the steps after it.
-_KEYS = (
-    "noise_multiplier",
-    "sample_rate",
-    "placement",
-    "checkpoint_multiplier",
-    "rank_multiplier",
-)
+_KEYS = [field.name for field in fields(GaussianEvent) if field.name != "steps"]
 _STEP = b'"step ', b'"'
 # In one line, to bound the number of steps of a torn one.
 _MOST_STEPS = 1000

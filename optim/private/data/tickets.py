@@ -1,6 +1,7 @@
 """Tickets: every step uses one batch that the loader has drawn, whole and once."""
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,17 +11,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from comm_hooks.optim.private.errors import PrivacyError
 
 
+@dataclass(eq=False)
 class Ticket:
     """A batch that was drawn, good for one release.
 
     Attributes:
         loader: the tickets of the loader that drew it.
-        rows: how many samples it has.
+        rows: the number of its samples.
     """
 
-    def __init__(self, loader: "Tickets", rows: int) -> None:
-        self.loader = loader
-        self.rows = rows
+    loader: "Tickets"
+    rows: int
 
 
 # The batch of each known tensor: tensors from a loader, and those that a step was given instead,
@@ -97,7 +98,7 @@ class Tickets:
             self._waiting.remove(ticket)
 
 
-class Claim:
+class StepBatch:
     """Keeps the part of its batch that a step has used.
 
     Args:

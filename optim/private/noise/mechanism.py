@@ -14,26 +14,15 @@ from comm_hooks.exchange import noise_hook as hooks
 from comm_hooks.exchange.noise_hook import NoiseHook
 from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.errors import PrivacyError, Settled, resettle
-from comm_hooks.optim.private.noise.discrete import (
-    Grid,
-    add_discrete_noise_,
-)
+from comm_hooks.optim.private.noise.discrete import Grid, add_discrete_noise_
 from comm_hooks.optim.private.noise.gaussian import add_noise_
-from comm_hooks.optim.private.noise.placement import (
-    PLACES,
-    Place,
-    Scheme,
-    judge,
-)
-from comm_hooks.optim.private.noise.secret import (
-    Secret,
-    Stream,
-    Unrepeatable,
-)
+from comm_hooks.optim.private.noise.placement import PLACES, Place, Scheme, judge
+from comm_hooks.optim.private.noise.secret import Secret, Stream, Unrepeatable
 from comm_hooks.requirements import is_number, require_choice, require_kind, require_within
 
 NoiseKind = Literal["gaussian", "discrete"]
 AddNoise = Callable[[Sequence[torch.Tensor]], None]
+_SETTINGS = ("noise_multiplier", "max_grad_norm", "expected_batch_size", "noise")
 
 
 @dataclass(frozen=True)
@@ -103,18 +92,7 @@ class GaussianMechanism(Settled, Unrepeatable):
         torch.Size([64, 64])
     """
 
-    settled = frozenset(
-        {
-            "exchange",
-            "place",
-            "noise_multiplier",
-            "max_grad_norm",
-            "expected_batch_size",
-            "noise",
-            "verdict",
-            "releases",
-        }
-    )
+    settled = frozenset({"exchange", "place", "verdict", "releases", *_SETTINGS})
 
     def __init__(
         self,
@@ -158,15 +136,7 @@ class GaussianMechanism(Settled, Unrepeatable):
         exchange.state.only_shards = place == "central"
         exchange.state.is_of_sums = True
         self._parts = _parts_of(exchange)
-        exchange.agree_on(
-            {
-                "placement": place,
-                "noise_multiplier": noise_multiplier,
-                "max_grad_norm": max_grad_norm,
-                "expected_batch_size": expected_batch_size,
-                "noise": noise,
-            }
-        )
+        exchange.agree_on({"placement": place, **{n: getattr(self, n) for n in _SETTINGS}})
 
     def change(self, **settings: float) -> None:
         """Change settings of the coming releases; the caller enters them into the ledger."""

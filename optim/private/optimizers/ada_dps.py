@@ -67,6 +67,7 @@ class AdaDPS(Descent):
 
     Example::
 
+        >>> import torch
         >>> from comm_hooks.optim.private import AdaDPS, token_frequency
         >>> counts = torch.tensor([900, 500, 80, 40, 20, 3, 2, 1])  # public
         >>> scales = {"weight": token_frequency(counts)}
@@ -120,6 +121,7 @@ class AdaS(AdaDPS):
 
     Example::
 
+        >>> import torch
         >>> from comm_hooks.optim.private import AdaS
         >>> scales = {"weight": torch.linspace(0.01, 1.0, 8)}
         >>> optimizer = AdaS(model.named_parameters(), lr=0.01, side_information=scales)

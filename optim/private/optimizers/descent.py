@@ -238,10 +238,7 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
     def _directions(self, parameters: Tensors, gradients: Tensors, group: Group) -> Tensors:
         """Return the directions of parameters of one group, device and dtype.
 
-        Args:
-            parameters: all have a gradient.
-            gradients: theirs, float32 or wider; not to be overwritten.
-            group: with the hyperparameters.
+        ``gradients`` are float32 or wider, and not to be overwritten.
         """
         factors = None if self._scales_before_clipping else self._factors(parameters, group)
         if factors is None:
@@ -253,14 +250,7 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
         return directions
 
     def _move(self, x: Tensors, gradients: Tensors, parameters: Tensors, group: Group) -> None:
-        """Take a step.
-
-        Args:
-            x: the values of parameters of one group, device and dtype, to be updated.
-            gradients: theirs, not to be overwritten.
-            parameters: the keys of their states.
-            group: with the hyperparameters.
-        """
+        """Take a step: update ``x``, the values of parameters of one group, device and dtype."""
         directions = self._directions(parameters, gradients, group)
         if momentum := group.get("momentum"):
             b = momentum_(buffers(self, parameters, "momentum_buffer"), directions, momentum)

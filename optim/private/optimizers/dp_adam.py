@@ -11,6 +11,7 @@ from comm_hooks.optim.base import Group, Tensors
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.moments import average_, average_squares_, corrected, decay_
 from comm_hooks.optim.private.optimizers.descent import Descent, buffers
+from comm_hooks.requirements import require_within
 
 # Adam's usual eps is 1e-8; this is its square, for floors under a root.
 _SMALLEST_GAMMA = 1e-16
@@ -262,16 +263,11 @@ def suggested_gamma(
         >>> f"{suggested_gamma((0.4 * 0.1 / 256) ** 2):.3e}"
         '5.933e-09'
     """
-    if not 0 <= noise_variance < math.inf:
-        raise ValueError(
-            f"suggested_gamma: noise_variance must be finite and at least 0, got {noise_variance!r}"
-        )
-    if not 0 <= beta2 < 1:
-        raise ValueError(f"suggested_gamma: beta2 must lie in [0, 1), got {beta2!r}")
-    if not 0 < alpha < 1:
-        raise ValueError(f"suggested_gamma: alpha must lie in (0, 1), got {alpha!r}")
-    if steps is not None and steps < 1:
-        raise ValueError(f"suggested_gamma: steps must be at least 1, got {steps!r}")
+    require_within("suggested_gamma", "noise_variance", noise_variance, "[0, inf)")
+    require_within("suggested_gamma", "beta2", beta2, "[0, 1)")
+    require_within("suggested_gamma", "alpha", alpha, "(0, 1)")
+    if steps is not None:
+        require_within("suggested_gamma", "steps", steps, "[1, inf)")
     remaining = 0.0 if steps is None else beta2**steps
     log = math.log(2 / alpha)
     nu = 4 * noise_variance * math.sqrt((1 - remaining**2) / (1 - beta2**2))

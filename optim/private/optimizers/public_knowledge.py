@@ -9,7 +9,7 @@ from torch import nn
 
 from comm_hooks.optim.private.gradients.clipping import LossFunction
 from comm_hooks.optim.private.gradients.per_sample import unwrapped
-from comm_hooks.requirements import require_callable, require_kind
+from comm_hooks.requirements import require_callable, require_kind, require_within
 
 
 def token_frequency(counts: torch.Tensor, *, floor: float = 0.01) -> torch.Tensor:
@@ -39,7 +39,7 @@ def token_frequency(counts: torch.Tensor, *, floor: float = 0.01) -> torch.Tenso
         >>> token_frequency(torch.tensor([500, 50, 1, 0]))
         tensor([1.0000, 0.1000, 0.0100, 0.0100])
     """
-    _require_floor("token_frequency", floor)
+    require_within("token_frequency", "floor", floor, "(0, 1]")
     shares = _relative("token_frequency: counts", counts)
     return shares.clamp_min(floor)
 
@@ -72,7 +72,7 @@ def tf_idf(scores: torch.Tensor, *, floor: float = 0.01) -> torch.Tensor:
         >>> tf_idf(torch.tensor([0.1, 0.2, 5.0, 0.0]), floor=0.02)
         tensor([1.0000, 0.5000, 0.0200, 1.0000])
     """
-    _require_floor("tf_idf", floor)
+    require_within("tf_idf", "floor", floor, "(0, 1]")
     shares = _relative("tf_idf: scores", scores)
     return floor / shares.clamp_min(floor)
 
@@ -123,11 +123,6 @@ def _relative(what: str, values: torch.Tensor) -> torch.Tensor:
 def _require_counts(what: str, values: torch.Tensor) -> None:
     if values.is_complex() or not bool((values.isfinite() & (values >= 0)).all()):
         raise ValueError(f"{what} must be finite and not negative")
-
-
-def _require_floor(owner: str, floor: float) -> None:
-    if not 0 < floor <= 1:
-        raise ValueError(f"{owner}: floor must lie in (0, 1], got {floor!r}")
 
 
 class PublicGradients:

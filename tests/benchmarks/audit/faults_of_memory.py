@@ -21,7 +21,7 @@ Alter = Callable[["Altered", Tensors], Tensors]
 
 
 class Altered:
-    """A mechanism whose sums are changed by a function with a memory."""
+    """A mechanism that changes its sums by a function with a memory."""
 
     def __init__(self, stages: Stages, inner: Mechanism, exchange: Exchange, alter: Alter) -> None:
         self._inner, self._alter, self.stages = inner, alter, stages

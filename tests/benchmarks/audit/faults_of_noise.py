@@ -66,164 +66,86 @@ def noise_by(draw: Draw) -> type[Stages]:
 
 
 FAULTS = Faults("noise", noise_by)
-fault = FAULTS.plant(world_size=1)
 
 
-@fault
-def of_period_3(self: OwnNoise, flat: Values) -> Values:
-    return self.again(self.step % 3).standard_normal(len(flat))
-
-
-@fault
-def of_period_97(self: OwnNoise, flat: Values) -> Values:
-    return self.again(self.step % 97).standard_normal(len(flat))
-
-
-@fault
-def negated(self: OwnNoise, flat: Values) -> Values:
-    """Antithetic: the sum of two steps is clean."""
-    return self.again(self.step // 2).standard_normal(len(flat)) * (-1) ** self.step
-
-
-@fault
-def differences(self: OwnNoise, flat: Values) -> Values:
+def _differences(self: OwnNoise, flat: Values) -> Values:
     """w_t - 0.95 w_(t-1): adding up releases takes most of it back."""
-    fresh = self.normal(flat)
     before = self.memory if self.memory is not None else self.normal(flat)
-    self.memory = fresh
-    return (fresh - 0.95 * before) / np.sqrt(1 + 0.95**2)
+    self.memory = self.normal(flat)
+    return (self.memory - 0.95 * before) / np.sqrt(1 + 0.95**2)
 
 
-@fault
-def ends_after_100(self: OwnNoise, flat: Values) -> Values:
-    return self.normal(flat) * (self.step < 100)
-
-
-@fault
-def not_in_every_fifth(self: OwnNoise, flat: Values) -> Values:
-    return self.normal(flat) * (self.step % 5 != 4)
-
-
-@fault
-def not_for_empty_batches(self: OwnNoise, flat: Values) -> Values:
-    return self.normal(flat) * flat.any()
-
-
-@fault
-def of_the_size_of_sums(self: OwnNoise, flat: Values) -> Values:
-    return self.normal(flat) * max(1.0, float(np.linalg.norm(flat)) / 50)
-
-
-@fault
-def too_small_by_a_fifth(self: OwnNoise, flat: Values) -> Values:
-    return 0.8 * self.normal(flat)
-
-
-@fault
-def not_at_the_end(self: OwnNoise, flat: Values) -> Values:
-    noise = self.normal(flat)
-    noise[-1] = 0
-    return noise
-
-
-@fault
-def small_beyond_the_first_piece(self: OwnNoise, flat: Values) -> Values:
-    noise = self.normal(flat)
-    noise[1 << 16 :] *= 0.5
-    return noise
-
-
-@fault
-def not_for_scalars(self: OwnNoise, flat: Values) -> Values:
-    return self.normal(flat) * np.repeat(np.array(self.numels) > 1, self.numels)
-
-
-@fault
-def one_for_each_parameter(self: OwnNoise, flat: Values) -> Values:
-    return np.repeat(self.rng.standard_normal(len(self.numels)), self.numels)
-
-
-@fault
-def one_for_each_row_of_4(self: OwnNoise, flat: Values) -> Values:
-    return np.repeat(self.normal(flat), 4)[: len(flat)]
-
-
-@fault
-def the_same_for_parameters(self: OwnNoise, flat: Values) -> Values:
-    seed = int(self.rng.integers(1 << 60))
-    return np.concatenate([np.random.default_rng(seed).standard_normal(n) for n in self.numels])
-
-
-@fault
-def in_pieces_of_512(self: OwnNoise, flat: Values) -> Values:
-    return np.resize(self.rng.standard_normal(512), len(flat))
-
-
-@fault
-def in_a_subspace(self: OwnNoise, flat: Values) -> Values:
-    """A seventh of the dimensions: 15 % of them could be read clean."""
+def _in_a_subspace(self: OwnNoise, flat: Values) -> Values:
+    """256 dimensions."""
     if self.memory is None or self.memory.shape[1] != len(flat):
         self.memory = np.random.default_rng(1).standard_normal((256, len(flat))) / 16
-    found: Values = self.rng.standard_normal(256) @ self.memory
-    return found
+    return self.rng.standard_normal(256) @ self.memory
 
 
-@fault
-def permuted(self: OwnNoise, flat: Values) -> Values:
+def _permuted(self: OwnNoise, flat: Values) -> Values:
     if self.memory is None or len(self.memory) != len(flat):
         self.memory = self.normal(flat)
     return self.rng.permutation(self.memory)
 
 
-@fault
-def cut_at_3(self: OwnNoise, flat: Values) -> Values:
-    return self.normal(flat).clip(-3, 3)
-
-
-@fault
-def uniform(self: OwnNoise, flat: Values) -> Values:
-    return self.rng.uniform(-np.sqrt(3), np.sqrt(3), len(flat))
-
-
-@fault
-def laplace(self: OwnNoise, flat: Values) -> Values:
-    return self.rng.laplace(0, np.sqrt(0.5), len(flat))
-
-
-@fault
-def rounded(self: OwnNoise, flat: Values) -> Values:
-    return np.rint(self.normal(flat) * 16) / 16
-
-
-@fault
-def out_of_a_table(self: OwnNoise, flat: Values) -> Values:
-    """256 quantiles, of the right variance."""
-    table = torch.erfinv(torch.arange(-255, 256, 2, dtype=torch.float64) / 256).numpy()
-    return self.rng.choice(table / table.std(), len(flat))
-
-
-@fault
-def of_16_bits(self: OwnNoise, flat: Values) -> Values:
+def _of_16_bits(self: OwnNoise, flat: Values) -> Values:
     if self.memory is None:
         self.memory = np.random.default_rng(self.key & 0xFFFF)
-    found: Values = self.memory.standard_normal(len(flat))
-    return found
+    return self.memory.standard_normal(len(flat))
 
 
-@fault
-def of_the_users_seed(self: OwnNoise, flat: Values) -> Values:
-    return torch.randn(len(flat)).numpy()
+def _the_same_for_parameters(self: OwnNoise, flat: Values) -> Values:
+    seed = int(self.rng.integers(1 << 60))
+    return np.concatenate([np.random.default_rng(seed).standard_normal(n) for n in self.numels])
 
 
-@fault
-def of_numpys_seed(self: OwnNoise, flat: Values) -> Values:
-    return np.random.standard_normal(len(flat))
+# 256 values, of the right variance
+_TABLE = torch.erfinv(torch.arange(-255, 256, 2, dtype=torch.float64) / 256).numpy()
+_TABLE /= _TABLE.std()
 
-
-@fault
-def with_the_signs_of_sums(self: OwnNoise, flat: Values) -> Values:
-    noise = self.normal(flat)
-    return np.where(flat != 0, np.abs(noise) * np.sign(flat), noise)
+DRAWS: dict[str, Draw] = {
+    "of_period_3": lambda self, flat: self.again(self.step % 3).standard_normal(len(flat)),
+    "of_period_97": lambda self, flat: self.again(self.step % 97).standard_normal(len(flat)),
+    # antithetic: the sum of two steps is clean
+    "negated": lambda self, flat: (
+        self.again(self.step // 2).standard_normal(len(flat)) * (-1) ** self.step
+    ),
+    "differences": _differences,
+    "ends_after_100": lambda self, flat: self.normal(flat) * (self.step < 100),
+    "not_in_every_fifth": lambda self, flat: self.normal(flat) * (self.step % 5 != 4),
+    "not_for_empty_batches": lambda self, flat: self.normal(flat) * flat.any(),
+    "of_the_size_of_sums": lambda self, flat: (
+        self.normal(flat) * max(1.0, float(np.linalg.norm(flat)) / 50)
+    ),
+    "too_small_by_a_fifth": lambda self, flat: 0.8 * self.normal(flat),
+    "not_at_the_end": lambda self, flat: self.normal(flat) * (np.arange(len(flat)) < len(flat) - 1),
+    "small_beyond_the_first_piece": lambda self, flat: (
+        self.normal(flat) * np.where(np.arange(len(flat)) < 1 << 16, 1, 0.5)
+    ),
+    "not_for_scalars": lambda self, flat: (
+        self.normal(flat) * np.repeat(np.array(self.numels) > 1, self.numels)
+    ),
+    "one_for_each_parameter": lambda self, flat: np.repeat(
+        self.rng.standard_normal(len(self.numels)), self.numels
+    ),
+    "one_for_each_row_of_4": lambda self, flat: np.repeat(self.normal(flat), 4)[: len(flat)],
+    "the_same_for_parameters": _the_same_for_parameters,
+    "in_pieces_of_512": lambda self, flat: np.resize(self.rng.standard_normal(512), len(flat)),
+    "in_a_subspace": _in_a_subspace,
+    "permuted": _permuted,
+    "cut_at_3": lambda self, flat: self.normal(flat).clip(-3, 3),
+    "uniform": lambda self, flat: self.rng.uniform(-np.sqrt(3), np.sqrt(3), len(flat)),
+    "laplace": lambda self, flat: self.rng.laplace(0, np.sqrt(0.5), len(flat)),
+    "rounded": lambda self, flat: np.rint(self.normal(flat) * 16) / 16,
+    "out_of_a_table": lambda self, flat: self.rng.choice(_TABLE, len(flat)),
+    "of_16_bits": _of_16_bits,
+    "of_the_users_seed": lambda self, flat: torch.randn(len(flat)).numpy(),
+    "of_numpys_seed": lambda self, flat: np.random.standard_normal(len(flat)),
+    "with_the_signs_of_sums": lambda self, flat: np.where(
+        flat != 0, np.abs(self.normal(flat)) * np.sign(flat), self.normal(flat)
+    ),
+}
+FAULTS.plant_all(DRAWS, world_size=1)
 
 
 @FAULTS.plant()

@@ -1,6 +1,7 @@
 """Samplers with a fault."""
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ class Drawing(PoissonSampler):
         self.stages = stages
         self.number = rank
         self.rng = np.random.default_rng()
+        self.drawn = 0
         self.size = max(1, round(num_samples * self.sample_rate))
 
     def poisson(self, rng: np.random.Generator | None = None, rate: Any = None) -> Masks:
@@ -56,161 +58,113 @@ def sampling_by(draw: Draw) -> type[Stages]:
     return Faulty
 
 
-FAULTS = Faults("sampling", sampling_by)
-fault = FAULTS.plant()
+def _again(period: int) -> Draw:
+    def draw(self: Drawing) -> Iterator[Masks]:
+        masks = [self.poisson() for _ in range(period)]
+        while True:
+            yield from masks
+
+    return draw
 
 
-@fault
-def one_batch(self: Drawing) -> Iterator[Masks]:
-    mask = self.poisson()
-    while True:
-        yield mask
-
-
-@fault
-def of_period_9(self: Drawing) -> Iterator[Masks]:
-    masks = [self.poisson() for _ in range(9)]
-    while True:
-        yield from masks
-
-
-@fault
-def shuffled(self: Drawing) -> Iterator[Masks]:
+def _shuffled(self: Drawing) -> Iterator[Masks]:
     while True:
         order = self.rng.permutation(self.num_samples)
         for start in range(0, self.num_samples - self.size + 1, self.size):
             yield np.isin(np.arange(self.num_samples), order[start : start + self.size])
 
 
-@fault
-def dealt_out_by_phases(self: Drawing) -> Iterator[Masks]:
-    """Each epoch deals out all samples, in batches of random sizes."""
-    period = round(1 / self.sample_rate)
-    while True:
+def _phases(*, fresh: bool) -> Draw:
+    """Each epoch deals out all samples, in batches of random sizes, by fresh phases or not."""
+
+    def draw(self: Drawing) -> Iterator[Masks]:
+        period = round(1 / self.sample_rate)
         phases = self.rng.integers(period, size=self.num_samples)
-        yield from (phases == phase for phase in range(period))
+        while True:
+            yield from (phases == phase for phase in range(period))
+            if fresh:
+                phases = self.rng.integers(period, size=self.num_samples)
+
+    return draw
 
 
-@fault
-def of_one_size(self: Drawing) -> Iterator[Masks]:
-    while True:
-        yield self.rng.permutation(self.num_samples) < self.size
-
-
-@fault
-def twice_as_many(self: Drawing) -> Iterator[Masks]:
-    while True:
-        yield self.poisson() | self.poisson()
-
-
-@fault
-def a_tenth_more(self: Drawing) -> Iterator[Masks]:
-    while True:
-        yield self.poisson(rate=1.1 * self.sample_rate)
-
-
-@fault
-def first_sample_always(self: Drawing) -> Iterator[Masks]:
-    while True:
-        mask = self.poisson()
-        mask[0] = True
-        yield mask
-
-
-@fault
-def more_of_the_last(self: Drawing) -> Iterator[Masks]:
-    while True:
-        yield self.poisson(rate=np.linspace(0.6, 1.4, self.num_samples) * self.sample_rate)
-
-
-@FAULTS.plant(noise_multiplier=0.8, placement="shares")
-def rare_class_more_often(self: Drawing) -> Iterator[Masks]:
-    """Every eighth sample at 4 q, so that batches have the expected size."""
-    is_rare = np.arange(self.num_samples) % 8 == 5
-    while True:
-        yield self.poisson(rate=self.sample_rate * np.where(is_rare, 4, 4 / 7))
-
-
-@fault
-def all_in_every_tenth(self: Drawing) -> Iterator[Masks]:
-    while True:
-        for step in range(10):
-            yield self.poisson(rate=self.sample_rate * (5 if step == 9 else 0.5))
-
-
-@fault
-def windows(self: Drawing) -> Iterator[Masks]:
-    first = np.arange(self.num_samples) < self.size
-    while True:
-        yield np.roll(first, int(self.rng.integers(self.num_samples)))
-
-
-@fault
-def in_pairs(self: Drawing) -> Iterator[Masks]:
-    while True:
-        yield np.repeat(self.poisson(), 2)[: self.num_samples]
-
-
-@FAULTS.plant(sample_rate=0.02)
-def sixteen_neighbours_together(self: Drawing) -> Iterator[Masks]:
-    while True:
-        yield np.repeat(self.poisson(), 16)[: self.num_samples]
-
-
-@fault
-def never_empty(self: Drawing) -> Iterator[Masks]:
-    while True:
-        mask = self.poisson()
-        if not mask.any():
-            mask[self.rng.integers(self.num_samples)] = True
-        yield mask
-
-
-@fault
-def not_twice_in_a_row(self: Drawing) -> Iterator[Masks]:
+def _not_twice_in_a_row(self: Drawing) -> Iterator[Masks]:
     last = np.zeros(self.num_samples, dtype=bool)
     while True:
         last = self.poisson() & ~last
         yield last
 
 
-@fault
-def sticky(self: Drawing) -> Iterator[Masks]:
+def _sticky(self: Drawing) -> Iterator[Masks]:
     """Half of a batch stays for the next step: a replay buffer."""
     last = self.poisson()
     while True:
-        stays = self.rng.random(self.num_samples) < 0.5
-        last = np.where(stays, last, self.poisson())
+        last = np.where(self.rng.random(self.num_samples) < 0.5, last, self.poisson())
         yield last
 
 
-@FAULTS.plant(sample_rate=0.1)
-def same_order_in_every_epoch(self: Drawing) -> Iterator[Masks]:
-    """One secret phase of 1 / q: the q T releases of a sample add up."""
-    phases = self.rng.integers(round(1 / self.sample_rate), size=self.num_samples)
-    while True:
-        yield from (phases == phase for phase in range(round(1 / self.sample_rate)))
-
-
-@fault
-def by_the_users_seed(self: Drawing) -> Iterator[Masks]:
-    while True:
-        yield (torch.rand(self.num_samples) < self.sample_rate).numpy()
-
-
-@fault
-def of_16_bits(self: Drawing) -> Iterator[Masks]:
+def _of_16_bits(self: Drawing) -> Iterator[Masks]:
     rng = np.random.default_rng(int(self.rng.integers(1 << 16)))
     while True:
         yield self.poisson(rng)
 
 
-@fault
-def the_rest_on_rank_1(self: Drawing) -> Iterator[Masks]:
+def _the_rest_on_rank_1(self: Drawing) -> Iterator[Masks]:
     """Ranks take from one permutation, so that none draws another's samples."""
     for rng in self.shared():
         drawn = rng.random(self.num_samples) - self.number * self.sample_rate
         yield (drawn >= 0) & (drawn < self.sample_rate)
+
+
+def _every_step(mask: Callable[[Drawing], Masks]) -> Draw:
+    def draw(self: Drawing) -> Iterator[Masks]:
+        while True:
+            self.drawn += 1
+            yield mask(self)
+
+    return draw
+
+
+# Every eighth sample at 4 q, so that batches have the expected size.
+_RARE = np.array([4 if i % 8 == 5 else 4 / 7 for i in range(1 << 16)])
+
+MASKS: dict[str, Callable[[Drawing], Masks]] = {
+    "of_one_size": lambda self: self.rng.permutation(self.num_samples) < self.size,
+    "twice_as_many": lambda self: self.poisson() | self.poisson(),
+    "a_tenth_more": lambda self: self.poisson(rate=1.1 * self.sample_rate),
+    "first_sample_always": lambda self: self.poisson() | (np.arange(self.num_samples) == 0),
+    "more_of_the_last": lambda self: self.poisson(
+        rate=np.linspace(0.6, 1.4, self.num_samples) * self.sample_rate
+    ),
+    "rare_class_more_often": lambda self: self.poisson(
+        rate=self.sample_rate * _RARE[: self.num_samples]
+    ),
+    "all_in_every_tenth": lambda self: self.poisson(
+        rate=self.sample_rate * (5 if self.drawn % 10 == 0 else 0.5)
+    ),
+    "windows": lambda self: np.roll(
+        np.arange(self.num_samples) < self.size, int(self.rng.integers(self.num_samples))
+    ),
+    "in_pairs": lambda self: np.repeat(self.poisson(), 2)[: self.num_samples],
+    "sixteen_together": lambda self: np.repeat(self.poisson(), 16)[: self.num_samples],
+    "never_empty": lambda self: next(m for _ in count() if (m := self.poisson()).any()),
+    "by_the_users_seed": lambda self: (torch.rand(self.num_samples) < self.sample_rate).numpy(),
+}
+DRAWS: dict[str, Draw] = {
+    **{name: _every_step(mask) for name, mask in MASKS.items()},
+    "one_batch": _again(1),
+    "of_period_9": _again(9),
+    "shuffled": _shuffled,
+    "dealt_out_by_phases": _phases(fresh=True),
+    "same_order_in_every_epoch": _phases(fresh=False),
+    "not_twice_in_a_row": _not_twice_in_a_row,
+    "sticky": _sticky,
+    "of_16_bits": _of_16_bits,
+    "the_rest_on_rank_1": _the_rest_on_rank_1,
+}
+FAULTS = Faults("sampling", sampling_by)
+FAULTS.plant_all(DRAWS)
+fault = FAULTS.plant()
 
 
 @FAULTS.plant(noise_multiplier=0.5, sample_rate=0.02, world_size=4)
@@ -225,8 +179,8 @@ class WithReplacement(PoissonSampler):
     def __iter__(self) -> Iterator[list[int]]:
         rng = np.random.default_rng()
         for _ in range(self.steps):
-            count = rng.binomial(self.num_samples, self.sample_rate)
-            yield rng.integers(0, self.num_samples, count).tolist()
+            size = rng.binomial(self.num_samples, self.sample_rate)
+            yield rng.integers(0, self.num_samples, size).tolist()
 
 
 @fault

@@ -1,7 +1,7 @@
 """The settings and the table of planted faults, and stages with one part of another class."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -52,16 +52,23 @@ class Faults(dict[str, Fault]):
         """Return a decorator that enters a function or a class under its name."""
 
         def enter(subject: Any) -> Any:
-            name = re.sub(r"(?<!^)(?=[A-Z])", "_", subject.__name__).lower()
-            if not isinstance(subject, type):
-                assert self._make is not None
-                stages = self._make(subject)
-            else:
-                stages = subject if issubclass(subject, Stages) else stages_with(subject)
-            self[f"{self._part}: {name}"] = ({**self._defaults, **settings}, stages)
+            self._add(re.sub(r"(?<!^)(?=[A-Z])", "_", subject.__name__).lower(), subject, settings)
             return subject
 
         return enter
+
+    def plant_all(self, functions: Mapping[str, Any], **settings: Any) -> None:
+        """Enter functions by name."""
+        for name, function in functions.items():
+            self._add(name, function, settings)
+
+    def _add(self, name: str, subject: Any, settings: dict[str, Any]) -> None:
+        if isinstance(subject, type):
+            stages = subject if issubclass(subject, Stages) else stages_with(subject)
+        else:
+            assert self._make is not None
+            stages = self._make(subject)
+        self[f"{self._part}: {name}"] = ({**self._defaults, **settings}, stages)
 
 
 def stages_of(fault: Fault) -> Stages:

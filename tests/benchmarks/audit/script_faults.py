@@ -101,10 +101,10 @@ class Script:
     """A script.
 
     Attributes:
-        edits: what is put in which place of the template.
+        edits: replacements, by their place in the template.
         found: a part of the message that tells of the fault; empty for a correct script.
         processes: ranks.
-        template: what is edited.
+        template: the script without the edits.
     """
 
     edits: dict[str, str] = field(default_factory=dict)
@@ -529,7 +529,7 @@ def written(script: Script) -> Iterator[Path]:
 
 
 def messages_of(script: Script, *, steps: int = 20) -> tuple[list[str], ScriptAudit | None]:
-    """Audit a script; return what is said against it."""
+    """Audit a script; return its problems and doubts, and the audit."""
     with written(script) as path:
         try:
             audit = audit_script(Job(path, processes=script.processes, steps=steps))

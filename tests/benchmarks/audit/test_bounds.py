@@ -1,4 +1,4 @@
-"""Bounds against their definitions, and against what is known exactly."""
+"""Bounds against their definitions, and against exact results."""
 
 import math
 from fractions import Fraction

@@ -5,13 +5,12 @@ Each fault meets the check of its part.  ``make audit-faults`` audits all of the
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.audit import Configuration, Stages, audit_configuration
 from benchmarks.audit.attacks.releases import audit_releases
@@ -42,20 +41,10 @@ SHOWN = {
     *("clipping: by_mean_norm", "clipping: with_momentum"),
     *("noise: of_period_97", "noise: not_at_the_end", "noise: in_a_subspace", "noise: cut_at_3"),
     *("noise: rounded", "noise: the_same_for_parameters", "noise: with_the_signs_of_sums"),
-    *("memory: last_sum_again", "memory: forgets_the_longer_payload"),
-    *("memory: noise_after_feedback", "sampling: one_batch", "sampling: dealt_out_by_phases"),
+    *("memory: last_sum_again", "sampling: one_batch", "sampling: dealt_out_by_phases"),
     *("sampling: more_of_the_last", "sampling: never_empty", "sampling: in_pairs"),
     *("sampling: of_16_bits", "sampling: with_replacement", "sampling: ranks_turn_one_draw"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the command does: on a busy machine threads wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The audit of scripts: faults are found, correct ones are not accused, and what it says.
+"""The audit of scripts: faults are found, correct ones are not accused; its messages.
 
 The scripts of ``script_faults`` take minutes: ``python -m tests.benchmarks.audit.script_faults``
 audits them.  Here are a few, and the parts.
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Subset, TensorDataset
 from typer.testing import CliRunner, Result
@@ -52,6 +52,7 @@ def test_a_correct_script_is_not_accused_and_leaves_nothing_behind() -> None:
     assert max(changes) == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_steps_of_another_optimizer_on_one_of_two_ranks() -> None:
     name = "on two ranks, steps of the first alone"
     messages, audit = messages_of(FAULTS[name], steps=6)
@@ -89,7 +90,7 @@ def test_two_ranks_with_noise_of_their_own_are_not_accused() -> None:
     assert not audit.notes
 
 
-# What is said of scripts that cannot be audited
+# Scripts that cannot be audited
 
 
 def test_a_rank_that_dies_is_named_and_not_who_waited_for_it(tmp_path: Path) -> None:
@@ -147,7 +148,6 @@ def gaussian(seed: int, steps: int = 12, elements: int = 200) -> torch.Tensor:
     return torch.randn(steps, elements, generator=generator, dtype=torch.float64)
 
 
-@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 1 << 32), st.integers(1, 30), st.integers(1, 300))
 def test_noise_as_it_should_be_is_not_accused(seed: int, steps: int, elements: int) -> None:
     noise = noise_of(gaussian(seed, steps, elements), {"weight": elements})
@@ -155,9 +155,8 @@ def test_noise_as_it_should_be_is_not_accused(seed: int, steps: int, elements: i
     assert judge_noise([noise], [other])[:2] == ([], [])
 
 
-@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 1 << 32))
-def test_noise_that_is_too_small_somewhere(seed: int) -> None:
+def test_noise_that_is_missing_or_too_small_somewhere(seed: int) -> None:
     values = gaussian(seed, elements=400)
 
     def judge(values: torch.Tensor) -> tuple[str, str]:
@@ -172,11 +171,10 @@ def test_noise_that_is_too_small_somewhere(seed: int) -> None:
         (np.s_[:, 7], "elements 7 to 7"),
     ):
         changed = values.clone()
-        changed[part] *= 0.4 if part != np.s_[:, 7] else 0
+        changed[part] = 0
         assert found in judge(changed)[0]
 
 
-@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 1 << 32), st.integers(0, 11), st.integers(0, 11))
 def test_noise_that_comes_again(seed: int, one: int, other: int) -> None:
     values, independent = gaussian(seed), gaussian(seed + 1)

@@ -107,11 +107,6 @@ def engine_of(settings: dict[str, Any], model: nn.Module | None = None, **more: 
     return make(model=model or net(), config=copy.deepcopy(settings), **more)[0]
 
 
-def dtype_of(settings: Mapping[str, Any]) -> torch.dtype:
-    names = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return next((d for name, d in names.items() if name in settings), torch.float32)
-
-
 def train(
     engine: Any,
     steps: int,

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from comm_hooks.optim.registry import find
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import skip_hook
 from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.frameworks.deepspeed import initialize
-from comm_hooks.frameworks.deepspeed.optimizers import TYPES
 
 Step = list[tuple[torch.Tensor, torch.Tensor]]
 STEPS, ACCUMULATION = 10, 2
@@ -129,12 +129,9 @@ def train_alone(
     model = new_model()
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, skip_hook)
-    kind = TYPES[name]
-    optimizer: Any = kind.optimizer(
-        model.named_parameters(),
-        exchange=Exchange(ExchangeSettings.from_dict(block or kind.exchange or {})),
-        **params,
-    )
+    entry = find(name)
+    exchange = Exchange(ExchangeSettings.from_dict(block or entry.published or {}))
+    optimizer = entry.build(model.named_parameters(), exchange, **params)
     for index, step in enumerate(minibatches()):
         for inputs, targets in step:
             (loss_of(ddp, inputs, targets) / len(step)).backward()

@@ -1,7 +1,5 @@
 """Interrupted runs of optimizers named in the JSON, and checkpoints that must be refused."""
 
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from tests.frameworks.deepspeed.optimizer_runs import (
     train,
     values,
 )
+from tests.frameworks.selection import by_default
 from tests.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -59,18 +58,22 @@ def resumed(name: str, more: dict[str, Any], folder: str, at: int) -> tuple[bool
 
 @pytest.mark.parametrize(
     ("name", "more", "at"),
-    [
-        ("OneBitAdam", {}, 6),
-        ("OneBitAdam", BF16, 6),
-        ("LocalVarianceAdam", {}, 5),
-        ("LocalVarianceAdam", BF16, 5),
-        ("ZeroOneAdam", {}, 7),  # between synchronizations: replicas differ
-        ("ZeroOneAdam", BF16, 7),
-        ("CDAdam", {}, 5),
-        ("MicroAdam", {}, 5),
-        ("DGC", {}, 5),
-        ("FetchSGD", {}, 5),
-    ],
+    by_default(
+        [
+            ("LocalVarianceAdam", BF16, 5),
+            ("ZeroOneAdam", {}, 7),  # between synchronizations: replicas differ
+        ],
+        [
+            ("OneBitAdam", {}, 6),
+            ("OneBitAdam", BF16, 6),
+            ("LocalVarianceAdam", {}, 5),
+            ("ZeroOneAdam", BF16, 7),
+            ("CDAdam", {}, 5),
+            ("MicroAdam", {}, 5),
+            ("DGC", {}, 5),
+            ("FetchSGD", {}, 5),
+        ],
+    ),
 )
 def test_resumes_bit_for_bit(
     ranks_of: RanksOf, tmp_path: Path, name: str, more: dict[str, Any], at: int
@@ -94,26 +97,15 @@ def load(name: str, folder: str) -> Any:
     return states, values(engine.module)
 
 
-def test_replicas_really_differ_between_synchronizations(ranks_of: RanksOf, tmp_path: Path) -> None:
-    (first, _), (second, _) = ranks_of(2).run(save, "ZeroOneAdam", str(tmp_path), 7)
-    assert not torch.equal(first[0], second[0])
-
-
-@pytest.mark.parametrize("name", ["OneBitAdam", "LocalVarianceAdam"])
-def test_another_number_of_ranks(ranks_of: RanksOf, tmp_path: Path, name: str) -> None:
-    ranks_of(2).run(save, name, str(tmp_path), 6)
-    results = ranks_of(3).run(load, name, str(tmp_path))
-    for _, model in results:
-        assert all(map(torch.equal, model, results[0][1])), "replicas must agree"
-
-
 def second_moments(name: str, folder: str) -> list[torch.Tensor]:
     engine = new_engine(settings(name, PARAMS.get(name)))
     engine.load_checkpoint(folder, tag="now")
     return [engine.basic_optimizer.state[p]["exp_avg_sq"] for p in engine.module.parameters()]
 
 
-def test_own_second_moments_start_from_their_mean(ranks_of: RanksOf, tmp_path: Path) -> None:
+def test_on_another_number_of_ranks_own_second_moments_start_from_their_mean(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
     name, folder = "LocalVarianceAdam", str(tmp_path)
     ranks_of(2).run(save, name, folder, 6)
     first, second = ranks_of(2).run(second_moments, name, folder)
@@ -121,6 +113,8 @@ def test_own_second_moments_start_from_their_mean(ranks_of: RanksOf, tmp_path: P
     for loaded in ranks_of(3).run(second_moments, name, folder):
         for a, b, mean in zip(first, second, loaded, strict=True):
             torch.testing.assert_close(mean, (a + b) / 2)
+    models = [model for _, model in ranks_of(3).run(load, name, folder)]
+    assert all(all(map(torch.equal, model, models[0])) for model in models)
 
 
 def refused(ranks: Ranks, name: str, folder: Path) -> str:
@@ -134,13 +128,9 @@ def refused(ranks: Ranks, name: str, folder: Path) -> str:
 
 
 def test_unsynchronized_on_another_number_of_ranks(ranks_of: RanksOf, tmp_path: Path) -> None:
-    ranks_of(2).run(save, "ZeroOneAdam", str(tmp_path), 7)
+    (first, _), (second, _) = ranks_of(2).run(save, "ZeroOneAdam", str(tmp_path), 7)
+    assert not torch.equal(first[0], second[0])
     assert "between synchronizations" in refused(ranks_of(3), "ZeroOneAdam", tmp_path)
-
-
-def test_another_optimizer(ranks_of: RanksOf, tmp_path: Path) -> None:
-    ranks_of(2).run(save, "OneBitAdam", str(tmp_path), 6)
-    assert "saved by OneBitAdam" in refused(ranks_of(2), "LocalVarianceAdam", tmp_path)
 
 
 def load_where_gradients_are_exchanged(folder: str) -> None:
@@ -149,28 +139,21 @@ def load_where_gradients_are_exchanged(folder: str) -> None:
     new_engine(config).load_checkpoint(folder)
 
 
-def test_residuals_of_momenta_are_none_of_gradients(ranks_of: RanksOf, tmp_path: Path) -> None:
-    ranks_of(2).run(save, "OneBitAdam", str(tmp_path), 6)
+def weights_only(folder: str) -> list[torch.Tensor]:
+    engine = new_engine(settings("OneBitAdam", PARAMS["OneBitAdam"]))
+    engine.load_checkpoint(folder, tag="now", load_module_only=True)
+    return values(engine.module)
+
+
+def test_another_optimizer_gets_the_model_alone(ranks_of: RanksOf, tmp_path: Path) -> None:
+    (saved, _), _ = ranks_of(2).run(save, "OneBitAdam", str(tmp_path), 6)
+    for loaded in ranks_of(2).run(weights_only, str(tmp_path)):
+        assert all(map(torch.equal, loaded, saved[: len(loaded)]))
+    assert "saved by OneBitAdam" in refused(ranks_of(2), "LocalVarianceAdam", tmp_path)
     for outcome in ranks_of(2).outcomes(load_where_gradients_are_exchanged, str(tmp_path)):
         assert "the residuals saved by OneBitAdam are not those of the exchange of gra" in str(
             outcome.error
         )
-
-
-def test_files_of_different_checkpoints(ranks_of: RanksOf, tmp_path: Path) -> None:
-    """Another run's model, of the same step, beside the files of this run."""
-    ranks_of(2).run(save, "OneBitAdam", str(tmp_path / "here"), 6)
-    ranks_of(2).run(save_shifted, str(tmp_path / "there"))
-    model = "now/mp_rank_00_model_states.pt"
-    shutil.copy(tmp_path / "there" / model, tmp_path / "here" / model)
-    message = refused(ranks_of(2), "OneBitAdam", tmp_path / "here")
-    assert "the model and the optimizer are not those that rank 0 had when it saved" in message
-
-
-def save_shifted(folder: str) -> None:
-    engine = new_engine(settings("OneBitAdam", {**PARAMS["OneBitAdam"], "lr": 2e-3}))
-    train(engine, minibatches(6))
-    engine.save_checkpoint(folder, tag="now")
 
 
 def diverged(folder: str) -> None:
@@ -188,29 +171,3 @@ def test_replicas_that_had_diverged(ranks_of: RanksOf, tmp_path: Path) -> None:
     assert "the model and the optimizer are not those that rank 1 had when it saved" in message
     assert "rank 0" not in message
     assert "not those that rank 1 had" in refused(ranks_of(3), "OneBitAdam", tmp_path)
-
-
-def weights_only(folder: str) -> list[torch.Tensor]:
-    engine = new_engine(settings("OneBitAdam", PARAMS["OneBitAdam"]))
-    engine.load_checkpoint(folder, tag="now", load_module_only=True)
-    return values(engine.module)
-
-
-def test_the_model_alone(ranks_of: RanksOf, tmp_path: Path) -> None:
-    (saved, _), _ = ranks_of(2).run(save, "OneBitAdam", str(tmp_path), 6)
-    for loaded in ranks_of(2).run(weights_only, str(tmp_path)):
-        assert all(map(torch.equal, loaded, saved[: len(loaded)]))
-
-
-def plain_files(folder: str) -> bool:
-    """Return whether what a rank saves can be read without executing anything."""
-    engine = new_engine(settings("ZeroOneAdam", PARAMS["ZeroOneAdam"]))
-    train(engine, minibatches(7))
-    state = engine.comm_hooks.state.state_dict()
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        torch.save(state, file.name)
-        return torch.load(file.name, weights_only=True).keys() == state.keys()
-
-
-def test_side_files_are_plain(ranks_of: RanksOf, tmp_path: Path) -> None:
-    assert ranks_of(2).run(plain_files, str(tmp_path)) == [True, True]

@@ -18,7 +18,6 @@ from tests.frameworks.deepspeed.common import (
     OUTPUTS,
     TOPK,
     Net,
-    batch,
     config,
     digest,
     engine_of,
@@ -29,55 +28,36 @@ from tests.frameworks.deepspeed.common import (
     train,
     train_ddp,
 )
+from tests.frameworks.selection import by_default
 from tests.ranks import Ranks
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install deepspeed")
 
 RanksOf = Callable[[int], Ranks]
 
-ALL = {f"stage {s}, {d}": (s, {"dtype": d}) for s in (0, 1, 2) for d in ("fp32", "bf16")}
-# gradient accumulation 4 and clipping apply to these, too.
+OFFLOADED = {
+    "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
+FLOAT32_SUMS = {"dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6}}
+# Gradient accumulation 4 and clipping apply to these, too.
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
-    **ALL,
-    **{
-        f"stage {s}, fp16": (s, {"fp16": {"enabled": True, "initial_scale_power": 6}})
-        for s in (0, 1, 2)
-    },
-    "stage 1, overlapping": (1, {"zero_optimization": {"overlap_comm": True}}),
+    "stage 0": (0, {}),
+    "stage 1, bf16": (1, {"dtype": "bf16"}),
+    "stage 2, fp16": (2, FP16),
     "stage 2, overlapping": (2, {"zero_optimization": {"overlap_comm": True}}),
+    "stage 1, bf16, float32 sums (BF16_Optimizer)": (1, FLOAT32_SUMS),
+}
+MORE_VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "stage 0, bf16": (0, {"dtype": "bf16"}),
+    "stage 0, fp16": (0, FP16),
     "stage 1, round robin": (1, {"zero_optimization": {"round_robin_gradients": True}}),
     "stage 2, larger than a bucket": (2, {"zero_optimization": {"reduce_bucket_size": 1000}}),
-    "stage 1, offloaded": (
-        1,
-        {
-            "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
-            "zero_force_ds_cpu_optimizer": False,
-        },
-    ),
-    "stage 2, offloaded": (
-        2,
-        {
-            "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
-            "zero_force_ds_cpu_optimizer": False,
-        },
-    ),
-    "stage 1, bf16, float32 sums (BF16_Optimizer)": (
-        1,
-        {"dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}},
-    ),
+    "stage 1, offloaded": (1, OFFLOADED),
+    "stage 2, offloaded": (2, OFFLOADED),
     # DeepSpeed's own reduction must be told to send float32, too.
-    "stage 1, bf16, rounded float32 sums": (
-        1,
-        {"dtype": "bf16", "communication_data_type": "fp32"},
-    ),
-    "stage 2, bf16, float32 sums": (
-        2,
-        {
-            "dtype": "bf16",
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "communication_data_type": "fp32",
-        },
-    ),
+    "stage 2, bf16, float32 sums": (2, {**FLOAT32_SUMS, "communication_data_type": "fp32"}),
 }
 
 
@@ -110,10 +90,10 @@ def without_and_with_identity(stage: int, more: Mapping[str, Any]) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", by_default(VARIANTS, MORE_VARIANTS))
 @pytest.mark.filterwarnings("ignore:communication_data_type")
 def test_identity_is_stock_deepspeed_bit_for_bit(ranks_of: RanksOf, variant: str) -> None:
-    stage, more = VARIANTS[variant]
+    stage, more = {**VARIANTS, **MORE_VARIANTS}[variant]
     reports = ranks_of(2).run(without_and_with_identity, stage, more)
     for report in reports:
         assert report["plain"] == report["ours"]
@@ -158,7 +138,9 @@ def under_deepspeed_and_ddp(stage: int, accumulation: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("stage", "accumulation"), by_default([(0, 2), (1, 1)], [(0, 1), (1, 2), (2, 1)])
+)
 def test_a_run_ends_as_the_same_run_under_ddp(
     ranks_of: RanksOf, stage: int, accumulation: int
 ) -> None:
@@ -214,7 +196,7 @@ def with_unused_parameters(stage: int) -> tuple[float, float]:
     )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", by_default([1], [0, 2]))
 def test_residuals_stay_with_their_parameters_when_buckets_shift(
     ranks_of: RanksOf, stage: int
 ) -> None:
@@ -222,20 +204,6 @@ def test_residuals_stay_with_their_parameters_when_buckets_shift(
     for error, norm in ranks_of(2).run(with_unused_parameters, stage):
         assert error < 1e-6
         assert norm > 0
-
-
-def three_ranks(stage: int) -> tuple[str, str]:
-    engine = engine_of(config(stage, TOPK, accumulation=2, gradient_clipping=0.5))
-    start = digest(engine)
-    train(engine, 3)
-    return start, digest(engine)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_replicas_stay_identical(ranks_of: RanksOf, stage: int) -> None:
-    starts, ends = zip(*ranks_of(3).run(three_ranks, stage), strict=True)
-    assert len(set(ends)) == 1
-    assert starts[0] != ends[0]
 
 
 def with_an_overflow(stage: int) -> dict[str, Any]:
@@ -263,7 +231,7 @@ def with_an_overflow(stage: int) -> dict[str, Any]:
     return {**report, "digest": digest(engine), "goes on": digest(engine) != before}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", by_default([0, 1], [2]))
 def test_an_overflow_on_one_rank_is_skipped_by_all(ranks_of: RanksOf, stage: int) -> None:
     reports = ranks_of(2).run(with_an_overflow, stage)
     assert reports[0] == reports[1]
@@ -286,7 +254,7 @@ def residual_in_units_of_the_step(stage: int) -> list[float]:
     return results
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", by_default([1], [0, 2]))
 def test_residuals_are_kept_in_units_of_the_step(ranks_of: RanksOf, stage: int) -> None:
     # Not in those of scaled gradients: the scale changes while the residual waits.  (Written so
     # that it holds whether the loss is scaled or not: DeepSpeed 0.19.8 forgets to at stage 0.)
@@ -354,35 +322,3 @@ def test_whole_gradients_are_cut_into_buckets_by_dtype_and_size(ranks_of: RanksO
             (torch.float32, ["a.bias", "c.bias", "c.weight"]),
             (torch.bfloat16, ["b.bias"]),
         ]
-
-
-def pipeline(stage: int, dtype: str) -> tuple[str, str]:
-    deepspeed = import_deepspeed()
-    from comm_hooks.frameworks.deepspeed import initialize
-
-    deepspeed.init_distributed("gloo")
-    digests = []
-    for block in (None, IDENTITY):
-        torch.manual_seed(3)
-        layers = [nn.Linear(INPUTS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, OUTPUTS)]
-        model = deepspeed.pipe.PipelineModule(
-            layers, num_stages=1, loss_fn=lambda o, t: nn.functional.cross_entropy(o.float(), t)
-        )
-        settings = config(stage, block, dtype=dtype, accumulation=2, communication_data_type="fp32")
-        make = initialize if block else deepspeed.initialize
-        engine = make(model=model, config=settings)[0]
-        data = (
-            (inputs.to(next(model.parameters()).dtype), targets)
-            for inputs, targets in (batch(step, dist.get_rank()) for step in range(100))
-        )
-        for _ in range(3):
-            engine.train_batch(data)
-        digests.append(digest(engine))
-    return digests[0], digests[1]
-
-
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (0, "bf16")])
-@pytest.mark.filterwarnings("ignore:communication_data_type")
-def test_a_pipeline_of_one_stage(ranks_of: RanksOf, stage: int, dtype: str) -> None:
-    for plain, ours in ranks_of(2).run(pipeline, stage, dtype):
-        assert plain == ours

@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from comm_hooks.launchers.advise.command import advise
+from comm_hooks.launchers.advise.methods import Planner
 from comm_hooks.launchers.advise.step import Step
 from comm_hooks.launchers.environment import LauncherEnvironment
 from comm_hooks.launchers.network import Endpoint, free_port
@@ -59,6 +60,15 @@ def test_a_step_that_was_measured() -> None:
     assert result.exit_code == 0, result.output
     assert "0.0042 M parameters (float32), 7 ms per step" in result.output
     assert "3 ranks" in result.output
+
+
+@pytest.mark.parametrize(("share", "noted"), [(0.1, False), (0.4, True)])
+def test_a_busy_machine_is_noted(
+    share: float, noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Planner, "busy_share", share)
+    result = run(*GIVEN, "--methods", "all_reduce")
+    assert ("Other programs had the processor for 40%" in result.output) == noted
 
 
 def test_zero() -> None:

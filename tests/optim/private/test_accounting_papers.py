@@ -72,12 +72,6 @@ def test_dp_micro_adams_tables_9_and_10(sigma, q, delta, printed, expected):
     assert ours == pytest.approx(printed, rel=0.006)
 
 
-def test_the_older_conversion_does_not_reproduce_table_8():
-    older = RDPAccountant(orders=OPACUS_ORDERS, conversion="mironov2017")
-    steps = max_steps(8.0, 1e-5, noise_multiplier=5.0, accountant=older, **MICRO_ADAM)
-    assert steps < 0.9 * TABLE_8[5.0]
-
-
 @pytest.mark.parametrize("name", PRINTED)
 def test_printed_epsilons(name):
     orders, sigma, q, steps, delta, printed, expected = PRINTED[name]

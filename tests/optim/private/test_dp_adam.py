@@ -362,11 +362,10 @@ def test_states_of_others_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"noise_variance": -1.0}, "noise_variance must be finite and at least 0, got -1.0"),
-        ({"noise_variance": float("nan")}, "noise_variance must be finite .* got nan"),
+        ({"noise_variance": float("nan")}, r"noise_variance must lie in \[0, inf\), got nan"),
         ({"beta2": 1.0}, r"beta2 must lie in \[0, 1\), got 1.0"),
         ({"alpha": 0.0}, r"alpha must lie in \(0, 1\), got 0.0"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"steps": 0}, r"steps must lie in \[1, inf\), got 0"),
     ],
     ids=str,
 )

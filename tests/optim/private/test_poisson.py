@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
@@ -23,7 +22,6 @@ from torch.utils.data import (
 
 from comm_hooks.optim.private.data.poisson import PoissonLoader, PoissonSampler, private_loader
 from comm_hooks.optim.private.noise.secret import Secret
-from tests.ranks import Ranks
 
 # Tests of frequencies take a known one, so that they come out the same every time.
 KNOWN = bytes(range(32))
@@ -127,25 +125,6 @@ def test_sampling_does_not_depend_on_the_users_seed_nor_change_its_numbers() -> 
     assert batches[0] != batches[1]
     torch.manual_seed(0)
     assert torch.equal(after, torch.rand(1))
-
-
-def seeded_masks() -> np.ndarray:
-    torch.manual_seed(0)
-    np.random.seed(0)
-    loader = PoissonLoader(
-        TensorDataset(torch.arange(800)), 0.1, 50, rank=dist.get_rank(), world_size=2
-    )
-    masks = np.zeros((50, 400), bool)
-    for step, (indices,) in enumerate(loader):
-        masks[step, indices.numpy() // 2] = True
-    return masks
-
-
-def test_ranks_with_the_same_seed_select_independently(ranks_of: Callable[[int], Ranks]) -> None:
-    first, second = ranks_of(2).run(seeded_masks)
-    both = (first & second).mean()
-    # The spread of 20,000 products; masks that are the same would give 0.1.
-    assert both == pytest.approx(0.01, abs=6 * np.sqrt(0.01 * 0.99 / first.size))
 
 
 RESUMED = """

@@ -233,6 +233,8 @@ def test_an_exchange_that_remembers_clean_gradients_is_refused(place: Any) -> No
 
 @pytest.mark.parametrize("mode", ["functorch", "hooks", "ghost"])
 def test_what_is_frozen_later_is_refused(mode: str) -> None:
+    if mode != "functorch":
+        pytest.importorskip("opacus")
     model, optimizer, loader = private(PrivacyEngine(), grad_sample_mode=mode)
     train(optimizer, loader)
     model.bias.requires_grad_(False)  # type: ignore[union-attr, operator]

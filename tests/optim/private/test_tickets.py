@@ -178,19 +178,6 @@ def in_slices(batch: Any, size: int) -> list[Any]:
     return [[t[i : i + size] for t in batch] for i in range(0, len(batch[0]), size)]
 
 
-@pytest.mark.parametrize("to", [list, copied])
-def test_parts_of_a_batch_add_up_to_it(to: Callable[[Any], Any]) -> None:
-    moved = []
-    for parts_of in (lambda batch: [batch], lambda batch: in_slices(batch, 7)[::-1]):
-        model, optimizer, loader = private(sample_rate=1.0)
-        batch = to(next(iter(loader)))
-        for part in parts_of(batch):
-            optimizer.backward(part, of=batch)
-        optimizer.step()
-        moved.append(parameters(model))
-    torch.testing.assert_close(*moved)
-
-
 def test_parts_must_be_disjoint_and_of_the_batch() -> None:
     _, optimizer, loader = private(sample_rate=1.0)
     batch = next(iter(loader))

@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK, skip_hook
+from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK
 from comm_hooks.compressors import Compressor
 from comm_hooks.optim import CompressedAdam
 from tests.optim.decaying import (
@@ -108,55 +107,6 @@ def test_matches_the_reference(
     expected = reference(compress, ranks, scaled)
     # 30 float32 steps of size 0.01
     check(replicas, expected, atol=2e-5)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 10))
-        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
-def make(groups: bool = False) -> tuple[DistributedDataParallel, CompressedAdam]:
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(Net())
-    ddp.register_comm_hook(None, skip_hook)
-    exchange = Exchange(TopK(density=0.1), memory=ErrorFeedback(), min_numel=64)
-    named = [(n, p) for n, p in ddp.named_parameters() if p.requires_grad]
-    params: Any = named
-    if groups:
-        params = [{"params": named[:2], "lr": 0.0}, {"params": named[2:], "betas": (0.8, 0.9)}]
-    return ddp, CompressedAdam(params, exchange, lr=1e-2, freeze_step=2, scaled=True)
-
-
-def loss_of(ddp: DistributedDataParallel, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return ddp(torch.randn(8, 40, generator=generator)).square().mean()
-
-
-def train_groups() -> tuple[bool, bool]:
-    ddp, optimizer = make(groups=True)
-    before = [p.clone() for p in ddp.parameters()]
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = loss_of(ddp, 0)
-        loss.backward()
-        return float(loss)
-
-    losses = [optimizer.step(closure) for _ in range(4)]
-    scheduler.step()
-    still = [torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)]
-    halved = optimizer.param_groups[1]["lr"] == 0.005
-    return all(still[:3]) and not any(still[3:]) and halved, losses[-1] < losses[0]
-
-
-def test_parameter_groups_closures_and_schedulers(ranks_of: RanksOf) -> None:
-    assert ranks_of(2).run(train_groups) == [(True, True)] * 2
 
 
 def names_of_residuals(named: bool) -> list[str]:

@@ -1,0 +1,411 @@
+"""The settings of a DeepSpeed configuration that concern comm-hooks, read and checked once."""
+
+import difflib
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from comm_hooks.config import unknown
+from comm_hooks.exchange import Exchange, ExchangeSettings
+from comm_hooks.optim import Adam, AMSGrad, LocalRounds, low_communication
+from comm_hooks.optim.exchanging import ExchangingOptimizer
+from comm_hooks.optim.registry import OPTIMIZERS, OptimizerEntry, find, lookup
+from comm_hooks.requirements import require_integer, require_within
+from comm_hooks.warnings import warn_program
+
+BLOCK = "comm_hooks"
+START = "start_compression_step"
+
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine exchanges.
+
+    Attributes:
+        make_optimizer: a function from parameter groups with names to the engine's optimizer; None
+            if DeepSpeed makes it, or the user has.
+        exchange: of gradients; None if DeepSpeed averages them, or the optimizer exchanges.
+        start_compression_step: the number of first steps with exactly averaged gradients.  Skipped
+            steps do not count, nor those of a checkpoint that was loaded without the state of its
+            ranks.
+    """
+
+    make_optimizer: Make | None = None
+    exchange: ExchangeSettings | None = None
+    start_compression_step: int = 0
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], optimizer: Any = None) -> "EngineSettings":
+        """Return the settings of a configuration.
+
+        1. An optimizer of the user decides, as in DeepSpeed; one that does not exchange gets
+           gradients that the ``comm_hooks`` block averages.
+        2. Else, if the block names a method (``low_communication``), rounds of local steps take the
+           place of AdamW.
+        3. Else, if ``optimizer.type`` names one of :mod:`comm_hooks.optim.registry`, the
+           engine gets that optimizer.  If it owns its exchange, the block changes the published
+           one: all of it with a ``compressor``, else single settings.
+        4. Else DeepSpeed makes the optimizer, and the block averages gradients.
+
+        Args:
+            config: of DeepSpeed; not changed.
+            optimizer: the optimizer that was passed to DeepSpeed.
+
+        Raises:
+            ValueError: for an unknown name or setting, with its path and the nearest known one; for
+                ZeRO stages and other settings under which no rank has whole gradients of its own.
+
+        Not supported: ZeRO, tensor, sequence and expert parallelism, and pipelines of several
+        stages for optimizers that own their exchange, except OneBitAdam at ZeRO stages 1 and 2.
+
+        Example::
+
+            >>> config = {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 100}}}
+            >>> make = EngineSettings.read(config).make_optimizer
+            >>> make(named_groups(model.parameters(), model)).freeze_step
+            100
+        """
+        block = find_block(config)
+        if optimizer is not None:
+            return cls._with_passed(config, block, optimizer)
+        if isinstance(block, Mapping) and "method" in block:
+            return cls(_rounds(config, block))
+        entry = _chosen(config)
+        if entry is None:
+            return cls._averaging(block)
+        for key in config["optimizer"]:
+            if key not in _KEYS:
+                raise ValueError(f"optimizer.{key}: {unknown('setting', key, _KEYS)}")
+        name = entry.name if entry in _EXTRAS.values() else entry.type_name
+        published = entry.published
+        in_parts = name == "OneBitAdam" and _stage(config) in (1, 2)
+        if in_parts and isinstance(block, Mapping) and START in block:
+            raise ValueError(
+                f"{BLOCK}.{START}: {name} starts at optimizer.params.freeze_step: leave it out"
+            )
+        if published is not None and isinstance(block, Mapping | None):
+            needs = entry.needs if "compressor" in (block or {}) else published
+            block = {**needs, **(block or {})}
+        if in_parts:
+            # ZeRO divides momenta between ranks: the engine averages gradients instead.
+            entry = find("FrozenVarianceAdam")
+        params = _params(name, entry, config["optimizer"].get("params") or {})
+        if entry.averages == "before":
+            if name in _NEEDS_BLOCK and block is None:
+                raise ValueError(
+                    f"{BLOCK}: missing; {name} is for gradients that an exchange averages, for "
+                    'instance {"compressor": "count_sketch", "ratio": 0.05}'
+                )
+            found = cls._averaging(block, params["freeze_step"] if in_parts else 0)
+            if name == "SAFL":
+                _require_sketch(found.exchange)
+            make = _checked("optimizer.params", entry.build, params)
+            return replace(found, make_optimizer=make)
+        _check_engine(config, name)
+        settings = ExchangeSettings.from_dict(block, path=BLOCK)
+        path = f"optimizer.params or {BLOCK}" if BLOCK in config else "optimizer.params"
+        return cls(_checked(path, lambda g, **p: entry.build(g, Exchange(settings), **p), params))
+
+    @classmethod
+    def _with_passed(cls, config: Mapping[str, Any], block: Any, passed: Any) -> "EngineSettings":
+        name = _type(config)
+        if name.lower() not in ("adam", "adamw") and _entry(name):
+            warn_program(
+                f"optimizer.type: {name} is not used, because an optimizer was passed to "
+                "initialize(): pass none, or remove the block"
+            )
+        if not isinstance(passed, ExchangingOptimizer | LocalRounds):
+            return cls._averaging(block)
+        _check_engine(config, type(passed).__name__)
+        if block is not None:
+            raise ValueError(
+                f"{BLOCK}: the {type(passed).__name__} that was passed has an exchange of "
+                "its own: remove the block, or name the optimizer in the configuration"
+            )
+        return cls()
+
+    @classmethod
+    def _averaging(cls, block: Any, start: int = 0) -> "EngineSettings":
+        if block is None:
+            return cls()
+        if isinstance(block, Mapping):
+            start = block.get(START, start)
+            block = {key: value for key, value in block.items() if key != START}
+        require_integer(BLOCK, START, start)
+        require_within(BLOCK, START, start, "[0, inf)")
+        return cls(None, ExchangeSettings.from_dict(block, path=BLOCK), start)
+
+
+def find_block(config: Mapping[str, Any]) -> Any:
+    """Return the ``comm_hooks`` block of a configuration, unchecked; None without one.
+
+    Raises:
+        ValueError: for a key of the top level that looks like a misspelt block.
+    """
+    for key in config:
+        is_similar = difflib.get_close_matches(str(key).lower(), [BLOCK], cutoff=0.8)
+        if key != BLOCK and is_similar:
+            raise ValueError(
+                f"{key}: unknown block in the DeepSpeed configuration: did you mean {BLOCK!r}?"
+            )
+    if BLOCK not in config:
+        return None
+    return {} if config[BLOCK] is None else config[BLOCK]
+
+
+def named_groups(members: Iterable[Any], model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return parameter groups in which every trainable parameter has its name in the model.
+
+    Args:
+        members: parameters or groups of them.
+        model: the model that names them.
+
+    Raises:
+        ValueError: for a group with ``non_freeze``, a setting of DeepSpeed's own 1-bit Adam.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    members = list(members)
+    groups = members if members and isinstance(members[0], Mapping) else [{"params": members}]
+    numbers = itertools.count()
+    result = []
+    for index, group in enumerate(groups):
+        group = dict(group)
+        if group.get("non_freeze"):
+            raise ValueError(
+                f"parameter group {index}: non_freeze is not supported: parameters with at most "
+                f"one dimension or fewer than {BLOCK}.min_numel elements travel exactly anyway"
+            )
+        if group.pop("exp_avg_mask", None) is not None:
+            warn_program(
+                f"parameter group {index}: exp_avg_mask is not needed and not used: elements "
+                "without a gradient in the warm-up take no steps"
+            )
+        parameters = group["params"]
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        # DeepSpeed leaves the others out, too, but only after they were named.
+        parameters = [p for p in parameters if p.requires_grad and p.numel()]
+        group["params"] = [
+            (names[p] if p in names else f"parameter.{next(numbers)}", p) for p in parameters
+        ]
+        if parameters:
+            result.append(group)
+    return result
+
+
+def _safl(
+    params: Any,
+    *,
+    lr: float = 1e-3,
+    local_lr: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = True,
+) -> torch.optim.Optimizer:
+    """Return the server of :class:`comm_hooks.optim.SAFL` with one local step per round.
+
+    A local step moves a client by ``local_lr`` times its gradient.  The server's step is the same
+    for the gradients themselves with ``eps / local_lr`` for ``eps``.
+    """
+    require_within("SAFL", "local_lr", local_lr, "(0, inf)")
+    kind = AMSGrad if amsgrad else Adam
+    return kind(params, lr, betas=betas, eps=eps / local_lr, weight_decay=weight_decay)
+
+
+_EXTRAS = {
+    "safl": OptimizerEntry("SAFL", _safl, lambda defaults: {}),
+    # AdamW under a name that DeepSpeed refuses where comm-hooks is missing.
+    "commhooksadamw": OptimizerEntry("CommHooksAdamW", torch.optim.AdamW, lambda defaults: {}),
+}
+_KEYS = ("type", "params", "legacy_fusion")
+_NEEDS_BLOCK = ("SAFL", "FrozenVarianceAdam", "CommHooksAdamW")
+
+# Keys of DeepSpeed's own 1-bit optimizers.
+_ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+_ONE_BIT_IGNORED = ("cuda_aware", "comm_backend_name", "bias_correction", "eps_inside_sqrt")
+_ONE_BIT_REFUSED = {
+    "amsgrad": "there is no AMSGrad variant, as in DeepSpeed: use CDAdam, which is AMSGrad",
+    "max_grad_norm": "use gradient_clipping at the top level, as in DeepSpeed",
+}
+
+_ROUNDS_KEYS = ("method", "bits_per_parameter", "total_steps", "inner")
+_ROUNDS_PARAMS = ("lr", "betas", "weight_decay")
+# Arguments of AdamW in torch and DeepSpeed without a meaning for rounds.
+_ROUNDS_IGNORED = ("eps", "torch_adam", "fused", "foreach", "bias_correction")
+
+
+def _type(config: Mapping[str, Any]) -> str:
+    """Return ``optimizer.type``; an empty string for none."""
+    block = config.get("optimizer")
+    name = block.get("type") if isinstance(block, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
+def _entry(name: str) -> OptimizerEntry | None:
+    """Return the registry's entry, in which DeepSpeed's names come first."""
+    return _EXTRAS.get(name.lower()) or lookup(name)
+
+
+def _chosen(config: Mapping[str, Any]) -> OptimizerEntry | None:
+    """Return the optimizer that a configuration names; None for those of DeepSpeed."""
+    name = _type(config)
+    entry = _entry(name)
+    if entry is None:
+        known = [*(e.type_name for e in OPTIMIZERS.values()), *(e.name for e in _EXTRAS.values())]
+        if difflib.get_close_matches(name.lower(), map(str.lower, known), n=1, cutoff=0.7):
+            from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+            if not hasattr(torch.optim, name) and name.lower() not in DEEPSPEED_OPTIMIZERS:
+                raise ValueError(
+                    f"optimizer.type: {unknown('optimizer', name, known)}, and those of DeepSpeed "
+                    "and torch.optim"
+                )
+        return None
+    if entry.name in ("adam", "adamw"):
+        return None
+    if entry.name == "marina":
+        raise ValueError(
+            "optimizer.type: Marina cannot be used: it needs the gradients of a minibatch at two "
+            "points, for which the engine calls backward() once: use EF21, or "
+            "comm_hooks.optim.Marina without DeepSpeed"
+        )
+    if entry.works_in_rounds:
+        raise ValueError(
+            f"optimizer.type: {entry.type_name} cannot be used: it works in rounds of local steps, "
+            'for which the comm_hooks block asks: {"method": "low_communication"} beside "type": '
+            '"CommHooksAdamW"; or pass an optimizer to initialize(optimizer=...)'
+        )
+    return entry
+
+
+def _params(name: str, entry: OptimizerEntry, given: Any) -> dict[str, Any]:
+    """Return the options of an optimizer from ``optimizer.params``."""
+    ignored, refused = (_ONE_BIT_IGNORED, _ONE_BIT_REFUSED) if name in _ONE_BIT else ((), {})
+    params: dict[str, Any] = {}
+    if name in _ONE_BIT:  # DeepSpeed's default
+        params["var_freeze_step" if name == "ZeroOneAdam" else "freeze_step"] = 100_000
+    skipped = []
+    for key, value in _items("optimizer.params", given):
+        path = f"optimizer.params.{key}"
+        if key in refused:
+            if value:
+                raise ValueError(f"{path}: not supported: {refused[key]}")
+        elif key in ignored:
+            skipped.append(key)
+        else:
+            try:
+                entry.check({key: value})
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+            params[key] = tuple(value) if isinstance(value, list) else value
+    if skipped:
+        warn_program(
+            f"optimizer.params: {', '.join(skipped)} of {name} are not used: ranks reach each "
+            "other over torch.distributed, there is no bias correction, and eps is added to the "
+            "root"
+        )
+    for option in entry.options.values():
+        if option.is_required and option.name not in params:
+            raise ValueError(
+                f"optimizer.params.{option.name}: missing; {name} has no default for it"
+            )
+    return params
+
+
+def _rounds(config: Mapping[str, Any], block: Mapping[str, Any]) -> Make:
+    """Return the function that makes the rounds in place of the AdamW of a configuration."""
+    method = block["method"]
+    if method != "low_communication":
+        raise ValueError(f"{BLOCK}.method: {unknown('method', method, ['low_communication'])}")
+    if _type(config).lower() not in ("adamw", "adam", "commhooksadamw"):
+        raise ValueError(
+            f"optimizer.type: {method} takes the place of AdamW, and its learning rate: write "
+            '"CommHooksAdamW", which DeepSpeed refuses where comm-hooks is missing'
+        )
+    params = dict(_items("optimizer.params", config["optimizer"].get("params") or {}))
+    if params.pop("adam_w_mode", True) is not True:
+        raise ValueError(f"optimizer.params.adam_w_mode: {method} decays weights as AdamW does")
+    if ignored := [key for key in _ROUNDS_IGNORED if params.pop(key, None) is not None]:
+        warn_program(f"optimizer.params: {', '.join(ignored)} are not used by {method}")
+    for path, given, known in (
+        (BLOCK, block, _ROUNDS_KEYS),
+        ("optimizer.params", params, _ROUNDS_PARAMS),
+    ):
+        for key in given:
+            if key not in known:
+                raise ValueError(f"{path}.{key}: {unknown('setting', key, known)}")
+    _check_engine(config, method)
+    for key in ("bf16", "fp16"):
+        if isinstance(config.get(key), Mapping) and config[key].get("enabled"):
+            raise ValueError(
+                f"{key}.enabled: {method} keeps a model of its own in float32: use "
+                '"torch_autocast": {"enabled": true, "dtype": "bfloat16"}, which computes in 16 '
+                "bits"
+            )
+    settings = {"lr": 1e-3, **params, **block}
+    del settings["method"]
+    return _checked(f"{BLOCK} or optimizer.params", low_communication, settings)
+
+
+def _checked(path: str, make: Callable[..., Any], params: Mapping[str, Any]) -> Make:
+    """Return a function from parameter groups to an optimizer, with the path in its errors."""
+
+    def make_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        try:
+            return make(groups, **params)
+        except (ValueError, TypeError) as error:  # torch's own compare a string with a number
+            raise ValueError(f"{path}: {error}") from None
+
+    return make_optimizer
+
+
+def _items(path: str, given: Any) -> Iterable[tuple[str, Any]]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{path}: must be an object, got {given!r}")
+    return given.items()
+
+
+def _stage(config: Mapping[str, Any]) -> int:
+    """Return the stage of ZeRO, for which DeepSpeed takes numbers in quotes as well."""
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else int(zero is True)
+    try:
+        return int(stage)
+    except (TypeError, ValueError):
+        raise ValueError(f"zero_optimization.stage: must be 0 to 3, got {stage!r}") from None
+
+
+def _check_engine(config: Mapping[str, Any], name: str) -> None:
+    """Raise ``ValueError`` for settings under which a rank has no whole gradients of its own."""
+    if stage := _stage(config):
+        raise ValueError(
+            f"zero_optimization.stage: {name} exchanges something else than gradients and needs "
+            f"all of them on every rank, but ZeRO stage {stage} divides them: use stage 0. At "
+            f"stages 1 and 2 OneBitAdam works, or AdamW with a {BLOCK} block"
+        )
+    if config.get("gradient_allreduce_op", "mean") != "mean":
+        raise ValueError(
+            f"gradient_allreduce_op: {name} takes the mean over ranks, not the "
+            f"{config['gradient_allreduce_op']}: remove it and scale the learning rate"
+        )
+    compile_ = config.get("compile")
+    if isinstance(compile_, Mapping) and compile_.get("deepcompile"):
+        raise ValueError(
+            f"compile.deepcompile: averages gradients inside the compiled graph, before {name} "
+            "sees them: remove it"
+        )
+
+
+def _require_sketch(settings: ExchangeSettings | None) -> None:
+    """Raise ``ValueError`` unless gradients are sketched."""
+    compressor = settings and settings.compressor
+    if not (compressor and compressor.linear and compressor.unbiased):
+        raise ValueError(
+            f"{BLOCK}.compressor: SAFL needs a sketch (count_sketch, srht, gaussian_sketch), got "
+            f"{compressor}: use that with AMSGrad"
+        )

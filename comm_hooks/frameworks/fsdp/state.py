@@ -1,0 +1,190 @@
+"""The state of a compressed reduction of an FSDP2 model."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.requests import AllGatherObject
+from comm_hooks.compressors.base import Compressor
+from comm_hooks.exchange import Exchange
+from comm_hooks.exchange.settings import require_gradients
+from comm_hooks.frameworks.fsdp.units import Unit, warn_of_unsharded
+from comm_hooks.requirements import first_of
+from comm_hooks.warnings import warn_at_first_step
+from comm_hooks.wire.checksum import fingerprint
+
+
+class CompressedReduction:
+    """The exchange of an FSDP2 model's gradients, and the state that every rank saves.
+
+    Args:
+        exchange: averages shards of gradients.
+        units: of the model.
+        shards: the shards with residuals on this rank.
+        loss_scale: see :class:`~comm_hooks.CompressionState`.
+        replicas: the check of the weights of other replicas; None without other replicas.
+        model_parallel_groups: groups of ranks with other parts of the model, which do not exchange
+            with each other.
+
+    Attributes:
+        exchange: holds the settings, the memory and the counts of steps and bytes.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        units: Sequence[Unit],
+        shards: Sequence[int],
+        loss_scale: Callable[[], float] | None,
+        replicas: "ReplicaCheck | None",
+        model_parallel_groups: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
+        self.exchange = exchange
+        self.model_parallel_groups = list(model_parallel_groups)
+        self._units = units
+        self._shards = shards
+        self._loss_scale = loss_scale
+        self._replicas = replicas
+
+    def stats(self) -> dict[str, float]:
+        """Return the traffic of this rank; see :meth:`~comm_hooks.Exchange.stats`.
+
+        FSDP's own traffic, to gather parameters and to reduce inside a node, is not counted.
+        """
+        return self.exchange.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank, plain numbers and tensors, to be saved on every rank.
+
+        Save between steps: gradients that wait for an exchange (``set_requires_all_reduce(False)``)
+        are not part of it.
+        """
+        return self.exchange.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the :meth:`state_dict` of this rank.
+
+        Raises:
+            ValueError: if the state is another rank's, or of another number of shards; nothing is
+                changed.
+        """
+        self._check_names([state])
+        self.exchange.load_state_dict(state)
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the states of a run with another number of nodes and as many shards.
+
+        Args:
+            states: those of the holders of this rank's shard, in the order of the nodes; see
+                :meth:`~comm_hooks.Exchange.load_state_dicts`.
+
+        Raises:
+            ValueError: if the states are not those, or of another number of shards; nothing is
+                changed.
+        """
+        self._check_names(states)
+        self.exchange.load_state_dicts(states)
+
+    def begin(self) -> float:
+        """Compare replicas, if it is time, and return the present loss scale."""
+        if self._replicas:
+            self._replicas.compare(self.exchange)
+        return float(self._loss_scale()) if self._loss_scale else 1.0
+
+    def end(self) -> None:
+        """Let a step of the exchange end with the backward pass that is running."""
+        exchange, step = self.exchange, self.exchange.step
+
+        def end_step() -> None:
+            # Every module's reduction registers one; the first one ends the step.
+            if exchange.step == step:
+                exchange.end_step()
+
+        torch.autograd.Variable._execution_engine.queue_callback(end_step)
+
+    def _check_names(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ``ValueError`` if states have residuals of other shards."""
+        memory = self.exchange.memory
+        if memory is None:
+            return
+        pieces = [piece for unit in self._units for piece in unit.pieces(frozen=True)]
+        known = {piece.shard_name(shard) for piece in pieces for shard in self._shards}
+        saved = {name for s in states for name in memory.parameters_in(s.get("memory", {}))}
+        if strangers := sorted(saved - known):
+            raise ValueError(
+                "the state has residuals of shards that this rank does not have: "
+                f"{', '.join(strangers[:3])} (parameter[shard/shards])"
+            )
+
+
+class ReplicaCheck:
+    """Compares the weights of ranks that hold the same shards, which must stay equal.
+
+    Args:
+        units: of the model.
+        replicas: between those ranks.
+        shards: between the ranks that together hold one replica.
+    """
+
+    def __init__(self, units: Sequence[Unit], replicas: Transport, shards: Transport) -> None:
+        self._units = units
+        self._replicas = replicas
+        self._shards = shards
+        self._compared_at: int | None = None
+
+    def compare(self, exchange: Exchange) -> None:
+        """Compare weights at the first exchange, and then as often as its ``verify_every`` says.
+
+        Raises:
+            ValueError: on all ranks, if replicas of any shard hold different weights.
+        """
+        is_first = self._compared_at is None
+        if self._compared_at == exchange.step or not (is_first or exchange.verifies()):
+            return
+        self._compared_at = exchange.step
+        parameters = {n: p for unit in self._units for n, p in unit.parameters().items()}
+        digests = {name: int(fingerprint([p])) for name, p in parameters.items()}
+        replicas = self._replicas.perform(AllGatherObject(digests))
+        differing = [n for n in digests if any(r[n] != digests[n] for r in replicas)]
+        # A difference may lie in one shard only, but all ranks must stop together.
+        names = dict.fromkeys(
+            name for part in self._shards.perform(AllGatherObject(differing)) for name in part
+        )
+        if names:
+            raise ValueError(
+                f"replicas {'start from' if is_first else 'have come to'} different weights, in "
+                f"{first_of(list(names))}: initialize them alike (torch.manual_seed) or load the "
+                "same checkpoint everywhere, and let nothing but the optimizer change them"
+            )
+
+
+def new_exchange(
+    model: nn.Module,
+    units: Sequence[Unit],
+    compressor: Compressor | str,
+    caller: str,
+    group: dist.ProcessGroup,
+    settings: Mapping[str, Any],
+) -> Exchange:
+    """Return an exchange between the ranks of a group that must also agree on the model.
+
+    Raises:
+        ValueError: for bad settings, or if rounds of the exchange return no means of gradients.
+    """
+    exchange = Exchange.of(compressor, process_group=group, **settings)
+    require_gradients(exchange.settings, caller)
+    shapes = [(unit.name, p.name, p.shape) for unit in units for p in unit.pieces()]
+    exchange.agree_on(
+        {
+            "model": hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
+            "shards": units[0].group.mesh_info.shard_mesh_size,
+        }
+    )
+    warn_of_unsharded(model, units)
+    warn_at_first_step(exchange.compressor, model.parameters())
+    return exchange
