@@ -98,7 +98,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert {path.name for path in tmp_path.iterdir()} == {
         "private_federated.json",
-        "accuracy-vs-rounds.png",
+        "curves.png",
     }
     record = json.loads((tmp_path / "private_federated.json").read_text())
     private = [(m["name"], m["labels"]["private"]) for m in record["methods"]]

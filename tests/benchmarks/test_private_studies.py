@@ -20,7 +20,7 @@ def test_optimizers_from_end_to_end(tmp_path: Path) -> None:
     arguments = ["--quick", "--steps", "4", "--batch", "48", "--sigmas", "1,2", "--points", "2"]
     result = invoke("private_optimizers", *arguments, "--seeds", "2", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    plots = {f"accuracy-vs-{what}.png" for what in ("sigma", "epsilon", "spent")}
+    plots = {"curves.png", "accuracy-vs-epsilon.png"}
     assert {path.name for path in tmp_path.iterdir()} == {"private_optimizers.json", *plots}
     record = json.loads((tmp_path / "private_optimizers.json").read_text())
     assert record["complete"]
@@ -35,10 +35,10 @@ def test_optimizers_from_end_to_end(tmp_path: Path) -> None:
     ]
     ends = {}
     for method in record["methods"]:
-        assert [len(run["curve"]) for run in method["runs"]] == [2, 2]
+        assert [len(curve) for curve in method["curves"]] == [2, 2]
         assert f"{100 * method['mean_error']:.2f}" in result.stdout
         if method["labels"]["sigma"]:
-            epsilons = {tuple(p["epsilon"] for p in run["curve"]) for run in method["runs"]}
+            epsilons = {tuple(p["epsilon"] for p in curve) for curve in method["curves"]}
             ends.setdefault(method["labels"]["sigma"], set()).update(epsilons)
     # All methods of one noise multiplier spend the same, and less with more noise.
     assert [len(found) for found in ends.values()] == [1, 1]
@@ -74,7 +74,7 @@ def test_compressed_from_end_to_end(tmp_path: Path) -> None:
         "private_compressed", *arguments, *optimizers, "--seeds", "2", "--out", str(tmp_path)
     )
     assert result.exit_code == 0, result.output
-    files = {"private_compressed.json", "accuracy-vs-bytes.png"}
+    files = {"private_compressed.json", "curves.png"}
     assert {path.name for path in tmp_path.iterdir()} == files
     methods = json.loads((tmp_path / "private_compressed.json").read_text())["methods"]
     simulated = [m for m in methods if m["labels"]["over"] == "simulated"]
@@ -89,7 +89,7 @@ def test_compressed_from_end_to_end(tmp_path: Path) -> None:
     assert real["labels"] == {**before["labels"], "over": "gloo"}
     assert real["name"] == before["name"] == "local:topk"
     assert real["settings"] == before["settings"]
-    (real_end, *_), (end, *_) = (m["runs"][0]["curve"] for m in (real, before))
+    (real_end, *_), (end, *_) = (m["curves"][0] for m in (real, before))
     assert real_end["epsilon"] == end["epsilon"]
     assert real_end["loss"] != end["loss"]  # other samples, and other noise
     assert real["bytes_per_client_and_round"] == before["bytes_per_client_and_round"] > 0
@@ -107,7 +107,7 @@ def test_moments_from_end_to_end(tmp_path: Path) -> None:
     arguments = ["--at", "3,20", "--coordinates", "500", "--beta2", "0.9", "--strengths", "0,2"]
     result = invoke("private_moments", *arguments, "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    plots = {"histograms.png", "first-moments.png", "steps.png", "spread-vs-steps.png"}
+    plots = {"histograms.png", "first-moments.png", "steps.png"}
     files = {"private_moments.json", *plots}
     assert {path.name for path in tmp_path.iterdir()} == files
     record = json.loads((tmp_path / "private_moments.json").read_text())
