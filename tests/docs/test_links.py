@@ -109,7 +109,7 @@ def documented(text: str) -> Iterator[str]:
     for line in text.splitlines():
         if directive := re.match(r"\.\. currentmodule:: (\S+)", line):
             module = directive[1]
-        elif entry := re.fullmatch(r"(?:   |\.\. py:data:: )([\w.]+)", line):
+        elif entry := re.fullmatch(r"(?:   |\.\. py:data:: )(\w+)", line):
             yield f"{module}.{entry[1]}"
 
 
