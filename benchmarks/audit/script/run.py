@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from comm_hooks.optim.private.errors import PrivacyError
 
 # One process imports torch, and the ranks are forked from it.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "benchmarks.audit.script.run"])
+_ROOT = Path(__file__).parents[3]
 # Larger entries of the working folder are linked, not copied.
 _MOST_COPIED = 64 << 20
 _GRACE_SECONDS = 2.0
@@ -39,6 +40,20 @@ class ScriptFailed(ValueError):
     def __init__(self, message: str, trace: str = "", refused: str | None = None) -> None:
         super().__init__(message)
         self.trace, self.refused = trace, refused
+
+
+def _start_server() -> None:
+    """Start the process that ranks are forked from in the clone.
+
+    It imports from its own folder, and Opacus installs another package named ``benchmarks``.
+    """
+    _CONTEXT.set_forkserver_preload(["torch._dynamo", "benchmarks.audit.script.run"])
+    folder = Path.cwd()
+    os.chdir(_ROOT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(folder)
 
 
 @dataclass(frozen=True)
@@ -89,6 +104,7 @@ def run_script(job: Job, variant: Variant, folder: Path, released: Path | None =
     _copy_folder(Path.cwd(), workplace)
     count = job.processes or 1
     head = Endpoint("127.0.0.1", free_port())
+    _start_server()
     processes = [
         _CONTEXT.Process(target=_run, args=(job, variant, folder, released, rank, head))
         for rank in range(count)
