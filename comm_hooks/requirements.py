@@ -24,7 +24,7 @@ def in_one_line(value: object) -> str:
 
 def first_of(names: Sequence[str]) -> str:
     """Return the first name, and the number of the others, for a message."""
-    return f"{names[0]!r}" + (f" and {len(names) - 1} other parameters" if names[1:] else "")
+    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if names[1:] else "")
 
 
 def _refuse(owner: object, name: str, requirement: str, value: object, why: str = "") -> NoReturn:

@@ -252,7 +252,7 @@ def test_parameters_that_nobody_averages_are_warned_of(ranks_of: RanksOf) -> Non
         # The row, the other block and the head; what is frozen needs no average.
         assert len(messages) == 1
         assert messages[0].endswith(
-            "has 'row' and 6 other parameters: their gradients are not averaged over ranks"
+            "has 'row' and 6 more: their gradients are not averaged over ranks"
         )
 
 

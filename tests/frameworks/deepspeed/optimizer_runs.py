@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comm_hooks.optim.registry import find
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import skip_hook
 from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.frameworks.deepspeed import initialize
+from comm_hooks.optim.registry import find
 
 Step = list[tuple[torch.Tensor, torch.Tensor]]
 STEPS, ACCUMULATION = 10, 2
