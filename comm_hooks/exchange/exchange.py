@@ -62,7 +62,6 @@ class Exchange:
         options: more of :class:`ExchangeSettings`, by name.
 
     Attributes:
-        settings: the settings, equal on all ranks.
         state: the residuals and the step of this rank.
         agreement: the settings of the owner that ranks compare.
         buckets: the workspaces.

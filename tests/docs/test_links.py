@@ -130,6 +130,12 @@ def test_the_reference_has_every_public_name() -> None:
     assert not missing
 
 
+def test_every_name_of_the_reference_exists() -> None:
+    names = [n for n in documented(reference()) if ".frameworks." not in n and "opacus" not in n]
+    assert len(names) > 100
+    assert not [name for name in names if locate(name) is None]
+
+
 def test_the_reference_has_what_the_pages_import() -> None:
     names = list(documented(reference()))
     found = [locate(name) for name in names] + [

@@ -253,7 +253,7 @@ def test_digits_are_split_by_class_and_all_there(small: Callable[..., Task]) -> 
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ValueError, match=r"pip install 'comm-hooks\[studies\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'comm-hooks\[benchmarks\]'"):
         build_task("digits", clients=2)
 
 
