@@ -196,12 +196,13 @@ def too_quiet(noise: Noise, claim: str, allowed: float) -> list[str]:
             what = f", in every step n with n mod {period} = {(rest + 1) % period}"
             groups.append((what, float(by_step[chosen].sum()), int(chosen.sum()) * numel))
     for size in _BLOCKS if rows >= _FEWEST_STEPS else _BLOCKS[1:]:
-        for start in range(0, numel, size) if size < numel else ():
+        starts = np.arange(0, numel, size) if size < numel else []
+        for start, energy in zip(starts, np.add.reduceat(by_element, starts), strict=True):
             end = min(numel, start + size)
-            what = f", in elements {start} to {end - 1}"
-            groups.append((what, float(by_element[start:end].sum()), rows * (end - start)))
+            groups.append((f", in elements {start} to {end - 1}", energy, rows * (end - start)))
     each = allowed / len(groups)
-    limits = {n: min(smallest_energy(n, each), 1 - _SLACK) for _, _, n in groups if n}
+    counts = {n for _, _, n in groups if n}
+    limits = {n: min(smallest_energy(n, each), 1 - _SLACK) for n in counts}
     small = [(n, what, x / n) for what, x, n in groups if n and not x / n >= limits[n]]
     if not small:
         return []
