@@ -131,7 +131,11 @@ def find(runs: RunStore, tries: int = 3) -> Found:
     order = list(METHODS)
     pairs = sorted(
         {(Setting(**run.spec.labels), run.method) for run in runs},
-        key=lambda pair: (pair[0], order.index(pair[1]) if pair[1] in order else len(order)),
+        key=lambda pair: (
+            pair[0],
+            order.index(pair[1]) if pair[1] in order else len(order),
+            pair[1],
+        ),
     )
     tuning = make_tuning(tries, 1 + max((run.seed for run in runs), default=0))
     found: Found = {}
