@@ -16,12 +16,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 TIMEOUT_SECONDS = 240
-# Process groups keep threads and connections, which tests leave behind.
-CALLS_BEFORE_RENEWAL = 200
+# Each process group that a test leaves behind keeps three threads, which wake up now and then.
+MOST_THREADS = 60
 ROOT = Path(__file__).parents[1]
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -65,7 +66,6 @@ class Ranks:
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
-        self._calls = 0
         self._store = tempfile.NamedTemporaryFile(prefix="ranks-")  # noqa: SIM115
         self._connections: list[Connection] = []
         self._processes = []
@@ -92,7 +92,6 @@ class Ranks:
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Outcome]:
         """Like :meth:`run`, for tests that expect exceptions."""
-        self._calls += 1
         for connection in self._connections:
             connection.send((function, args))
         outcomes: dict[int, Outcome] = {}
@@ -112,9 +111,11 @@ class Ranks:
 
     @property
     def usable(self) -> bool:
-        """Whether all processes live, and have not run so many functions that they are slow."""
+        """Whether all processes live, and are not slowed down by what tests left behind."""
         alive = bool(self._processes) and all(p.is_alive() for p in self._processes)
-        return alive and self._calls < CALLS_BEFORE_RENEWAL
+        return alive and all(
+            psutil.Process(p.pid).num_threads() <= MOST_THREADS for p in self._processes
+        )
 
     def close(self) -> None:
         for process in self._processes:
