@@ -123,6 +123,7 @@ def test_the_first_rank_has_the_ledger_of_a_private_training(tmp_path: Path) -> 
     assert (tmp_path / "ledger.jsonl").stat().st_size
 
 
+@pytest.mark.slow
 @needs_mpiexec
 def test_an_error_on_one_rank_ends_all() -> None:
     done = launch(3, "raise_on_one_rank")  # a hang runs into launch's timeout

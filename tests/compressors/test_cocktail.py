@@ -45,6 +45,7 @@ def test_what_was_not_drawn_does_not_matter_nor_does_the_rank(key: int) -> None:
     assert torch.equal(cocktail.compress(other, key=key, rank=1, world_size=2), payload)
 
 
+@pytest.mark.slow
 def test_every_element_has_its_turn_as_often() -> None:
     numel, draws = 200, 3000
     cocktail = Cocktail(mask=0.1, density=1.0, value_bits=32)

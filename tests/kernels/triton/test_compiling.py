@@ -12,6 +12,7 @@ from comm_hooks.kernels.triton import available
 from tests.kernels.triton.processes import process
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_kernels_compile(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")

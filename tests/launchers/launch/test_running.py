@@ -129,6 +129,7 @@ def test_a_failed_preflight_ends_the_launch(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_exit_code_and_signals_are_those_of_the_program(tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
     script.write_text(

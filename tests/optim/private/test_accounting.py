@@ -56,6 +56,7 @@ def test_divergences_are_those_of_a_brute_force_integral(sigma, q):
     assert np.all(ours >= np.array(reference) * (1 - 1e-12))
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.floats(0.1, 20), st.floats(1e-5, 0.999), st.floats(1.05, 40))
 def test_divergences_are_those_of_the_integral_anywhere(sigma, q, order):

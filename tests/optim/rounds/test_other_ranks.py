@@ -109,6 +109,7 @@ worlds = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:world size is 1", "ignore:all ranks are on one node")
 @given(worlds, worlds, st.sampled_from([None, 32, 16]), st.integers(1, 4), st.integers(1, 11))
 @example((2, "auto", None), (3, "auto", None), None, 4, 3)  # nothing exchanged, nothing remembered
