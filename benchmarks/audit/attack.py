@@ -63,11 +63,7 @@ class Attack:
 
 
 def audit_releases(
-    stages: Stages,
-    sensitivity: float = 1.0,
-    *,
-    confidence: float = CONFIDENCE,
-    alarm_confidence: float = 1 - SHARES["releases: bound"],
+    stages: Stages, sensitivity: float = 1.0, *, confidence: float = CONFIDENCE
 ) -> Attack:
     r"""Attack the clipping, the noise, the compressor and the feedback, without the sampling.
 
@@ -95,7 +91,7 @@ def audit_releases(
     Args:
         stages: makes the parts.
         sensitivity: the largest change of a clipped sum by one sample, over C.
-        confidence, alarm_confidence: of the two bounds.
+        confidence: of the bound that is shown; that of an alarm is 1 - 10^-4.
     """
     configuration = stages.configuration
     plan = _Plan.of(configuration)
@@ -125,7 +121,7 @@ def audit_releases(
     return Attack(
         audited=gaussian_epsilon(mu, configuration.delta),
         claimed=gaussian_epsilon(claimed, configuration.delta),
-        alarm=bound(alarm_confidence) > claimed,
+        alarm=bound(1 - SHARES["releases: bound"]) > claimed,
         mu=mu,
         claimed_mu=claimed,
         steps=plan.steps,
