@@ -1,18 +1,14 @@
 """A training job: its checked options, and the hosts of a hostfile."""
 
-import difflib
-import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
 from comm_hooks.launchers.network import Endpoint
 
-LAUNCHERS = ("auto", "torchrun", "deepspeed", "mpirun", "mpich", "openmpi")
+LAUNCHERS = ("auto", "torchrun", "deepspeed", "mpirun")
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 # More may follow: Open MPI has max_slots=.
@@ -80,36 +76,15 @@ class Job:
         return [*([flag] if self.module else []), *self.target]
 
     def require_target(self) -> None:
-        """Raise ``ValueError`` if the script, or the module's package, is not on this machine.
+        """Raise ``ValueError`` if the script is not on this machine.
 
-        Otherwise every rank would report it in a traceback.
+        Otherwise every rank would report it.
         """
-        name, here = self.target[0], Path.cwd()
-        if self.module:
-            added = self.variables.get("PYTHONPATH", "").split(os.pathsep)
-            package = name.partition(".")[0]
-            if package in sys.builtin_module_names or PathFinder.find_spec(
-                package, [str(here), *filter(None, added), *sys.path]
-            ):
-                return
-            raise ValueError(f"-m {name}: there is no module {package!r} here ({here})")
-        path = Path(name)
-        if path.is_file() or (path / "__main__.py").is_file():
+        path = Path(self.target[0])
+        if self.module or path.is_file() or (path / "__main__.py").is_file():
             return
-        others = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        nearest = difflib.get_close_matches(path.name, others, n=1)
-        hint = f": did you mean {str(path.with_name(nearest[0]))!r}?" if nearest else ""
         what = "is a folder without __main__.py" if path.is_dir() else "there is no such file"
-        raise ValueError(f"{name}: {what} here ({here}){hint}")
-
-    def fixed_nodes(self, option: str) -> int:
-        """Return the number of nodes; raise ``ValueError`` for a range."""
-        if self.is_elastic:
-            raise ValueError(
-                f"{option} needs a fixed number of nodes, got --nnodes "
-                f"{self.nodes[0]}:{self.nodes[1]}: only torchrun started by hand takes a range"
-            )
-        return self.nodes[0]
+        raise ValueError(f"{path}: {what} here ({Path.cwd()})")
 
 
 def parse_nodes(text: str) -> tuple[int, int]:

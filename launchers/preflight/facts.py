@@ -18,7 +18,7 @@ import torch
 
 import comm_hooks
 from comm_hooks.launchers.environment import LauncherEnvironment, check_world_size
-from comm_hooks.launchers.network import find_route, is_loopback
+from comm_hooks.launchers.network import find_route
 from comm_hooks.launchers.preflight.links import Listener
 from comm_hooks.launchers.preflight.meeting import Party
 
@@ -42,7 +42,6 @@ class Facts:
         config: the settings of ``--config``, by their path in the file.
         gpus: the names of the GPUs that PyTorch sees.
         complaints: problems of this process alone, one line each.
-        notes: hints, one line each.
     """
 
     node: str
@@ -55,14 +54,13 @@ class Facts:
     config: dict[str, str]
     gpus: list[str]
     complaints: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 def describe(
     party: Party, interface: str | None, settings: dict[str, str]
 ) -> tuple[Facts, Listener | None]:
     """Return the facts about this process, and its listener if it has an address."""
-    complaints, notes = find_complaints(Path(), dict(os.environ)), []
+    complaints = find_complaints(Path(), dict(os.environ))
     address = name = ""
     listener = None
     if party.head:
@@ -74,13 +72,6 @@ def describe(
             complaints.append(str(error))
     if party.process.launcher:
         complaints += _complain_if_alone(party.process)
-        default = None if os.environ.get("GLOO_SOCKET_IFNAME") else _own_address()
-        if default == "" or (default and is_loopback(default) and not is_loopback(address)):
-            found = f"resolves to {default}" if default else "does not resolve"
-            notes.append(
-                f"the name {socket.gethostname()} {found}, so gloo needs GLOO_SOCKET_IFNAME="
-                f"{name} (comm-hooks launch sets it)"
-            )
     facts = Facts(
         node=party.node if party.node is not None else address or socket.gethostname(),
         host=socket.gethostname(),
@@ -92,7 +83,6 @@ def describe(
         config=settings,
         gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         complaints=complaints,
-        notes=notes,
     )
     return facts, listener
 
@@ -112,14 +102,6 @@ def _complain_if_alone(process: LauncherEnvironment) -> list[str]:
     except RuntimeError as error:
         return [str(error)]
     return []
-
-
-def _own_address() -> str:
-    """Return the address of the machine's name, which gloo uses by default; empty without one."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return ""
 
 
 def find_versions() -> dict[str, str]:

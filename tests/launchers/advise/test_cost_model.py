@@ -18,6 +18,7 @@ from comm_hooks.launchers.advise.cost_model import (
     Plan,
     Round,
     all_reduce,
+    matrix_shapes,
     predict,
     ready_shares,
 )
@@ -164,10 +165,15 @@ def test_rounds_of_the_optimizer_are_spread_over_its_steps() -> None:
     assert plan.traffic == 11_625_000 / 8
 
 
-def test_what_comes_afterwards_comes_at_every_step() -> None:
-    gathered = Collective("all_gather", 11_375_000)
-    step = predict(Plan(), NETWORK, forward_backward=1.0, afterwards=(gathered,))
-    assert step == pytest.approx(2.001)
+@given(st.integers(1, 10**8))
+def test_a_number_of_parameters_becomes_matrices(numel: int) -> None:
+    shapes = matrix_shapes(numel)
+    assert sum(map(math.prod, shapes)) == numel
+    assert all(dimension > 0 for shape in shapes for dimension in shape)
+    if numel >= 64 * 32 * 32:
+        # Enough to be cut into fragments and buckets, and hardly anything outside of matrices.
+        assert len(shapes) >= 64
+        assert sum(shape[0] for shape in shapes if len(shape) == 1) < 0.05 * numel
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=40), st.integers(1, 10**6))

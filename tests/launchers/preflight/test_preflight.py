@@ -136,7 +136,6 @@ def test_a_rank_finds_out_that_it_is_alone(environment: dict[str, str], complain
         (["--nproc", "0"], {}, "--nproc must be at least 1"),
         (["--timeout", "0"], {}, "--timeout must be positive, got 0"),
         (["--min-bandwidth", "-1"], {}, "--min-bandwidth must be positive, got -1"),
-        (["--max-clock-offset", "0"], {}, "--max-clock-offset must be positive"),
         (["--config", "absent"], {}, "--config absent: cannot read it"),
         (["--head", "a:b"], {}, "needs HOST or HOST:PORT"),
         (
