@@ -16,7 +16,7 @@ _ACCEPT_SECONDS = 10.0
 _NUMBER = struct.Struct("!d")
 _PINGS = 30
 _FIRST_BYTES = 1 << 14
-_MOST_BYTES = 1 << 28
+_MOST_BYTES = 1 << 26
 # A transfer of this length is past TCP's slow start on links down to a few Mbit, and past what
 # shapers let through after a pause.
 _ENOUGH_SECONDS = 0.4
@@ -133,7 +133,7 @@ def _transfer(channel: Connection, count: int) -> float:
 
 
 def _measure_bandwidth(channel: Connection, round_trip: float) -> float:
-    """Return the bytes per second, from transfers that grow until one takes 0.4 s or has 256 MiB.
+    """Return the bytes per second, from transfers that grow until one takes 0.4 s or has 64 MiB.
 
     Other traffic on the link counts, too.
     """

@@ -196,7 +196,7 @@ def judge(case: Case, reports: Mapping[int, Report], codes: Mapping[int, int | N
         return f"silent divergence: {'alike' if is_alike else 'apart'}"
     others = all_ranks - {culprit}
     # Those that are through are gone for the others, and must be alike.
-    through = {"culprit": {culprit}, "others": others}.get(kind.may_finish, set()) & finished
+    through = {culprit} & finished if kind.may_finish else set()
     if finished - through:
         return f"silent divergence: ranks {sorted(finished)} have finished"
     if through and not is_alike:
@@ -205,7 +205,7 @@ def judge(case: Case, reports: Mapping[int, Report], codes: Mapping[int, int | N
     if case.method.group == SHARDED:
         # All but the culprit's peers meet it in what FSDP sends, and it them.
         judged = others & set(range(culprit % SHARDS, case.method.ranks, SHARDS))
-    wanted = through or {culprit}
+    wanted = {culprit}
     for rank in sorted(judged - through):
         report = reports[rank]
         if report.error not in _KINDS_OF_ERRORS:

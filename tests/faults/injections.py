@@ -95,10 +95,6 @@ def roll_exchange_back(training: Training, case: Case) -> None:
     training.exchange.load_state_dict(training.saved["exchange"])  # type: ignore[attr-defined]
 
 
-def roll_method_back(training: Training, case: Case) -> None:
-    training.load_state_dict(training.saved["method"])  # type: ignore[attr-defined]
-
-
 def roll_optimizer_back(training: Training, case: Case) -> None:
     training.optimizer.load_state_dict(training.saved["optimizer"])  # type: ignore[attr-defined]
 
@@ -128,16 +124,8 @@ def leave_update_out(training: Training, case: Case) -> None:
     training._update = put_back  # type: ignore[method-assign]
 
 
-def take_one_more(training: Training, case: Case) -> None:
-    training.step(100)
-
-
 def exchange_something_else(training: Training, case: Case) -> None:
     training.exchange.average_({"something else": torch.ones(40, 40)})
-
-
-def exchange_the_same_again(training: Training, case: Case) -> None:
-    training.exchange.average_({n: p.detach().clone() for n, p in local_shards(training.named())})
 
 
 def remake(training: Training, case: Case) -> None:
@@ -183,21 +171,8 @@ def other_collective(case: Case) -> Settings:
     )
 
 
-def other_granularity(case: Case) -> Settings:
-    is_bucket = case.method.settings.exchange.get("granularity") == "bucket"
-    return case.method.settings.with_exchange(granularity="parameter" if is_bucket else "bucket")
-
-
-def other_exempt_bits(case: Case) -> Settings:
-    return case.method.settings.with_exchange(exempt_bits=16)
-
-
 def other_memory(case: Case) -> Settings:
     return case.method.settings.with_exchange(memory=ErrorFeedback(decay=0.9))
-
-
-def other_options(**changed: Any) -> Callable[[Case], Settings]:
-    return lambda case: case.method.settings.with_options(**changed)
 
 
 def other_model(**changed: Any) -> Callable[[Case], Settings]:

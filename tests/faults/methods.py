@@ -1,6 +1,6 @@
 """The methods of the disturbed runs."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,6 @@ from tests.faults.training import (
     RoundsTraining,
     Settings,
     ShardedTraining,
-    SparseHookTraining,
     Training,
 )
 
@@ -55,7 +54,6 @@ class Method:
         steps: how many; all faults come before the last :data:`LATEST` of them.
         traits: which faults it can have, beside those that all can; see
             :mod:`tests.faults.kinds`.
-        options: of the optimizer in the registry.
     """
 
     name: str
@@ -66,7 +64,6 @@ class Method:
     ranks: int = 2
     steps: int = 14
     traits: frozenset[str] = frozenset()
-    options: frozenset[str] = frozenset()
 
 
 HOOKS, OPTIMIZERS, ROUNDS, SHARDED = "hooks", "optimizers", "rounds", "sharded models"
@@ -113,7 +110,7 @@ def _registered(entry: OptimizerEntry, small: _Small, name: str = "") -> Method:
         made = Exchange(ExchangeSettings.from_dict(entry.published), transport=Simulated(1)[0])
         exchange = {"compressor": made.compressor, "memory": made.memory}
     if entry.works_in_rounds and entry.name != "zero_one_adam":
-        return _rounds(name or entry.type_name, entry, exchange, small)
+        return _rounds(name or entry.type_name, entry.make, exchange, small)
     traits = {"closure": small.closure, "exact skip": small.exact_skip and not small.closure}
     traits["local steps"] = not small.exact_skip
     return Method(
@@ -125,7 +122,6 @@ def _registered(entry: OptimizerEntry, small: _Small, name: str = "") -> Method:
         small.ranks,
         small.steps,
         frozenset(trait for trait, has in traits.items() if has),
-        frozenset(entry.options),
     )
 
 
@@ -145,21 +141,19 @@ def _low_communication(
     )
 
 
-def _rounds(name: str, entry: OptimizerEntry | Any, exchange: Any, small: _Small) -> Method:
-    """Return the method of a registered optimizer, or of a function, that works in rounds."""
-    registered = isinstance(entry, OptimizerEntry)
+def _rounds(name: str, kind: Callable[..., Any], exchange: Any, small: _Small) -> Method:
+    """Return a method that works in rounds."""
     options: dict[str, Any] = {"local_steps": 2}
     if small.clients:
         options = {"participation": Participation(clients=small.clients, fraction=0.75)}
     return Method(
         name,
         ROUNDS,
-        partial(RoundsTraining, kind=entry.make if registered else entry, clients=small.clients),
+        partial(RoundsTraining, kind=kind, clients=small.clients),
         Settings(exchange, {**small.options, **options}),
         small.other,
         steps=12 if small.clients else 24,
         traits=frozenset({"clients" if small.clients else "local steps"}),
-        options=frozenset(entry.options) if registered else frozenset(),
     )
 
 
@@ -170,7 +164,6 @@ def _sharded(
     other: Any,
     options: dict[str, Any],
     *traits: str,
-    known: Iterable[str] = (),
 ) -> Method:
     return Method(
         f"{name}, FSDP",
@@ -181,7 +174,6 @@ def _sharded(
         ranks=4,
         steps=24 if "local steps" in traits else 14,
         traits=frozenset(traits),
-        options=frozenset(known),
     )
 
 
@@ -269,9 +261,6 @@ def _methods() -> Iterator[Method]:
     nodes = {"collective": "hierarchical", "ranks_per_node": 2}
     yield _hook("topk, hierarchical", {**_TOP_K, **nodes}, _OTHER_TOP_K, ranks=4)
     yield _hook("topk, bucket", {**_TOP_K, "granularity": "bucket"}, _OTHER_TOP_K)
-    yield _hook(
-        "topk, sparse gradients", _TOP_K, _OTHER_TOP_K, make=SparseHookTraining, traits=["sparse"]
-    )
 
     for key, entry in REGISTRY.items():
         if entry.averages == "exchange":
@@ -306,7 +295,6 @@ def _methods() -> Iterator[Method]:
         _OTHER_TOP_K,
         adam,
         "exact skip",
-        known=adam_entry.options,
     )
     two = {**adam, "local_steps": 2}
     for name, make, exchange in (

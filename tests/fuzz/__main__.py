@@ -1,7 +1,7 @@
 """Feeds inputs of any bytes to all readers of foreign data.
 
     python -m tests.fuzz                               # a million inputs, about 5 minutes
-    python -m tests.fuzz --only ledgers,logs --times 10 --seed 1
+    python -m tests.fuzz --only ledgers,places --times 10 --seed 1
     python -m tests.fuzz --only payloads --replay 0a1b2c
     python -m tests.fuzz --keep                        # and keep findings in the corpus
 
