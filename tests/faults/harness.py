@@ -2,9 +2,7 @@
 
 import functools
 import itertools
-import os
 import re
-import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +23,6 @@ GRACE_SECONDS = 15.0
 
 Two: one until a collective fails, one for the roll call that follows."""
 _START_SECONDS = 60.0
-_STOPPED_SECONDS = 1.0
 _KINDS_OF_ERRORS = {"ConfigMismatchError", "PayloadError", "PeerError", "ValueError"}
 
 
@@ -132,13 +129,7 @@ class _Ranks:
         since = time.monotonic()
         until = since + _START_SECONDS
         awaited = dict(self._connections)
-        stopped = self._case.culprit if self._case.kind.name.startswith("is stopped") else None
         while awaited and (remaining := until - time.monotonic()) > 0:
-            if stopped is not None and set(awaited) == {stopped}:
-                # The others are through with it.
-                time.sleep(_STOPPED_SECONDS)
-                self._continue(stopped)
-                stopped = None
             ready = wait(list(awaited.values()), timeout=remaining)
             for rank in [rank for rank, connection in awaited.items() if connection in ready]:
                 try:
@@ -149,9 +140,6 @@ class _Ranks:
                 if message == "injected":
                     since = time.monotonic()
                     until = since + 2 * TIMEOUT_SECONDS + GRACE_SECONDS
-                    if stopped is not None:
-                        # It begins to wait when the others have given up.
-                        until += 2 * TIMEOUT_SECONDS
                 else:
                     self.reports[rank] = message
                     del awaited[rank]
@@ -168,11 +156,6 @@ class _Ranks:
                 process.join()
                 awaited[rank] = self._connections[rank]
             self.codes[rank] = None if rank in awaited else process.exitcode
-
-    def _continue(self, rank: int) -> None:
-        pid = self._processes[rank].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGCONT)
 
 
 def judge(case: Case, reports: Mapping[int, Report], codes: Mapping[int, int | None]) -> str:
@@ -191,7 +174,7 @@ def judge(case: Case, reports: Mapping[int, Report], codes: Mapping[int, int | N
     if kind.recovers and finished < all_ranks:
         return "did not go on"
     if finished == all_ranks:
-        if kind.recovers or kind.may_recover:
+        if kind.recovers:
             return "recovered" if is_alike else "silent divergence: apart"
         return f"silent divergence: {'alike' if is_alike else 'apart'}"
     others = all_ranks - {culprit}

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from comm_hooks import ErrorFeedback
 from comm_hooks.exchange.layout import Layout
 from comm_hooks.exchange.payload import PayloadFormat
 from comm_hooks.shards import local_shards
@@ -37,18 +36,6 @@ def come_late(training: Training, case: Case) -> None:
 
 def kill(training: Training, case: Case) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop(training: Training, case: Case) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-class TrainingLoopError(Exception):
-    """An exception of the user's own code."""
-
-
-def raise_(training: Training, case: Case) -> None:
-    raise TrainingLoopError("out of data")
 
 
 def run_out_of_memory(training: Training, case: Case) -> None:
@@ -95,10 +82,6 @@ def roll_exchange_back(training: Training, case: Case) -> None:
     training.exchange.load_state_dict(training.saved["exchange"])  # type: ignore[attr-defined]
 
 
-def roll_optimizer_back(training: Training, case: Case) -> None:
-    training.optimizer.load_state_dict(training.saved["optimizer"])  # type: ignore[attr-defined]
-
-
 def roll_everything_back(training: Training, case: Case) -> None:
     saved: dict[str, Any] = training.saved  # type: ignore[attr-defined]
     training.model.load_state_dict(saved["model"])
@@ -115,13 +98,6 @@ def load_own_state(training: Training, case: Case) -> None:
 
 def leave_step_out(training: Training, case: Case) -> None:
     training.skipped = True  # type: ignore[attr-defined]
-
-
-def leave_update_out(training: Training, case: Case) -> None:
-    def put_back(optimizer: Any) -> None:
-        del training._update
-
-    training._update = put_back  # type: ignore[method-assign]
 
 
 def exchange_something_else(training: Training, case: Case) -> None:
@@ -169,10 +145,6 @@ def other_collective(case: Case) -> Settings:
     return case.method.settings.with_exchange(
         collective="all_gather" if present != "all_gather" else "auto", ranks_per_node=None
     )
-
-
-def other_memory(case: Case) -> Settings:
-    return case.method.settings.with_exchange(memory=ErrorFeedback(decay=0.9))
 
 
 def other_model(**changed: Any) -> Callable[[Case], Settings]:

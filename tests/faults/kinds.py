@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from comm_hooks import ErrorFeedback
 from tests.faults.injections import (
     Inject,
     change_hyperparameter,
@@ -17,24 +16,19 @@ from tests.faults.injections import (
     flip_sent_bit,
     kill,
     leave_step_out,
-    leave_update_out,
     load_own_state,
     other,
     other_collective,
     other_compressor,
-    other_memory,
     other_model,
     poison_with,
-    raise_,
     record_payload,
     remake,
     roll_everything_back,
     roll_exchange_back,
-    roll_optimizer_back,
     run_out_of_memory,
     save,
     send_last_payload,
-    stop,
     swap_payloads,
     with_scaler,
 )
@@ -95,8 +89,6 @@ class Kind:
         recovers: whether all ranks must go on, alike; otherwise all that are there must refuse.
         suits: the methods that can have it.
         is_left_out: whether the run must then end like one that leaves the step out on all ranks.
-        may_recover: whether going on alike is as good as refusing: the fault may have been
-            overwritten in time.
         survives: whether the culprit must end with an error of this library, too; one that has
             failed by itself, or is dead, need not.
         names_anybody: whether it cannot be known on which of several ranks something went wrong.
@@ -112,7 +104,6 @@ class Kind:
     prepares: bool = False
     recovers: bool = False
     is_left_out: bool = False
-    may_recover: bool = False
     suits: Callable[[Method], bool] = lambda method: True
     survives: bool = True
     names_anybody: bool = False
@@ -146,11 +137,6 @@ def _not(*traits: str) -> Callable[[Method], bool]:
     return lambda method: not set(traits) & method.traits
 
 
-def _has_memory(method: Method) -> bool:
-    memory = method.settings.exchange.get("memory")
-    return isinstance(memory, ErrorFeedback)
-
-
 def _gathers(method: Method) -> bool:
     compressor = method.settings.exchange["compressor"]
     return not compressor.linear
@@ -164,8 +150,6 @@ FAMILIES = {
     "comes late, stops or fails": [
         Kind("comes later than the timeout", come_late, reason=_GONE),
         Kind("is killed", kill, survives=False, reason=_GONE),
-        Kind("is stopped, and goes on later", stop, reason=_GONE),
-        Kind("raises an exception of its own", raise_, survives=False, reason=_GONE),
         Kind(
             "has no memory left in a round",
             run_out_of_memory,
@@ -191,14 +175,6 @@ FAMILIES = {
             reason="belongs to step|has loaded a state|because rank",
         ),
         Kind(
-            "goes back to an older state of the optimizer",
-            roll_optimizer_back,
-            before=save,
-            suits=_is(OPTIMIZERS),
-            may_recover=True,
-            reason=_DRIFT,
-        ),
-        Kind(
             "goes back to an older checkpoint of everything",
             roll_everything_back,
             before=save,
@@ -220,7 +196,6 @@ FAMILIES = {
             may_finish=True,
             reason=_DRIFT,
         ),
-        Kind("leaves an update out", leave_update_out, suits=_is(HOOKS), reason=_DRIFT),
     ],
     "exchanges by itself": [
         Kind("exchanges something else", exchange_something_else),
@@ -276,12 +251,6 @@ FAMILIES = {
         Kind("has another compressor", settings=other_compressor, reason=_DIFFERENT),
         Kind("has another seed", settings=other(seed=7), reason="seed|because rank"),
         Kind("has another collective", settings=other_collective, reason="collective|because rank"),
-        Kind(
-            "has another memory",
-            settings=other_memory,
-            suits=_has_memory,
-            reason="memory|because rank",
-        ),
     ],
     "sends or gets a wrong payload": [
         Kind(

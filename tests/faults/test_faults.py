@@ -25,14 +25,12 @@ FEW = [
 ]
 MORE = [
     ("comes later than the timeout", "LocalRounds, FSDP"),
-    ("is stopped, and goes on later", "CompressedAdam"),
     ("is killed", "LocalVarianceAdam, FSDP"),
     ("has no memory left in a round", "topk, sharded"),
     ("meets a NaN", "EF21"),
     ("overflows under a GradScaler", "low_communication, FSDP"),
     ("goes back to an older state of the exchange", "srht"),
     ("loads its own state by itself", "topk, hierarchical"),
-    ("leaves an update out", "quantize"),
     ("exchanges again what all have exchanged", "DGC"),
     ("makes its optimizer anew", "Marina"),
     ("has a parameter changed", "ZeroOneAdam"),
