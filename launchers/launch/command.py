@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comm_hooks.launchers.launch.job import (
-    LAUNCHERS,
-    Job,
-    parse_nodes,
-    parse_variables,
-    read_hostfile,
-)
+from comm_hooks.launchers.launch.job import LAUNCHERS, Job, parse_nodes, parse_variables
 from comm_hooks.launchers.network import parse_endpoint, wait_for_port
 from comm_hooks.launchers.output import complain, refusing
 
@@ -33,12 +27,9 @@ def launch(
         int | None, typer.Option(help="Processes per node. [default: one per GPU, else 1]")
     ] = None,
     nnodes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|MIN:MAX",
-            help="Nodes; a range for an elastic job. [default: those of the hostfile, else 1]",
-        ),
-    ] = None,
+        str,
+        typer.Option(metavar="N|MIN:MAX", help="Nodes; a range for an elastic job."),
+    ] = "1",
     node_rank: Annotated[
         int | None,
         typer.Option(help="Which node this is, counted from 0. Without it torchrun decides."),
@@ -59,14 +50,11 @@ def launch(
         str, typer.Option(metavar="NAME", help=f"One of {', '.join(LAUNCHERS)}.")
     ] = "auto",
     hostfile: Annotated[
-        Path | None, typer.Option(help="For deepspeed and mpirun, in their own format.")
+        Path | None, typer.Option(help="For several nodes of deepspeed or mpirun.")
     ] = None,
     preflight: Annotated[
         bool, typer.Option("--preflight", help="Check all nodes first; see comm-hooks preflight.")
     ] = False,
-    config: Annotated[
-        str | None, typer.Option(help="With --preflight: a file that must be equal on all nodes.")
-    ] = None,
     wait: Annotated[
         float, typer.Option(help="Seconds to wait for the head to listen; 0 asks once.")
     ] = 60.0,
@@ -86,21 +74,17 @@ def launch(
     with refusing("comm-hooks launch"):
         if launcher not in LAUNCHERS:
             raise ValueError(f"--launcher: {unknown('launcher', launcher, LAUNCHERS)}")
-        if hostfile and nnodes:
-            raise ValueError("--nnodes does not go with --hostfile, which names the nodes")
-        count = len(read_hostfile(hostfile)) if hostfile else 1
         job = Job(
             tuple(target),
             module=module,
             nproc=nproc,
-            nodes=(count, count) if nnodes is None else parse_nodes(nnodes),
+            nodes=parse_nodes(nnodes),
             node_rank=node_rank,
             head=parse_endpoint(head) if head else None,
             interface=interface,
             variables=parse_variables(env or ()),
             max_restarts=max_restarts,
             preflight=preflight,
-            config=config,
         )
         plan = make_plan(job, launcher, hostfile, os.environ)
         if plan.runs_here and not dry_run:

@@ -1,20 +1,15 @@
-"""A training job: its checked options, and the hosts of a hostfile."""
+"""A training job: its checked options."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from comm_hooks.launchers.network import Endpoint
 
 LAUNCHERS = ("auto", "torchrun", "deepspeed", "mpirun")
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
-# More may follow: Open MPI has max_slots=.
-_HOST_LINE = re.compile(
-    r"(?P<name>[\w.-]+)(?:\s+slots=(?P<slots>\d+)|:(?P<count>\d+))?(?:\s+(?!slots)\S+)*"
-)
 
 
 @dataclass(frozen=True)
@@ -37,11 +32,8 @@ class Job:
     variables: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     preflight: bool = False
-    config: str | None = None
 
     def __post_init__(self) -> None:
-        if self.config and not self.preflight:
-            raise ValueError("--config is what --preflight compares: add --preflight")
         fewest, most = self.nodes
         if not 1 <= fewest <= most:
             raise ValueError(
@@ -123,43 +115,3 @@ def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"--env {assignment!r}: needs NAME=VALUE in one line")
         variables[name] = value
     return variables
-
-
-class Host(NamedTuple):
-    """A machine of a hostfile; ``slots`` are its ranks, or None if the file does not say."""
-
-    name: str
-    slots: int | None
-
-
-def read_hostfile(path: Path) -> list[Host]:
-    """Read a hostfile of DeepSpeed, Open MPI or MPICH.
-
-    Lines are ``name slots=4``, ``name:4`` or ``name``; empty lines and comments (#) are skipped.
-
-    Raises:
-        ValueError: if the file cannot be read, a line is different, or a host comes twice.
-    """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ValueError(f"--hostfile {path}: cannot read it ({reason})") from None
-    hosts: dict[str, Host] = {}
-    for number, raw in enumerate(text.splitlines(), start=1):
-        line = raw.partition("#")[0].strip()
-        if not line:
-            continue
-        found = _HOST_LINE.fullmatch(line)
-        slots = found and (found["slots"] or found["count"])
-        if not found or slots == "0":
-            raise ValueError(
-                f"--hostfile {path}, line {number}: {line!r} is none of 'name slots=4', 'name:4', "
-                f"'name'"
-            )
-        if found["name"] in hosts:
-            raise ValueError(f"--hostfile {path}, line {number}: {found['name']} comes twice")
-        hosts[found["name"]] = Host(found["name"], int(slots) if slots else None)
-    if not hosts:
-        raise ValueError(f"--hostfile {path}: no host in it")
-    return list(hosts.values())

@@ -10,7 +10,7 @@ import torch
 
 from comm_hooks.launchers.environment import detect_environment, in_allocation
 from comm_hooks.launchers.launch import programs, slurm
-from comm_hooks.launchers.launch.job import Job, read_hostfile
+from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.steps import Command, comm_hooks, options
 from comm_hooks.launchers.network import Endpoint, Route, find_route
 
@@ -94,8 +94,10 @@ def make_plan(
         return _torchrun(job, environment)
     if job.max_restarts:
         raise ValueError(f"--max-restarts is torchrun's: {launcher} has nothing like it")
-    if hostfile is None and job.nodes != (1, 1):
-        raise ValueError(f"--launcher {launcher} with several nodes needs --hostfile")
+    if job.is_elastic or (job.nodes == (1, 1)) != (hostfile is None):
+        raise ValueError(
+            f"--launcher {launcher} with several nodes needs --hostfile and a number of --nnodes"
+        )
     plan = _deepspeed if launcher == "deepspeed" else _mpirun
     return plan(job, hostfile)
 
@@ -105,22 +107,27 @@ def _torchrun(job: Job, environment: Mapping[str, str]) -> Plan:
     if job.nodes == (1, 1):
         steps = [*_preflight(job, None), programs.torchrun_here(job)]
         return Plan(steps, notes=notes, runs_here=True)
+    head = _require_head(job)
+    route = find_route(head.host, job.interface)
+    if job.node_rank == 0 and not route.is_head:
+        raise ValueError(
+            f"--node-rank 0 must run on the head, but {head.host} ({route.head}) is not this "
+            f"machine ({route.address})"
+        )
+    job_id = environment.get("SLURM_JOB_ID", "comm-hooks")
+    steps = [*_preflight(job, head), programs.torchrun_node(job, head, route, job_id)]
+    hosts = route.is_head if job.node_rank is None else job.node_rank == 0
+    awaited = None if hosts else Endpoint(route.head, head.port)
+    return Plan(steps, awaited, route, notes, runs_here=True)
+
+
+def _require_head(job: Job) -> Endpoint:
     if job.head is None:
         raise ValueError(
             f"--nnodes {job.nodes[1]} needs --head HOST[:PORT]: the node where all of them meet, "
             "the same on each"
         )
-    route = find_route(job.head.host, job.interface)
-    if job.node_rank == 0 and not route.is_head:
-        raise ValueError(
-            f"--node-rank 0 must run on the head, but {job.head.host} ({route.head}) is not this "
-            f"machine ({route.address})"
-        )
-    job_id = environment.get("SLURM_JOB_ID", "comm-hooks")
-    steps = [*_preflight(job, job.head), programs.torchrun_node(job, job.head, route, job_id)]
-    hosts = route.is_head if job.node_rank is None else job.node_rank == 0
-    head = None if hosts else Endpoint(route.head, job.head.port)
-    return Plan(steps, head, route, notes, runs_here=True)
+    return job.head
 
 
 def _deepspeed(job: Job, hostfile: Path | None) -> Plan:
@@ -133,7 +140,7 @@ def _deepspeed(job: Job, hostfile: Path | None) -> Plan:
             f"--hostfile {hostfile} with deepspeed needs --node-rank: start this on every node "
             "(the deepspeed command itself starts all nodes over ssh)"
         )
-    head = job.head or Endpoint(read_hostfile(hostfile)[0].name)
+    head = _require_head(job)
     route = find_route(head.host, job.interface)
     steps = [*_preflight(job, head), programs.deepspeed_node(job, hostfile, head, route)]
     # The script opens the port itself, at any time: there is nothing to wait for.
@@ -143,26 +150,15 @@ def _deepspeed(job: Job, hostfile: Path | None) -> Plan:
 def _mpirun(job: Job, hostfile: Path | None) -> Plan:
     if job.node_rank is not None:
         raise ValueError("--node-rank does not go with mpirun, which starts all nodes itself")
-    head = job.head
-    notes: list[str] = []
-    if hostfile:
-        hosts = read_hostfile(hostfile)
-        head = head or Endpoint(hosts[0].name)
-        if job.nproc or not all(host.slots for host in hosts):
-            raise ValueError(
-                f"--hostfile {hostfile}: give the ranks of each host in it instead of --nproc, as "
-                "'name slots=4' for Open MPI or 'name:4' for MPICH"
-            )
-        ranks = sum(host.slots or 0 for host in hosts)
-    else:
-        job, notes = _count_processes(job)
-        ranks = job.nproc or 1
+    head = _require_head(job) if hostfile else job.head
+    job, notes = _count_processes(job)
+    ranks = job.nodes[1] * (job.nproc or 1)
     # Each rank is comm-hooks launch again, which finds the interface of its own node.
     module = (sys.executable, "-m", "comm_hooks.launchers.main", "launch")
     values = options({"--head": head, "--interface": job.interface})
     targets = [(*module, *values, *job.words("--module"))]
     if job.preflight:
-        values = options({"--head": head, "--config": job.config})
+        values = options({"--head": head})
         targets.insert(0, (sys.executable, "-m", _PREFLIGHT, *values))
     steps = [programs.mpirun(job, hostfile, ranks, each) for each in targets]
     return Plan(steps, notes=notes, runs_here=not hostfile)
@@ -176,7 +172,7 @@ def _preflight(job: Job, head: Endpoint | None) -> list[Command]:
         raise ValueError(
             f"--preflight needs a fixed number of nodes, got --nnodes {job.nodes[0]}:{job.nodes[1]}"
         )
-    values: dict[str, object] = {"--nproc": job.nproc, "--config": job.config}
+    values: dict[str, object] = {"--nproc": job.nproc}
     if head:
         rank = None if job.node_rank is None else str(job.node_rank)
         meeting = {"--head": head, "--nnodes": job.nodes[1], "--node-rank": rank}

@@ -52,6 +52,5 @@ def _launch(job: Job) -> list[str]:
         "--interface": job.interface,
         "--max-restarts": job.max_restarts,
         "--preflight": job.preflight,
-        "--config": job.config,
     }
     return [*comm_hooks("launch"), *variables, *options(values)]

@@ -1,8 +1,7 @@
-"""The facts about a node: versions, settings, interfaces, GPUs, and problems of its own."""
+"""The facts about a node: versions, interfaces, GPUs, and problems of its own."""
 
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import resource
@@ -11,7 +10,6 @@ import socket
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -39,7 +37,6 @@ class Facts:
         port: for measurements of links.
         processes: ranks per node; None if not known.
         versions: by name, of the packages that must be the same on all nodes.
-        config: the settings of ``--config``, by their path in the file.
         gpus: the names of the GPUs that PyTorch sees.
         complaints: problems of this process alone, one line each.
     """
@@ -51,14 +48,11 @@ class Facts:
     port: int
     processes: int | None
     versions: dict[str, str]
-    config: dict[str, str]
     gpus: list[str]
     complaints: list[str] = field(default_factory=list)
 
 
-def describe(
-    party: Party, interface: str | None, settings: dict[str, str]
-) -> tuple[Facts, Listener | None]:
+def describe(party: Party, interface: str | None) -> tuple[Facts, Listener | None]:
     """Return the facts about this process, and its listener if it has an address."""
     complaints = find_complaints(Path(), dict(os.environ))
     address = name = ""
@@ -80,7 +74,6 @@ def describe(
         port=listener.port if listener else 0,
         processes=party.processes,
         versions=find_versions(),
-        config=settings,
         gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         complaints=complaints,
     )
@@ -132,31 +125,6 @@ def source_digest(package: Path) -> str:
     return digest.hexdigest()[:8]
 
 
-def read_config(path: Path) -> dict[str, str]:
-    """Return a file's settings by their path in it, or its digest if it is not JSON.
-
-    Raises:
-        ValueError: if it cannot be read.
-
-    Example::
-
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile("w") as file:
-        ...     _ = file.write('{"optimizer": {"params": {"lr": 0.1}}}')
-        ...     file.flush()
-        ...     read_config(Path(file.name))
-        {'optimizer.params.lr': '0.1'}
-    """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"--config {path}: cannot read it ({error.strerror})") from None
-    try:
-        return dict(_flatten("", json.loads(content)))
-    except ValueError:
-        return {"sha256": hashlib.sha256(content).hexdigest()[:16]}
-
-
 def find_complaints(folder: Path, environment: dict[str, str]) -> list[str]:
     """Return the problems of this machine alone: interfaces, disk space, limits.
 
@@ -190,13 +158,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return _MISSING
-
-
-def _flatten(path: str, value: Any) -> list[tuple[str, str]]:
-    if not isinstance(value, dict) or not value:
-        return [(path, json.dumps(value))]
-    return [
-        pair
-        for key, below in value.items()
-        for pair in _flatten(f"{path}.{key}" if path else key, below)
-    ]

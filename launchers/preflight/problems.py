@@ -1,7 +1,7 @@
 """Find problems in facts and measurements: one line each, which names the node."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from comm_hooks.launchers.network import is_loopback
 from comm_hooks.launchers.preflight.facts import Facts
@@ -31,12 +31,10 @@ def find_problems(nodes: Sequence[Facts]) -> list[str]:
         for name, facts in zip(names, nodes, strict=True)
         for complaint in facts.complaints
     ]
-    for what, wanted in (("", "versions"), ("config ", "config")):
-        tables: list[Mapping[str, str]] = [getattr(facts, wanted) for facts in nodes]
-        for key in dict.fromkeys(key for table in tables for key in table):
-            values = [table.get(key, "absent") for table in tables]
-            if difference := describe_difference(names, values):
-                problems.append(f"{what}{key} differs: {difference}")
+    for key in dict.fromkeys(key for facts in nodes for key in facts.versions):
+        values = [facts.versions.get(key, "absent") for facts in nodes]
+        if difference := describe_difference(names, values):
+            problems.append(f"{key} differs: {difference}")
     gpus = [", ".join(facts.gpus) or "none" for facts in nodes]
     if difference := describe_difference(names, [str(len(facts.gpus)) for facts in nodes]):
         problems.append(f"the number of GPUs differs: {difference}")

@@ -89,7 +89,8 @@ def test_deepspeed_on_two_nodes_trains_through_the_link(tmp_path: Path) -> None:
     with Testbed(2, rate="100mbit") as bed:
         hostfile = tmp_path / "hostfile"
         hostfile.write_text("".join(f"{address} slots=1\n" for address in bed.addresses))
-        command = ["--hostfile", str(hostfile), SCRIPT, str(tmp_path), "--deepspeed"]
+        command = ["--nnodes", "2", "--head", bed.addresses[0], "--hostfile", str(hostfile)]
+        command += [SCRIPT, str(tmp_path), "--deepspeed"]
         outputs = run(
             bed,
             *[["launch", "--node-rank", str(node), *command] for node in range(2)],

@@ -120,12 +120,11 @@ def test_mpirun_after_a_preflight(tmp_path: Path) -> None:
 def test_a_failed_preflight_ends_the_launch(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = str(tmp_path / "absent.json")
-    command = ["launch", "--nproc", "1", "--preflight", "--config", config, SHOW, str(tmp_path)]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 2
+    command = ["launch", "--nproc", "1", "--preflight", "--env", "GLOO_SOCKET_IFNAME=ib7"]
+    result = CliRunner().invoke(app, [*command, SHOW, str(tmp_path)])
+    assert result.exit_code == 1
     assert "torchrun" not in result.stderr
-    assert f"comm-hooks preflight: --config {config}: cannot read it" in capfd.readouterr().err
+    assert "GLOO_SOCKET_IFNAME is ib7, which is no interface" in capfd.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

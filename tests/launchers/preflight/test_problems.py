@@ -25,7 +25,6 @@ def node(index: int = 0, **changes: object) -> Facts:
         port=40000,
         processes=2,
         versions={"torch": "2.13.0", "deepspeed": "0.19.8"},
-        config={"optimizer.params.lr": "0.1"},
         gpus=["H100", "H100"],
     )
     return replace(facts, **changes)  # type: ignore[arg-type]
@@ -44,10 +43,6 @@ def cluster(size: int = 4, odd: int = 2, **changes: object) -> list[Facts]:
             "torch differs: 2.12.0 on node 2 (gpu-2, 10.0.0.3); 2.13.0 on",
         ),
         ({"versions": {"torch": "2.13.0"}}, "deepspeed differs: absent on node 2"),
-        (
-            {"config": {"optimizer.params.lr": "0.2"}},
-            "config optimizer.params.lr differs: 0.2 on node 2",
-        ),
         ({"gpus": ["H100"], "processes": 1}, "the number of GPUs differs: 1 on node 2"),
         ({"complaints": ["only 3 MB are free in /tmp"]}, "node 2 (gpu-2, 10.0.0.3): only 3 MB"),
         ({"address": "127.0.1.1"}, "node 2 (gpu-2, 127.0.1.1): would be reached at 127.0.1.1"),
