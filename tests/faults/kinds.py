@@ -46,12 +46,10 @@ class Case:
     method: Method
     kind: "Kind"
     seed: int = 0
-    at: int | None = None
-    """The step of the fault, if it is not to be drawn."""
 
     def __reduce__(self) -> Any:
         # By name: kinds have local functions.
-        return _case, (self.method.name, self.kind.name, self.seed, self.at)
+        return _case, (self.method.name, self.kind.name, self.seed)
 
     @property
     def name(self) -> str:
@@ -67,8 +65,7 @@ class Case:
 
     @property
     def step(self) -> int:
-        drawn = random.Random(f"step of {self.name}").randrange(4)
-        return EARLIEST + drawn if self.at is None else self.at
+        return EARLIEST + random.Random(f"step of {self.name}").randrange(4)
 
     def choose(self, choices: list[Any]) -> Any:
         """Return one of several ways, by the seed."""
@@ -88,7 +85,6 @@ class Kind:
         prepares: ``before`` is called on all ranks.
         recovers: whether all ranks must go on, alike; otherwise all that are there must refuse.
         suits: the methods that can have it.
-        is_left_out: whether the run must then end like one that leaves the step out on all ranks.
         survives: whether the culprit must end with an error of this library, too; one that has
             failed by itself, or is dead, need not.
         names_anybody: whether it cannot be known on which of several ranks something went wrong.
@@ -103,7 +99,6 @@ class Kind:
     before: Inject | None = None
     prepares: bool = False
     recovers: bool = False
-    is_left_out: bool = False
     suits: Callable[[Method], bool] = lambda method: True
     survives: bool = True
     names_anybody: bool = False
@@ -111,8 +106,8 @@ class Kind:
     reason: str = ""
 
 
-def _case(method: str, kind: str, seed: int, at: int | None) -> Case:
-    return Case(METHODS[method], {**KINDS, REFERENCE.name: REFERENCE}[kind], seed, at)
+def _case(method: str, kind: str, seed: int) -> Case:
+    return Case(METHODS[method], KINDS[kind], seed)
 
 
 def cases() -> list[Case]:
@@ -158,7 +153,7 @@ FAMILIES = {
         ),
     ],
     "has gradients that are not finite": [
-        Kind("meets a NaN", poison_with(float("nan")), recovers=True, is_left_out=True),
+        Kind("meets a NaN", poison_with(float("nan")), recovers=True),
         Kind(
             "overflows under a GradScaler",
             poison_with(float("inf")),
@@ -280,6 +275,3 @@ FAMILIES = {
     ],
 }
 KINDS = {kind.name: kind for kinds in FAMILIES.values() for kind in kinds}
-
-REFERENCE = Kind("reference", everywhere=True, recovers=True)
-"""Leaves a step out on all ranks: a run with one NaN must end like it."""

@@ -74,9 +74,8 @@ _OTHER_TOP_K = TopK(1 / 4)
 
 
 def _hook(name: str, exchange: dict[str, Any], other: Any, **options: Any) -> Method:
-    make = options.pop("make", HookTraining)
-    traits = {"exact skip", *options.pop("traits", ())}
-    return Method(name, HOOKS, make, Settings(exchange), other, traits=frozenset(traits), **options)
+    options.setdefault("make", HookTraining)
+    return Method(name, HOOKS, settings=Settings(exchange), other=other, **options)
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class _Small:
         ranks, steps: their numbers.
         clients: how many take part in rounds; 0 for ranks.
         closure: whether a step takes one.
-        exact_skip: whether a run that leaves a step out ends like one without the step.
+        local_steps: whether some steps exchange nothing.
     """
 
     exchange: Mapping[str, Any] | None = None
@@ -100,7 +99,7 @@ class _Small:
     steps: int = 14
     clients: int = 0
     closure: bool = False
-    exact_skip: bool = True
+    local_steps: bool = False
 
 
 def _registered(entry: OptimizerEntry, small: _Small, name: str = "") -> Method:
@@ -111,8 +110,7 @@ def _registered(entry: OptimizerEntry, small: _Small, name: str = "") -> Method:
         exchange = {"compressor": made.compressor, "memory": made.memory}
     if entry.works_in_rounds and entry.name != "zero_one_adam":
         return _rounds(name or entry.type_name, entry.make, exchange, small)
-    traits = {"closure": small.closure, "exact skip": small.exact_skip and not small.closure}
-    traits["local steps"] = not small.exact_skip
+    traits = {"closure": small.closure, "local steps": small.local_steps}
     return Method(
         name or entry.type_name,
         OPTIMIZERS,
@@ -157,23 +155,17 @@ def _rounds(name: str, kind: Callable[..., Any], exchange: Any, small: _Small) -
     )
 
 
-def _sharded(
-    name: str,
-    kind: Any,
-    exchange: dict[str, Any],
-    other: Any,
-    options: dict[str, Any],
-    *traits: str,
-) -> Method:
+def _sharded(name: str, kind: Any, exchange: dict[str, Any], **options: Any) -> Method:
+    works_in_rounds = "local_steps" in options
     return Method(
         f"{name}, FSDP",
         SHARDED,
         partial(ShardedTraining, kind=kind),
-        Settings(exchange, options),
-        other,
+        Settings(exchange, {"lr": 0.01, **options}),
+        _OTHER_TOP_K,
         ranks=4,
-        steps=24 if "local steps" in traits else 14,
-        traits=frozenset(traits),
+        steps=24 if works_in_rounds else 14,
+        traits=frozenset({"local steps"} if works_in_rounds else ()),
     )
 
 
@@ -191,7 +183,7 @@ _SMALL = {
         _SHARDED_SIGN,
         options={"lr": 0.01, "var_freeze_step": 3, "local_step_scaler": 4, "local_step_clipper": 2},
         steps=20,
-        exact_skip=False,
+        local_steps=True,
     ),
     "cd_adam": _Small({"compressor": Sign(), "memory": Differences(), "collective": "sharded"}),
     "ef21": _Small(
@@ -286,22 +278,9 @@ def _methods() -> Iterator[Method]:
     yield _rounds("low_communication, shards", _low_communication, shards, _Small())
     yield _rounds("low_communication, Muon", _low_communication, recommended, muon)
 
-    adam = {"lr": 0.01}
-    adam_entry = REGISTRY["local_variance_adam"]
-    yield _sharded(
-        adam_entry.type_name,
-        adam_entry.make,
-        _SIGN,
-        _OTHER_TOP_K,
-        adam,
-        "exact skip",
-    )
-    two = {**adam, "local_steps": 2}
-    for name, make, exchange in (
-        ("low_communication", _low_communication, recommended),
-        ("LocalRounds", _local_rounds, _TOP_K),
-    ):
-        yield _sharded(name, make, exchange, _OTHER_TOP_K, two, "local steps")
+    yield _sharded("LocalVarianceAdam", REGISTRY["local_variance_adam"].make, _SIGN)
+    yield _sharded("low_communication", _low_communication, recommended, local_steps=2)
+    yield _sharded("LocalRounds", _local_rounds, _TOP_K, local_steps=2)
 
 
 METHODS = {method.name: method for method in _methods()}

@@ -89,10 +89,7 @@ which exchange shard by shard.
   others; the others then name the missing rank. Where a model is sharded, this holds for the
   partner of the faulty rank; the other ranks meet the fault inside FSDP, and may end in torch's own
   words.
-* **recovered**: all ranks went on, and ended with the same parameters, bit for bit. After a NaN
-  hooks and optimizers also ended like a run that leaves this step out on all ranks (except
-  `ZeroOneAdam`, which takes such a gradient for zero at local steps, and `Marina`, which tries the
-  step again).
+* **recovered**: all ranks went on, and ended with the same parameters, bit for bit.
 
 {table}
 

@@ -75,10 +75,6 @@ class Training(ABC):
     def step(self, index: int) -> None:
         """Take a step with this rank's minibatch of this number."""
 
-    def leave_out(self) -> None:
-        """End a step as if a gradient were not finite on all ranks."""
-        self.exchange.end_step()
-
     def finish(self) -> None:  # noqa: B027  # most have nothing left to do
         """End the run with the same parameters on all ranks."""
 

@@ -1,5 +1,6 @@
 """The cost model: what it must never say, and a few steps worked out by hand."""
 
+import itertools
 import math
 
 import pytest
@@ -177,7 +178,9 @@ def test_buckets_are_filled_from_the_last_parameter(sizes: list[int], cap: int) 
 @pytest.mark.parametrize(("given", "first", "cap"), [(None, 1, 25), (3, 3, 3)])
 def test_buckets_are_those_of_ddp(given: int | None, first: int, cap: int) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(512, 256 * (1 + i % 3), bias=i % 2 == 0) for i in range(9)))
+    widths = [512, *(256 * (1 + i % 3) for i in range(9))]
+    layers = [nn.Linear(*pair, bias=pair[0] > 256) for pair in itertools.pairwise(widths)]
+    model = nn.Sequential(*layers)
     seen: list[list[int]] = []
 
     def hook(
@@ -193,27 +196,13 @@ def test_buckets_are_those_of_ddp(given: int | None, first: int, cap: int) -> No
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        ddp = DistributedDataParallel(_SumOfLayers(model), bucket_cap_mb=given)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=given)
         ddp.register_comm_hook(None, hook)
         for _ in range(3):  # buckets are made anew after the first step
-            ddp(torch.ones(1, 512)).backward()
+            ddp(torch.ones(1, 512)).sum().backward()
     finally:
         dist.destroy_process_group()
     numels = [p.numel() for p in model.parameters()]
     buckets = ready_shares([4 * n for n in numels], first << 20, cap << 20)
     assert len(buckets) > 1
     assert [sum(numels[::-1][i] for i in members) for members, _ in buckets] == list(map(sum, seen))
-
-
-class _SumOfLayers(nn.Module):
-    """Layers of which each one's output matters to the next one's input, by one number."""
-
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(())
-        for layer in self.layers:
-            total = layer(x + total).sum()
-        return total
