@@ -179,14 +179,13 @@ def judge(case: Case, reports: Mapping[int, Report], codes: Mapping[int, int | N
     if case.method.group == SHARDED:
         # All but the culprit's peers meet it in what FSDP sends, and it them.
         judged = others & set(range(culprit % SHARDS, case.method.ranks, SHARDS))
-    wanted = {culprit}
     for rank in sorted(judged - through):
         report = reports[rank]
         if report.error not in _KINDS_OF_ERRORS:
             return f"rank {rank} raised a bare {report.error}"
         if rank == culprit and report.error == "ValueError":
             continue  # its own arguments are wrong, and it knows its rank
-        if not any(names(report.told, r) for r in (all_ranks if kind.names_anybody else wanted)):
+        if not any(names(report.told, r) for r in (all_ranks if kind.names_anybody else {culprit})):
             return f"what rank {rank} was told does not name the culprit"
         if not re.search(kind.reason, report.told):
             return f"what rank {rank} was told does not tell the reason"

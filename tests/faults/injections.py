@@ -170,10 +170,6 @@ def _once_in(owner: Any, name: str, change: Callable[..., None], *, after: bool)
     setattr(owner, name, changed)
 
 
-def _flip(payloads: torch.Tensor, row: int, octet: int, bit: int) -> None:
-    payloads[row, octet] ^= 1 << bit
-
-
 def _covers_body(header: Header) -> bool:
     """Return whether damage to what follows the header can be told.
 
@@ -182,30 +178,27 @@ def _covers_body(header: Header) -> bool:
     return isinstance(header, GatheredHeader) and header._covers_body
 
 
-def flip_sent_bit(training: Training, case: Case) -> None:
+def _flip(case: Case, *, is_received: bool) -> None:
     draw = random.Random(f"bit of {case.name}")
 
     def flip(header: Any, payloads: torch.Tensor) -> None:
         first = 4 if isinstance(header, SummedHeader) else 0
         last = payloads.shape[1] if _covers_body(header) else header.nbytes
-        for row in range(len(payloads)):
-            _flip(payloads, row, draw.randrange(first, last), draw.randrange(8))
+        rows = range(len(payloads))
+        for row in [draw.choice(rows)] if is_received else rows:
+            octet = draw.randrange(first, last)
+            payloads[row, octet] ^= 1 << draw.randrange(8)
 
     for kind in (GatheredHeader, SummedHeader):
-        _once_in(kind, "write_", flip, after=True)
+        _once_in(kind, "check" if is_received else "write_", flip, after=not is_received)
+
+
+def flip_sent_bit(training: Training, case: Case) -> None:
+    _flip(case, is_received=False)
 
 
 def flip_received_bit(training: Training, case: Case) -> None:
-    draw = random.Random(f"bit of {case.name}")
-
-    def flip(header: Any, payloads: torch.Tensor) -> None:
-        first = 4 if isinstance(header, SummedHeader) else 0
-        last = payloads.shape[1] if _covers_body(header) else header.nbytes
-        sender = draw.randrange(len(payloads))
-        _flip(payloads, sender, draw.randrange(first, last), draw.randrange(8))
-
-    for kind in (GatheredHeader, SummedHeader):
-        _once_in(kind, "check", flip, after=False)
+    _flip(case, is_received=True)
 
 
 def swap_payloads(training: Training, case: Case) -> None:

@@ -13,9 +13,8 @@ TARGETS = {
     target.name: target
     for target in (
         Target(decoders.payloads, 60_000),
-        Target(decoders.single_payloads, 250_000),
+        Target(decoders.single_payloads, 400_000),
         Target(decoders.places, 250_000),
-        Target(decoders.values, 150_000),
         Target(decoders.gathered_headers, 100_000),
         Target(decoders.summed_headers, 100_000),
         Target(texts.ledgers, 60_000, _LEDGER),

@@ -115,13 +115,6 @@ def test_nodes_share_their_links() -> None:
     )
 
 
-def test_what_a_single_bucket_costs_is_added() -> None:
-    wire = Collective("all_reduce", 11_625_000)
-    plan = Plan((Round((wire,), encode=0.1, decode=0.2),))
-    step = predict(plan, NETWORK, forward_backward=0.6, optimizer=0.05)
-    assert step == pytest.approx(0.6 + 0.1 + 1.002 + 0.2 + 0.05)
-
-
 def test_early_buckets_travel_during_the_backward_pass() -> None:
     """Forward ends at 1 s, backward at 3 s; one bucket is ready in the middle, at 2 s."""
 
@@ -160,19 +153,6 @@ def test_a_number_of_parameters_becomes_matrices(numel: int) -> None:
         # Enough to be cut into fragments and buckets, and hardly anything outside of matrices.
         assert len(shapes) >= 64
         assert sum(shape[0] for shape in shapes if len(shape) == 1) < 0.05 * numel
-
-
-@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=40), st.integers(1, 10**6))
-def test_buckets_are_filled_from_the_last_parameter(sizes: list[int], cap: int) -> None:
-    buckets = ready_shares(sizes, cap, cap)
-    backwards = sizes[::-1]
-    assert [i for members, _ in buckets for i in members] == list(range(len(sizes)))
-    for members, ready in buckets:
-        filled = [backwards[i] for i in members]
-        assert sum(filled[:-1]) < cap
-        assert sum(filled) >= cap or members.stop == len(sizes)
-        assert ready == pytest.approx(sum(backwards[: members.stop]) / sum(sizes))
-    assert math.isclose(buckets[-1][1], 1.0)
 
 
 @pytest.mark.parametrize(("given", "first", "cap"), [(None, 1, 25), (3, 3, 3)])

@@ -70,13 +70,6 @@ def test_a_bad_option_is_refused(arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("train.py", "train.py: there is no such file here ({here})"),
-        ("folder", "folder: is a folder without __main__.py here ({here})"),
-    ],
-)
-@pytest.mark.parametrize(
     "launcher",
     [
         ["--preflight", "--nproc", "2"],
@@ -87,16 +80,13 @@ def test_a_bad_option_is_refused(arguments: list[str], message: str) -> None:
     ids=" ".join,
 )
 def test_a_script_that_is_not_there_is_told_before_any_rank_is_started(
-    launcher: list[str],
-    target: str,
-    message: str,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
+    launcher: list[str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path_factory.mktemp("scripts")
     (here / "folder").mkdir()
     monkeypatch.chdir(here)
-    assert message.format(here=here) in complaint(*launcher, target)
+    assert f"train.py: there is no such file here ({here})" in complaint(*launcher, "train.py")
+    assert "folder: is a folder without __main__.py" in complaint(*launcher, "folder")
     (here / "folder/__main__.py").touch()
     Job(("folder",)).require_target()
 

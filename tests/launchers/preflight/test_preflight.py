@@ -17,11 +17,6 @@ from tests.launchers.launch.commands import forget_launchers
 from tests.ranks import Ranks
 
 
-@pytest.fixture(autouse=True)
-def _no_launcher_around_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_launchers(monkeypatch)
-
-
 def preflight(*arguments: str, **environment: str) -> tuple[int, str, str]:
     """Return exit code, standard output and standard error."""
     result = CliRunner().invoke(app, ["preflight", *arguments], env=environment)
