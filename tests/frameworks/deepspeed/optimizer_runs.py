@@ -122,7 +122,6 @@ def train(engine: Any, steps: list[Step]) -> None:
 def train_alone(
     name: str,
     params: Mapping[str, Any],
-    block: Mapping[str, Any] | None = None,
     on_step: Callable[[torch.optim.Optimizer, nn.Module, int], None] | None = None,
 ) -> nn.Module:
     """Train under DDP with the same optimizer of the library, which knows nothing of DeepSpeed."""
@@ -130,7 +129,7 @@ def train_alone(
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, skip_hook)
     entry = find(name)
-    exchange = Exchange(ExchangeSettings.from_dict(block or entry.published or {}))
+    exchange = Exchange(ExchangeSettings.from_dict(entry.published or {}))
     optimizer = entry.build(model.named_parameters(), exchange, **params)
     for index, step in enumerate(minibatches()):
         for inputs, targets in step:
