@@ -15,10 +15,10 @@ from comm_hooks import ErrorFeedback, Exchange, Sign
 from comm_hooks.exchange import ExchangeSettings
 from comm_hooks.optim import OneBitAdam
 from comm_hooks.optim.registry import OPTIMIZERS
+from tests.frameworks.deepspeed.common import import_deepspeed
 from tests.frameworks.deepspeed.optimizer_runs import (
     ACCUMULATION,
     PARAMS,
-    deepspeed_on_cpu,
     distance,
     loss_of,
     minibatches,
@@ -133,9 +133,6 @@ def sixteen_bits(dtype: torch.dtype, limit: float) -> Any:
     kind = "bf16" if dtype == torch.bfloat16 else "fp16"
     block = {"enabled": True}
     if kind == "fp16":
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-        CPU_Accelerator.is_fp16_supported = lambda self: True
         block["initial_scale_power"] = 4
     more = {"gradient_clipping": limit} if limit else {}
     engine = new_engine(settings(name, params, **{kind: block}, **more))
@@ -186,10 +183,6 @@ def test_sixteen_bits(ranks_of: RanksOf, dtype: torch.dtype, limit: float) -> No
 
 def poisoned(name: str, poison: float, more: dict[str, Any]) -> Any:
     """Train with a gradient on rank 1 at one step that is not finite, or too large to square."""
-    if "fp16" in more:
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-        CPU_Accelerator.is_fp16_supported = lambda self: True
     engine = new_engine(settings(name, PARAMS.get(name), accumulation=1, **more))
     steps = minibatches(8, accumulation=1)
     scales = []
@@ -268,18 +261,16 @@ def test_the_wrapper_of_16_bits_decays_nothing(ranks_of: RanksOf) -> None:
 
 
 def in_a_pipeline(more: dict[str, Any]) -> float:
-    import deepspeed
-    from deepspeed.pipe import PipelineModule
-
-    with deepspeed_on_cpu():
-        deepspeed.init_distributed("gloo")
-        model = PipelineModule(list(new_model()), num_stages=1, loss_fn=nn.functional.cross_entropy)
-        # Its layers have been made anew, with other random numbers.
-        for own, other in zip(model.parameters(), new_model().parameters(), strict=True):
-            own.data.copy_(other.data)
-        engine = new_engine(settings("OneBitAdam", PARAMS["OneBitAdam"], **more), model)
-        for step in minibatches():
-            engine.train_batch(iter(step))
+    deepspeed = import_deepspeed()
+    deepspeed.init_distributed("gloo")
+    loss = nn.functional.cross_entropy
+    model = deepspeed.pipe.PipelineModule(list(new_model()), num_stages=1, loss_fn=loss)
+    # Its layers have been made anew, with other random numbers.
+    for own, other in zip(model.parameters(), new_model().parameters(), strict=True):
+        own.data.copy_(other.data)
+    engine = new_engine(settings("OneBitAdam", PARAMS["OneBitAdam"], **more), model)
+    for step in minibatches():
+        engine.train_batch(iter(step))
     return distance(model, train_alone("OneBitAdam", PARAMS["OneBitAdam"]))
 
 

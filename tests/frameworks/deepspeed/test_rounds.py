@@ -14,7 +14,6 @@ pytest.importorskip("deepspeed")
 from comm_hooks import ErrorFeedback, Exchange, TopK, register
 from comm_hooks.optim import LocalRounds, Participation, low_communication
 from tests.frameworks.deepspeed.optimizer_runs import (
-    deepspeed_on_cpu,
     loss_of,
     minibatches,
     new_engine,
@@ -77,12 +76,11 @@ def runs(folder: str) -> Any:
 
     part = new_engine(configuration())
     train(part, minibatches(STEPS)[:STOP])
-    with deepspeed_on_cpu():
-        part.save_checkpoint(folder)
-        resumed = new_engine(configuration())
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            resumed.load_checkpoint(folder)
+    part.save_checkpoint(folder)
+    resumed = new_engine(configuration())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        resumed.load_checkpoint(folder)
     train(resumed, minibatches(STEPS)[STOP:])
     return own, shared, values(resumed.module), bare(rates), engine.comm_hooks.stats()
 
