@@ -57,9 +57,9 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!comm_hooks).*"),
     ("py:class", r"comm_hooks\.collectives\.requests\.Result"),  # a type variable
-    ("py:class", r"comm_hooks\.memory\.feedback\.Feedback"),  # for rounds inside the library
-    ("py:class", r"comm_hooks\.optim\.private\.accounting\.releases\.Releases"),  # in there, too
-    ("py:class", r"comm_hooks\.launchers\.audit\.stages\.Mechanism"),  # what GaussianMechanism has
+    ("py:class", r"comm_hooks\.memory\.feedback\.Feedback"),  # inside the library
+    ("py:class", r"comm_hooks\.optim\.private\.accounting\.releases\.Releases"),  # inside, too
+    ("py:class", r"comm_hooks\.frameworks\.fsdp\.units\.Unit"),  # made by compress_reduce_scatter
 ]
 
 

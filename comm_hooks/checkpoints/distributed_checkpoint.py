@@ -77,7 +77,7 @@ class RankStates:
         """Restore the states of all ranks; every rank must call it.
 
         Among the same ranks as then, each restores its own state; otherwise each rank reads those
-        of all former ranks (:func:`~comm_hooks.checkpoints.restoring.restore`).
+        of all former ranks and merges them.
 
         Args:
             name: under which this object was given to ``dcp.save``.

@@ -68,7 +68,7 @@ def load_rank_files(
     """Restore the states that :func:`save_rank_file` wrote.  Every rank must call it.
 
     Among the same ranks as then, each restores its own state; otherwise each rank reads the files
-    of all former ranks (:func:`~comm_hooks.checkpoints.restoring.restore`).
+    of all former ranks and merges them.
 
     Args:
         state: an object of the saved kind, with any number of ranks.
