@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from comm_hooks import ConfigMismatchError, ErrorFeedback, Exchange, Identity, PeerError
+from comm_hooks.collectives.failure_detection import progress_of
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from tests.ranks import Ranks
@@ -140,3 +141,20 @@ def test_ranks_of_a_group_are_called_as_users_know_them(ranks_of: RanksOf) -> No
     assert first == third == ""
     assert second == fourth
     assert "seed is 0 on rank 1, 1 on rank 3" in second
+
+
+class Group:
+    """Stands for a process group: only its name matters."""
+
+    group_name = "a name of this test's own"
+
+
+def test_a_group_made_anew_under_the_same_name_is_of_another_generation() -> None:
+    first: Any = Group()
+    progress = progress_of(first)
+    assert progress_of(first) is progress
+    progress.fail(progress.begin())
+    second: Any = Group()
+    anew = progress_of(second)
+    assert (progress.generation, anew.generation) == (0, 1)
+    assert (anew.begun, anew.forgiven) == (0, -1)
