@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from comm_hooks import (
     CompressionState,
@@ -30,14 +29,10 @@ RanksOf = Callable[[int], Ranks]
 Weights = dict[str, torch.Tensor]
 
 
-def hooked(way: str) -> tuple[DistributedDataParallel, CompressionState]:
+def hooked() -> tuple[DistributedDataParallel, CompressionState]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=SMALL_BUCKETS_MB)
-    if way == "register":
-        return ddp, register(ddp, "topk", density=0.1, min_numel=64)
-    state = CompressionState(TopK(density=0.1), ErrorFeedback(), min_numel=64)
-    ddp.register_comm_hook(state, compression_hook)
-    return ddp, state
+    return ddp, register(ddp, "topk", density=0.1, min_numel=64)
 
 
 def train(ddp: DistributedDataParallel, steps: range) -> None:
@@ -61,8 +56,8 @@ def same(first: Weights, second: Weights) -> bool:
     )
 
 
-def copied(way: str) -> dict[str, Any]:
-    ddp, state = hooked(way)
+def copied() -> dict[str, Any]:
+    ddp, state = hooked()
     train(ddp, range(3))
     twin = copy.deepcopy(ddp)
     (_, twin_state), *_ = twin._comm_hooks
@@ -71,7 +66,7 @@ def copied(way: str) -> dict[str, Any]:
         evaluates = torch.equal(twin.eval()(inputs), copy.deepcopy(ddp.module).eval()(inputs))
     before, residuals = weights(twin), twin_state.state_dict()
     train(ddp, range(3, 6))
-    alone, alone_state = hooked(way)
+    alone, alone_state = hooked()
     train(alone, range(6))
     return {
         "evaluates": evaluates,
@@ -84,41 +79,15 @@ def copied(way: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "way", ["register", pytest.param("register_comm_hook", marks=pytest.mark.slow)]
-)
-def test_a_copy_of_a_hooked_model_is_apart_from_it(ranks_of: RanksOf, way: str) -> None:
-    for report in ranks_of(2).run(copied, way):
+def test_a_copy_of_a_hooked_model_is_apart_from_it(ranks_of: RanksOf) -> None:
+    for report in ranks_of(2).run(copied):
         assert report.pop("steps") == (3, 6)
         assert all(report.values()), report
 
 
-def averaged() -> tuple[bool, bool]:
-    """Average weights along the way, of a hooked DDP model and of its module alone."""
-    ddp, _ = hooked("register")
-    multi_avg_fn = get_ema_multi_avg_fn(0.8)
-    train(ddp, range(1))
-    of_ddp = AveragedModel(ddp, multi_avg_fn=multi_avg_fn)
-    of_module = AveragedModel(ddp.module, multi_avg_fn=multi_avg_fn)
-    for step in range(1, 5):
-        train(ddp, range(step, step + 1))
-        of_ddp.update_parameters(ddp)
-        of_module.update_parameters(ddp.module)
-    alone, _ = hooked("register")
-    train(alone, range(5))
-    return (
-        same(weights(of_ddp.module.module), weights(of_module.module)),
-        same(weights(ddp), weights(alone)),
-    )
-
-
-def test_an_average_of_a_hooked_model(ranks_of: RanksOf) -> None:
-    assert ranks_of(2).run(averaged) == [(True, True)] * 2
-
-
 def names_follow() -> list[str]:
     """The copy's hook knows the copied parameters by name, should DDP be given it again."""
-    ddp, _ = hooked("register")
+    ddp, _ = hooked()
     train(ddp, range(2))
     module, state = copy.deepcopy((ddp.module, ddp._comm_hooks[0][1]))
     again = DistributedDataParallel(module)

@@ -71,15 +71,8 @@ def in_an_optimizer(name: str) -> Counter[str]:
     return ranges_of(lambda: step(module, optimizer), all_threads=False)
 
 
-@pytest.mark.parametrize("name", ["sign", "topk"])
-def test_an_optimizer_compresses_sends_and_decodes_once_per_step(
-    ranks_of: RanksOf, name: str
-) -> None:
-    for seen in ranks_of(3).run(in_an_optimizer, name):
+@pytest.mark.parametrize("name", ["sign", "topk", "rounds"])
+def test_an_optimizer_compresses_sends_and_decodes(ranks_of: RanksOf, name: str) -> None:
+    for seen in ranks_of(2).run(in_an_optimizer, name):
         assert seen.keys() == WORK
-        assert seen[profiling.COMPRESS] >= STEPS
-
-
-def test_rounds_compress_send_and_decode(ranks_of: RanksOf) -> None:
-    for seen in ranks_of(2).run(in_an_optimizer, "rounds"):
-        assert seen.keys() == WORK
+        assert name == "rounds" or seen[profiling.COMPRESS] >= STEPS

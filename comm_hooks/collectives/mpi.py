@@ -1,7 +1,5 @@
 """Requests over an MPI communicator, for training loops without torch.distributed."""
 
-import ctypes
-import os
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +23,6 @@ from comm_hooks.collectives.requests import (
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# How MPI libraries that cannot be asked are told to accept device memory.
-_CUDA_VARIABLES = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")
-
 
 class MPITransport(Transport):
     """A transport over an mpi4py communicator.
@@ -41,11 +36,6 @@ class MPITransport(Transport):
     rank raises an exception, the others wait for it forever, unless mpi4py's runner ends all of
     them (``MPI_Abort``).  Without it a warning says so.
 
-    Tensors on a GPU are given to MPI as they are if it can read them: if
-    ``MPIX_Query_cuda_support`` says so, if ``mpi_memory_alloc_kinds`` of ``MPI.COMM_WORLD`` (MPI
-    4.1) has ``cuda``, or if ``MPICH_GPU_SUPPORT_ENABLED``, ``MV2_USE_CUDA`` or ``MVP_USE_CUDA`` is
-    1.
-
     Args:
         comm: an intracommunicator; ``MPI.COMM_WORLD`` if None.  It is duplicated, which is
             collective and never undone: make one transport and share it among exchanges.
@@ -53,10 +43,10 @@ class MPITransport(Transport):
     Raises:
         ImportError: without mpi4py or an MPI library.
         ValueError: if ``comm`` is not an intracommunicator; in a round, before the payload is sent,
-            for tensors that this MPI cannot read.
+            for tensors on an accelerator.
 
-    Not supported: accelerators other than CUDA; an MPI without ``MPI_THREAD_MULTIPLE`` works, but
-    its :meth:`start` blocks.
+    Not supported: tensors on accelerators; an MPI without ``MPI_THREAD_MULTIPLE`` works, but its
+    :meth:`start` blocks.
 
     Example::
 
@@ -90,7 +80,6 @@ class MPITransport(Transport):
         self._worker: ThreadPoolExecutor | None = None
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="MPITransport")
-        self._cuda_aware: bool | None = None
         if self.world_size > 1 and "mpi4py.run" not in sys.modules:
             warnings.warn(
                 "an exception on one rank would leave the others waiting forever: start with "
@@ -107,44 +96,16 @@ class MPITransport(Transport):
         return self._comm.Get_size()
 
     def perform(self, request: Request) -> Any:
-        comm = self._part(request.group)
         if isinstance(request, AllGatherObject):
             own = encoded(request.payload)
             return gather_objects(lambda r: self.perform(replace(r, group=request.group)), own)
-        payload = self._readable(request.payload)
-        if isinstance(request, AllReduce):
-            comm.Allreduce(self._mpi.IN_PLACE, payload)
-            return payload
-        if isinstance(request, AllGather):
-            reply = payload.new_empty(comm.Get_size(), payload.numel())
-            comm.Allgather(payload, reply)
-            return reply
-        if isinstance(request, AllToAll):
-            reply = torch.empty_like(payload)
-            comm.Alltoall(payload, reply)
-            return reply
-        raise TypeError(f"no such request: {request}")
+        return self._call(request, "")[1]
 
     def start(self, request: Request) -> torch.futures.Future[Any]:
         if self._worker is None or isinstance(request, AllGatherObject):
             return completed(self.perform(request))
-        comm = self._part(request.group)
-        payload = self._readable(request.payload)
-        if isinstance(request, AllReduce):
-            reply = payload
-            pending = comm.Iallreduce(self._mpi.IN_PLACE, payload)
-        elif isinstance(request, AllGather):
-            reply = payload.new_empty(comm.Get_size(), payload.numel())
-            pending = comm.Iallgather(payload, reply)
-        elif isinstance(request, AllToAll):
-            reply = torch.empty_like(payload)
-            pending = comm.Ialltoall(payload, reply)
-        else:
-            raise TypeError(f"no such request: {request}")
-        is_accelerated = reply.device.type != "cpu"
-        future: torch.futures.Future[Any] = torch.futures.Future(
-            devices=[reply.device] if is_accelerated else None
-        )
+        pending, reply = self._call(request, "I")
+        future: torch.futures.Future[Any] = torch.futures.Future()
 
         def wait() -> None:
             try:
@@ -158,6 +119,25 @@ class MPITransport(Transport):
         self._worker.submit(wait)
         return future
 
+    def _call(self, request: Request, prefix: str) -> tuple[Any, torch.Tensor]:
+        """Call MPI, with the prefix ``I`` without blocking; return its request and the reply."""
+        if request.payload.device.type != "cpu":
+            raise ValueError(
+                "MPITransport reads tensors on the CPU only, got one on "
+                f"{request.payload.device}: use an exchange over torch.distributed"
+            )
+        comm, payload = self._part(request.group), request.payload.contiguous()
+        sent, reply = payload, payload
+        if isinstance(request, AllReduce):
+            name, sent = "allreduce", self._mpi.IN_PLACE
+        elif isinstance(request, AllGather):
+            name, reply = "allgather", payload.new_empty(comm.Get_size(), payload.numel())
+        elif isinstance(request, AllToAll):
+            name, reply = "alltoall", torch.empty_like(payload)
+        else:
+            raise TypeError(f"no such request: {request}")
+        return getattr(comm, (prefix + name).capitalize())(sent, reply), reply
+
     def _part(self, group: Group | None) -> "MPI.Intracomm":
         """Return the communicator of a subgroup, made collectively at the first call."""
         if group is None:
@@ -168,40 +148,3 @@ class MPITransport(Transport):
             assert isinstance(part, self._mpi.Intracomm)
             self._parts[group] = part
         return self._parts[group]
-
-    def _readable(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return the payload contiguous, in readable memory and complete, for MPI."""
-        device = payload.device
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"MPITransport: MPI cannot read tensors on {device}")
-        if device.type == "cuda":
-            if self._cuda_aware is None:
-                self._cuda_aware = is_cuda_aware()
-            if not self._cuda_aware:
-                library = self._mpi.Get_library_version().split("\n")[0].strip("\0 ,")
-                raise ValueError(
-                    f"MPITransport: the tensors are on {device}, but this MPI ({library}) was "
-                    "built without CUDA support: use one that was built with it, or an exchange "
-                    "over torch.distributed"
-                )
-            # MPI knows nothing of streams.
-            torch.cuda.current_stream(device).synchronize()
-        return payload.contiguous()
-
-
-def is_cuda_aware() -> bool:
-    """Return whether the MPI library reports that it reads CUDA memory."""
-    from mpi4py import MPI
-
-    try:
-        # Open MPI and MPICH have it, but mpi4py does not pass it on.
-        if ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support():
-            return True
-    except (AttributeError, OSError):
-        pass
-    info = MPI.COMM_WORLD.Get_info()
-    kinds = (info.Get("mpi_memory_alloc_kinds") or "").split(",")
-    info.Free()
-    if any(kind.split(":")[0].strip() == "cuda" for kind in kinds):
-        return True
-    return any(os.environ.get(variable) == "1" for variable in _CUDA_VARIABLES)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.base import Transport, completed
 from comm_hooks.collectives.requests import (
     AllGather,
     AllGatherObject,
@@ -157,6 +157,4 @@ class SimulatedRank(Transport):
         return self._world._perform([request])[0]
 
     def start(self, request: Request) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self.perform(request))
-        return future
+        return completed(self.perform(request))

@@ -7,6 +7,7 @@ simulated world.
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Generic
 
@@ -75,7 +76,8 @@ class _ThreadRank(Transport, Generic[Result]):
         self._function = function
         self._rank = rank
         self._world_size = world_size
-        self._said: SimpleQueue[Request | _Returned[Result] | _Raised] = SimpleQueue()
+        # A request, or the end of the rank: a function that returns its result or raises.
+        self._said: SimpleQueue[Request | Callable[[], Result]] = SimpleQueue()
         self._replies: SimpleQueue[Any] = SimpleQueue()
         self._has_ended = False
 
@@ -107,10 +109,8 @@ class _ThreadRank(Transport, Generic[Result]):
         try:
             while True:
                 said = self._said.get()
-                if isinstance(said, _Returned):
-                    return said.value
-                if isinstance(said, _Raised):
-                    raise said.error
+                if not isinstance(said, Request):
+                    return said()
                 self._replies.put((yield said))
         finally:
             self._has_ended = True
@@ -118,17 +118,9 @@ class _ThreadRank(Transport, Generic[Result]):
             thread.join()
 
     def _live(self) -> None:
+        future: Future[Result] = Future()
         try:
-            self._said.put(_Returned(self._function(self)))
+            future.set_result(self._function(self))
         except BaseException as error:
-            self._said.put(_Raised(error))
-
-
-class _Returned(Generic[Result]):
-    def __init__(self, value: Result) -> None:
-        self.value = value
-
-
-class _Raised:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+            future.set_exception(error)
+        self._said.put(future.result)

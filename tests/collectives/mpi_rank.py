@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from comm_hooks import ConfigMismatchError, Exchange, Identity, TopK
+from comm_hooks import ConfigMismatchError, Exchange, TopK
 from comm_hooks.collectives import MPITransport
 from tests.collectives.test_torch_distributed import requests
 from tests.collectives.training import all_loops, in_flight
@@ -53,37 +53,9 @@ def configure_one_rank_otherwise() -> None:
         print(f"rank {transport.rank}: {error}", flush=True)
 
 
-def train_privately(ledger: str) -> None:
-    from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
-
-    from comm_hooks.optim.private import DPSGD, PrivacyEngine
-
-    transport = MPITransport()
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    engine = PrivacyEngine(ledger=ledger)
-    _, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=DPSGD(model.named_parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(torch.randn(20, 4))),
-        loss_function=lambda model, batch: model(batch[0]).square().mean(1),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        sample_rate=0.5,
-        expected_batch_size=20,
-        exchange=Exchange(Identity(), transport=transport),
-    )
-    for batch in loader:
-        optimizer.backward(batch)
-        optimizer.step()
-    print(f"rank {transport.rank}: {engine.get_epsilon(delta=1e-3):.3f}", flush=True)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    own = (sys.argv[2],) if sys.argv[1] == "train_privately" else ()
-    result = globals()[sys.argv[1]](*own)
+    result = globals()[sys.argv[1]]()
     if result is not None:
         from mpi4py import MPI
 

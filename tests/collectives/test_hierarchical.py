@@ -190,13 +190,12 @@ def test_what_waits_and_its_velocity_are_kept() -> None:
         torch.testing.assert_close(memory[key], wanted[: memory[key].numel()])
 
 
-@pytest.mark.parametrize("sick", [0, 3])
-def test_one_infinite_element_spoils_all_and_changes_no_memory(sick: int) -> None:
+def test_one_infinite_element_spoils_all_and_changes_no_memory() -> None:
     world = World(2, 2)
     world.average(2)
     before = [exchange.state_dict()["memory"] for exchange in world.exchanges]
     gradients = [{n: torch.randn(s) for n, s in SHAPES.items()} for _ in range(4)]
-    gradients[sick]["b"][0, 0] = torch.inf
+    gradients[3]["b"][0, 0] = torch.inf
     world.run(gradients)
     assert all(g.isnan().all() for own in gradients for g in own.values())
     for exchange, memory in zip(world.exchanges, before, strict=True):
@@ -204,8 +203,7 @@ def test_one_infinite_element_spoils_all_and_changes_no_memory(sick: int) -> Non
         assert all(torch.equal(after[name], row) for name, row in memory.items())
 
 
-@pytest.mark.parametrize("nodes", [2, 3])
-def test_bytes_are_counted_where_they_travel(nodes: int) -> None:
+def test_bytes_are_counted_where_they_travel() -> None:
     sent = {"node": 0, "across": 0}
 
     def perform(self: Simulated, requests: Any) -> Any:
@@ -216,7 +214,7 @@ def test_bytes_are_counted_where_they_travel(nodes: int) -> None:
         return original(self, requests)
 
     original = Simulated._perform
-    world = World(nodes, 2)
+    world = World(2, 2)
     with mock.patch.object(Simulated, "_perform", perform):
         world.average(3)
     for exchange in world.exchanges:
@@ -226,7 +224,7 @@ def test_bytes_are_counted_where_they_travel(nodes: int) -> None:
     numel = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     # Two ranks to a node: half of the elements there, half of the mean back; padding and health.
     assert 3 * 4 * numel <= sent["node"] < 3 * 4 * numel * 1.02
-    flat = World(2 * nodes, None)
+    flat = World(4, None)
     flat.average(3)
     assert sent["across"] < flat.exchanges[0].stats()["bytes_sent"]
 
@@ -357,17 +355,14 @@ def train(compressor: Compressor) -> tuple[list[torch.Tensor], list[Tensors], di
     return averaged, local, state.stats()  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("compressor", [TopK(density=0.1), CountSketch(ratio=0.5)], ids=str)
-def test_behind_ddp_four_ranks_get_what_a_simulated_world_gets(
-    ranks_of: RanksOf, compressor: Compressor
-) -> None:
+def test_behind_ddp_four_ranks_get_what_a_simulated_world_gets(ranks_of: RanksOf) -> None:
+    compressor = TopK(density=0.1)
     reports = ranks_of(4).run(train, compressor)
     world = Simulated(4)
-    memory = ErrorFeedback if compressor.contractive else lambda: None
     exchanges = [
         Exchange(
             compressor,
-            memory(),
+            ErrorFeedback(),
             "hierarchical",
             min_numel=64,
             granularity="parameter",

@@ -97,30 +97,12 @@ def test_training_over_mpi_equals_training_over_gloo(
 
 
 @needs_mpiexec
-def test_all_ranks_hold_the_same_bits(over_mpi: list[dict[str, Any]]) -> None:
-    for name in over_mpi[0]["loops"]:
-        for other in over_mpi[1:]:
-            first = over_mpi[0]["loops"][name]["weights"]
-            assert torch.equal(first, other["loops"][name]["weights"]), name
-
-
-@needs_mpiexec
 def test_a_communicator_has_ranks_of_its_own(over_mpi: list[dict[str, Any]]) -> None:
     ranks = len(over_mpi)
     assert over_mpi[0]["subgroup"] == (0, 1, 0.0)
     for rank in range(1, ranks):
         mean = sum(range(1, ranks)) / (ranks - 1)
         assert over_mpi[rank]["subgroup"] == (ranks - 1 - rank, ranks - 1, mean)
-
-
-@pytest.mark.slow
-@needs_mpiexec
-def test_the_first_rank_has_the_ledger_of_a_private_training(tmp_path: Path) -> None:
-    done = launch(2, "train_privately", str(tmp_path / "ledger.jsonl"))
-    assert done.returncode == 0, done.stderr
-    first, second = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
-    assert first.removeprefix("rank 0") == second.removeprefix("rank 1")
-    assert (tmp_path / "ledger.jsonl").stat().st_size
 
 
 @pytest.mark.slow
@@ -148,78 +130,11 @@ def transport() -> MPITransport:
     return MPITransport()
 
 
-def on(device: str) -> Any:
-    """Return a stand-in for a tensor: there need not be such a device."""
-    return SimpleNamespace(device=torch.device(device), contiguous=lambda: "buffer")
-
-
 @pytest.mark.parametrize("how", ["perform", "start"])
-def test_cuda_tensors_are_refused_where_mpi_cannot_read_them(
-    transport: MPITransport, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("comm_hooks.collectives.mpi.is_cuda_aware", lambda: False)
-    with pytest.raises(ValueError, match=r"on cuda:1, but this MPI \(.*\) was built without CUDA"):
-        getattr(transport, how)(AllGather(on("cuda:1")))
-    with pytest.raises(ValueError, match="cannot read tensors on xpu:0"):
-        getattr(transport, how)(AllGather(on("xpu:0")))
-
-
-def test_a_stream_is_finished_before_mpi_reads_its_tensors(
-    transport: MPITransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-    stream = SimpleNamespace(synchronize=lambda: order.append("synchronized"))
-    monkeypatch.setattr("comm_hooks.collectives.mpi.is_cuda_aware", lambda: True)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: stream)
-    assert transport._readable(on("cuda:0")) == "buffer"
-    assert order == ["synchronized"]
-
-
-class Info(dict[str, str]):
-    Get = dict.get
-
-    def Free(self) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("says", "kinds", "environment", "expected"),
-    [
-        (1, None, {}, True),
-        (0, None, {}, False),
-        (None, None, {}, False),
-        (None, "mpi,system,cuda:device", {}, True),
-        (None, "mpi,system", {}, False),
-        (0, "mpi,system", {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True),
-        (None, None, {"MV2_USE_CUDA": "0"}, False),
-    ],
-)
-def test_what_tells_that_mpi_reads_cuda_memory(
-    says: int | None,
-    kinds: str | None,
-    environment: dict[str, str],
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from comm_hooks.collectives import mpi
-
-    library = SimpleNamespace()
-    if says is not None:
-        library.MPIX_Query_cuda_support = lambda: says
-    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: library)
-    info = Info({"mpi_memory_alloc_kinds": kinds} if kinds else {})
-    fake = SimpleNamespace(__file__="", COMM_WORLD=SimpleNamespace(Get_info=lambda: info))
-    monkeypatch.setattr("mpi4py.MPI", fake, raising=False)
-    for variable in mpi._CUDA_VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
-    for variable, value in environment.items():
-        monkeypatch.setenv(variable, value)
-    assert mpi.is_cuda_aware() is expected
-
-
-def test_this_mpi_can_be_asked() -> None:
-    from comm_hooks.collectives.mpi import is_cuda_aware
-
-    assert is_cuda_aware() in (True, False)
+def test_tensors_on_accelerators_are_refused(transport: MPITransport, how: str) -> None:
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda:1"))  # there need not be such a device
+    with pytest.raises(ValueError, match="reads tensors on the CPU only, got one on cuda:1"):
+        getattr(transport, how)(AllGather(on_gpu))
 
 
 def test_without_threads_in_mpi_a_start_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK, register
 from comm_hooks.collectives import Simulated, TorchDistributed, worker
-from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Round
+from comm_hooks.collectives.requests import AllGather, AllToAll, Round
 from comm_hooks.exchange.layout import Segment
 from tests.ranks import Ranks
 
@@ -316,66 +316,6 @@ def test_a_process_can_fork_train_in_a_second_world_and_simply_end(tmp_path: Any
     for rank in ranks:
         _, said = rank.communicate(timeout=200)
         assert rank.returncode == 0, said
-
-
-class Recorded(torch.Tensor):
-    """A tensor that says which streams use it."""
-
-    streams: list[object]
-
-    def record_stream(self, stream: object) -> None:  # type: ignore[override]
-        self.streams.append(stream)
-
-
-class Accelerator:
-    """Stands for ``torch.cuda``: writes down what is asked of which stream."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.active = "main"
-
-    def Stream(self, device: torch.device) -> mock.Mock:
-        side = mock.Mock()
-        side.wait_stream.side_effect = lambda other: self.log.append(f"side waits for {other}")
-        return side
-
-    def current_stream(self, device: torch.device) -> str:
-        return self.active
-
-    def stream(self, stream: object) -> "Accelerator":
-        return self
-
-    def __enter__(self) -> None:
-        self.active = "side"
-
-    def __exit__(self, *error: object) -> None:
-        self.active = "main"
-
-
-def test_on_an_accelerator_all_of_a_round_is_queued_on_one_stream_of_its_own() -> None:
-    accelerator = Accelerator()
-    buffer = torch.zeros(4).as_subclass(Recorded)
-    buffer.streams = []
-
-    def round_() -> Round[torch.Tensor]:
-        for final in (False, True):
-            accelerator.log.append(f"asks on {accelerator.active}")
-            yield AllReduce(torch.ones(4), final=final)
-        accelerator.log.append(f"ends on {accelerator.active}")
-        return buffer
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        transport = TorchDistributed()
-        with mock.patch("torch.get_device_module", return_value=accelerator):
-            futures = [transport.run_async(round_(), torch.device("cuda", 0)) for _ in range(2)]
-    finally:
-        dist.destroy_process_group()
-    once = ["side waits for main", "asks on side", "asks on side", "ends on side"]
-    assert accelerator.log == once * 2, "and nobody waits for the side stream"
-    assert all(future.value() is buffer for future in futures)
-    assert len(buffer.streams) == 2
-    assert buffer.streams[0] is buffer.streams[1], "one stream: what it frees, it may use again"
 
 
 def start_pairs() -> list[bool]:

@@ -43,9 +43,9 @@ def collect(sizes: list[int], segment_nbytes: int) -> list[tuple[torch.Tensor, t
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_sums_are_right_and_bit_identical(ranks_of: RanksOf, ranks: int) -> None:
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=8, deadline=None)
     @given(
         st.lists(st.sampled_from(SIZES), min_size=1, max_size=4), st.sampled_from([4, 40, 1 << 20])
     )
@@ -86,9 +86,7 @@ def meet_another_kind(odd: type[Request], usual: type[Request]) -> str:
     ("ranks", "odd", "usual"),
     [
         (2, AllReduce, AllGather),
-        (3, AllGather, AllReduce),
-        (2, AllToAll, AllGather),
-        (3, AllReduce, AllToAll),
+        pytest.param(3, AllReduce, AllToAll, marks=pytest.mark.slow),
     ],
 )
 def test_collectives_of_one_size_do_not_meet(
@@ -102,8 +100,8 @@ def test_collectives_of_one_size_do_not_meet(
     ("kind", "sizes"),
     [
         (AllReduce, (200, 1000)),
-        (AllGather, (200, 1000)),
-        (AllToAll, (1 << 19, (1 << 19) + 12)),
+        pytest.param(AllGather, (200, 1000), marks=pytest.mark.slow),
+        pytest.param(AllToAll, (1 << 19, (1 << 19) + 12), marks=pytest.mark.slow),
     ],
 )
 def test_payloads_of_different_sizes_do_not_meet(

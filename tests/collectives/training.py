@@ -1,19 +1,18 @@
 """Training loops that know nothing of what carries their exchange."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from comm_hooks import ErrorFeedback, Exchange, Identity, Quantize, RandomK, Sign, TopK
+from comm_hooks import ErrorFeedback, Exchange, Quantize, RandomK, Sign, TopK
 from comm_hooks.collectives import Transport
 from comm_hooks.exchange.layout import Segment
-from comm_hooks.optim import LocalRounds, LocalVarianceAdam, OneBitAdam
+from comm_hooks.optim import LocalRounds, OneBitAdam
 
 STEPS = 6
 EXCHANGES: dict[str, dict[str, Any]] = {
-    "identity": {"compressor": Identity(), "collective": "all_reduce"},
     "random_k": {"compressor": RandomK(density=0.5), "collective": "all_reduce"},
     "topk": {"compressor": TopK(density=0.1), "collective": "all_gather"},
     "quantize": {"compressor": Quantize(bits=4), "collective": "sharded"},
@@ -22,6 +21,14 @@ EXCHANGES: dict[str, dict[str, Any]] = {
         "collective": "hierarchical",
         "ranks_per_node": 1,
     },
+}
+
+
+OPTIMIZERS: dict[str, Callable[[Any, Exchange], Any]] = {
+    "OneBitAdam": lambda named, exchange: OneBitAdam(named, exchange, lr=1e-2, freeze_step=2),
+    "LocalRounds": lambda named, exchange: LocalRounds(
+        torch.optim.AdamW(named, lr=1e-2), exchange, local_steps=2
+    ),
 }
 
 
@@ -54,17 +61,8 @@ def plain_loop(transport: Transport, name: str) -> dict[str, Any]:
 def optimizer_loop(transport: Transport, name: str) -> dict[str, Any]:
     """Let an optimizer own the exchange."""
     model, batches = model_and_batches(transport.rank)
-    compressor = TopK(density=0.1) if name == "LocalRounds" else Sign()
-    collective = "sharded" if name == "OneBitAdam" else "all_gather"
-    exchange = Exchange(compressor, ErrorFeedback(), collective, min_numel=64, transport=transport)
-    named = list(model.named_parameters())
-    optimizer: Any
-    if name == "OneBitAdam":
-        optimizer = OneBitAdam(named, exchange, lr=1e-2, freeze_step=2)
-    elif name == "LocalRounds":
-        optimizer = LocalRounds(torch.optim.AdamW(named, lr=1e-2), exchange, local_steps=2)
-    else:
-        optimizer = LocalVarianceAdam(named, exchange, lr=1e-2)
+    exchange = Exchange(Sign(), ErrorFeedback(), "sharded", min_numel=64, transport=transport)
+    optimizer = OPTIMIZERS[name](list(model.named_parameters()), exchange)
     for batch in batches:
         optimizer.zero_grad()
         (model(batch) - batch).square().mean().backward()
@@ -74,9 +72,7 @@ def optimizer_loop(transport: Transport, name: str) -> dict[str, Any]:
 
 def all_loops(transport: Transport) -> dict[str, dict[str, Any]]:
     results = {name: plain_loop(transport, name) for name in EXCHANGES}
-    for name in ("OneBitAdam", "LocalRounds", "LocalVarianceAdam"):
-        results[name] = optimizer_loop(transport, name)
-    return results
+    return {**results, **{name: optimizer_loop(transport, name) for name in OPTIMIZERS}}
 
 
 def in_flight(transport: Transport) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """What the FSDP2 tests run on every rank: small models, sharded over 2 of 4 ranks."""
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,8 +40,13 @@ class Net(nn.Module):
 
 
 def two_by_two() -> DeviceMesh:
-    device = torch.get_default_device().type
-    return init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))
+    return _mesh(torch.get_default_device().type, (2, 2), ("replicate", "shard"))
+
+
+@functools.cache
+def _mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return the same mesh to all tests: groups take a while to connect, and keep threads."""
+    return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
 def build(mesh: DeviceMesh, seed: int = 0, reduce_dtype: torch.dtype | None = None) -> nn.Module:
@@ -98,7 +104,7 @@ def hybrid(
 def flat(
     compressor: str, reduce_dtype: torch.dtype | None = None, **options: Any
 ) -> tuple[nn.Module, CompressedReduction]:
-    mesh = init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
+    mesh = _mesh(torch.get_default_device().type, (dist.get_world_size(),), ("shard",))
     model = build(mesh, reduce_dtype=reduce_dtype)
     options = {"min_numel": MIN_NUMEL, **options}
     return model, compress_reduce_scatter(model, compressor, **options)
@@ -379,18 +385,6 @@ def unsharded_parameters() -> list[str]:
         warnings.simplefilter("always")
         compress_all_reduce(model, "topk", mesh=mesh["replicate"])
     return [str(w.message) for w in caught if "fully_shard" in str(w.message)]
-
-
-def not_finite_in_reduce_scatter() -> dict[str, Any]:
-    return not_finite_on_one_rank(flat)
-
-
-def load_misnamed(states: list[dict[str, Any]]) -> None:
-    """Load a state whose shards have the names of half as many."""
-    _, state = flat("topk", density=0.1)
-    own = states[dist.get_rank()]
-    memory = {name.replace("/4]", "/2]"): row for name, row in own["memory"].items()}
-    state.load_state_dict({**own, "memory": memory})
 
 
 def not_finite_on_one_rank(setup: Setup) -> dict[str, Any]:

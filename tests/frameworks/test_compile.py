@@ -49,12 +49,6 @@ def after(net: nn.Module) -> tuple[nn.Module, CompressionState]:
     return model, register(model, "topk", **SETTINGS)
 
 
-def after_registering(net: nn.Module) -> tuple[nn.Module, CompressionState]:
-    ddp = DistributedDataParallel(net, bucket_cap_mb=1)
-    state = register(ddp, "topk", **SETTINGS)
-    return compiled(ddp), state
-
-
 def before(net: nn.Module) -> tuple[nn.Module, CompressionState]:
     model = DistributedDataParallel(compiled(net), bucket_cap_mb=1)
     return model, register(model, "topk", **SETTINGS)
@@ -98,14 +92,14 @@ def compare(wrap: Wrap, optimize_ddp: bool) -> dict[str, Any]:
     }
 
 
+OTHERS: list[tuple[Wrap, bool]] = [(after, False), (before, True), (in_place, True)]
+
+
 @pytest.mark.parametrize(
     ("wrap", "optimize_ddp"),
     [
         (after, True),
-        (after, False),
-        (after_registering, True),
-        pytest.param(before, True, marks=pytest.mark.slow),
-        (in_place, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS),
     ],
 )
 def test_a_compiled_model_is_compressed_like_any_other(

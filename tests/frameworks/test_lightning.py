@@ -1,7 +1,5 @@
 """Lightning's Trainer on real ranks: compression, checkpoints of all ranks, loss scale, logs."""
 
-import importlib
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from comm_hooks import ErrorFeedback, TopK, register
+from comm_hooks import ErrorFeedback, TopK
 from comm_hooks.optim import low_communication
+from tests.frameworks.launching import launch
 from tests.ranks import Ranks
 from tests.test_hook import SMALL_BUCKETS_MB, Net, batch
 
@@ -25,28 +23,16 @@ SETTINGS: dict[str, Any] = {"density": 0.1, "min_numel": 64}
 STEPS_PER_EPOCH = 3
 
 
-def trainer_of(package: str, **options: Any) -> Any:
+def trainer_of(**options: Any) -> Any:
     """Return a Trainer over the ranks that run already."""
-    pl = importlib.import_module(package)
-    plugins = importlib.import_module(
-        "lightning.fabric.plugins.environments"
-        if package == "lightning.pytorch"
-        else "lightning_fabric.plugins.environments"
-    )
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",  # not used: the process group is there
-        RANK=str(dist.get_rank()),
-        LOCAL_RANK=str(dist.get_rank()),
-        WORLD_SIZE=str(dist.get_world_size()),
-        LOCAL_WORLD_SIZE=str(dist.get_world_size()),
-        TORCHELASTIC_RUN_ID="none",
-    )
-    strategy = options.pop("strategy", None) or pl.strategies.DDPStrategy(
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    launch()
+    strategy = options.pop("strategy", None) or lightning.strategies.DDPStrategy(
         bucket_cap_mb=SMALL_BUCKETS_MB, **options.pop("ddp", {})
     )
-    strategy.cluster_environment = plugins.TorchElasticEnvironment()
-    return pl.Trainer(
+    strategy.cluster_environment = TorchElasticEnvironment()
+    return lightning.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=strategy,
@@ -63,11 +49,10 @@ def trainer_of(package: str, **options: Any) -> Any:
     )
 
 
-def module_of(package: str, micro_batches: int = 1, poison: int = -1) -> Any:
-    """Return a LightningModule whose batches depend on the step and the rank alone."""
-    pl = importlib.import_module(package)
+def module_of(micro_batches: int = 1, poison: int = -1) -> Any:
+    """Return a LightningModule with batches that depend on the step and the rank alone."""
 
-    class Module(pl.LightningModule):
+    class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
@@ -107,140 +92,8 @@ def parameters(module: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in module.net.named_parameters()}
 
 
-def trainer_and_loop(package: str) -> dict[str, Any]:
-    """Train with accumulation and clipping, by the Trainer and by a loop of our own."""
-    module, callback = module_of(package, micro_batches=2), callback_of()
-    trainer = trainer_of(
-        package, callbacks=[callback], accumulate_grad_batches=2, gradient_clip_val=0.5
-    )
-    messages = quiet(trainer.fit, module)
-
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    net = Net()
-    ddp = DistributedDataParallel(net, bucket_cap_mb=SMALL_BUCKETS_MB)
-    state = register(ddp, "topk", **SETTINGS)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    for step in range(2 * STEPS_PER_EPOCH):
-        optimizer.zero_grad()
-        first = 2 * step + 2 * (step % STEPS_PER_EPOCH)  # the Trainer counts batches by epoch
-        for micro in range(2):
-            ddp.require_backward_grad_sync = micro == 1
-            inputs, targets = batch(first + micro, rank)
-            (nn.functional.cross_entropy(ddp(inputs), targets) / 2).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        optimizer.step()
-    ours, theirs = state.stats(), callback.state.stats()
-    expected = dict(net.named_parameters())
-    return {
-        "messages": messages,
-        "error": max(
-            float((p - expected[n]).abs().max().detach()) for n, p in parameters(module).items()
-        ),
-        "stats": [
-            {**stats, "residual_norm": round(stats["residual_norm"], 4)} for stats in (ours, theirs)
-        ],
-        "buckets": len(callback.state.exchange.buckets),
-    }
-
-
-@pytest.mark.parametrize(
-    "package",
-    ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.slow)],
-)
-def test_the_trainer_does_what_a_loop_with_register_does(ranks_of: RanksOf, package: str) -> None:
-    pytest.importorskip(package, reason=f"{package} is not installed")
-    for report in ranks_of(2).run(trainer_and_loop, package):
-        assert report["messages"] == []
-        assert report["error"] < 1e-6
-        assert report["stats"][0] == report["stats"][1]
-        assert report["stats"][0]["steps"] == 2 * STEPS_PER_EPOCH
-        assert report["buckets"] >= 2
-
-
-def checkpointing(folder: str, **options: Any) -> Any:
-    return lightning.callbacks.ModelCheckpoint(
-        dirpath=folder, filename="{epoch}", save_top_k=-1, **options
-    )
-
-
-def save_and_resume(folder: str) -> dict[str, Any]:
-    """Fit two epochs, and go on after the first with everything made anew."""
-    package = "lightning.pytorch"
-    module = module_of(package)
-    saving = checkpointing(folder)
-    trainer_of(package, callbacks=[callback_of(), saving], enable_checkpointing=True).fit(module)
-
-    again, callback = module_of(package), callback_of()
-    trainer = trainer_of(package, callbacks=[callback])
-    messages = quiet(trainer.fit, again, ckpt_path=f"{folder}/epoch=0.ckpt")
-    return {
-        "messages": messages,
-        "identical": all(
-            torch.equal(p, parameters(again)[n]) for n, p in parameters(module).items()
-        ),
-        "steps": callback.state.stats()["steps"],
-    }
-
-
-def resume(folder: str, seconds: int = 1) -> tuple[list[str], float]:
-    """Go on from the first epoch; return our warnings, and the sum of the residuals on entry."""
-    package = "lightning.pytorch"
-    entry: list[dict[str, torch.Tensor]] = []
-
-    class Look(lightning.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            entry.append(callback.state.state_dict()["memory"])
-
-    callback = callback_of()
-    trainer = trainer_of(package, callbacks=[callback, Look()], max_epochs=2)
-    messages = quiet(trainer.fit, module_of(package), ckpt_path=f"{folder}/epoch=0.ckpt")
-    return messages, float(sum(v.double().sum() for v in entry[0].values()))
-
-
-def mean_residual(folder: Path, ranks: int) -> float:
-    files = [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(ranks)]
-    return (
-        float(sum(v.double().sum() for f in files for v in f["state"]["memory"].values())) / ranks
-    )
-
-
-@pytest.mark.slow
-def test_checkpoints_hold_the_residuals_of_all_ranks(ranks_of: RanksOf, tmp_path: Path) -> None:
-    for report in ranks_of(2).run(save_and_resume, str(tmp_path)):
-        assert report["identical"], "a resumed run must end bit for bit like an uninterrupted one"
-        assert report["steps"] == 2 * STEPS_PER_EPOCH
-        assert report["messages"] == []
-    folder = tmp_path / "epoch=0.ckpt.comm_hooks"
-    assert sorted(p.name for p in folder.iterdir()) == ["rank0.pt", "rank1.pt"]
-
-    # Another number of ranks: the sum over ranks of what was not sent, over their number, is kept.
-    resumed = ranks_of(3).run(resume, str(tmp_path))
-    assert abs(mean_residual(folder, 2)) > 1e-3
-    assert sum(total for _, total in resumed) / 3 == pytest.approx(mean_residual(folder, 2), 1e-5)
-
-    # Files of another checkpoint, of fewer ranks, and none.
-    other = tmp_path / "epoch=1.ckpt.comm_hooks"
-    hidden = tmp_path / "hidden"
-    folder.rename(hidden)
-    other.rename(folder)
-    for outcome in ranks_of(2).outcomes(resume, str(tmp_path)):
-        assert "was saved after 6 exchanges, but the checkpoint after 3" in str(outcome.error)
-    folder.rename(other)
-    hidden.rename(folder)
-    (folder / "rank1.pt").unlink()
-    for world in (2, 3):
-        for outcome in ranks_of(world).outcomes(resume, str(tmp_path)):
-            assert "rank1.pt is missing: residuals of all 2 ranks are needed" in str(outcome.error)
-    (folder / "rank0.pt").unlink()
-    for messages, total in ranks_of(2).run(resume, str(tmp_path)):
-        assert [m for m in messages if "residuals start from zero" in m]
-        assert total == 0
-
-
 def checkpoints_kept(folder: str) -> list[str]:
     """Return what this rank has written through a CheckpointIO of the user's own."""
-    package = "lightning.pytorch"
     written: list[str] = []
 
     class Recording(lightning.plugins.io.TorchCheckpointIO):
@@ -257,15 +110,14 @@ def checkpoints_kept(folder: str) -> list[str]:
             dirpath=f"{folder}/{name}", filename="{epoch}", **options
         )
         trainer = trainer_of(
-            package,
             callbacks=[callback_of(), saving],
             enable_checkpointing=True,
             plugins=[Recording()],
         )
-        trainer.fit(module_of(package))
+        trainer.fit(module_of())
     trainer.save_checkpoint(f"{folder}/by hand.ckpt")
-    trainer = trainer_of(package, callbacks=[callback_of()], max_epochs=3)
-    messages = quiet(trainer.fit, module_of(package), ckpt_path=f"{folder}/one/last.ckpt")
+    trainer = trainer_of(callbacks=[callback_of()], max_epochs=3)
+    messages = quiet(trainer.fit, module_of(), ckpt_path=f"{folder}/one/last.ckpt")
     assert not any("residuals start from zero" in message for message in messages)
     return written
 
@@ -286,16 +138,15 @@ def test_files_of_ranks_come_and_go_with_their_checkpoint(
 
 
 def fit_twice() -> list[float]:
-    package = "lightning.pytorch"
-    module, callback = module_of(package), callback_of()
-    trainer = trainer_of(package, callbacks=[callback], max_epochs=1)
+    module, callback = module_of(), callback_of()
+    trainer = trainer_of(callbacks=[callback], max_epochs=1)
     trainer.fit(module)
     first = callback.state
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module)
     assert callback.state is not first
     other = callback_of()
-    trainer_of(package, callbacks=[other], max_epochs=1).fit(module_of(package))
+    trainer_of(callbacks=[other], max_epochs=1).fit(module_of())
     return [s.stats()["steps"] for s in (first, callback.state, other.state)]
 
 
@@ -307,12 +158,11 @@ def stages() -> dict[str, Any]:
     """Fit rounds, with steps left that nobody has exchanged; then test, save, and fit again."""
     from comm_hooks.frameworks.lightning import CompressionCallback
 
-    package = "lightning.pytorch"
     seen: dict[str, dict[str, torch.Tensor]] = {}
 
     def train(again: bool = False) -> Any:
         callback = CompressionCallback()
-        trainer = trainer_of(package, callbacks=[callback, Look("again" if again else "fit")])
+        trainer = trainer_of(callbacks=[callback, Look("again" if again else "fit")])
         return trainer, callback
 
     class Look(lightning.Callback):
@@ -325,7 +175,7 @@ def stages() -> dict[str, Any]:
         def on_test_start(self, trainer: Any, pl_module: Any) -> None:
             seen[f"{self.stage} tests"] = parameters(pl_module)
 
-    module = module_of(package)
+    module = module_of()
     rounds: Any = None
 
     def configure() -> Any:
@@ -343,7 +193,7 @@ def stages() -> dict[str, Any]:
     shared = {name.removeprefix("net."): v for name, v in module.state_dict().items()}
     messages = quiet(trainer.test, module, verbose=False)
     # A Trainer that knows nothing of rounds sends rank 0's parameters to all.
-    messages += quiet(trainer_of(package, callbacks=[Look("other")]).test, module, verbose=False)
+    messages += quiet(trainer_of(callbacks=[Look("other")]).test, module, verbose=False)
     saved = {name.removeprefix("net."): v for name, v in module.state_dict().items()}
     module.train()
     trainer, _ = train(again=True)
@@ -370,11 +220,10 @@ def test_what_follows_training_begins_at_the_model_that_all_share(ranks_of: Rank
 
 def scaled_training() -> dict[str, Any]:
     """Scale the loss as on a GPU; the inputs of rank 1 overflow in the third step."""
-    package = "lightning.pytorch"
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
     precision = lightning.plugins.MixedPrecision("16-mixed", "cpu", scaler)
-    module, callback = module_of(package, poison=2), callback_of()
-    trainer = trainer_of(package, callbacks=[callback], plugins=[precision], max_epochs=1)
+    module, callback = module_of(poison=2), callback_of()
+    trainer = trainer_of(callbacks=[callback], plugins=[precision], max_epochs=1)
     trainer.fit(module)
     return {
         "scale": scaler.get_scale(),
@@ -393,7 +242,6 @@ def test_residuals_do_not_depend_on_the_loss_scale(ranks_of: RanksOf) -> None:
 
 
 def logged() -> tuple[list[tuple[int, dict[str, float]]], dict[str, Any], dict[str, float]]:
-    package = "lightning.pytorch"
     records: list[tuple[int, dict[str, float]]] = []
 
     class Records(lightning.loggers.logger.Logger):
@@ -408,13 +256,12 @@ def logged() -> tuple[list[tuple[int, dict[str, float]]], dict[str, Any], dict[s
 
     callback = callback_of()
     trainer = trainer_of(
-        package,
         callbacks=[callback],
         logger=Records(),
         accumulate_grad_batches=2,
         enable_progress_bar=False,
     )
-    trainer.fit(module_of(package, micro_batches=2))
+    trainer.fit(module_of(micro_batches=2))
     return records, dict(trainer.progress_bar_metrics), callback.state.stats()
 
 
@@ -431,7 +278,6 @@ def test_what_was_sent_is_logged_every_few_steps(ranks_of: RanksOf) -> None:
 
 
 def refusals() -> dict[str, str]:
-    package = "lightning.pytorch"
     from lightning.pytorch import strategies
 
     class DeepSpeedStrategy(strategies.DDPStrategy):
@@ -452,7 +298,7 @@ def refusals() -> dict[str, str]:
         if options.pop("tuner", False):
             callbacks.append(lightning.callbacks.LearningRateFinder())
         try:
-            trainer_of(package, callbacks=callbacks, **options).fit(module_of(package))
+            trainer_of(callbacks=callbacks, **options).fit(module_of())
         except ValueError as error:
             messages[name] = str(error)
     return messages

@@ -1,9 +1,9 @@
-"""The two recommended optimizers in every framework, against a bare loop.
+"""Rounds, an exchanging optimizer and a hook in every framework, against a bare loop.
 
 Each trains with micro-batches, autocast to bfloat16, clipping and a scheduler, saves and resumes.
 """
 
-import os
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from comm_hooks import ErrorFeedback, Exchange, Sign, register
 from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
 from comm_hooks.frameworks import accelerate as ours_in_accelerate
 from comm_hooks.optim import LocalVarianceAdam, low_communication
+from tests.frameworks.launching import launch
 from tests.ranks import Ranks
 from tests.test_hook import Net, batch
 
@@ -54,9 +55,18 @@ def optimizer_of(method: str, net: nn.Module) -> tuple[Any, LambdaLR]:
     optimizer: Any
     if method == "low_communication":
         optimizer = low_communication(named, lr=0.01, bits_per_parameter=1.0)
+    elif method == "topk":
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     else:
         optimizer = LocalVarianceAdam(named, Exchange(Sign(), ErrorFeedback()), lr=0.01)
     return optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def register_with(method: str, optimizer: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``register()`` after the model: of a hook, or the optimizer."""
+    return (
+        (("topk",), {"density": 0.1, "min_numel": 64}) if method == "topk" else ((optimizer,), {})
+    )
 
 
 def weights(net: nn.Module) -> Weights:
@@ -103,7 +113,8 @@ def with_ddp(method: str, folder: str, steps: range, *, compiled: bool = False) 
     ddp: nn.Module = DistributedDataParallel(net)
     if compiled:
         ddp = torch.compile(ddp, backend="eager")
-    state = register(ddp, optimizer)
+    own, settings = register_with(method, optimizer)
+    state = register(ddp, *own, **settings)
     if steps.start:
         saved = torch.load(f"{folder}/shared.pt", weights_only=True)
         net.load_state_dict(saved["model"])
@@ -111,9 +122,10 @@ def with_ddp(method: str, folder: str, steps: range, *, compiled: bool = False) 
         scheduler.load_state_dict(saved["scheduler"])
         load_rank_files(state, folder)
     for is_last, (inputs, targets) in micro_batches(steps):
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = ddp(inputs)
-        (nn.functional.cross_entropy(logits.float(), targets) / MICRO_BATCHES).backward()
+        with contextlib.nullcontext() if is_last or compiled else ddp.no_sync():  # type: ignore
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = ddp(inputs)
+            (nn.functional.cross_entropy(logits.float(), targets) / MICRO_BATCHES).backward()
         if is_last:
             nn.utils.clip_grad_norm_(ddp.parameters(), CLIP_NORM)
             optimizer.step()
@@ -146,7 +158,8 @@ def with_accelerate(method: str, folder: str, steps: range) -> Outcome:
         net = Net()
         optimizer, scheduler = optimizer_of(method, net)
         model, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
-        state = ours_in_accelerate.register(accelerator, model, optimizer)
+        own, settings = register_with(method, optimizer)
+        state = ours_in_accelerate.register(accelerator, model, *own, **settings)
         if steps.start:
             accelerator.load_state(folder)
         for _, (inputs, targets) in micro_batches(steps):
@@ -162,33 +175,30 @@ def with_accelerate(method: str, folder: str, steps: range) -> Outcome:
         return report(net, state, scheduler.scheduler)
 
 
-def with_fabric(method: str, folder: str, steps: range) -> Outcome:
+def fabric_of(**options: Any) -> Any:
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
     from lightning.fabric.strategies import DDPStrategy
 
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",  # not used: the process group is there
-        RANK=rank,
-        LOCAL_RANK=rank,
-        WORLD_SIZE=world,
-        LOCAL_WORLD_SIZE=world,
-        TORCHELASTIC_RUN_ID="none",
-    )
+    launch()
     fabric = Fabric(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        precision="bf16-mixed",
         strategy=DDPStrategy(cluster_environment=TorchElasticEnvironment()),
+        **options,
     )
+    fabric.launch()
+    return fabric
+
+
+def with_fabric(method: str, folder: str, steps: range) -> Outcome:
+    fabric = fabric_of(precision="bf16-mixed")
     torch.manual_seed(0)
     net = Net()
-    fabric.launch()
     own, scheduler = optimizer_of(method, net)
     model, optimizer = fabric.setup(net, own)
-    state = register(model, optimizer)
+    exchanged, settings = register_with(method, optimizer)
+    state = register(model, *exchanged, **settings)
     content = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if steps.start:
         fabric.load(f"{folder}/fabric.ckpt", content)
@@ -243,9 +253,10 @@ def with_lightning(method: str, folder: str, steps: range) -> Outcome:
             )
 
     validated: list[int] = []
-    module, callback = Module(), CompressionCallback()
+    module = Module()
+    named, settings = register_with(method, None)
+    callback = CompressionCallback(*named, **settings)
     trainer = trainer_of(
-        "lightning.pytorch",
         accumulate_grad_batches=MICRO_BATCHES,
         gradient_clip_val=CLIP_NORM,
         precision="bf16-mixed",
@@ -281,6 +292,8 @@ def train(name: str, method: str, folder: str, straight: str) -> tuple[Outcome, 
     way(method, folder, range(STOP))
     dist.barrier()
     resumed = way(method, folder, range(STOP, STEPS))
+    if method == "topk":
+        return whole, resumed, with_ddp(method, straight, range(STEPS))
     return whole, resumed, bare(method)
 
 
@@ -288,8 +301,8 @@ def train(name: str, method: str, folder: str, straight: str) -> tuple[Outcome, 
     ("name", "method"),
     [
         *((name, "low_communication") for name in WAYS),
+        *((name, "topk") for name in ("accelerate", "fabric", "lightning")),
         ("ddp", "signs"),
-        *(pytest.param(name, "signs", marks=pytest.mark.slow) for name in WAYS if name != "ddp"),
     ],
 )
 def test_frameworks_take_the_same_steps_as_a_bare_loop(
@@ -367,6 +380,10 @@ def hugging_face(method: str, folder: str) -> list[Outcome]:
             batches.append(inputs["input_ids"])
             return super().training_step(model, inputs, *args)
 
+        def log(self, logs: dict[str, float], *args: Any) -> None:
+            super().log(logs, *args)
+            assert "loss" not in logs or logs["comm_hooks/sent_per_step"] > 0
+
     def run(steps: int, resume: bool) -> Outcome:
         torch.manual_seed(0)
         model = transformers.GPT2LMHeadModel(config)
@@ -382,6 +399,7 @@ def hugging_face(method: str, folder: str) -> list[Outcome]:
                 gradient_accumulation_steps=2,
                 max_grad_norm=CLIP_NORM,
                 save_steps=4,
+                logging_steps=2,
                 report_to=[],
                 disable_tqdm=True,
                 dataloader_pin_memory=False,
@@ -389,7 +407,8 @@ def hugging_face(method: str, folder: str) -> list[Outcome]:
             trainer = Trainer(
                 model, arguments, train_dataset=Examples(), optimizers=(optimizer, scheduler)
             )
-            callback = register_with_trainer(trainer)
+            named, settings = register_with(method, None)
+            callback = register_with_trainer(trainer, *named, **settings)
             trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4" if resume else None)
         dist.barrier()
         return report(model, callback.state, scheduler)
@@ -401,12 +420,16 @@ def hugging_face(method: str, folder: str) -> list[Outcome]:
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config)
     optimizer, scheduler = optimizer_of(method, model)
-    state = register(model, optimizer)
+    ddp: nn.Module = DistributedDataParallel(model) if method == "topk" else model
+    own, options = register_with(method, optimizer)
+    state = register(ddp, *own, **options)
     for step in range(6):
-        for tokens in taken[2 * step : 2 * step + 2]:
+        for micro, tokens in enumerate(taken[2 * step : 2 * step + 2]):
             labels = tokens.clone().index_fill_(1, torch.tensor(0), -100)
+            if isinstance(ddp, DistributedDataParallel):
+                ddp.require_backward_grad_sync = micro == 1
             with torch.autocast("cpu", torch.bfloat16):
-                loss = model(input_ids=tokens, labels=labels).loss
+                loss = ddp(input_ids=tokens, labels=labels).loss
             (loss / 2).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
@@ -416,7 +439,7 @@ def hugging_face(method: str, folder: str) -> list[Outcome]:
 
 
 @pytest.mark.parametrize(
-    "method", ["low_communication", pytest.param("signs", marks=pytest.mark.slow)]
+    "method", ["low_communication", pytest.param("topk", marks=pytest.mark.slow)]
 )
 def test_the_trainer_of_transformers(ranks_of: RanksOf, tmp_path: Path, method: str) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
@@ -468,3 +491,26 @@ def test_accelerates_scaler_steps_rounds(ranks_of: RanksOf) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     for run, expected in ranks_of(2).run(scaled):
         check(run, expected)
+
+
+def scaled_by_fabric() -> tuple[bool, float]:
+    from lightning.fabric.plugins import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    fabric = fabric_of(plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    net = Net()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    state = register(model, "topk", density=0.1, min_numel=64)
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs, targets = batch(step, dist.get_rank())
+        fabric.backward(nn.functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+    return state.loss_scale == scaler.get_scale, state.stats()["residual_norm"]
+
+
+def test_fabrics_loss_scale_is_found(ranks_of: RanksOf) -> None:
+    pytest.importorskip("lightning", reason="Lightning is not installed")
+    for is_found, norm in ranks_of(2).run(scaled_by_fabric):
+        assert is_found
+        assert 0 < norm < 50  # scaled it would be 16384 times as large

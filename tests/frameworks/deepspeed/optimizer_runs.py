@@ -1,8 +1,6 @@
 """What tests of optimizers under DeepSpeed share: a small model, runs in an engine and without."""
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from comm_hooks import skip_hook
 from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.frameworks.deepspeed import initialize
 from comm_hooks.optim.registry import find
+from tests.frameworks.deepspeed.common import import_deepspeed
 
 Step = list[tuple[torch.Tensor, torch.Tensor]]
 STEPS, ACCUMULATION = 10, 2
@@ -33,34 +32,6 @@ PARAMS: dict[str, dict[str, Any]] = {
     "DGC": {"lr": 0.1, "warmup_steps": 4, "clip_norm": 1.0},
     "FetchSGD": {"lr": 0.05, "density": 0.01, "masking": True},
 }
-
-
-@contextlib.contextmanager
-def deepspeed_on_cpu() -> Iterator[None]:
-    """Keep DeepSpeed from compiling, from asking MPI who is there, and from its chatter."""
-    variables = {
-        "DS_ACCELERATOR": "cpu",
-        "RANK": str(dist.get_rank()),
-        "LOCAL_RANK": str(dist.get_rank()),
-        "WORLD_SIZE": str(dist.get_world_size()),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    import deepspeed
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.utils.logger.setLevel("ERROR")
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def new_model() -> nn.Module:
@@ -108,8 +79,8 @@ def settings(
 
 
 def new_engine(config: Mapping[str, Any], model: nn.Module | None = None, **given: Any) -> Any:
-    with deepspeed_on_cpu():
-        return initialize(model=model or new_model(), config=dict(config), **given)[0]
+    import_deepspeed()
+    return initialize(model=model or new_model(), config=dict(config), **given)[0]
 
 
 def train(engine: Any, steps: list[Step]) -> None:
@@ -122,7 +93,6 @@ def train(engine: Any, steps: list[Step]) -> None:
 def train_alone(
     name: str,
     params: Mapping[str, Any],
-    block: Mapping[str, Any] | None = None,
     on_step: Callable[[torch.optim.Optimizer, nn.Module, int], None] | None = None,
 ) -> nn.Module:
     """Train under DDP with the same optimizer of the library, which knows nothing of DeepSpeed."""
@@ -130,7 +100,7 @@ def train_alone(
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, skip_hook)
     entry = find(name)
-    exchange = Exchange(ExchangeSettings.from_dict(block or entry.published or {}))
+    exchange = Exchange(ExchangeSettings.from_dict(entry.published or {}))
     optimizer = entry.build(model.named_parameters(), exchange, **params)
     for index, step in enumerate(minibatches()):
         for inputs, targets in step:

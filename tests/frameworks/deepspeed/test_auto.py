@@ -69,44 +69,6 @@ def test_an_import_does_what_initialize_does(ranks: Ranks, stage: int) -> None:
         assert len(set(ends.values())) == 1
 
 
-def with_our_optimizers() -> tuple[list[str], list[str]]:
-    deepspeed = import_deepspeed()
-    import comm_hooks.frameworks.deepspeed.auto  # noqa: F401
-    from comm_hooks.frameworks.deepspeed import initialize
-
-    params = {"lr": 0.01, "freeze_step": 1}
-    one_bit = config(optimizer={"type": "OneBitAdam", "params": params})
-    # Without a compressor: the block belongs to the optimizer, which has one already.
-    one_bit["comm_hooks"] = {"min_numel": 64}
-    server = config(1, TOPK, optimizer={"type": "AMSGrad", "params": {"lr": 0.01}})
-    ends: tuple[list[str], list[str]] = ([], [])
-    for settings, found in zip((one_bit, server), ends, strict=True):
-        for make in (deepspeed.initialize, initialize):
-            engine = through(make, settings)
-            train(engine, 3)
-            assert engine.comm_hooks.stats()["steps"] == 3
-            found.append(digest(engine))
-    return ends
-
-
-def test_optimizers_by_name(ranks: Ranks) -> None:
-    for one_bit, server in ranks.run(with_our_optimizers):
-        assert len(set(one_bit)) == len(set(server)) == 1
-
-
-def misspelt() -> None:
-    deepspeed = import_deepspeed()
-    import comm_hooks.frameworks.deepspeed.auto  # noqa: F401
-
-    through(deepspeed.initialize, {**config(), "comm_hook": TOPK})
-
-
-def test_a_misspelt_block_is_refused(ranks: Ranks) -> None:
-    for outcome in ranks.outcomes(misspelt):
-        assert isinstance(outcome.error, ValueError)
-        assert "did you mean 'comm_hooks'" in str(outcome.error)
-
-
 def pipeline() -> float:
     deepspeed = import_deepspeed()
     import comm_hooks.frameworks.deepspeed.auto  # noqa: F401

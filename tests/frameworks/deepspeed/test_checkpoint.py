@@ -29,14 +29,6 @@ RanksOf = Callable[[int], Ranks]
 
 GATHERED = {**TOPK, "collective": "all_gather"}
 
-SETTINGS = {
-    "stage 0": (0, TOPK),
-    "stage 0, no memory": (0, {"compressor": "random_k", "density": 0.1, "min_numel": 64}),
-    "stage 1": (1, TOPK),
-    "stage 1, sharded": (1, {**TOPK, "collective": "sharded"}),
-    "stage 2, 4 bits": (2, {**TOPK, "memory": {"type": "error_feedback", "bits": 4}}),
-}
-
 
 def resumed(folder: str, stage: int, block: dict[str, Any], tag: str | None) -> dict[str, str]:
     settings = config(stage, block, accumulation=2)
@@ -59,14 +51,16 @@ def resumed(folder: str, stage: int, block: dict[str, Any], tag: str | None) -> 
     }
 
 
-USUAL = ["stage 0", "stage 1, sharded"]
-
-
-@pytest.mark.parametrize("case", by_default(USUAL, [c for c in SETTINGS if c not in USUAL]))
+@pytest.mark.parametrize(
+    ("stage", "block"),
+    by_default(
+        [(0, TOPK), (1, {**TOPK, "collective": "sharded"})],
+        [(2, {**TOPK, "memory": {"type": "error_feedback", "bits": 4}})],
+    ),
+)
 def test_a_resumed_run_ends_as_one_that_went_on(
-    ranks_of: RanksOf, case: str, tmp_path: Path
+    ranks_of: RanksOf, stage: int, block: dict[str, Any], tmp_path: Path
 ) -> None:
-    stage, block = SETTINGS[case]
     tag = None if stage else "my_tag"
     for report in ranks_of(2).run(resumed, str(tmp_path), stage, block, tag):
         assert report["straight"] == report["resumed"]
@@ -95,7 +89,7 @@ def load(folder: str, stage: int, tag: str = "tag", **more: Any) -> Any:
     return restored, residuals, digest(engine), texts
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("stage", by_default([0], [1]))
 def test_another_number_of_ranks_keeps_what_was_not_sent(
     ranks_of: RanksOf, stage: int, tmp_path: Path
 ) -> None:

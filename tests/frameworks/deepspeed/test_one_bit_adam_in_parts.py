@@ -175,22 +175,3 @@ def test_an_optimizer_that_begins_has_a_warm_up(
     for exact, then in ranks_of(2).run(without_the_optimizer, str(tmp_path), stage):
         assert exact == 0
         assert then > 0
-
-
-def exact_first_steps(stage: int, start: int) -> list[str]:
-    """Return digests after each step of AdamW behind signs that begin after ``start`` steps."""
-    block = {"compressor": "sign", "min_numel": 64, "start_compression_step": start}
-    engine = engine_of(config(stage, block))
-    digests = []
-    for step in range(4):
-        train(engine, 1, first=step)
-        digests.append(digest(engine))
-    return digests
-
-
-@pytest.mark.parametrize("stage", by_default([1], [0, 2]))
-def test_a_block_may_begin_later(ranks_of: RanksOf, stage: int) -> None:
-    never, second, (first, _) = (ranks_of(2).run(exact_first_steps, stage, n) for n in (9, 2, 0))
-    assert never[0][:2] == second[0][:2]
-    assert never[0][2] != second[0][2]
-    assert never[0][0] != first[0]

@@ -15,10 +15,10 @@ from comm_hooks import ErrorFeedback, Exchange, Sign
 from comm_hooks.exchange import ExchangeSettings
 from comm_hooks.optim import OneBitAdam
 from comm_hooks.optim.registry import OPTIMIZERS
+from tests.frameworks.deepspeed.common import import_deepspeed
 from tests.frameworks.deepspeed.optimizer_runs import (
     ACCUMULATION,
     PARAMS,
-    deepspeed_on_cpu,
     distance,
     loss_of,
     minibatches,
@@ -42,47 +42,25 @@ OTHERS = [
     if entry.published and not entry.works_in_rounds and entry.name != "marina"
     if entry.type_name not in USUAL
 ]
-TOPK = {"compressor": "topk", "density": 0.05}
 
 
-def with_and_without(name: str, block: dict[str, Any] | None, alone: dict[str, Any] | None) -> Any:
+def with_and_without(name: str) -> Any:
     params = PARAMS.get(name, {})
-    more = {} if block is None else {"comm_hooks": block}
-    engine = new_engine(settings(name, params, **more))
+    engine = new_engine(settings(name, params))
     train(engine, minibatches())
-    other = train_alone(name, params, alone)
+    other = train_alone(name, params)
     moved = distance(engine.module, new_model())
     return distance(engine.module, other), moved, engine.comm_hooks.stats(), values(engine.module)
 
 
 @pytest.mark.parametrize("name", by_default(USUAL, OTHERS))
 def test_equals_the_optimizer_without_deepspeed(ranks_of: RanksOf, name: str) -> None:
-    (error, moved, stats, own), (_, _, _, other) = ranks_of(2).run(
-        with_and_without, name, None, None
-    )
+    (error, moved, stats, own), (_, _, _, other) = ranks_of(2).run(with_and_without, name)
     assert error <= 1e-6
     assert moved > 1e-3
     assert stats["bytes_sent"] > 0
     if name != "ZeroOneAdam":  # whose replicas differ between synchronizations
         assert all(map(torch.equal, own, other))
-
-
-@pytest.mark.parametrize(
-    ("name", "block", "meant"),
-    by_default(
-        [("CDAdam", TOPK, {**TOPK, "memory": "differences"})],
-        [
-            ("OneBitAdam", TOPK, TOPK),
-            ("OneBitAdam", {"min_numel": 4096}, {**PUBLISHED, "min_numel": 4096}),
-            ("DGC", TOPK, {**TOPK, "memory": "momentum_correction"}),
-        ],
-    ),
-)
-def test_the_block_is_the_exchange(
-    ranks_of: RanksOf, name: str, block: dict[str, Any], meant: dict[str, Any]
-) -> None:
-    results = ranks_of(2).run(with_and_without, name, block, meant)
-    assert max(error for error, *_ in results) <= 1e-6
 
 
 def legacy_run() -> Any:
@@ -149,30 +127,12 @@ def clip(optimizer: Any, model: nn.Module, index: int) -> None:
         gradient.mul_(1 / ((mean + 1e-6) / LIMIT))
 
 
-def clipped() -> tuple[float, float]:
-    params = PARAMS["OneBitAdam"]
-    engine = new_engine(settings("OneBitAdam", params, gradient_clipping=LIMIT))
-    train(engine, minibatches())
-    other = train_alone("OneBitAdam", params, on_step=clip)
-    unclipped = train_alone("OneBitAdam", params)
-    return distance(engine.module, other), distance(engine.module, unclipped)
-
-
-def test_clips_by_a_norm_that_ranks_share(ranks_of: RanksOf) -> None:
-    for error, effect in ranks_of(2).run(clipped):
-        assert error <= 1e-6
-        assert effect > 1e-4
-
-
 def sixteen_bits(dtype: torch.dtype, limit: float) -> Any:
     """Train in 16 bits in an engine, and by hand with float32 copies and local gradients."""
     name, params = "OneBitAdam", PARAMS["OneBitAdam"]
     kind = "bf16" if dtype == torch.bfloat16 else "fp16"
     block = {"enabled": True}
     if kind == "fp16":
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-        CPU_Accelerator.is_fp16_supported = lambda self: True
         block["initial_scale_power"] = 4
     more = {"gradient_clipping": limit} if limit else {}
     engine = new_engine(settings(name, params, **{kind: block}, **more))
@@ -209,10 +169,7 @@ def sixteen_bits(dtype: torch.dtype, limit: float) -> Any:
 
 @pytest.mark.parametrize(
     ("dtype", "limit"),
-    by_default(
-        [(torch.float16, LIMIT)],
-        [(torch.float16, 0.0), (torch.bfloat16, 0.0), (torch.bfloat16, LIMIT)],
-    ),
+    by_default([(torch.float16, LIMIT)], [(torch.bfloat16, LIMIT), (torch.bfloat16, 0.0)]),
 )
 def test_sixteen_bits(ranks_of: RanksOf, dtype: torch.dtype, limit: float) -> None:
     first, second = ranks_of(2).run(sixteen_bits, dtype, limit)
@@ -226,10 +183,6 @@ def test_sixteen_bits(ranks_of: RanksOf, dtype: torch.dtype, limit: float) -> No
 
 def poisoned(name: str, poison: float, more: dict[str, Any]) -> Any:
     """Train with a gradient on rank 1 at one step that is not finite, or too large to square."""
-    if "fp16" in more:
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-        CPU_Accelerator.is_fp16_supported = lambda self: True
     engine = new_engine(settings(name, PARAMS.get(name), accumulation=1, **more))
     steps = minibatches(8, accumulation=1)
     scales = []
@@ -256,9 +209,7 @@ def poisoned(name: str, poison: float, more: dict[str, Any]) -> Any:
             ("OneBitAdam", float("inf"), {"fp16": {"enabled": True, "hysteresis": 1}}),
         ],
         [
-            ("FetchSGD", float("inf"), {}),
             ("DGC", float("nan"), {"gradient_clipping": 1.0}),
-            ("OneBitAdam", float("nan"), {"bf16": {"enabled": True}}),
         ],
     ),
 )
@@ -276,7 +227,8 @@ def test_all_ranks_skip_alike(
     assert all(bool(v.isfinite().all()) for v in first[3])
 
 
-def passed_as_object(more: dict[str, Any]) -> float:
+def passed_as_object() -> float:
+    more = {"bf16": {"enabled": True}}
     model = new_model()
     exchange = Exchange(Sign(block_size=None, scale="rms"), ErrorFeedback(), "sharded")
     optimizer = OneBitAdam(model.named_parameters(), exchange, **PARAMS["OneBitAdam"])
@@ -289,9 +241,8 @@ def passed_as_object(more: dict[str, Any]) -> float:
     return distance(engine.module, named.module)
 
 
-@pytest.mark.parametrize("more", by_default([{"bf16": {"enabled": True}}], [{}]))
-def test_an_optimizer_that_the_user_made_is_that_of_the_json(ranks_of: RanksOf, more: Any) -> None:
-    assert ranks_of(2).run(passed_as_object, more) == [0.0, 0.0]
+def test_an_optimizer_that_the_user_made_is_that_of_the_json(ranks_of: RanksOf) -> None:
+    assert ranks_of(2).run(passed_as_object) == [0.0, 0.0]
 
 
 def decays_once() -> float:
@@ -310,18 +261,16 @@ def test_the_wrapper_of_16_bits_decays_nothing(ranks_of: RanksOf) -> None:
 
 
 def in_a_pipeline(more: dict[str, Any]) -> float:
-    import deepspeed
-    from deepspeed.pipe import PipelineModule
-
-    with deepspeed_on_cpu():
-        deepspeed.init_distributed("gloo")
-        model = PipelineModule(list(new_model()), num_stages=1, loss_fn=nn.functional.cross_entropy)
-        # Its layers have been made anew, with other random numbers.
-        for own, other in zip(model.parameters(), new_model().parameters(), strict=True):
-            own.data.copy_(other.data)
-        engine = new_engine(settings("OneBitAdam", PARAMS["OneBitAdam"], **more), model)
-        for step in minibatches():
-            engine.train_batch(iter(step))
+    deepspeed = import_deepspeed()
+    deepspeed.init_distributed("gloo")
+    loss = nn.functional.cross_entropy
+    model = deepspeed.pipe.PipelineModule(list(new_model()), num_stages=1, loss_fn=loss)
+    # Its layers have been made anew, with other random numbers.
+    for own, other in zip(model.parameters(), new_model().parameters(), strict=True):
+        own.data.copy_(other.data)
+    engine = new_engine(settings("OneBitAdam", PARAMS["OneBitAdam"], **more), model)
+    for step in minibatches():
+        engine.train_batch(iter(step))
     return distance(model, train_alone("OneBitAdam", PARAMS["OneBitAdam"]))
 
 
