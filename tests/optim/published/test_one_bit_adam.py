@@ -1,7 +1,7 @@
 """OneBitAdam against an independent NumPy reference, on real ranks."""
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +85,7 @@ def test_matches_the_reference(ranks_of: RanksOf, operator: str, sharded: bool) 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_matches_the_published_exchange(ranks_of: RanksOf, ranks: int) -> None:
-    """With a scale per tensor from each rank, and a scale per shard back; not with others."""
+    """With a scale per tensor from each rank, and a scale per shard back; not with another."""
     steps = 60
     expected = reference(lambda: PublishedMean(ranks), ranks, steps)
 
@@ -99,11 +99,10 @@ def test_matches_the_published_exchange(ranks_of: RanksOf, ranks: int) -> None:
 
     # What float32 rounds in 60 steps.
     assert distance(PUBLISHED) < 1e-5
-    for other in (Sign(), Sign(block_size=None), Sign(scale="rms")):
-        assert distance(other) > 0.1
+    assert distance(Sign(block_size=None)) > 0.1
 
 
-@pytest.mark.parametrize("granularity", get_args(Granularity))
+@pytest.mark.parametrize("granularity", ["bucket", *rarely("parameter")])
 def test_the_published_exchange_resumes(ranks_of: RanksOf, granularity: Granularity) -> None:
     options = {"operator": PUBLISHED, "freeze_step": 2, "granularity": granularity}
     assert all(ranks_of(2).run(resume, make, options, torch.float32))

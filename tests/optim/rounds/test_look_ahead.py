@@ -174,31 +174,6 @@ def test_another_ranks_state_begins_at_the_servers_model() -> None:
     assert torch.equal(*models)
 
 
-@pytest.mark.slow
-def test_it_sees_what_is_on_its_way_and_does_not_overshoot() -> None:
-    """What one-dimensional delays do: at x alone, each rank asks for the same again and again."""
-
-    def distance(share: float) -> float:
-        def rank(transport: Transport) -> float:
-            parameter = nn.Parameter(torch.zeros(1, SIZE))
-            rounds = make_rounds([parameter], transport, share)
-            furthest = 0.0
-            for _ in range(200):
-                go(rounds, [parameter], K, 0)  # all have the same optimum
-                with rounds.server_parameters():
-                    furthest = max(furthest, float(parameter.detach().abs().max()))
-            return furthest
-
-        return run_ranks(rank, RANKS)[0]
-
-    generator = torch.Generator().manual_seed(0)
-    torch.rand(SIZE, generator=generator, dtype=torch.float64)
-    target = float(torch.randn(SIZE, generator=generator, dtype=torch.float64).abs().max())
-    blind, seeing = distance(0.0), distance(ETA / RANKS)
-    assert blind > 2 * target
-    assert seeing < 0.5 * (blind + target)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
