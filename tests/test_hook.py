@@ -443,8 +443,7 @@ def half_precision(collective: str, scaled: bool) -> tuple[float, bool]:
     return float(lost.norm() / given.norm()), finite
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("collective", ["all_gather", "hierarchical"])
+@pytest.mark.parametrize(("collective", "scaled"), [("all_gather", True), ("hierarchical", False)])
 def test_what_float16_cannot_hold_arrives_later(
     ranks_of: RanksOf, collective: str, scaled: bool
 ) -> None:
@@ -515,7 +514,7 @@ def one_state_in_two_models(named: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_state_in_two_models_is_refused(ranks_of: RanksOf, named: bool) -> None:
     for message in ranks_of(2).run(one_state_in_two_models, named):
         assert "CompressionState: this state belongs to another model: give each DDP" in message

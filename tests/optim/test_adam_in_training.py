@@ -137,22 +137,6 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
 
 
 @each_class
-def test_copies_step_alike(optimizer_class: type[Adam] | type[AMSGrad]) -> None:
-    """A deep copy does without ``__init__``."""
-    x = nn.Parameter(torch.ones(3))
-    optimizer = optimizer_class([x], lr=0.1)
-    x.grad = torch.tensor([1.0, -2.0, 3.0])
-    optimizer.step()
-    twin = copy.deepcopy(optimizer)
-    (y,) = twin.param_groups[0]["params"]
-    y.grad = x.grad.clone()
-    optimizer.step()
-    twin.step()
-    assert y is not x
-    assert torch.equal(x, y)
-
-
-@each_class
 def test_it_goes_on_where_torchs_adamw_stopped(
     optimizer_class: type[Adam] | type[AMSGrad],
 ) -> None:

@@ -268,7 +268,7 @@ def step(name: str, forgotten: bool, how: str) -> tuple[str, bool, float]:
     return message, moved, optimizer.exchange.stats()["bytes_sent"]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["adam", "local_rounds", *rarely("marina")])
 def test_a_forgotten_skip_hook_is_refused_at_the_first_step(ranks_of: RanksOf, name: str) -> None:
     for message, moved, sent in ranks_of(2).run(step, name, True, "as ever"):
         assert message.startswith("DDP has averaged the gradients (its hook: all_reduce)")
@@ -315,8 +315,14 @@ def test_clients_whose_gradients_ddp_has_averaged_are_refused_after_the_first_tu
         assert turns == expected
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("forgotten", "how"), [(False, "as ever"), (True, "no_sync")])
+@pytest.mark.parametrize(
+    ("name", "forgotten", "how"),
+    [
+        ("adam", True, "no_sync"),
+        ("local_rounds", False, "as ever"),
+        *rarely(("adam", False, "as ever"), ("local_rounds", True, "no_sync")),
+    ],
+)
 def test_with_skip_hook_or_no_sync_they_train(
     ranks_of: RanksOf, name: str, forgotten: bool, how: str
 ) -> None:

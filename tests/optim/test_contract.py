@@ -20,6 +20,7 @@ from comm_hooks import (
     ErrorFeedback,
     Exchange,
     Identity,
+    Quantize,
     Sign,
     TopK,
 )
@@ -36,6 +37,7 @@ from comm_hooks.optim import (
     DeMo,
     FetchSGD,
     LocalVarianceAdam,
+    Marina,
     MicroAdam,
     OneBitAdam,
     OneBitLamb,
@@ -350,6 +352,12 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     ),
     (CDAdam, {"exchange": Exchange(SIGN, None)}, r"memory must be Differences\(\), got None"),
     (EF21, {"exchange": Exchange(SIGN, ErrorFeedback())}, r"EF21: .* must be Differences\(\)"),
+    *((Marina, {"p": bad}, r"p must lie in \(0, 1\]") for bad in (0.0, NAN)),
+    *(
+        (Marina, {"exchange": Exchange(biased)}, "the compressor must be unbiased")
+        for biased in (TopK(), Quantize(), RandomK(unbiased=False))
+    ),
+    (Marina, {"exchange": Exchange(Identity(), ErrorFeedback())}, "use memory=None"),
 ]
 # What each is made with where a case says nothing.
 USUAL: dict[type, tuple[Exchange, dict[str, Any]]] = {
@@ -365,6 +373,7 @@ USUAL: dict[type, tuple[Exchange, dict[str, Any]]] = {
     DeMo: (Exchange(DCTTopK(), ErrorFeedback(decay=0.999)), {}),
     DGC: (Exchange(TopK(), MomentumCorrection()), {"lr": 0.1}),
     FetchSGD: (Exchange(CountSketch()), {"lr": 0.1, "density": 0.1}),
+    Marina: (Exchange(Quantize(stochastic=True)), {"lr": 0.1, "p": 0.5}),
 }
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from comm_hooks import Differences, Exchange
 from comm_hooks.optim.published.ef21 import EF21
-from tests.optim.references import OPERATORS, Estimate, Exact, Operator
+from tests.optim.references import OPERATORS, Estimate, Exact, Operator, check
 from tests.optim.replicas import MIN_NUMEL, SHAPES, gradient, start
-from tests.optim.scenarios import RanksOf, Values, history, rarely, same
+from tests.optim.scenarios import RanksOf, Values, history, rarely
 
 STEPS = 30
 LR, DECAY = 0.02, 0.1
@@ -49,9 +49,6 @@ def test_matches_the_reference(
 ) -> None:
     options = {"operator": operator, "sharded": sharded, "momentum": momentum}
     histories = ranks_of(2).run(history, make, options, STEPS)
-    for replica, other in zip(*histories, strict=True):
-        assert same(replica, other), "replicas must not drift"
     expected = reference(OPERATORS[operator][1], 2, sharded, momentum)
-    for name in SHAPES:
-        # 30 float32 steps of the order of 0.02, times 10 with momentum
-        np.testing.assert_allclose(histories[0][-1][name], expected[name], rtol=1e-5, atol=1e-4)
+    # 30 float32 steps of the order of 0.02, times 10 with momentum
+    check([values[-1] for values in histories], expected, atol=1e-4)

@@ -12,7 +12,7 @@ from torch import nn
 from comm_hooks import ErrorFeedback, Exchange, Sign
 from comm_hooks.compressors.base import Granularity
 from comm_hooks.optim.published.one_bit_adam import OneBitAdam
-from tests.optim.references import OPERATORS, Exact, PublishedMean
+from tests.optim.references import OPERATORS, Exact, PublishedMean, check
 from tests.optim.replicas import (
     MIN_NUMEL,
     SHAPES,
@@ -23,7 +23,7 @@ from tests.optim.replicas import (
     resume,
     start,
 )
-from tests.optim.scenarios import RanksOf, Values, history, rarely, same
+from tests.optim.scenarios import RanksOf, Values, history, rarely
 
 STEPS, FREEZE = 30, 6
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -75,12 +75,9 @@ def reference(means: Callable[[], Any], ranks: int, steps: int = STEPS) -> Value
 def test_matches_the_reference(ranks_of: RanksOf, operator: str, sharded: bool) -> None:
     options = {"operator": operator, "sharded": sharded}
     histories = ranks_of(2).run(history, make, options, STEPS)
-    for replica, other in zip(*histories, strict=True):
-        assert same(replica, other), "replicas must not drift"
     expected = reference(lambda: Mean(OPERATORS[operator][1], 2, sharded=sharded), 2)
-    for name in SHAPES:
-        # 30 float32 steps of the order of 0.01; small v make larger ones
-        np.testing.assert_allclose(histories[0][-1][name], expected[name], rtol=2e-5, atol=1e-4)
+    # 30 float32 steps of the order of 0.01; small v make larger ones
+    check([values[-1] for values in histories], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
