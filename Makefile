@@ -13,7 +13,6 @@
 # make faults  inject faults into runs of every method, and write docs/faults.md (a quarter of an hour)
 # make third-party SOURCES=folder  other projects' scripts with three edited lines (two hours; page)
 # make release-check  build wheel and source archive, install them in empty environments, train (6 minutes)
-# make audit-faults  audit planted faults and correct configurations, and count (an hour)
 # Each makes its own virtual environment in .venv first.
 
 PYTHON ?= python3
@@ -29,7 +28,7 @@ PIP_OPTIONS := --quiet --no-compile
 
 AREAS := frameworks deepspeed optim private core launchers benchmarks docs doctests
 
-.PHONY: demo test $(AREAS:%=test-%) test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults audit-faults third-party release-check clean
+.PHONY: demo test $(AREAS:%=test-%) test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults third-party release-check clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.compare --steps 90
@@ -102,10 +101,6 @@ predictions: $(READY)
 
 faults: $(READY)
 	$(BIN)/python -m tests.faults
-
-audit-faults: $(READY)
-	$(BIN)/python -m tests.benchmarks.audit
-	$(BIN)/python -m tests.benchmarks.audit.script_faults
 
 THIRD_PARTY := .venv-third-party/bin
 third-party:

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 # The extra "launch".
-_missing = [n for n in ("typer", "rich", "psutil", "yaml") if not importlib.util.find_spec(n)]
+_missing = [n for n in ("typer", "rich", "psutil") if not importlib.util.find_spec(n)]
 if _missing:
     print(
         f"comm-hooks: the command line needs {', '.join(_missing)}: "

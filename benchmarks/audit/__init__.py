@@ -3,14 +3,12 @@
 ``configuration`` reads a training and asks the placement rules; its ``Stages`` make the parts of a
 private step, and ``world`` plays them on simulated ranks.  ``checks`` looks at one property each:
 ``clipping``, ``noise``, ``memory`` (a sample shows in its own steps only, and under noise) and
-``sampling``; ``chances`` limits false alarms.  ``attacks`` guesses the members of a batch and
+``sampling``; ``chances`` limits false alarms.  ``attack`` guesses the members of a batch and
 turns guesses into a lower bound of epsilon.  ``script`` audits a user's own training loop, which
 ``events`` observes.
 """
 
-from benchmarks.audit.attacks.bounds import epsilon_lower_bound, gaussian_lower_bound
-from benchmarks.audit.attacks.one_run import OneRunAudit, audit_one_run
-from benchmarks.audit.attacks.releases import Attack
+from benchmarks.audit.attack import Attack
 from benchmarks.audit.audit import Audit, audit_configuration
 from benchmarks.audit.configuration import Configuration, Stages
 from benchmarks.audit.script.audit import Check, ScriptAudit, audit_script
@@ -22,13 +20,9 @@ __all__ = [
     "Check",
     "Configuration",
     "Job",
-    "OneRunAudit",
     "ScriptAudit",
     "ScriptFailed",
     "Stages",
     "audit_configuration",
-    "audit_one_run",
     "audit_script",
-    "epsilon_lower_bound",
-    "gaussian_lower_bound",
 ]

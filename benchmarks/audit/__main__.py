@@ -11,14 +11,13 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.audit.attacks.releases import Attack
+from benchmarks.audit.attack import CONFIDENCE, Attack
 from benchmarks.audit.audit import Audit, audit_configuration
-from benchmarks.audit.configuration import read_configuration, read_ledger
+from benchmarks.audit.configuration import read_configuration
 from benchmarks.audit.script.audit import ScriptAudit, audit_script
 from benchmarks.audit.script.run import Job, ScriptFailed
 from comm_hooks.launchers.output import complain, make_console, refusing, require_positive, say
-from comm_hooks.optim.private.accounting import Accountant, Claim, RDPAccountant, claim
-from comm_hooks.optim.private.accounting.accountant import require_delta
+from comm_hooks.optim.private.accounting import Claim, claim
 from comm_hooks.optim.private.errors import PrivacyError
 
 _NAME = "python -m benchmarks.audit"
@@ -36,12 +35,6 @@ def audit(
     config: Annotated[
         Path | None, typer.Option(help="The private training, as JSON: see docs/audit.md.")
     ] = None,
-    ledger: Annotated[
-        Path | None, typer.Option(help="A ledger: the claim is for its releases.")
-    ] = None,
-    delta: Annotated[
-        float | None, typer.Option(help="Of the guarantee. [default: the configuration's]")
-    ] = None,
     attack: Annotated[bool, typer.Option(help="Check and attack the configuration.")] = True,
     script: Annotated[
         Path | None, typer.Option(help="A training script, run as it is and observed.")
@@ -51,7 +44,6 @@ def audit(
     ] = None,
     steps: Annotated[int, typer.Option(help="Private steps of the script to observe.")] = 20,
     timeout: Annotated[float, typer.Option(help="Seconds for one run of the script.")] = 120.0,
-    confidence: Annotated[float, typer.Option(help="Of the bound that the attack proves.")] = 0.95,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a private training: is it valid, what does it claim, does an attack disprove that?
@@ -61,63 +53,46 @@ def audit(
     """
     with refusing(_NAME):
         if script is not None:
-            if config is not None or ledger is not None:
-                raise ValueError("--script is audited by itself: leave out --config and --ledger")
+            if config is not None:
+                raise ValueError("--script is audited by itself: leave out --config")
             job = Job(script, tuple(arguments or ()), nproc_per_node, steps, timeout)
             _leave(_audit_script(job, json_))
             return
         if arguments:
             raise ValueError(f"unexpected {' '.join(arguments)}: arguments are for --script")
-        if config is None and ledger is None:
-            raise ValueError("nothing to audit: give --config, --ledger or --script")
-        if delta is not None:
-            require_delta(delta, "--delta")
-        if not 0 < confidence < 1:
-            raise ValueError(f"--confidence must be between 0 and 1, got {confidence:g}")
-        configuration = read_configuration(config) if config else None
-        if configuration is None and delta is None:
-            raise ValueError("--ledger without --config needs --delta")
-        events = read_ledger(ledger) if ledger else []
-        if ledger and not events:
-            raise ValueError(f"--ledger {ledger}: no step has been taken")
-    content: dict[str, Any] = {}
-    accountant: Accountant = RDPAccountant()
-    if configuration:
-        delta, accountant = delta or configuration.delta, configuration.build_accountant()
-        try:
-            verdict = configuration.judge()
-        except PrivacyError as error:
-            raise _invalid(str(error), json_) from None
-        events = events or [verdict.recorded(configuration.event(), configuration.placement)]
-        content["verdict"] = asdict(verdict)
-        if not json_:
-            say(
-                f"Rule {verdict.rule}: noise placement {configuration.placement}, "
-                f"{configuration.exchange['compressor']} on {configuration.world_size} ranks, "
-                f"unit {configuration.unit}: valid"
-            )
-    assert delta is not None
-    claimed = claim(events, delta, accountant)
+        if config is None:
+            raise ValueError("nothing to audit: give --config or --script")
+        configuration = read_configuration(config)
+    try:
+        verdict = configuration.judge()
+    except PrivacyError as error:
+        raise _invalid(str(error), json_) from None
+    event = verdict.recorded(configuration.event(), configuration.placement)
+    claimed = claim([event], configuration.delta, configuration.build_accountant())
     if math.isinf(claimed.epsilon):
         steps_taken = f"{claimed.steps} steps with so little noise"
         raise _invalid(f"no epsilon holds for {steps_taken}: it is infinite", json_)
-    content["claim"] = asdict(claimed)
+    content: dict[str, Any] = {"verdict": asdict(verdict), "claim": asdict(claimed)}
     if not json_:
-        _print_claim(claimed, f" in {ledger}" if ledger else "")
+        say(
+            f"Rule {verdict.rule}: noise placement {configuration.placement}, "
+            f"{configuration.exchange['compressor']} on {configuration.world_size} ranks, "
+            f"unit {configuration.unit}: valid"
+        )
+        _print_claim(claimed)
     found = None
-    if configuration and attack:
-        if reason := configuration.why_not_played():
-            complain(_NAME, f"not attacked: {reason}")
-        else:
-            # Tensors are small, and on a busy machine threads wait for one another.
-            torch.set_num_threads(1)
-            found = audit_configuration(configuration, confidence=confidence)
-            content |= _as_json(found) | {"confidence": confidence}
-            content["attack"]["outcome"] = found.attack.outcome
+    if attack and (reason := configuration.why_not_played()):
+        complain(_NAME, f"not attacked: {reason}")
+    elif attack:
+        # Tensors are small, and on a busy machine threads wait for one another.
+        torch.set_num_threads(1)
+        found = audit_configuration(configuration)
+        content |= _as_json(found)
+        content["attack"]["outcome"] = found.attack.outcome
     if json_:
         typer.echo(json.dumps(content, indent=2))
     elif found:
-        say(_conclusion(found.attack, confidence))
+        say(_conclusion(found.attack))
         for problem in found.problems:
             say(f"VIOLATION: {problem}")
     if found:
@@ -153,8 +128,8 @@ def _audit_script(job: Job, json_: bool) -> ScriptAudit:
     return found
 
 
-def _print_claim(claimed: Claim, where: str) -> None:
-    say(f"Claimed for {claimed.steps} steps{where}, delta {claimed.delta:g}:")
+def _print_claim(claimed: Claim) -> None:
+    say(f"Claimed for {claimed.steps} steps, delta {claimed.delta:g}:")
     for observed, epsilon in (
         ("the model", claimed.epsilon),
         ("the model and its checkpoints", claimed.checkpoint_epsilon),
@@ -165,16 +140,14 @@ def _print_claim(claimed: Claim, where: str) -> None:
         say(f"  against an observer of {observed}: {value}")
 
 
-def _conclusion(attack: Attack, confidence: float) -> str:
-    level = f"audited >= {attack.audited:.3f} at {confidence:.6g} confidence"
+def _conclusion(attack: Attack) -> str:
+    level = f"audited >= {attack.audited:.3f} at {CONFIDENCE:.0%} confidence"
     what = f"attack on {attack.steps} releases by {attack.canaries} canaries: {level}"
     if attack.outcome == "violation":
         return f"VIOLATION: {what} > claimed {attack.claimed:.3f}"
     if attack.outcome == "suspicious":
-        return (
-            f"{what} > claimed {attack.claimed:.3f}, as chance has it in "
-            f"{1 - confidence:.2g} of all audits: run it again"
-        )
+        often = f"{1 - CONFIDENCE:.0%} of all audits"
+        return f"{what} > claimed {attack.claimed:.3f}, as by chance in {often}: run it again"
     return f"{what} <= claimed {attack.claimed:.3f}: no violation found"
 
 

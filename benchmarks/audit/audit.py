@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.audit.attacks.releases import Attack, audit_releases
+from benchmarks.audit.attack import Attack, audit_releases
 from benchmarks.audit.checks.clipping import audit_clipping
 from benchmarks.audit.checks.memory import check_memory
 from benchmarks.audit.checks.noise import check_noise
@@ -34,9 +34,7 @@ class Audit:
         return self.attack.outcome == "suspicious"
 
 
-def audit_configuration(
-    configuration: Configuration, *, stages: Stages | None = None, confidence: float = 0.95
-) -> Audit:
+def audit_configuration(configuration: Configuration, *, stages: Stages | None = None) -> Audit:
     """Check and attack a private training: its clipping, sampling, noise, compressor and restarts.
 
     A correct training raises an alarm in one audit of 1,000 or less, over all checks together.
@@ -44,7 +42,6 @@ def audit_configuration(
     Args:
         configuration: the training, which simulated ranks play.
         stages: makes the parts; by default those of the library.
-        confidence: of the bound that is shown.
 
     Raises:
         PrivacyError: if the rules refuse the configuration.
@@ -66,4 +63,4 @@ def audit_configuration(
     stages = stages or Stages(configuration)
     sensitivity, problems = audit_clipping(stages)
     problems += [*check_noise(stages), *check_memory(stages), *check_sampling(stages)]
-    return Audit(audit_releases(stages, sensitivity, confidence=confidence), problems)
+    return Audit(audit_releases(stages, sensitivity), problems)

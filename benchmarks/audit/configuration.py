@@ -1,8 +1,6 @@
 """The subject of an audit: a private training as JSON, and the parts of its step."""
 
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -24,7 +22,6 @@ from comm_hooks.optim.private.accounting import (
     build_accountant,
 )
 from comm_hooks.optim.private.accounting.accountant import require_delta
-from comm_hooks.optim.private.accounting.ledger import Ledger
 from comm_hooks.optim.private.data.poisson import PoissonSampler
 from comm_hooks.optim.private.gradients.clipping import ClippedGradients, LossFunction
 from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
@@ -216,25 +213,6 @@ def read_configuration(path: Path) -> Configuration:
         return Configuration(**content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def read_ledger(path: Path) -> list[GaussianEvent]:
-    """Return the events of a ledger and leave the file as it is, also while a run has it open.
-
-    Raises:
-        ValueError: for a file that is missing, unreadable or no ledger.
-    """
-    if not path.is_file():
-        raise ValueError(f"--ledger {path}: there is no such file")
-    # Opening a ledger locks it, and repairs the end that a crash tore.
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / path.name
-        shutil.copyfile(path, copy)
-        try:
-            with Ledger(copy) as ledger:
-                return ledger.events()
-        except ValueError as error:
-            raise ValueError(str(error).replace(str(copy), str(path))) from None
 
 
 def _optimizer(name: str | None) -> type | None:

@@ -6,6 +6,6 @@ rates. ``python -m benchmarks.netns`` runs a command on such links.
 
 from benchmarks.netns.links import NetnsError
 from benchmarks.netns.testbed import Counters, Testbed, why_not
-from comm_hooks.launchers.links import parse_rate
+from comm_hooks.launchers.rates import parse_rate
 
 __all__ = ["Counters", "NetnsError", "Testbed", "parse_rate", "why_not"]

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Annotated, Any
 
 import torch
@@ -29,13 +30,12 @@ from benchmarks.lab.tasks.whole_text import text_loss
 from benchmarks.lab.training import Client, closure_of
 from benchmarks.lab.worker import connect
 from benchmarks.netns.links import NetnsError
+from benchmarks.netns.measured import measure_network
 from comm_hooks.launchers.advise import methods as advised
-from comm_hooks.launchers.advise.links import gather, joined, measure_links
-from comm_hooks.launchers.advise.recommend import Case, make_row
-from comm_hooks.launchers.advise.step import Step
-from comm_hooks.launchers.environment import detect_environment
-from comm_hooks.launchers.links import parse_rate
+from comm_hooks.launchers.advise.cost_model import Plan
+from comm_hooks.launchers.advise.recommend import make_row
 from comm_hooks.launchers.output import BAD_INPUT
+from comm_hooks.launchers.rates import parse_rate
 
 METHODS = (
     "all_reduce,identity:bits=16,topk,topk:collective=sharded,sign,count_sketch,low_communication"
@@ -47,7 +47,7 @@ _UNCOMPRESSED = (
     "identity:bits=16",
 )  # 10 to 20 s per step at 10 Mbit: nothing new is learnt
 _SLOW = ("10mbit",)
-_TIMEOUT_SECONDS = 1800.0
+_TIMEOUT = timedelta(minutes=30)
 
 _WARM_UP_STEPS = 3
 _LEAST_STEPS = 8
@@ -96,12 +96,12 @@ def check(
 @app.command(hidden=True)
 def worker(methods: str) -> None:
     """Run one rank; rank 0 prints a JSON object per method."""
-    process = detect_environment()
     torch.set_num_threads(1)
-    with joined(process, "gloo", _TIMEOUT_SECONDS):
-        for row in _compare([parse_method(spec) for spec in methods.split(",")]):
-            if process.rank == 0:
-                print(json.dumps(row), flush=True)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    for row in _compare([parse_method(spec) for spec in methods.split(",")]):
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+    dist.destroy_process_group()
 
 
 def _measure_in_bed(ranks: int, rate: str, methods: str) -> Iterator[dict[str, Any]]:
@@ -116,9 +116,9 @@ def _compare(methods: list[Pair]) -> Iterator[dict[str, Any]]:
     """Predict and measure each method. Collective."""
     device = torch.device("cpu")
     settings = Settings()
-    network, _ = measure_links(device, "gloo")
-    shapes = tuple(tuple(p.shape) for p in GPT(settings.model).parameters())
-    planner = advised.Planner(Step(shapes, milliseconds=1.0), network.ranks, device)
+    network = measure_network()
+    shapes = [tuple(p.shape) for p in GPT(settings.model).parameters()]
+    planner = advised.Planner(shapes, network.ranks, device)
     control = connect(parse_method("none"), settings)
     _time_steps(control, settings, _WARM_UP_STEPS)
     for method in methods:
@@ -126,14 +126,16 @@ def _compare(methods: list[Pair]) -> Iterator[dict[str, Any]]:
         period = period_of(trainer)
         _time_steps(trainer, settings, max(_WARM_UP_STEPS, period))
         candidate = advised.parse_method(method.spec)
-        plan = max(gather(planner.plan(candidate)), key=lambda each: each.arithmetic)
-        optimizer = max(gather(planner.adamw_seconds()))
+        plans = [Plan()] * network.ranks
+        dist.all_gather_object(plans, planner.plan(candidate))
+        plan = max(plans, key=lambda each: each.arithmetic)
+        optimizer = slowest(planner.adamw_seconds())
         without, measured = _time_in_turns([control, trainer], settings, period)
-        case = Case(Step(shapes, 1e3 * without), network, optimizer)
+        row = make_row(candidate, plan, network, without, optimizer)
         yield {
             "method": method.spec,
             "control": 1e3 * without,
-            "predicted": 1e3 * make_row(case, candidate, plan).seconds,
+            "predicted": 1e3 * row.seconds,
             "measured": 1e3 * measured,
         }
 

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from comm_hooks.launchers.links import parse_rate
+from comm_hooks.launchers.rates import parse_rate
 
 _FRAME_BYTES = 1514
 _QUEUE_SECONDS = 0.2

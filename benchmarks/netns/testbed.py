@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 from benchmarks.netns.links import NetnsError, call, shape
 from comm_hooks.launchers.environment import LauncherEnvironment
-from comm_hooks.launchers.links import parse_rate
 from comm_hooks.launchers.network import Endpoint
+from comm_hooks.launchers.rates import parse_rate
 
 _GUARD = Path(__file__).with_name("guard.py")
 # torchrun, asked to end, gives its workers this long.

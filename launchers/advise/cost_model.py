@@ -25,6 +25,8 @@ TCP_SHARE = 1448 / 1514
 BACKWARD_SHARE = 2 / 3
 """The share of forward and backward that is backward: two matrix products for each one forward."""
 
+_LEAST_SIDE, _LEAST_MATRICES = 32, 64
+
 _GLOO_EFFICIENCY: dict[Kind, tuple[float, float]] = {
     # The bandwidth of a collective over that of one transfer: with two ranks, with more.  Measured
     # between network namespaces at 100 Mbit/s with 1 to 8 MiB.  Two ranks send acknowledgements
@@ -41,10 +43,6 @@ class Link:
 
     bandwidth: float
     latency: float
-
-    def slowest(self, other: "Link") -> "Link":
-        """Return the lower bandwidth and the higher latency of two links."""
-        return Link(min(self.bandwidth, other.bandwidth), max(self.latency, other.latency))
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,6 @@ def predict(
     *,
     forward_backward: float,
     optimizer: float = 0.0,
-    afterwards: Sequence[Collective] = (),
 ) -> float:
     """Return the average seconds of a step.
 
@@ -187,15 +184,13 @@ def predict(
     2. encoding takes the device's time; the network carries out one collective at a time, in order,
        during the rest of backward;
     3. decoding takes the device's time, for the last round after its collectives;
-    4. the optimizer, whose rounds overlap with nothing;
-    5. the collectives ``afterwards``: under ZeRO the all-gather of parameters.
+    4. the optimizer; its rounds overlap with nothing.
 
     Args:
         plan: of the method.
         network: between the ranks.
         forward_backward: seconds of forward and backward.
         optimizer: seconds of the user's optimizer.
-        afterwards: collectives of each step that no method avoids.
 
     Example::
 
@@ -215,8 +210,26 @@ def predict(
     device += (1 - done) * backward
     step = max(device, network_free) + decode
     step += optimizer if plan.optimizer is None else plan.optimizer
-    step += sum(each.seconds(network) for each in plan.optimizer_rounds) / plan.steps
-    return step + sum(collective.seconds(network) for collective in afterwards)
+    return step + sum(each.seconds(network) for each in plan.optimizer_rounds) / plan.steps
+
+
+def matrix_shapes(numel: int) -> tuple[tuple[int, ...], ...]:
+    """Return a model of equal square matrices with so many parameters.
+
+    Example::
+
+        >>> matrix_shapes(64 * 1024 + 3)[-2:]
+        ((32, 32), (3,))
+    """
+    side = _LEAST_SIDE
+    while (2 * side) ** 2 * _LEAST_MATRICES <= numel:
+        side *= 2
+    matrices, rest = divmod(numel, side * side)
+    rows, rest = divmod(rest, side)
+    shapes: list[tuple[int, ...]] = [(side, side)] * matrices
+    shapes += [(rows, side)] if rows else []
+    shapes += [(rest,)] if rest else []
+    return tuple(shapes)
 
 
 def ready_shares(sizes: Sequence[int], first_cap: int, cap: int) -> list[tuple[range, float]]:

@@ -9,9 +9,8 @@ exchange that it was published with.
 import math
 import re
 import statistics
-import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +20,18 @@ from torch.optim import AdamW, Optimizer
 
 from comm_hooks import Exchange, ExchangeSettings
 from comm_hooks.config import COMPRESSORS, check_options, parse_spec, unknown
-from comm_hooks.launchers.advise.cost_model import Plan, Round, all_reduce, ready_shares
+from comm_hooks.launchers.advise.cost_model import (
+    Plan,
+    Round,
+    all_reduce,
+    matrix_shapes,
+    ready_shares,
+)
 from comm_hooks.launchers.advise.echo import Echo
-from comm_hooks.launchers.advise.step import Step
 from comm_hooks.optim.registry import OPTIMIZERS, Defaults, lookup
 
-PLAIN: Mapping[str, tuple[str, ...]] = {
-    "all_reduce": (),
-    "none": (),
-    "bf16": (),
-    "powersgd": ("rank",),
-}
-"""PyTorch's own methods and their options, predicted from their bytes alone."""
+PLAIN = ("all_reduce", "none")
+"""The methods without a compressor."""
 
 _MOST_ELEMENTS = 1 << 22
 """Of a longer vector a part is measured; its bytes and times are scaled up."""
@@ -41,7 +40,6 @@ _REPEAT = 3
 _MIN_STEPS = 4
 _SHORT_RUN = Defaults(steps=2 * _MIN_STEPS, warmup=1)
 """An optimizer that changes after its warm-up has changed before its steps are measured."""
-_POWERSGD_RANK = 4
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class Method:
     def check(self) -> None:
         """Raise ``ValueError`` for an unknown name or option, with the nearest known one."""
         if self.compressor in PLAIN:
-            check_options(self.compressor, self.options, PLAIN[self.compressor])
+            check_options(self.compressor, self.options, ())
         elif self.compressor or not self.optimizer:
             self.settings()
         if not self.optimizer:
@@ -156,35 +154,35 @@ class Planner:
     """Makes the plan of each method for one model, number of ranks and device.
 
     Args:
-        step: the model.
+        shapes: of the parameters.
         ranks: N.
         device: on which the arithmetic is measured.
+        element_bytes: of one gradient.
 
     Example::
 
-        >>> planner = Planner(Step.of_numel(1 << 20, 100.0), 2, torch.device("cpu"))
+        >>> planner = Planner([(1024, 1024)], 2, torch.device("cpu"))
         >>> planner.plan(parse_method("all_reduce")).traffic
         4194304.0
     """
 
-    def __init__(self, step: Step, ranks: int, device: torch.device) -> None:
-        self._step = step
-        part = step
-        if step.numel > _MOST_ELEMENTS:
-            part = Step.of_numel(_MOST_ELEMENTS, step.milliseconds, step.dtype)
-        self._factor = step.numel / part.numel
-        self._wall = self._processor = 0.0
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        ranks: int,
+        device: torch.device,
+        element_bytes: int = 4,
+    ) -> None:
+        self._sizes = [element_bytes * math.prod(shape) for shape in shapes]
+        numel = sum(self._sizes) // element_bytes
+        part = shapes if numel <= _MOST_ELEMENTS else matrix_shapes(_MOST_ELEMENTS)
+        self._factor = max(1.0, numel / _MOST_ELEMENTS)
         self._echo = Echo(ranks, device)
         generator = torch.Generator().manual_seed(0)
         self._gradients = {
             str(index): torch.randn(shape, generator=generator).to(device)
-            for index, shape in enumerate(part.shapes)
+            for index, shape in enumerate(part)
         }
-
-    @property
-    def busy_share(self) -> float:
-        """The share of the measurements in which this process had to wait for a processor."""
-        return max(0.0, 1 - self._processor / self._wall) if self._wall else 0.0
 
     def plan(self, method: Method) -> Plan:
         """Return the bytes of a method, and the seconds of its arithmetic on this device.
@@ -192,27 +190,23 @@ class Planner:
         Raises:
             ValueError: for values that the method refuses for this model.
         """
-        wall, processor = time.perf_counter(), time.process_time()
-        plan = self._plan(method)
-        self._wall += time.perf_counter() - wall
-        self._processor += time.process_time() - processor
-        return plan
+        try:
+            return self._plan(method)
+        except ValueError as error:
+            raise ValueError(f"method {method.spec!r}: {error}") from None
 
     def _plan(self, method: Method) -> Plan:
         if method.optimizer:
             return self._optimizer_plan(lambda named: method.build(named, self._echo))
         if method.compressor == "none":
             return Plan()
-        one_bucket = method.compressor == "powersgd"
-        if method.compressor in COMPRESSORS:
-            whole = self._measure_round(method.settings())
-            # A sketch compresses all gradients as one vector.
-            one_bucket = COMPRESSORS[method.compressor].granularity == "bucket"
+        ends = [end for _, end in ready_shares(self._sizes, _FIRST_BUCKET, _BUCKET)]
+        if method.compressor == "all_reduce":
+            whole = Round((all_reduce(sum(self._sizes), self._echo.world_size),))
         else:
-            whole = self._plain_round(method)
-        sizes = [math.prod(shape) * self._step.element_bytes for shape in self._step.shapes]
-        ends = [end for _, end in ready_shares(sizes, _FIRST_BUCKET, _BUCKET)]
-        ends = [1.0] if one_bucket else ends
+            whole = self._measure_round(method.settings())
+            if COMPRESSORS[method.compressor].granularity == "bucket":
+                ends = [1.0]  # a sketch compresses all gradients as one vector
         shares = zip([0.0, *ends], ends, strict=False)
         return Plan(tuple(whole.scaled(end - start, ready=end) for start, end in shares))
 
@@ -222,14 +216,6 @@ class Planner:
             lambda named: AdamW([parameter for _, parameter in named], fused=True)
         )
         return plan.optimizer or 0.0
-
-    def _plain_round(self, method: Method) -> Round:
-        ranks, numel = self._echo.world_size, self._step.numel
-        if method.compressor == "powersgd":
-            numels = _powersgd_numels(self._step, method.options.get("rank", _POWERSGD_RANK))
-            return Round(tuple(all_reduce(4 * numel, ranks) for numel in numels if numel))
-        element_bytes = 2 if method.compressor == "bf16" else self._step.element_bytes
-        return Round((all_reduce(numel * element_bytes, ranks),))
 
     def _measure_round(self, settings: ExchangeSettings) -> Round:
         """Return the exchange of all gradients: the median of several."""
@@ -272,21 +258,3 @@ class Planner:
             steps=steps,
             optimizer=self._factor * seconds / steps,
         )
-
-
-def _powersgd_numels(step: Step, rank: int) -> tuple[int, int, int]:
-    """Return the elements of the three all-reduces of PyTorch's ``powerSGD_hook``.
-
-    Parameters that two factors would not halve are sent as they are; then P, then Q.
-    """
-    uncompressed = left = right = 0
-    for shape in step.shapes:
-        numel = math.prod(shape)
-        rows = shape[0] if shape else 1
-        columns = numel // max(1, rows)
-        if len(shape) < 2 or 2 * (rows + columns) * rank >= numel:
-            uncompressed += numel
-        else:
-            left += rows * min(rank, rows, columns)
-            right += columns * min(rank, rows, columns)
-    return uncompressed, left, right

@@ -3,8 +3,7 @@
 import functools
 import inspect
 import json
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from comm_hooks.optim import low_communication
 FILE = Path(__file__).with_name("measured.json")
 FEWEST_TASKS = 3
 """Fewer tasks are no basis for a recommendation."""
-
-_SAME_RESULT = {"bf16": "identity:bits=16"}
 
 
 @dataclass(frozen=True)
@@ -85,18 +82,12 @@ def most_ranks() -> int:
     return max(cell.ranks for cell in measured() if len(cell.kept) >= FEWEST_TASKS)
 
 
-def kept_by(
-    method: Method,
-    ranks: int,
-    tokens: float | None = None,
-    batch: int | None = None,
-    cells: Iterable[Cell] | None = None,
-) -> Kept | None:
-    """Return the quality that a method kept in similar trainings; None without a measurement.
+def kept_by(method: Method, ranks: int, cells: Iterable[Cell] | None = None) -> Kept | None:
+    """Return the quality that a method kept with so many ranks; None without a measurement.
 
     1. More ranks keep less, so the measurement with the fewest ranks that are no fewer than
        ``ranks`` counts.
-    2. The nearest length and batch size count, by their logarithm; without a value all of them.
+    2. Trainings of all lengths and batch sizes count.
     3. A budget of ``low_communication`` is judged by the largest measured budget within it, because
        a larger budget is not always used up.
     4. A setting with fewer than three tasks does not count.
@@ -104,8 +95,6 @@ def kept_by(
     Args:
         method: with the options of the measurement, except for the budget.
         ranks: of the training.
-        tokens: of the training, all ranks together, per parameter; None: not known.
-        batch: samples per step and rank; None: not known.
         cells: the measurements, by default :func:`measured`.
 
     Example::
@@ -117,7 +106,6 @@ def kept_by(
     """
     if method.spec == "all_reduce":
         return ALL
-    method = parse_method(_SAME_RESULT.get(method.spec, method.spec))
     found = [
         cell
         for cell in (measured() if cells is None else cells)
@@ -125,23 +113,12 @@ def kept_by(
         and len(cell.kept) >= FEWEST_TASKS
         and _covers(method, parse_method(cell.method))
     ]
-    found = _nearest(found, lambda cell: cell.ranks, ranks)
-    if tokens is not None:
-        found = _nearest(found, lambda cell: cell.tokens, tokens)
-    if batch is not None:
-        found = _nearest(found, lambda cell: cell.batch, batch)
+    ranks = min((cell.ranks for cell in found), default=ranks)
+    found = [cell for cell in found if cell.ranks == ranks]
     best: dict[tuple[float, int], Cell] = {}
     for cell in sorted(found, key=lambda cell: _budget(parse_method(cell.method))):
         best[cell.tokens, cell.batch] = cell
     return Kept(list(best.values())) if best else None
-
-
-def _nearest(cells: list[Cell], size: Callable[[Cell], float], wanted: float) -> list[Cell]:
-    """Return the cells with the size that is nearest to ``wanted``."""
-    if not cells:
-        return []
-    nearest = min(map(size, cells), key=lambda s: abs(math.log(s) - math.log(wanted)))
-    return [cell for cell in cells if size(cell) == nearest]
 
 
 def _covers(method: Method, other: Method) -> bool:

@@ -1,63 +1,24 @@
-"""Predict the step time of each method, and choose one."""
+"""Predict the step time of each method, choose one, and print both."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
 
-from comm_hooks.collectives.requests import AllGather
-from comm_hooks.launchers.advise.cost_model import Collective, Network, Plan, predict
+from comm_hooks.launchers.advise.cost_model import Network, Plan, predict
 from comm_hooks.launchers.advise.methods import Method
-from comm_hooks.launchers.advise.quality import ALL, Kept, kept_by
-from comm_hooks.launchers.advise.step import Step
+from comm_hooks.launchers.advise.quality import ALL, Kept, kept_by, most_ranks
+from comm_hooks.launchers.output import say
 
 _CLOSE = 1.05
 """A method that is faster by less than this factor is not worth a change."""
 
-
-@dataclass(frozen=True)
-class Case:
-    """A training.
-
-    Attributes:
-        step: the model and its step.
-        network: between the ranks.
-        optimizer: seconds of a step of AdamW on this model.
-        zero_stage: of DeepSpeed: 0, 1 or 2.
-        tokens: of the training, all ranks together, per parameter; None: not known.
-        batch: samples per step and rank; None: not known.
-    """
-
-    step: Step
-    network: Network
-    optimizer: float
-    zero_stage: int = 0
-    tokens: float | None = None
-    batch: int | None = None
-
-    @property
-    def afterwards(self) -> tuple[Collective, ...]:
-        """Under ZeRO the all-gather of the parameters, of which each rank updates a part."""
-        if not self.zero_stage:
-            return ()
-        ranks = self.network.ranks
-        part = math.ceil(self.step.numel / ranks) * self.step.element_bytes
-        payload = torch.empty(part, dtype=torch.uint8, device="meta")
-        return (Collective.of(AllGather(payload), ranks),)
-
-    def check(self, method: Method) -> None:
-        """Raise ``ValueError`` if the backend or the ZeRO stage excludes the method."""
-        if method.compressor == "bf16" and self.network.backend == "gloo" and not self.zero_stage:
-            raise ValueError(
-                "DDP takes PyTorch's bf16_compress_hook with NCCL only; on gloo identity:bits=16 "
-                "sends as many bytes"
-            )
-        if self.zero_stage and method.optimizer:
-            raise ValueError(
-                f"ZeRO stage {self.zero_stage} divides the optimizer's state between ranks, and "
-                f"{method.optimizer} needs all of it for its exchange"
-            )
+_COLUMNS = ("method", "ms/step", "vs all-reduce", "codec ms", "sent/step", "kept")
 
 
 @dataclass(frozen=True)
@@ -79,21 +40,20 @@ class Row:
     kept: Kept | None
 
 
-def make_row(case: Case, method: Method, plan: Plan) -> Row:
-    """Return the prediction for a method with this plan."""
-    step = case.step.milliseconds / 1e3
-    optimizer = min(case.optimizer, step)
-    seconds = predict(
-        plan,
-        case.network,
-        forward_backward=step - optimizer,
-        optimizer=optimizer,
-        afterwards=case.afterwards,
-    )
+def make_row(method: Method, plan: Plan, network: Network, step: float, adamw: float) -> Row:
+    """Return the prediction for a method.
+
+    Args:
+        method: the method.
+        plan: its exchanges and arithmetic.
+        network: between the ranks.
+        step: seconds of a step without exchange.
+        adamw: seconds of a step of AdamW on this model.
+    """
+    optimizer = min(adamw, step)
+    seconds = predict(plan, network, forward_backward=step - optimizer, optimizer=optimizer)
     codec = plan.codec + (0.0 if plan.optimizer is None else plan.optimizer - optimizer)
-    traffic = plan.traffic + sum(collective.traffic for collective in case.afterwards)
-    kept = kept_by(method, case.network.ranks, case.tokens, case.batch)
-    return Row(method, seconds, codec, traffic, kept)
+    return Row(method, seconds, codec, plan.traffic, kept_by(method, network.ranks))
 
 
 def choose(rows: Sequence[Row], min_share: float) -> Row | None:
@@ -113,3 +73,84 @@ def choose(rows: Sequence[Row], min_share: float) -> Row | None:
         if row.kept is ALL and row.seconds <= _CLOSE * fastest.seconds:
             return row
     return fastest
+
+
+def print_rows(rows: Sequence[Row], network: Network, console: Console) -> None:
+    """Print a row per method, the fastest first, and what the columns mean."""
+    plain = next((row for row in rows if row.method.spec == "all_reduce"), None)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
+    for row in sorted(rows, key=lambda row: row.seconds):
+        table.add_row(
+            Text(row.method.spec),
+            f"{1e3 * row.seconds:,.0f}",
+            f"{plain.seconds / row.seconds:.3g}x" if plain else "-",
+            f"{1e3 * row.codec:,.0f}",
+            decimal(round(row.traffic)),
+            str(row.kept) if row.kept else "-",
+        )
+    console.print(table)
+    notes = [
+        "codec: the arithmetic that the method adds to a step on this device.",
+        _describe_quality([row.kept for row in rows if row.kept and row.kept is not ALL], network),
+    ]
+    if network.backend != "gloo":
+        notes.append(
+            f"{network.backend}: full use of the link and a number of rounds that grows with the "
+            "logarithm of the ranks are assumed, not measured."
+        )
+    for note in notes:
+        console.print(Text(f"* {note}"))
+
+
+def print_choice(
+    rows: Sequence[Row], chosen: Row | None, min_share: float, console: Console
+) -> None:
+    """Print the recommended method with the reason, and faster methods with less quality."""
+    if chosen is None:
+        say(f"\nNo method here is known to keep {min_share:.0%} on every task.", console)
+    else:
+        reason = f"{1e3 * chosen.seconds:,.0f} ms per step"
+        if chosen.kept is ALL:
+            reason += ", and no method here is faster by 5 % and known to keep enough"
+        else:
+            reason += (
+                f", the fastest of those known to keep {min_share:.0%}; it keeps {chosen.kept}"
+            )
+        say(f"\nRecommended: {chosen.method.spec} ({reason})", console)
+    for row in rows:
+        if not row.kept or (chosen and row.seconds >= chosen.seconds):
+            continue
+        share = math.floor(100 * row.kept.lowest) / 100
+        if 0 < share < min_share:  # below 0 a method is worse than no exchange
+            say(
+                f"  {row.method.spec} is faster, but keeps only {row.kept}: --min-share {share:g} "
+                "admits it",
+                console,
+            )
+
+
+def _describe_quality(shares: Sequence[Kept], network: Network) -> str:
+    """Return the note about the column of quality: its meaning, and the trainings behind it."""
+    if not shares:
+        return (
+            f"kept: nothing was measured of these methods with {network.ranks} ranks or more on "
+            f"enough tasks (of any method the most are {most_ranks()}), so none of them is "
+            "recommended in place of all-reduce."
+        )
+    cells = [cell for share in shares for cell in share.cells]
+    return (
+        "kept: the part of the gain from exchanging, (none - method) / (none - all-reduce) in "
+        "held-out loss, the least and the most of several tasks (± half the distance between "
+        f"seeds), measured with {_listed(cell.ranks for cell in cells)} ranks, "
+        f"{_listed(cell.tokens for cell in cells)} tokens per parameter, batches of "
+        f"{_listed(cell.batch for cell in cells)}, models of 0.6 M parameters. Other models and "
+        "longer trainings can differ either way: compare on your own data before a long run. "
+        "'-': not measured on enough tasks."
+    )
+
+
+def _listed(sizes: Iterable[float]) -> str:
+    *others, last = (f"{size:g}" for size in sorted(set(sizes)))
+    return f"{', '.join(others)} or {last}" if others else last

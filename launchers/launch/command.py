@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comm_hooks.launchers.launch.job import (
-    LAUNCHERS,
-    Job,
-    parse_nodes,
-    parse_variables,
-    read_hostfile,
-)
-from comm_hooks.launchers.launch.schedulers import RUNTIME, Submission
-from comm_hooks.launchers.launch.steps import Command
+from comm_hooks.launchers.launch.job import LAUNCHERS, Job, parse_nodes, parse_variables
 from comm_hooks.launchers.network import parse_endpoint, wait_for_port
 from comm_hooks.launchers.output import complain, refusing
 
@@ -35,12 +27,9 @@ def launch(
         int | None, typer.Option(help="Processes per node. [default: one per GPU, else 1]")
     ] = None,
     nnodes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|MIN:MAX",
-            help="Nodes; a range for an elastic job. [default: those of the hostfile, else 1]",
-        ),
-    ] = None,
+        str,
+        typer.Option(metavar="N|MIN:MAX", help="Nodes; a range for an elastic job."),
+    ] = "1",
     node_rank: Annotated[
         int | None,
         typer.Option(help="Which node this is, counted from 0. Without it torchrun decides."),
@@ -61,40 +50,16 @@ def launch(
         str, typer.Option(metavar="NAME", help=f"One of {', '.join(LAUNCHERS)}.")
     ] = "auto",
     hostfile: Annotated[
-        Path | None, typer.Option(help="For deepspeed and mpirun: lines of 'name slots=N'.")
+        Path | None, typer.Option(help="For several nodes of deepspeed or mpirun.")
     ] = None,
     preflight: Annotated[
         bool, typer.Option("--preflight", help="Check all nodes first; see comm-hooks preflight.")
     ] = False,
-    config: Annotated[
-        str | None, typer.Option(help="With --preflight: a file that must be equal on all nodes.")
-    ] = None,
     wait: Annotated[
         float, typer.Option(help="Seconds to wait for the head to listen; 0 asks once.")
     ] = 60.0,
-    slurm: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a file for sbatch instead.")
-    ] = None,
-    kubernetes: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a Kubeflow TrainJob instead.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Of the Slurm or Kubernetes job. [default: the script's]")
-    ] = None,
-    cpus: Annotated[
-        int | None, typer.Option(help="Cores per process, for --slurm and --kubernetes.")
-    ] = None,
-    cpu: Annotated[
-        bool, typer.Option("--cpu", help="Ask Slurm or Kubernetes for no GPUs.")
-    ] = False,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="An #SBATCH line for --slurm; may be repeated."),
-    ] = None,
-    image: Annotated[str | None, typer.Option(help="Container image for --kubernetes.")] = None,
-    runtime: Annotated[str, typer.Option(help="ClusterTrainingRuntime.")] = RUNTIME,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be run or written; do nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be run, and end.")
     ] = False,
 ) -> None:
     """Start a training script on this machine, or on this node of several.
@@ -109,32 +74,18 @@ def launch(
     with refusing("comm-hooks launch"):
         if launcher not in LAUNCHERS:
             raise ValueError(f"--launcher: {unknown('launcher', launcher, LAUNCHERS)}")
-        count = len(read_hostfile(hostfile)) if hostfile else 1
         job = Job(
             tuple(target),
             module=module,
             nproc=nproc,
-            nodes=(count, count) if nnodes is None else parse_nodes(nnodes),
+            nodes=parse_nodes(nnodes),
             node_rank=node_rank,
             head=parse_endpoint(head) if head else None,
             interface=interface,
             variables=parse_variables(env or ()),
             max_restarts=max_restarts,
             preflight=preflight,
-            config=config,
         )
-        submission = Submission(
-            slurm, kubernetes, name, cpus, cpu, tuple(sbatch or ()), image, runtime
-        )
-        if submission.file:
-            if launcher != "auto" or hostfile or node_rank is not None:
-                raise ValueError(
-                    "--launcher, --hostfile and --node-rank do not go with --slurm and "
-                    "--kubernetes: the scheduler starts torchrun on its nodes"
-                )
-            text = submission.render(job)
-            typer.echo(text.rstrip("\n") if dry_run else submission.write(text))
-            return
         plan = make_plan(job, launcher, hostfile, os.environ)
         if plan.runs_here and not dry_run:
             job.require_target()
@@ -151,7 +102,6 @@ def launch(
 def _run(plan: Plan, wait: float) -> None:
     """Run all steps; the last one replaces this process."""
     *first, last = plan.steps
-    assert isinstance(last, Command)
     for step in first:
         if not plan.quiet:
             typer.echo(step, err=True)

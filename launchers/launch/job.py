@@ -1,24 +1,15 @@
-"""A training job: its checked options, and the hosts of a hostfile."""
+"""A training job: its checked options."""
 
-import difflib
-import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import NamedTuple
 
 from comm_hooks.launchers.network import Endpoint
 
-LAUNCHERS = ("auto", "torchrun", "deepspeed", "mpirun", "mpich", "openmpi")
+LAUNCHERS = ("auto", "torchrun", "deepspeed", "mpirun")
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
-# More may follow: Open MPI has max_slots=.
-_HOST_LINE = re.compile(
-    r"(?P<name>[\w.-]+)(?:\s+slots=(?P<slots>\d+)|:(?P<count>\d+))?(?:\s+(?!slots)\S+)*"
-)
 
 
 @dataclass(frozen=True)
@@ -41,11 +32,8 @@ class Job:
     variables: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     preflight: bool = False
-    config: str | None = None
 
     def __post_init__(self) -> None:
-        if self.config and not self.preflight:
-            raise ValueError("--config is what --preflight compares: add --preflight")
         fewest, most = self.nodes
         if not 1 <= fewest <= most:
             raise ValueError(
@@ -80,36 +68,15 @@ class Job:
         return [*([flag] if self.module else []), *self.target]
 
     def require_target(self) -> None:
-        """Raise ``ValueError`` if the script, or the module's package, is not on this machine.
+        """Raise ``ValueError`` if the script is not on this machine.
 
-        Otherwise every rank would report it in a traceback.
+        Otherwise every rank would report it.
         """
-        name, here = self.target[0], Path.cwd()
-        if self.module:
-            added = self.variables.get("PYTHONPATH", "").split(os.pathsep)
-            package = name.partition(".")[0]
-            if package in sys.builtin_module_names or PathFinder.find_spec(
-                package, [str(here), *filter(None, added), *sys.path]
-            ):
-                return
-            raise ValueError(f"-m {name}: there is no module {package!r} here ({here})")
-        path = Path(name)
-        if path.is_file() or (path / "__main__.py").is_file():
+        path = Path(self.target[0])
+        if self.module or path.is_file() or (path / "__main__.py").is_file():
             return
-        others = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        nearest = difflib.get_close_matches(path.name, others, n=1)
-        hint = f": did you mean {str(path.with_name(nearest[0]))!r}?" if nearest else ""
         what = "is a folder without __main__.py" if path.is_dir() else "there is no such file"
-        raise ValueError(f"{name}: {what} here ({here}){hint}")
-
-    def fixed_nodes(self, option: str) -> int:
-        """Return the number of nodes; raise ``ValueError`` for a range."""
-        if self.is_elastic:
-            raise ValueError(
-                f"{option} needs a fixed number of nodes, got --nnodes "
-                f"{self.nodes[0]}:{self.nodes[1]}: only torchrun started by hand takes a range"
-            )
-        return self.nodes[0]
+        raise ValueError(f"{path}: {what} here ({Path.cwd()})")
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
@@ -148,43 +115,3 @@ def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"--env {assignment!r}: needs NAME=VALUE in one line")
         variables[name] = value
     return variables
-
-
-class Host(NamedTuple):
-    """A machine of a hostfile; ``slots`` are its ranks, or None if the file does not say."""
-
-    name: str
-    slots: int | None
-
-
-def read_hostfile(path: Path) -> list[Host]:
-    """Read a hostfile of DeepSpeed, Open MPI or MPICH.
-
-    Lines are ``name slots=4``, ``name:4`` or ``name``; empty lines and comments (#) are skipped.
-
-    Raises:
-        ValueError: if the file cannot be read, a line is different, or a host comes twice.
-    """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ValueError(f"--hostfile {path}: cannot read it ({reason})") from None
-    hosts: dict[str, Host] = {}
-    for number, raw in enumerate(text.splitlines(), start=1):
-        line = raw.partition("#")[0].strip()
-        if not line:
-            continue
-        found = _HOST_LINE.fullmatch(line)
-        slots = found and (found["slots"] or found["count"])
-        if not found or slots == "0":
-            raise ValueError(
-                f"--hostfile {path}, line {number}: {line!r} is none of 'name slots=4', 'name:4', "
-                f"'name'"
-            )
-        if found["name"] in hosts:
-            raise ValueError(f"--hostfile {path}, line {number}: {found['name']} comes twice")
-        hosts[found["name"]] = Host(found["name"], int(slots) if slots else None)
-    if not hosts:
-        raise ValueError(f"--hostfile {path}: no host in it")
-    return list(hosts.values())

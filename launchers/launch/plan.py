@@ -9,13 +9,10 @@ from pathlib import Path
 import torch
 
 from comm_hooks.launchers.environment import detect_environment, in_allocation
-from comm_hooks.launchers.launch import programs, schedulers
-from comm_hooks.launchers.launch.job import Host, Job, read_hostfile
-from comm_hooks.launchers.launch.steps import Command, Step, comm_hooks, options
+from comm_hooks.launchers.launch import programs, slurm
+from comm_hooks.launchers.launch.job import Job
+from comm_hooks.launchers.launch.steps import Command, comm_hooks, options
 from comm_hooks.launchers.network import Endpoint, Route, find_route
-
-DEEPSPEED_HOSTFILE = Path("/job/hostfile")
-"""The default hostfile of the deepspeed launcher."""
 
 _PREFLIGHT = "comm_hooks.launchers.preflight"
 
@@ -33,7 +30,7 @@ class Plan:
         runs_here: whether ranks run on this machine, which then needs the script.
     """
 
-    steps: list[Step]
+    steps: list[Command]
     head: Endpoint | None = None
     route: Route | None = None
     notes: list[str] = field(default_factory=list)
@@ -50,7 +47,7 @@ def make_plan(
     2. a rank of mpirun becomes the script, with the variables of PyTorch;
     3. a task of srun becomes torchrun, with the nodes and the head from Slurm;
     4. a Slurm allocation of several nodes is filled by srun;
-    5. a hostfile, ours or the default of deepspeed, is for deepspeed if it is installed;
+    5. a hostfile is for deepspeed;
     6. torchrun.
 
     Args:
@@ -83,12 +80,10 @@ def make_plan(
             rank = programs.rank_of_mpirun(job, process)
             return Plan([rank], quiet=process.rank > 0, runs_here=True)
         if process.launcher:
-            return _torchrun(schedulers.task_of_srun(job, process, environment), environment)
+            return _torchrun(slurm.task_of_srun(job, process, environment), environment)
         nodes = int(environment.get("SLURM_NNODES", 1))
         if in_allocation(environment) and nodes > 1:
-            return Plan([schedulers.srun(job, nodes)])
-        if hostfile is None and DEEPSPEED_HOSTFILE.is_file() and find_spec("deepspeed"):
-            hostfile = DEEPSPEED_HOSTFILE
+            return Plan([slurm.srun(job, nodes)])
         launcher = "deepspeed" if hostfile else "torchrun"
     if launcher == "torchrun":
         if hostfile:
@@ -99,17 +94,12 @@ def make_plan(
         return _torchrun(job, environment)
     if job.max_restarts:
         raise ValueError(f"--max-restarts is torchrun's: {launcher} has nothing like it")
-    if hostfile is None and job.nodes != (1, 1):
-        raise ValueError(f"--launcher {launcher} with several nodes needs --hostfile")
-    hosts = read_hostfile(hostfile) if hostfile else []
-    # 1 is the default, with the hostfile of deepspeed.
-    if hosts and job.nodes not in ((1, 1), (len(hosts), len(hosts))):
+    if job.is_elastic or (job.nodes == (1, 1)) != (hostfile is None):
         raise ValueError(
-            f"--nnodes {job.nodes[1]}, but --hostfile {hostfile} names {len(hosts)} hosts"
+            f"--launcher {launcher} with several nodes needs --hostfile and a number of --nnodes"
         )
-    if launcher == "deepspeed":
-        return _deepspeed(job, hostfile, hosts)
-    return _mpirun(job, launcher, hostfile, hosts)
+    plan = _deepspeed if launcher == "deepspeed" else _mpirun
+    return plan(job, hostfile)
 
 
 def _torchrun(job: Job, environment: Mapping[str, str]) -> Plan:
@@ -117,82 +107,75 @@ def _torchrun(job: Job, environment: Mapping[str, str]) -> Plan:
     if job.nodes == (1, 1):
         steps = [*_preflight(job, None), programs.torchrun_here(job)]
         return Plan(steps, notes=notes, runs_here=True)
+    head = _require_head(job)
+    route = find_route(head.host, job.interface)
+    if job.node_rank == 0 and not route.is_head:
+        raise ValueError(
+            f"--node-rank 0 must run on the head, but {head.host} ({route.head}) is not this "
+            f"machine ({route.address})"
+        )
+    job_id = environment.get("SLURM_JOB_ID", "comm-hooks")
+    steps = [*_preflight(job, head), programs.torchrun_node(job, head, route, job_id)]
+    hosts = route.is_head if job.node_rank is None else job.node_rank == 0
+    awaited = None if hosts else Endpoint(route.head, head.port)
+    return Plan(steps, awaited, route, notes, runs_here=True)
+
+
+def _require_head(job: Job) -> Endpoint:
     if job.head is None:
         raise ValueError(
             f"--nnodes {job.nodes[1]} needs --head HOST[:PORT]: the node where all of them meet, "
             "the same on each"
         )
-    route = find_route(job.head.host, job.interface)
-    if job.node_rank == 0 and not route.is_head:
-        raise ValueError(
-            f"--node-rank 0 must run on the head, but {job.head.host} ({route.head}) is not this "
-            f"machine ({route.address})"
-        )
-    job_id = environment.get("SLURM_JOB_ID", "comm-hooks")
-    steps = [*_preflight(job, job.head), programs.torchrun_node(job, job.head, route, job_id)]
-    hosts = route.is_head if job.node_rank is None else job.node_rank == 0
-    head = None if hosts else Endpoint(route.head, job.head.port)
-    return Plan(steps, head, route, notes, runs_here=True)
+    return job.head
 
 
-def _deepspeed(job: Job, hostfile: Path | None, hosts: list[Host]) -> Plan:
+def _deepspeed(job: Job, hostfile: Path | None) -> Plan:
     if not find_spec("deepspeed"):
         raise ValueError('--launcher deepspeed: not installed: pip install "comm-hooks[deepspeed]"')
     if hostfile is None:
-        return Plan([*_preflight(job, None), *programs.deepspeed_here(job)], runs_here=True)
+        return Plan([*_preflight(job, None), programs.deepspeed_here(job)], runs_here=True)
     if job.node_rank is None:
-        steps = programs.deepspeed_over_ssh(job, hostfile, hosts)
-        if job.preflight:
-            config = options({"--config": job.config})
-            first = replace(job, target=(_PREFLIGHT, *config), module=True)
-            steps = [*programs.deepspeed_over_ssh(first, hostfile, hosts), steps[-1]]
-        return Plan(steps)
-    job = replace(job, nodes=(len(hosts), len(hosts)))
-    head = job.head or Endpoint(hosts[0].name)
+        raise ValueError(
+            f"--hostfile {hostfile} with deepspeed needs --node-rank: start this on every node "
+            "(the deepspeed command itself starts all nodes over ssh)"
+        )
+    head = _require_head(job)
     route = find_route(head.host, job.interface)
-    steps = [*_preflight(job, head), *programs.deepspeed_node(job, hostfile, head, route)]
+    steps = [*_preflight(job, head), programs.deepspeed_node(job, hostfile, head, route)]
     # The script opens the port itself, at any time: there is nothing to wait for.
     return Plan(steps, runs_here=True)
 
 
-def _mpirun(job: Job, launcher: str, hostfile: Path | None, hosts: list[Host]) -> Plan:
+def _mpirun(job: Job, hostfile: Path | None) -> Plan:
     if job.node_rank is not None:
         raise ValueError("--node-rank does not go with mpirun, which starts all nodes itself")
-    head = job.head
-    notes: list[str] = []
-    if hosts:
-        head = head or Endpoint(hosts[0].name)
-        counts = [job.nproc or host.slots for host in hosts]
-        for host, count in zip(hosts, counts, strict=True):
-            if count is None:
-                raise ValueError(
-                    f"--hostfile {hostfile}: {host.name} has no slots=N, so give --nproc: ranks "
-                    "per node"
-                )
-        slots = [count for count in counts if count]
-    else:
-        job, notes = _count_processes(job)
-        slots = [job.nproc or 1]
+    head = _require_head(job) if hostfile else job.head
+    job, notes = _count_processes(job)
+    ranks = job.nodes[1] * (job.nproc or 1)
     # Each rank is comm-hooks launch again, which finds the interface of its own node.
     module = (sys.executable, "-m", "comm_hooks.launchers.main", "launch")
     values = options({"--head": head, "--interface": job.interface})
     targets = [(*module, *values, *job.words("--module"))]
     if job.preflight:
-        values = options({"--head": head, "--config": job.config})
+        values = options({"--head": head})
         targets.insert(0, (sys.executable, "-m", _PREFLIGHT, *values))
-    steps: list[Step] = [programs.mpirun(job, launcher, hosts, slots, each) for each in targets]
-    return Plan(steps, notes=notes, runs_here=not hosts)
+    steps = [programs.mpirun(job, hostfile, ranks, each) for each in targets]
+    return Plan(steps, notes=notes, runs_here=not hostfile)
 
 
-def _preflight(job: Job, head: Endpoint | None) -> list[Step]:
+def _preflight(job: Job, head: Endpoint | None) -> list[Command]:
     """Return the preflight, one process on each node."""
     if not job.preflight:
         return []
-    nodes = job.fixed_nodes("--preflight")
-    values: dict[str, object] = {"--nproc": job.nproc, "--config": job.config}
+    if job.is_elastic:
+        raise ValueError(
+            f"--preflight needs a fixed number of nodes, got --nnodes {job.nodes[0]}:{job.nodes[1]}"
+        )
+    values: dict[str, object] = {"--nproc": job.nproc}
     if head:
         rank = None if job.node_rank is None else str(job.node_rank)
-        meeting = {"--head": head, "--nnodes": nodes, "--node-rank": rank}
+        meeting = {"--head": head, "--nnodes": job.nodes[1], "--node-rank": rank}
         values = {**meeting, "--interface": job.interface, **values}
     return [Command((*comm_hooks("preflight"), *options(values)), job.variables)]
 

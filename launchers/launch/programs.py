@@ -1,36 +1,25 @@
 """The command lines of torchrun, of the deepspeed launcher and of mpirun."""
 
 import os
-import re
-import shutil
-import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from comm_hooks.launchers.environment import LauncherEnvironment
-from comm_hooks.launchers.launch.job import Host, Job
-from comm_hooks.launchers.launch.steps import Command, Step, WriteFile, options, program
+from comm_hooks.launchers.launch.job import Job
+from comm_hooks.launchers.launch.steps import Command, options, program
 from comm_hooks.launchers.network import (
-    DEFAULT_PORT,
     Endpoint,
     Route,
     find_route,
-    interface_address,
     loopback_interface,
     port_is_taken,
 )
-
-DEEPSPEED_ENVIRONMENT = Path("comm_hooks.deepspeed_env")
-"""The file with the variables that the deepspeed launcher exports on all nodes."""
 
 _TORCHRUN = ("torchrun", "torch.distributed.run")
 _DEEPSPEED = ("deepspeed", "deepspeed.launcher.runner")
 _SHARE_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# pdsh exports only variables that begin with MLFLOW, PYTHON, MV2, UCX and, with CUDA, NCCL.
-_CARRIED = ("DS_ACCELERATOR", "OMP_NUM_THREADS", *_INTERFACES)
-_UNSAFE = re.compile(r"[\"$`\\]")
 
 
 def torchrun_here(job: Job) -> Command:
@@ -96,13 +85,13 @@ def interfaces(job: Job, route: Route) -> dict[str, str]:
     return {n: route.interface for n in _INTERFACES if job.interface or n not in os.environ}
 
 
-def deepspeed_here(job: Job) -> list[Step]:
+def deepspeed_here(job: Job) -> Command:
     """Return the deepspeed of a job on this machine only."""
-    return [Command(_deepspeed(job, {"--num_gpus": job.nproc}), job.variables)]
+    return _deepspeed(job, {"--num_gpus": job.nproc}, {})
 
 
-def deepspeed_node(job: Job, hostfile: Path, head: Endpoint, route: Route) -> list[Step]:
-    """Return the deepspeed of this node, where it is started by hand on the others, too."""
+def deepspeed_node(job: Job, hostfile: Path, head: Endpoint, route: Route) -> Command:
+    """Return the deepspeed of this node of several, each of which is started by hand."""
     values = {
         "--hostfile": hostfile,
         "--num_gpus": job.nproc,
@@ -111,102 +100,26 @@ def deepspeed_node(job: Job, hostfile: Path, head: Endpoint, route: Route) -> li
         "--master_addr": route.head,
         "--master_port": head.port,
     }
-    return [Command(_deepspeed(job, values), {**interfaces(job, route), **job.variables})]
+    return _deepspeed(job, values, interfaces(job, route))
 
 
-def deepspeed_over_ssh(job: Job, hostfile: Path, hosts: list[Host]) -> list[Step]:
-    """Return the deepspeed that starts ranks on all hosts of the hostfile over ssh.
-
-    Variables go into a file that the deepspeed launcher exports on all nodes, together with those
-    of the user's own ``.deepspeed_env``, which that file replaces.
-
-    Raises:
-        ValueError: for a host without slots, and a value that the launcher would mangle.
-    """
-    for host in hosts:
-        if host.slots is None:
-            raise ValueError(
-                f"--hostfile {hostfile}: deepspeed needs 'name slots=N' in each line, "
-                f"{host.name} has no slots"
-            )
-    head = job.head
-    values = {
-        "--hostfile": hostfile,
-        "--num_gpus": job.nproc,
-        "--master_addr": head and head.host,
-        "--master_port": head and head.port != DEFAULT_PORT and head.port,
-    }
-    arguments = _deepspeed(job, values)
-    variables = {name: os.environ[name] for name in _CARRIED if name in os.environ}
-    if job.interface:
-        interface_address(job.interface)
-        variables |= dict.fromkeys(_INTERFACES, job.interface)
-    variables |= job.variables
-    for name, value in variables.items():
-        if _UNSAFE.search(value):
-            raise ValueError(
-                f"--env {name}: the deepspeed launcher cannot carry quotes, $, ` and \\ to other "
-                f"nodes, got {value!r}"
-            )
-    if not variables:
-        return [Command(arguments)]
-    lines = (*_user_lines(), *(f"{name}={value}" for name, value in variables.items()))
-    command = Command(arguments, {"DS_ENV_FILE": str(DEEPSPEED_ENVIRONMENT)})
-    return [WriteFile(DEEPSPEED_ENVIRONMENT, lines), command]
+def _deepspeed(job: Job, values: Mapping[str, object], variables: Mapping[str, str]) -> Command:
+    words = (*program(*_DEEPSPEED), *options(values), *job.words("--module"))
+    return Command(words, {**variables, **job.variables})
 
 
-def _deepspeed(job: Job, values: Mapping[str, object]) -> tuple[str, ...]:
-    return (*program(*_DEEPSPEED), *options(values), *job.words("--module"))
-
-
-def _user_lines() -> list[str]:
-    """Return the lines of the files that the deepspeed launcher would read without ours."""
-    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-    lines = []
-    for path in (Path.home() / name, Path(name)):
-        if path != DEEPSPEED_ENVIRONMENT and path.is_file():
-            lines += [line.strip() for line in path.read_text().splitlines() if "=" in line]
-    return lines
-
-
-def mpirun(
-    job: Job, family: str, hosts: list[Host], slots: list[int], target: tuple[str, ...]
-) -> Command:
-    """Return the mpirun of a job.
+def mpirun(job: Job, hostfile: Path | None, ranks: int, target: Sequence[str]) -> Command:
+    """Return the mpirun of a job, in the words that MPICH, Intel MPI and Open MPI share.
 
     Args:
-        job: for its variables.
-        family: ``"mpich"`` (also Intel MPI, MVAPICH), ``"openmpi"``; ``"mpirun"``: detect it.
-        hosts: the first one is the head; empty for this machine.
-        slots: ranks on each host, or on this machine.
+        job: for its variables, which ``env`` sets: each family has an option of its own.
+        hostfile: of the family; None for this machine.
+        ranks: on all hosts together.
         target: the words that every rank runs.
-
-    Raises:
-        ValueError: if there is no mpirun, or its family is not known.
     """
-    places = ",".join(f"{h.name}:{count}" for h, count in zip(hosts, slots, strict=False))
-    if (_mpi_family() if family == "mpirun" else family) == "openmpi":
-        words = options({"-np": sum(slots), "--host": places})
-        words += [w for n, v in job.variables.items() for w in ("-x", f"{n}={v}")]
-    else:
-        words = options({"-n": sum(slots), "-hosts": places})
-        words += [w for n, v in job.variables.items() for w in ("-genv", n, v)]
-    return Command(("mpirun", *words, *target))
-
-
-def _mpi_family() -> str:
-    if not shutil.which("mpirun"):
-        raise ValueError("--launcher mpirun: there is no mpirun on PATH")
-    answer = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
-    text = answer.stdout + answer.stderr
-    if "Open MPI" in text or "OpenRTE" in text:
-        return "openmpi"
-    if "HYDRA" in text or "Intel(R) MPI" in text:
-        return "mpich"
-    raise ValueError(
-        f"--launcher mpirun: cannot tell which MPI this is ({text.strip()[:60]!r}): use --launcher "
-        "mpich or openmpi"
-    )
+    variables = [f"{name}={value}" for name, value in job.variables.items()]
+    words = options({"-n": ranks, "-hostfile": hostfile})
+    return Command(("mpirun", *words, *(["env", *variables] if variables else []), *target))
 
 
 def rank_of_mpirun(job: Job, process: LauncherEnvironment) -> Command:

@@ -47,26 +47,6 @@ class Command:
         os.execvpe(self.arguments[0], self.arguments, environment)
 
 
-@dataclass(frozen=True)
-class WriteFile:
-    """A small text file that a command reads."""
-
-    path: Path
-    lines: tuple[str, ...]
-
-    def __str__(self) -> str:
-        quoted = " ".join(map(shlex.quote, self.lines))
-        return f"printf '%s\\n' {quoted} > {shlex.quote(str(self.path))}"
-
-    def run(self) -> int:
-        """Write the file; return 0, as a command that succeeded."""
-        self.path.write_text("".join(f"{line}\n" for line in self.lines))
-        return 0
-
-
-Step = Command | WriteFile
-
-
 def options(values: Mapping[str, object]) -> list[str]:
     """Return the words of options without those that are None, False or 0.
 

@@ -8,43 +8,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from comm_hooks.launchers.links import make_rounds, nodes_of
 from comm_hooks.launchers.preflight.facts import Facts
-from comm_hooks.launchers.preflight.links import Link, Listener, send
+from comm_hooks.launchers.preflight.links import Link, Listener, make_rounds, send
 from comm_hooks.launchers.preflight.meeting import Meeting, prefixed
-from comm_hooks.launchers.preflight.problems import (
-    find_link_problems,
-    find_notes,
-    find_problems,
-    slow_links,
-)
+from comm_hooks.launchers.preflight.problems import find_link_problems, find_problems
 
 _ROUND_SECONDS = 30.0
 _GLOO_SECONDS = 30.0
 _MARGIN_SECONDS = 30.0
-_STAGES = ("links", "again", "once more")
-"""A link that is slow in the first measurement is measured again, up to two times."""
-_ALL_PAIRS_UP_TO = 8
 
 Peers = Sequence[tuple[int, str, int]]
 """The rank, address and port of the first process of each node."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the checks.
-
-    Attributes:
-        seconds: to wait for processes.
-        measure: whether to measure links.
-        bits_per_second: that each link must carry; None to compare links with each other only.
-        clock: seconds by which clocks may differ.
-    """
-
-    seconds: float
-    measure: bool
-    bits_per_second: float | None
-    clock: float
 
 
 @dataclass
@@ -52,19 +26,23 @@ class Verdict:
     """The result, the same on all ranks."""
 
     problems: list[str]
-    notes: list[str] = field(default_factory=list)
     nodes: list[Facts] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
 
 
 def check(
-    meeting: Meeting, facts: Facts, listener: Listener | None, limits: Limits, interface: str = ""
+    meeting: Meeting,
+    facts: Facts,
+    listener: Listener | None,
+    seconds: float,
+    bits_per_second: float | None,
+    interface: str = "",
 ) -> Verdict:
     """Check all nodes together.
 
     1. every process sends its facts; rank 0 waits for all, and names the missing ones;
-    2. the first process of each node measures links with those of other nodes, in rounds in which
-       a node is in one pair at most; slow links are measured again, up to two times;
+    2. the first process of each node measures links with those of two other nodes, in rounds in
+       which a node is in one pair at most;
     3. without problems so far, all processes form a gloo group and sum a tensor, within 30 s;
     4. rank 0 sends the verdict.
 
@@ -72,7 +50,9 @@ def check(
         meeting: of all processes.
         facts: about this one.
         listener: of this process; None without an address.
-        limits: those of rank 0 count.
+        seconds: to wait for processes.
+        bits_per_second: that each link must carry; None to compare links with each other.  That of
+            rank 0 counts.
         interface: GLOO_SOCKET_IFNAME of the training, unless the environment has it.
 
     Raises:
@@ -80,23 +60,32 @@ def check(
     """
     meeting.tell("facts", asdict(facts))
     if meeting.rank == 0:
-        verdict = _judge(meeting, listener, limits, interface)
+        verdict = _judge(meeting, listener, seconds, bits_per_second, interface)
         meeting.tell("verdict", asdict(verdict))
     else:
-        verdict = _follow(meeting, listener, limits, interface)
+        verdict = _follow(meeting, listener, seconds, interface)
     meeting.leave()
     return verdict
 
 
-def _judge(meeting: Meeting, listener: Listener | None, limits: Limits, interface: str) -> Verdict:
-    heard, missing = meeting.hear("facts", range(meeting.size), limits.seconds)
+def _judge(
+    meeting: Meeting,
+    listener: Listener | None,
+    seconds: float,
+    bits_per_second: float | None,
+    interface: str,
+) -> Verdict:
+    heard, missing = meeting.hear("facts", range(meeting.size), seconds)
     facts = {rank: Facts(**told) for rank, told in sorted(heard.items())}
     if missing:
         meeting.tell("peers", None)
         came = ", ".join(f"{rank} ({facts[rank].host})" for rank in list(facts)[:8])
         late = f"{meeting.member} {', '.join(map(str, missing[:8]))} of {meeting.size}"
-        return Verdict([f"{late} did not come within {limits.seconds:g} s; here are: {came}"])
-    leaders = [ranks[0] for ranks in nodes_of([facts[rank].node for rank in sorted(facts)])]
+        return Verdict([f"{late} did not come within {seconds:g} s; here are: {came}"])
+    first: dict[str, int] = {}
+    for rank, each in facts.items():
+        first.setdefault(each.node, rank)
+    leaders = list(first.values())
     nodes = [facts[rank] for rank in leaders]
     problems = find_problems(nodes)
     # Problems that other processes of a node found, such as that they are alone.
@@ -106,60 +95,40 @@ def _judge(meeting: Meeting, listener: Listener | None, limits: Limits, interfac
         for complaint in other.complaints
         if not any(complaint in problem for problem in problems)
     ]
-    peers = [(rank, facts[rank].address, facts[rank].port) for rank in leaders]
+    measurable = all(node.port for node in nodes)
+    peers = [(rank, facts[rank].address, facts[rank].port) for rank in leaders if measurable]
     meeting.tell("peers", peers)
-    usable = limits.measure and all(node.port for node in nodes)
-    rounds = make_rounds(len(nodes), _ALL_PAIRS_UP_TO) if usable else []
-    links: list[Link] = []
-    for stage in _STAGES:
-        links = _better(links, _measure(meeting, listener, peers, rounds, stage))
-        doubted = slow_links(nodes, links, limits.bits_per_second)
-        pairs = {(min(x.source, x.target), max(x.source, x.target)) for x in doubted}
-        rounds = [[pair] for pair in sorted(pairs)]
-    problems += find_link_problems(nodes, links, least=limits.bits_per_second, clock=limits.clock)
+    links = _measure(meeting, listener, peers)
+    problems += find_link_problems(nodes, links, bits_per_second)
     meeting.tell("gloo", not problems)
     if not problems:
         problems += _check_gloo(meeting, facts, interface)
-    return Verdict(problems, find_notes(nodes), nodes, links)
+    return Verdict(problems, nodes, links)
 
 
-def _follow(meeting: Meeting, listener: Listener | None, limits: Limits, interface: str) -> Verdict:
-    peers: Peers | None = meeting.hear_rank_0("peers", limits.seconds + _MARGIN_SECONDS)
+def _follow(meeting: Meeting, listener: Listener | None, seconds: float, interface: str) -> Verdict:
+    peers: Peers | None = meeting.hear_rank_0("peers", seconds + _MARGIN_SECONDS)
     if peers is not None:
-        patience = _patience(peers)
-        if any(rank == meeting.rank for rank, _, _ in peers):
-            for stage in _STAGES:
-                rounds = meeting.hear_rank_0(stage, patience)
-                _measure(meeting, listener, peers, rounds, stage)
+        _measure(meeting, listener, peers)
+        patience = _MARGIN_SECONDS + (1 + len(make_rounds(len(peers)))) * _ROUND_SECONDS
         if meeting.hear_rank_0("gloo", patience):
             _try_gloo(meeting, interface)
     told = meeting.hear_rank_0("verdict", _GLOO_SECONDS + 2 * _MARGIN_SECONDS)
     return Verdict(
         told["problems"],
-        told["notes"],
         [Facts(**node) for node in told["nodes"]],
         [Link(**link) for link in told["links"]],
     )
 
 
-def _patience(peers: Peers) -> float:
-    return _MARGIN_SECONDS + 2 * len(peers) * _ROUND_SECONDS
-
-
-def _measure(
-    meeting: Meeting,
-    listener: Listener | None,
-    peers: Peers,
-    rounds: list[list[tuple[int, int]]],
-    stage: str,
-) -> list[Link]:
-    """Measure the links of these rounds; return all of them on rank 0, and none elsewhere."""
-    if meeting.rank == 0:
-        meeting.tell(stage, rounds)
+def _measure(meeting: Meeting, listener: Listener | None, peers: Peers) -> list[Link]:
+    """Measure the links between neighbours; return all of them on rank 0, and none elsewhere."""
     ranks = [rank for rank, _, _ in peers]
+    if meeting.rank not in ranks:
+        return []
     own = ranks.index(meeting.rank)
     found: list[Link] = []
-    for number, pairs in enumerate(rounds):
+    for number, pairs in enumerate(make_rounds(len(peers))):
         for low, high in pairs:
             if own in (low, high):
                 for source, target in ((low, high), (high, low)):
@@ -169,12 +138,12 @@ def _measure(
                     elif listener:
                         found.append(listener.receive(link))
         # All go on together, and wait for a late one no longer than this.
-        meeting.tell(f"{stage}/{number}", True)
-        meeting.hear(f"{stage}/{number}", ranks, _ROUND_SECONDS)
-    meeting.tell(f"{stage}-found", [asdict(link) for link in found])
+        meeting.tell(f"links/{number}", True)
+        meeting.hear(f"links/{number}", ranks, _ROUND_SECONDS)
+    meeting.tell("links-found", [asdict(link) for link in found])
     if meeting.rank:
         return []
-    heard, _ = meeting.hear(f"{stage}-found", ranks, _ROUND_SECONDS)
+    heard, _ = meeting.hear("links-found", ranks, _ROUND_SECONDS)
     merged: dict[tuple[int, int], Link] = {}
     for rank, told in heard.items():
         for link in (Link(**fields) for fields in told):
@@ -184,15 +153,6 @@ def _measure(
             elif link.error:
                 merged.setdefault((link.source, link.target), link)
     return [merged[key] for key in sorted(merged)]
-
-
-def _better(links: list[Link], again: list[Link]) -> list[Link]:
-    """Return the links, each with the better one of two measurements."""
-    found = {(link.source, link.target): link for link in links}
-    for link in again:
-        pair = link.source, link.target
-        found[pair] = max(found.get(pair, link), link, key=lambda link: link.bits_per_second or 0.0)
-    return list(found.values())
 
 
 def _check_gloo(meeting: Meeting, facts: dict[int, Facts], interface: str) -> list[str]:

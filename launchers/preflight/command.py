@@ -1,7 +1,6 @@
 """``comm-hooks preflight``: its options, and the order of its work."""
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -26,21 +25,14 @@ def preflight(
     interface: Annotated[
         str | None, typer.Option(help="Network interface. [default: the one that leads to --head]")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A file that must be equal on all nodes, such as ds.json.")
-    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for nodes.")] = 60.0,
-    links: Annotated[bool, typer.Option(help="Measure the links between nodes.")] = True,
     min_bandwidth: Annotated[
         float | None,
         typer.Option(help="Mbit/s that every link must carry. [default: half of the median link]"),
     ] = None,
-    max_clock_offset: Annotated[
-        float, typer.Option(help="Seconds by which clocks may differ.")
-    ] = 1.0,
     local_rank: Annotated[str | None, typer.Option("--local_rank", hidden=True)] = None,
 ) -> None:
-    """Check every node before training: versions, settings, ports, links, clocks, GPUs, disks.
+    """Check every node before training: versions, ports, links, GPUs, disks.
 
     Run it as training will be: under torchrun, deepspeed, mpirun or srun, or by hand once on each
     node with --nnodes and --head; comm-hooks launch --preflight does that. Prints one line per
@@ -48,34 +40,30 @@ def preflight(
     """
     from comm_hooks.launchers.launch.job import Job
     from comm_hooks.launchers.network import parse_endpoint
-    from comm_hooks.launchers.preflight.check import Limits, check
-    from comm_hooks.launchers.preflight.facts import describe, read_config
+    from comm_hooks.launchers.preflight.check import check
+    from comm_hooks.launchers.preflight.facts import describe
     from comm_hooks.launchers.preflight.meeting import find_party, meet
     from comm_hooks.launchers.preflight.report import print_report
 
     with refusing("comm-hooks preflight"):
-        waits = {"--timeout": timeout, "--max-clock-offset": max_clock_offset}
-        require_positive({**waits, "--min-bandwidth": min_bandwidth})
+        require_positive({"--timeout": timeout, "--min-bandwidth": min_bandwidth})
         Job((), nproc=nproc, nodes=(nnodes, nnodes), node_rank=node_rank)  # checks them
         endpoint = parse_endpoint(head) if head else None
-        settings = read_config(config) if config else {}
         party = find_party(endpoint, nnodes, node_rank, nproc, os.environ)
     with refusing("comm-hooks preflight", FAILED):
-        facts, listener = describe(party, interface, settings)
+        facts, listener = describe(party, interface)
         origin = f"{facts.address} ({facts.interface})" if facts.address else facts.host
         meeting = meet(party, timeout, origin)
         least = None if min_bandwidth is None else min_bandwidth * 1e6
-        limits = Limits(timeout, links, least, max_clock_offset)
         # comm-hooks launch sets gloo's interface; torchrun by itself does not.
         as_launch = party.process.launcher != "torchrun"
-        verdict = check(meeting, facts, listener, limits, facts.interface if as_launch else "")
+        name = facts.interface if as_launch else ""
+        verdict = check(meeting, facts, listener, timeout, least, name)
         if listener:
             listener.close()
     if party.speaks or meeting.rank == 0:
         for line in verdict.problems:
             complain("comm-hooks preflight", line)
-        for line in verdict.notes:
-            complain("comm-hooks preflight", f"note: {line}")
     if verdict.problems:
         raise typer.Exit(FAILED)
     if meeting.rank == 0:

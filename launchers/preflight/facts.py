@@ -1,8 +1,7 @@
-"""The facts about a node: versions, settings, interfaces, GPUs, and problems of its own."""
+"""The facts about a node: versions, interfaces, GPUs, and problems of its own."""
 
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import resource
@@ -11,14 +10,13 @@ import socket
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
 import comm_hooks
 from comm_hooks.launchers.environment import LauncherEnvironment, check_world_size
-from comm_hooks.launchers.network import find_route, is_loopback
+from comm_hooks.launchers.network import find_route
 from comm_hooks.launchers.preflight.links import Listener
 from comm_hooks.launchers.preflight.meeting import Party
 
@@ -39,10 +37,8 @@ class Facts:
         port: for measurements of links.
         processes: ranks per node; None if not known.
         versions: by name, of the packages that must be the same on all nodes.
-        config: the settings of ``--config``, by their path in the file.
         gpus: the names of the GPUs that PyTorch sees.
         complaints: problems of this process alone, one line each.
-        notes: hints, one line each.
     """
 
     node: str
@@ -52,17 +48,13 @@ class Facts:
     port: int
     processes: int | None
     versions: dict[str, str]
-    config: dict[str, str]
     gpus: list[str]
     complaints: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
-def describe(
-    party: Party, interface: str | None, settings: dict[str, str]
-) -> tuple[Facts, Listener | None]:
+def describe(party: Party, interface: str | None) -> tuple[Facts, Listener | None]:
     """Return the facts about this process, and its listener if it has an address."""
-    complaints, notes = find_complaints(Path(), dict(os.environ)), []
+    complaints = find_complaints(Path(), dict(os.environ))
     address = name = ""
     listener = None
     if party.head:
@@ -74,13 +66,6 @@ def describe(
             complaints.append(str(error))
     if party.process.launcher:
         complaints += _complain_if_alone(party.process)
-        default = None if os.environ.get("GLOO_SOCKET_IFNAME") else _own_address()
-        if default == "" or (default and is_loopback(default) and not is_loopback(address)):
-            found = f"resolves to {default}" if default else "does not resolve"
-            notes.append(
-                f"the name {socket.gethostname()} {found}, so gloo needs GLOO_SOCKET_IFNAME="
-                f"{name} (comm-hooks launch sets it)"
-            )
     facts = Facts(
         node=party.node if party.node is not None else address or socket.gethostname(),
         host=socket.gethostname(),
@@ -89,10 +74,8 @@ def describe(
         port=listener.port if listener else 0,
         processes=party.processes,
         versions=find_versions(),
-        config=settings,
         gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         complaints=complaints,
-        notes=notes,
     )
     return facts, listener
 
@@ -112,14 +95,6 @@ def _complain_if_alone(process: LauncherEnvironment) -> list[str]:
     except RuntimeError as error:
         return [str(error)]
     return []
-
-
-def _own_address() -> str:
-    """Return the address of the machine's name, which gloo uses by default; empty without one."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return ""
 
 
 def find_versions() -> dict[str, str]:
@@ -148,31 +123,6 @@ def source_digest(package: Path) -> str:
                 path = Path(folder, name)
                 digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:8]
-
-
-def read_config(path: Path) -> dict[str, str]:
-    """Return a file's settings by their path in it, or its digest if it is not JSON.
-
-    Raises:
-        ValueError: if it cannot be read.
-
-    Example::
-
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile("w") as file:
-        ...     _ = file.write('{"optimizer": {"params": {"lr": 0.1}}}')
-        ...     file.flush()
-        ...     read_config(Path(file.name))
-        {'optimizer.params.lr': '0.1'}
-    """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"--config {path}: cannot read it ({error.strerror})") from None
-    try:
-        return dict(_flatten("", json.loads(content)))
-    except ValueError:
-        return {"sha256": hashlib.sha256(content).hexdigest()[:16]}
 
 
 def find_complaints(folder: Path, environment: dict[str, str]) -> list[str]:
@@ -208,13 +158,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return _MISSING
-
-
-def _flatten(path: str, value: Any) -> list[tuple[str, str]]:
-    if not isinstance(value, dict) or not value:
-        return [(path, json.dumps(value))]
-    return [
-        pair
-        for key, below in value.items()
-        for pair in _flatten(f"{path}.{key}" if path else key, below)
-    ]

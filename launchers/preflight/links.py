@@ -3,17 +3,25 @@
 One process of each node takes part.  A closed port is an error, not a hang.
 """
 
+import itertools
 import os
 import socket
+import statistics
 import struct
 import time
 from dataclasses import dataclass
 
-from comm_hooks.launchers.links import answer, measure_bandwidth, measure_delay
-
 _CONNECT_SECONDS = 5.0
 _ACCEPT_SECONDS = 10.0
 _NUMBER = struct.Struct("!d")
+_PINGS = 30
+_FIRST_BYTES = 1 << 14
+_MOST_BYTES = 1 << 26
+# A transfer of this length is past TCP's slow start on links down to a few Mbit, and past what
+# shapers let through after a pause.
+_ENOUGH_SECONDS = 0.4
+_REPEAT = 3
+"""Transfers of the last size; the median counts, in case a machine is busy for a moment."""
 
 
 @dataclass
@@ -22,9 +30,8 @@ class Link:
 
     Args:
         source, target: indices of nodes.
-        round_trip: seconds, the shortest of 30.
+        round_trip: seconds, the median of 30.
         bits_per_second: in one TCP connection.
-        clock_offset: seconds by which the target's clock is ahead of the source's.
         error: the reason if the measurement failed.
     """
 
@@ -32,12 +39,11 @@ class Link:
     target: int
     round_trip: float | None = None
     bits_per_second: float | None = None
-    clock_offset: float | None = None
     error: str | None = None
 
 
-class _Connection:
-    """A channel over TCP."""
+class Connection:
+    """One end of a link over TCP."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(_CONNECT_SECONDS)
@@ -46,22 +52,26 @@ class _Connection:
         self._buffer = memoryview(bytearray(256 * 1024))
 
     def send(self, count: int) -> None:
+        """Send so many bytes of any content."""
         while count:
             size = min(count, len(self._buffer))
             self._socket.sendall(self._buffer[:size])
             count -= size
 
     def receive(self, count: int) -> None:
+        """Wait for so many bytes."""
         while count:
             size = self._socket.recv_into(self._buffer[: min(count, len(self._buffer))])
             if not size:
                 raise ConnectionError("the connection was closed early")
             count -= size
 
-    def tell(self, number: float) -> None:
+    def send_number(self, number: float) -> None:
+        """Send a number."""
         self._socket.sendall(_NUMBER.pack(number))
 
-    def hear(self) -> float:
+    def receive_number(self) -> float:
+        """Wait for a number."""
         self.receive(_NUMBER.size)
         return float(_NUMBER.unpack(self._buffer[: _NUMBER.size])[0])
 
@@ -82,12 +92,14 @@ class Listener:
                 self._socket.settimeout(max(0.01, deadline - time.monotonic()))
                 connection, _ = self._socket.accept()
                 with connection:
-                    channel = _Connection(connection)
-                    if channel.hear() == link.source:
-                        answer(channel)
+                    channel = Connection(connection)
+                    if channel.receive_number() == link.source:
+                        while count := int(channel.receive_number()):
+                            channel.receive(count)
+                            channel.send_number(0.0)
                         return link
         except OSError as error:
-            link.error = _reason(error, "nobody connected")
+            link.error = _reason(error, "no connection arrived")
             return link
 
     def close(self) -> None:
@@ -99,17 +111,56 @@ def send(link: Link, address: str, port: int) -> Link:
     timed_out = "no answer (a firewall, or the wrong interface)"
     try:
         with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as connection:
-            channel = _Connection(connection)
+            channel = Connection(connection)
             timed_out = "no answer to pings"
-            channel.tell(link.source)
-            delay = measure_delay(channel)
-            link.round_trip, link.clock_offset = delay.round_trip, delay.clock_offset
+            channel.send_number(link.source)
+            link.round_trip = statistics.median(_transfer(channel, 1) for _ in range(_PINGS))
             timed_out = "stalls: nothing gets through"
-            # A slow link is measured again.
-            link.bits_per_second = 8 * measure_bandwidth(channel, delay.latency, repeat=1)
+            link.bits_per_second = 8 * _measure_bandwidth(channel, link.round_trip)
+            channel.send_number(0.0)
     except OSError as error:
         link.error = _reason(error, timed_out)
     return link
+
+
+def _transfer(channel: Connection, count: int) -> float:
+    """Return the seconds of a transfer and of the answer that it has arrived."""
+    started = time.perf_counter()
+    channel.send_number(count)
+    channel.send(count)
+    channel.receive_number()
+    return time.perf_counter() - started
+
+
+def _measure_bandwidth(channel: Connection, round_trip: float) -> float:
+    """Return the bytes per second, from transfers that grow until one takes 0.4 s or has 64 MiB.
+
+    Other traffic on the link counts, too.
+    """
+
+    def transfer() -> float:
+        return max(1e-9, _transfer(channel, count) - round_trip)
+
+    count = _FIRST_BYTES
+    while (seconds := transfer()) < _ENOUGH_SECONDS and count < _MOST_BYTES:
+        growth = min(8.0, max(2.0, 1.2 * _ENOUGH_SECONDS / seconds))
+        count = min(_MOST_BYTES, int(growth * count))
+    return count / statistics.median([seconds, *(transfer() for _ in range(_REPEAT - 1))])
+
+
+def make_rounds(nodes: int) -> list[list[tuple[int, int]]]:
+    """Return the pairs of neighbours on a ring, in rounds; in a round no node is in two pairs.
+
+    Example::
+
+        >>> make_rounds(5)
+        [[(0, 1), (2, 3)], [(1, 2), (3, 4)], [(0, 4)]]
+    """
+    if nodes < 3:
+        return [[(0, 1)]] if nodes == 2 else []
+    ring = [*itertools.pairwise(range(nodes)), (0, nodes - 1)]
+    last = [ring.pop()] if nodes % 2 else []
+    return [pairs for pairs in (ring[0::2], ring[1::2], last) if pairs]
 
 
 def _reason(error: OSError, timed_out: str) -> str:

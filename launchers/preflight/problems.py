@@ -1,12 +1,12 @@
 """Find problems in facts and measurements: one line each, which names the node."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from comm_hooks.launchers.links import format_rate
 from comm_hooks.launchers.network import is_loopback
 from comm_hooks.launchers.preflight.facts import Facts
 from comm_hooks.launchers.preflight.links import Link
+from comm_hooks.launchers.rates import format_rate
 
 _SLOW = 0.5
 """A slow link carries less than this part of the median link."""
@@ -31,12 +31,10 @@ def find_problems(nodes: Sequence[Facts]) -> list[str]:
         for name, facts in zip(names, nodes, strict=True)
         for complaint in facts.complaints
     ]
-    for what, wanted in (("", "versions"), ("config ", "config")):
-        tables: list[Mapping[str, str]] = [getattr(facts, wanted) for facts in nodes]
-        for key in dict.fromkeys(key for table in tables for key in table):
-            values = [table.get(key, "absent") for table in tables]
-            if difference := describe_difference(names, values):
-                problems.append(f"{what}{key} differs: {difference}")
+    for key in dict.fromkeys(key for facts in nodes for key in facts.versions):
+        values = [facts.versions.get(key, "absent") for facts in nodes]
+        if difference := describe_difference(names, values):
+            problems.append(f"{key} differs: {difference}")
     gpus = [", ".join(facts.gpus) or "none" for facts in nodes]
     if difference := describe_difference(names, [str(len(facts.gpus)) for facts in nodes]):
         problems.append(f"the number of GPUs differs: {difference}")
@@ -58,31 +56,15 @@ def find_problems(nodes: Sequence[Facts]) -> list[str]:
     return problems
 
 
-def find_notes(nodes: Sequence[Facts]) -> list[str]:
-    """Return hints that are no reason to stop."""
-    names = [name_node(index, facts) for index, facts in enumerate(nodes)]
-    notes = [
-        f"{name}: {note}" for name, facts in zip(names, nodes, strict=True) for note in facts.notes
-    ]
-    for what, values in (
-        ("processes per node differ", [str(facts.processes) for facts in nodes]),
-        ("the GPUs differ", [", ".join(facts.gpus) or "none" for facts in nodes]),
-    ):
-        if difference := describe_difference(names, values):
-            notes.append(f"{what}: {difference}")
-    return notes
-
-
 def find_link_problems(
-    nodes: Sequence[Facts], links: Sequence[Link], *, least: float | None, clock: float
+    nodes: Sequence[Facts], links: Sequence[Link], least: float | None
 ) -> list[str]:
-    """Return the problems of links and clocks, one line each.
+    """Return the problems of links, one line each.
 
     Args:
         nodes: for their names.
         links: as measured.
         least: bits per second that every link must carry; None to compare links only.
-        clock: seconds by which clocks may differ.
     """
     names = [name_node(index, facts) for index, facts in enumerate(nodes)]
     problems = []
@@ -90,10 +72,9 @@ def find_link_problems(
     for link in links:
         way = f"{names[link.source]} -> {names[link.target]}"
         if link.error:
-            target = nodes[link.target]
             problems.append(
-                f"{way}: {link.error}; port {target.port} was tried, training uses any: open all "
-                "ports between the nodes"
+                f"{way}: {link.error}; port {nodes[link.target].port} was tried, training uses "
+                "any: open all ports between the nodes"
             )
         elif link in slow:
             reference = least or median_rate(links)
@@ -101,13 +82,6 @@ def find_link_problems(
             problems.append(
                 f"{way}: slow: {format_rate(link.bits_per_second or 0)}, {needed} "
                 f"{format_rate(reference)}"
-            )
-        offset = link.clock_offset
-        if offset is not None and abs(offset) > clock and link.source < link.target:
-            ahead = "ahead of" if offset > 0 else "behind"
-            problems.append(
-                f"the clock of {names[link.target]} is {abs(offset):.1f} s {ahead} that of "
-                f"{names[link.source]}: synchronize them (NTP)"
             )
     return problems
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from comm_hooks.launchers.links import format_rate
 from comm_hooks.launchers.output import make_console, say
 from comm_hooks.launchers.preflight.facts import Facts
 from comm_hooks.launchers.preflight.links import Link
+from comm_hooks.launchers.rates import format_rate
 
 _MOST_LINKS = 12
 

@@ -29,7 +29,7 @@ from benchmarks.studies.scale.predicted import (
 from benchmarks.studies.scale.training import Setup, Trained, train
 from comm_hooks import Exchange
 from comm_hooks.collectives import Simulated
-from comm_hooks.launchers.advise.step import Step
+from comm_hooks.launchers.advise.cost_model import matrix_shapes
 from comm_hooks.wire.gathered_header import HEADER_NBYTES
 from tests.benchmarks.studying import NUMEL, nothing
 from tests.benchmarks.test_studies import invoke
@@ -138,7 +138,7 @@ def test_predicted_bytes_are_those_of_real_rounds(name: str, ranks: int) -> None
         Exchange(scheme.compressor, collective=scheme.way, transport=t, **nodes)
         for t in Simulated(ranks)
     ]
-    shapes = Step.of_numel(_NUMEL, milliseconds=1.0).shapes
+    shapes = matrix_shapes(_NUMEL)
     rounds = [
         exchange.round({str(i): torch.randn(shape) for i, shape in enumerate(shapes)})
         for exchange in exchanges

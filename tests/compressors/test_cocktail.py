@@ -54,10 +54,3 @@ def test_every_element_has_its_turn_as_often() -> None:
     assert counts.sum() == draws * 20
     # 200 elements at once: 5 standard deviations happen once in 9000 such tests by chance.
     assert (counts - draws * 0.1).abs().max() < 5 * math.sqrt(draws * 0.1 * 0.9)
-
-
-def test_bits_per_element() -> None:
-    """A tenth of a fifth of the elements, each 4 bits, 4.25 of index, and two levels for 820."""
-    numel = 10 * 4096 * 20
-    bits = 8 * Cocktail().payload_nbytes(numel) / numel
-    assert bits == pytest.approx(0.1 * 0.2 * (4 + 4.25 + 32 / 820), rel=2e-3)

@@ -42,7 +42,7 @@ def test_the_matrix_is_scipys_transform_and_orthonormal(order: int) -> None:
 
 
 @pytest.mark.parametrize("density", [1 / 128, 0.1, 1.0])
-@pytest.mark.parametrize("numel", [1, 2, 5, 63, 64, 65, 1000, 4095, 4096, 4097, 10_000])
+@pytest.mark.parametrize("numel", [1, 2, 5, 64, 65, 1000, 4097])
 @pytest.mark.parametrize("chunk", [1, 8, 64])
 def test_matches_the_reference(numel: int, chunk: int, density: float) -> None:
     vector = np.random.default_rng(numel).normal(size=numel)

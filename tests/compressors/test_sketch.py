@@ -2,7 +2,6 @@
 
 import functools
 import math
-import time
 from collections.abc import Callable
 
 import pytest
@@ -58,7 +57,7 @@ def decoded() -> Decoded:
         for name in VECTORS
         for each in SKETCHES
         # Rotations leave a Gaussian matrix what it is, and it takes ten times as long.
-        if not isinstance(each[0], GaussianSketch) or name in ("gaussian", "one element")
+        if not isinstance(each[0], GaussianSketch) or name == "gaussian"
     ],
 )
 def test_relative_mean_squared_error(
@@ -75,8 +74,9 @@ def test_relative_mean_squared_error(
 def test_the_mean_over_draws_approaches_the_vector_as_one_over_draws(
     sketch: Compressor, theory: float, decoded: Decoded
 ) -> None:
-    vector = VECTORS["smooth"]
-    draws = decoded(sketch, "smooth")
+    # Rotations leave a Gaussian matrix what it is: its draws of another test will do.
+    name = "gaussian" if isinstance(sketch, GaussianSketch) else "smooth"
+    vector, draws = VECTORS[name], decoded(sketch, name)
     for count in (100, 400, 1600):
         error = (draws[:count].mean(0) - vector).square().sum() / vector.square().sum()
         assert 0.5 * theory / count <= error <= 1.5 * theory / count
@@ -136,28 +136,3 @@ def test_draws_differ_between_steps_and_parameters() -> None:
     sketch, vector = CountSketch(ratio=0.1), VECTORS["gaussian"]
     payloads = {tuple(sketch.compress(vector, key=key).tolist()) for key in range(20)}
     assert len(payloads) == 20
-
-
-def test_count_sketch_runs_at_memory_speed() -> None:
-    """There and back within 8 copies of 8 M floats; measured: 3 to 5 on a busy machine."""
-    vector = torch.randn(8 << 20)
-    target, sketch = torch.empty_like(vector), CountSketch(ratio=0.02)
-    payload = sketch.compress(vector, key=0)
-
-    def seconds(action: Callable[[], object]) -> float:
-        times = []
-        for _ in range(7):
-            start = time.perf_counter()
-            action()
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        copy = seconds(lambda: target.copy_(vector))
-        there = seconds(lambda: sketch.compress(vector, key=1))
-        back = seconds(lambda: sketch.decompress(payload, vector.numel(), key=0, out=target))
-    finally:
-        torch.set_num_threads(threads)
-    assert there + back <= 8 * copy

@@ -25,6 +25,8 @@ from tests.docs.pages import Block, Page
 
 TIMEOUT_SECONDS = 300
 _GRACE_SECONDS = 10
+# In which forked ranks write where they hang.
+_LAST_WORDS_SECONDS = 3
 # DeepSpeed compiles an extension that gloo does not use, for a minute, and if that is interrupted
 # it hangs ever after.
 _WITHOUT_COMPILER = Path(__file__).parents[1] / "frameworks/deepspeed/without_compiler"
@@ -121,7 +123,7 @@ def run_commands(
         finally:
             _end(mark)
         if status is None:
-            time.sleep(3)  # in which forked ranks say where they hang
+            time.sleep(_LAST_WORDS_SECONDS)
     told = log.read_text(errors="replace")[-9000:]
     assert status is not None, f"still running after {timeout:g} s:\n{block.text}\n{told}"
     assert status == 0, f"exit status {status}:\n{block.text}\n{told}"

@@ -125,7 +125,8 @@ def test_every_page_of_the_site_is_in_its_navigation() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    found = [locate(name) for name in documented(reference())]
+    # Importing frameworks takes seconds, and none of these names is theirs.
+    found = [locate(name) for name in documented(reference()) if ".frameworks." not in name]
     missing = [name for name, value in public_names() if not any(o is value for o in found)]
     assert not missing
 
@@ -137,13 +138,13 @@ def test_every_name_of_the_reference_exists() -> None:
 
 
 def test_the_reference_has_what_the_pages_import() -> None:
-    names = list(documented(reference()))
-    found = [locate(name) for name in names] + [
-        locate(module) for module in {name.rpartition(".")[0] for name in names}
-    ]
+    names = set(documented(reference()))
+    names |= {name.rpartition(".")[0] for name in names}
     imported = {name for page in PAGES for name in names_imported_by(page)}
     assert "comm_hooks.register" in imported
-    missing = [n for n in sorted(imported) if not any(o is locate(n) for o in found)]
+    found = [locate(name) for name in names if ".frameworks" not in name]
+    # Another name of an object that is documented is as good.
+    missing = [n for n in sorted(imported - names) if not any(o is locate(n) for o in found)]
     assert not missing
 
 

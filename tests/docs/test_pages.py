@@ -68,25 +68,7 @@ def test_a_file_that_nothing_uses_is_refused(tmp_path: Path, command: str) -> No
         _ = page.blocks
 
 
-def test_a_file_that_only_an_unused_one_names_is_refused(tmp_path: Path) -> None:
-    page = page_of(
-        tmp_path,
-        ('python title="train.py"', "import helper"),
-        ('python title="helper.py"', "x"),
-        ('sh title="run"', "true"),
-    )
-    with pytest.raises(ValueError, match=r"train.py \(line 4\), helper.py"):
-        _ = page.blocks
-
-
 def test_fences_in_lists_are_read(tmp_path: Path) -> None:
     file = tmp_path / "page.md"
     file.write_text("1. A step:\n\n   ```python\n   x = 1\n   ```\n")
     assert [block.text for block in Page(file).blocks] == ["x = 1\n"]
-
-
-def test_cells_and_headings_are_read(tmp_path: Path) -> None:
-    file = tmp_path / "page.md"
-    file.write_text("# A `b` *c*\n\n| a | b |\n|---|---|\n| `1` | x |\n\nAfter.\n")
-    assert list(Page(file).table_rows()) == [["a", "b"], ["`1`", "x"]]
-    assert Page(file).headings() == ["A b c"]

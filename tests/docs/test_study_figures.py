@@ -1,7 +1,6 @@
 """What pages say of studies is what their records hold."""
 
 import json
-import statistics
 from typing import Any
 
 import pytest
@@ -43,13 +42,6 @@ SAFL = {
     "FetchSGD": ("fetch_sgd", 1),
     "MARINA, rand-k": ("marina", 1),
 }
-OF_THEIR_OWN_BYTES = {
-    "Uncompressed": ("fed_opt", 1),
-    "with K = 5": ("fed_opt", 5),
-    "MARINA with PermK": ("marina_perm_k", 1),
-    "1-bit Adam": ("one_bit_adam", 1),
-    "CD-Adam with signs": ("cd_adam_signs", 1),
-}
 
 
 def test_errors_of_safl_and_its_peers() -> None:
@@ -62,13 +54,6 @@ def test_errors_of_safl_and_its_peers() -> None:
         assert cells == [in_percent(method) for method in found]
     section = " ".join(MEASUREMENTS.partition("SAFL against its peers")[2].split())
     assert f"{record['settings']['rounds']} rounds" in section
-    for title, of in OF_THEIR_OWN_BYTES.items():
-        method = methods[(*of, None)]
-        sent = f" ({method['bytes_per_client_and_round'] / 1e3:.0f} kB)" * ("K" not in title[:8])
-        assert f"{title}{sent} {in_percent(method)}" in section
-    for method in record_of("safl", "safl_sizes")["methods"][-2:]:
-        ratio, sent = method["labels"]["ratio"], method["bytes_per_client_and_round"]
-        assert f"{100 * ratio:g} % ({sent:.0f} B) {in_percent(method)}" in section
 
 
 DIMENSION = {
@@ -171,42 +156,6 @@ def test_losses_of_the_regression() -> None:
         method = by_name[REGRESSION.get(title, title)]
         assert mean == f"{method['mean_loss']:.3f}"
         assert each == ", ".join(f"{loss:.3f}" for loss in method["losses"])
-    best = by_name["AdaDPS"]["losses"]
-    others = [by_name[REGRESSION.get(title, title)]["losses"] for title, *_ in private[1:]]
-    assert all(ours < min(theirs) for ours, *theirs in zip(best, *others, strict=True))
-
-
-def test_what_scaling_before_the_noise_is_worth() -> None:
-    ratios = []
-    for folder in ("", "_rare_0.05", "_rare_0.2"):
-        record = record_of("private_toy_regression", f"private_toy_regression{folder}")
-        loss = record["findings"]["final_loss"]
-        ratios.append([loss[name] / loss["AdaDPS"] for name in ("A after the noise", "DP-SGD")])
-    text = " ".join((ROOT / "docs/papers.md").read_text().split())
-    after, plain = zip(*ratios, strict=True)
-    assert f"AdaDPS's, falls: {', '.join(f'{ratio:.2f}' for ratio in after)}." in text
-    one, two, three = (f"{ratio:.1f}" for ratio in plain)
-    assert f"gains {one}, {two} and {three} times" in text
-
-
-def test_the_floor_that_larger_batches_lower() -> None:
-    folder = "private_toy_regression_batch_32"
-    small, large = (
-        record_of("private_toy_regression", f) for f in ("private_toy_regression", folder)
-    )
-    assert {small["settings"]["batch"], large["settings"]["batch"]} == {8, 32}
-    before, after = small["findings"], large["findings"]
-    gains = {name: loss / after["final_loss"][name] for name, loss in before["final_loss"].items()}
-    (ours,) = (method for method in large["methods"] if method["name"] == "AdaDPS")
-    curves = [{p["round"]: p["loss"] for p in curve} for curve in ours["curves"]]
-    late = statistics.mean(curve[2000] for curve in curves)
-    text = " ".join((ROOT / "docs/papers.md").read_text().split())
-    final = after["final_loss"]["AdaDPS"]
-    assert f"at {final:.3f} in place of {before['final_loss']['AdaDPS']:.3f}, " in text
-    assert f"{gains['AdaDPS']:.1f} times lower, between the 4 and the 16" in text
-    assert f"({late:.3f} there); without privacy it is at {after['final_loss']['AdaS']:.3f}" in text
-    assert f"DP-Adam gains {gains['DP-Adam']:.1f} times and DP-SGD {gains['DP-SGD']:.1f}" in text
-    assert f"ε {after['epsilon']:.1f} in place of {before['epsilon']:.1f}" in text
 
 
 FED_LAMB = {

@@ -19,15 +19,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--jobs", type=int, default=4, help="how many cases at a time")
     parser.add_argument("--only", default="", help="cases with this in their names")
-    parser.add_argument("--again", action="store_true", help="also those that have failed")
     arguments = parser.parse_args()
-    RECORDS.parent.mkdir(parents=True, exist_ok=True)
-    records = {(r["fault"], r["method"], r["seed"]): r for r in read_records(RECORDS)}
-    if arguments.again:
-        records = {key: r for key, r in records.items() if not r["details"]}
-        RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records.values()))
-    everything = {(c.kind.name, c.method.name, c.seed): c for c in cases()}
-    pending = [c for k, c in everything.items() if k not in records and arguments.only in c.name]
+    # Failed cases are tried again.
+    records = [record for record in read_records(RECORDS) if not record["details"]]
+    RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records))
+    done = {(record["fault"], record["method"]) for record in records}
+    everything = cases()
+    pending = [
+        case
+        for case in everything
+        if (case.kind.name, case.method.name) not in done and arguments.only in case.name
+    ]
     # So that an interrupted run has cases of all kinds.
     random.Random(0).shuffle(pending)
     print(f"{len(pending)} of {len(everything)} cases are left", flush=True)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from comm_hooks import ErrorFeedback
 from comm_hooks.exchange.layout import Layout
 from comm_hooks.exchange.payload import PayloadFormat
 from comm_hooks.shards import local_shards
@@ -37,18 +36,6 @@ def come_late(training: Training, case: Case) -> None:
 
 def kill(training: Training, case: Case) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop(training: Training, case: Case) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-class TrainingLoopError(Exception):
-    """An exception of the user's own code."""
-
-
-def raise_(training: Training, case: Case) -> None:
-    raise TrainingLoopError("out of data")
 
 
 def run_out_of_memory(training: Training, case: Case) -> None:
@@ -95,14 +82,6 @@ def roll_exchange_back(training: Training, case: Case) -> None:
     training.exchange.load_state_dict(training.saved["exchange"])  # type: ignore[attr-defined]
 
 
-def roll_method_back(training: Training, case: Case) -> None:
-    training.load_state_dict(training.saved["method"])  # type: ignore[attr-defined]
-
-
-def roll_optimizer_back(training: Training, case: Case) -> None:
-    training.optimizer.load_state_dict(training.saved["optimizer"])  # type: ignore[attr-defined]
-
-
 def roll_everything_back(training: Training, case: Case) -> None:
     saved: dict[str, Any] = training.saved  # type: ignore[attr-defined]
     training.model.load_state_dict(saved["model"])
@@ -121,23 +100,8 @@ def leave_step_out(training: Training, case: Case) -> None:
     training.skipped = True  # type: ignore[attr-defined]
 
 
-def leave_update_out(training: Training, case: Case) -> None:
-    def put_back(optimizer: Any) -> None:
-        del training._update
-
-    training._update = put_back  # type: ignore[method-assign]
-
-
-def take_one_more(training: Training, case: Case) -> None:
-    training.step(100)
-
-
 def exchange_something_else(training: Training, case: Case) -> None:
     training.exchange.average_({"something else": torch.ones(40, 40)})
-
-
-def exchange_the_same_again(training: Training, case: Case) -> None:
-    training.exchange.average_({n: p.detach().clone() for n, p in local_shards(training.named())})
 
 
 def remake(training: Training, case: Case) -> None:
@@ -183,23 +147,6 @@ def other_collective(case: Case) -> Settings:
     )
 
 
-def other_granularity(case: Case) -> Settings:
-    is_bucket = case.method.settings.exchange.get("granularity") == "bucket"
-    return case.method.settings.with_exchange(granularity="parameter" if is_bucket else "bucket")
-
-
-def other_exempt_bits(case: Case) -> Settings:
-    return case.method.settings.with_exchange(exempt_bits=16)
-
-
-def other_memory(case: Case) -> Settings:
-    return case.method.settings.with_exchange(memory=ErrorFeedback(decay=0.9))
-
-
-def other_options(**changed: Any) -> Callable[[Case], Settings]:
-    return lambda case: case.method.settings.with_options(**changed)
-
-
 def other_model(**changed: Any) -> Callable[[Case], Settings]:
     return lambda case: replace(case.method.settings, **changed)
 
@@ -223,10 +170,6 @@ def _once_in(owner: Any, name: str, change: Callable[..., None], *, after: bool)
     setattr(owner, name, changed)
 
 
-def _flip(payloads: torch.Tensor, row: int, octet: int, bit: int) -> None:
-    payloads[row, octet] ^= 1 << bit
-
-
 def _covers_body(header: Header) -> bool:
     """Return whether damage to what follows the header can be told.
 
@@ -235,30 +178,27 @@ def _covers_body(header: Header) -> bool:
     return isinstance(header, GatheredHeader) and header._covers_body
 
 
-def flip_sent_bit(training: Training, case: Case) -> None:
+def _flip(case: Case, *, is_received: bool) -> None:
     draw = random.Random(f"bit of {case.name}")
 
     def flip(header: Any, payloads: torch.Tensor) -> None:
         first = 4 if isinstance(header, SummedHeader) else 0
         last = payloads.shape[1] if _covers_body(header) else header.nbytes
-        for row in range(len(payloads)):
-            _flip(payloads, row, draw.randrange(first, last), draw.randrange(8))
+        rows = range(len(payloads))
+        for row in [draw.choice(rows)] if is_received else rows:
+            octet = draw.randrange(first, last)
+            payloads[row, octet] ^= 1 << draw.randrange(8)
 
     for kind in (GatheredHeader, SummedHeader):
-        _once_in(kind, "write_", flip, after=True)
+        _once_in(kind, "check" if is_received else "write_", flip, after=not is_received)
+
+
+def flip_sent_bit(training: Training, case: Case) -> None:
+    _flip(case, is_received=False)
 
 
 def flip_received_bit(training: Training, case: Case) -> None:
-    draw = random.Random(f"bit of {case.name}")
-
-    def flip(header: Any, payloads: torch.Tensor) -> None:
-        first = 4 if isinstance(header, SummedHeader) else 0
-        last = payloads.shape[1] if _covers_body(header) else header.nbytes
-        sender = draw.randrange(len(payloads))
-        _flip(payloads, sender, draw.randrange(first, last), draw.randrange(8))
-
-    for kind in (GatheredHeader, SummedHeader):
-        _once_in(kind, "check", flip, after=False)
+    _flip(case, is_received=True)
 
 
 def swap_payloads(training: Training, case: Case) -> None:

@@ -1,6 +1,6 @@
 """The methods of the disturbed runs."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,6 @@ from tests.faults.training import (
     RoundsTraining,
     Settings,
     ShardedTraining,
-    SparseHookTraining,
     Training,
 )
 
@@ -55,7 +54,6 @@ class Method:
         steps: how many; all faults come before the last :data:`LATEST` of them.
         traits: which faults it can have, beside those that all can; see
             :mod:`tests.faults.kinds`.
-        options: of the optimizer in the registry.
     """
 
     name: str
@@ -66,7 +64,6 @@ class Method:
     ranks: int = 2
     steps: int = 14
     traits: frozenset[str] = frozenset()
-    options: frozenset[str] = frozenset()
 
 
 HOOKS, OPTIMIZERS, ROUNDS, SHARDED = "hooks", "optimizers", "rounds", "sharded models"
@@ -77,9 +74,8 @@ _OTHER_TOP_K = TopK(1 / 4)
 
 
 def _hook(name: str, exchange: dict[str, Any], other: Any, **options: Any) -> Method:
-    make = options.pop("make", HookTraining)
-    traits = {"exact skip", *options.pop("traits", ())}
-    return Method(name, HOOKS, make, Settings(exchange), other, traits=frozenset(traits), **options)
+    options.setdefault("make", HookTraining)
+    return Method(name, HOOKS, settings=Settings(exchange), other=other, **options)
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class _Small:
         ranks, steps: their numbers.
         clients: how many take part in rounds; 0 for ranks.
         closure: whether a step takes one.
-        exact_skip: whether a run that leaves a step out ends like one without the step.
+        local_steps: whether some steps exchange nothing.
     """
 
     exchange: Mapping[str, Any] | None = None
@@ -103,7 +99,7 @@ class _Small:
     steps: int = 14
     clients: int = 0
     closure: bool = False
-    exact_skip: bool = True
+    local_steps: bool = False
 
 
 def _registered(entry: OptimizerEntry, small: _Small, name: str = "") -> Method:
@@ -113,9 +109,8 @@ def _registered(entry: OptimizerEntry, small: _Small, name: str = "") -> Method:
         made = Exchange(ExchangeSettings.from_dict(entry.published), transport=Simulated(1)[0])
         exchange = {"compressor": made.compressor, "memory": made.memory}
     if entry.works_in_rounds and entry.name != "zero_one_adam":
-        return _rounds(name or entry.type_name, entry, exchange, small)
-    traits = {"closure": small.closure, "exact skip": small.exact_skip and not small.closure}
-    traits["local steps"] = not small.exact_skip
+        return _rounds(name or entry.type_name, entry.make, exchange, small)
+    traits = {"closure": small.closure, "local steps": small.local_steps}
     return Method(
         name or entry.type_name,
         OPTIMIZERS,
@@ -125,7 +120,6 @@ def _registered(entry: OptimizerEntry, small: _Small, name: str = "") -> Method:
         small.ranks,
         small.steps,
         frozenset(trait for trait, has in traits.items() if has),
-        frozenset(entry.options),
     )
 
 
@@ -145,43 +139,33 @@ def _low_communication(
     )
 
 
-def _rounds(name: str, entry: OptimizerEntry | Any, exchange: Any, small: _Small) -> Method:
-    """Return the method of a registered optimizer, or of a function, that works in rounds."""
-    registered = isinstance(entry, OptimizerEntry)
+def _rounds(name: str, kind: Callable[..., Any], exchange: Any, small: _Small) -> Method:
+    """Return a method that works in rounds."""
     options: dict[str, Any] = {"local_steps": 2}
     if small.clients:
         options = {"participation": Participation(clients=small.clients, fraction=0.75)}
     return Method(
         name,
         ROUNDS,
-        partial(RoundsTraining, kind=entry.make if registered else entry, clients=small.clients),
+        partial(RoundsTraining, kind=kind, clients=small.clients),
         Settings(exchange, {**small.options, **options}),
         small.other,
         steps=12 if small.clients else 24,
         traits=frozenset({"clients" if small.clients else "local steps"}),
-        options=frozenset(entry.options) if registered else frozenset(),
     )
 
 
-def _sharded(
-    name: str,
-    kind: Any,
-    exchange: dict[str, Any],
-    other: Any,
-    options: dict[str, Any],
-    *traits: str,
-    known: Iterable[str] = (),
-) -> Method:
+def _sharded(name: str, kind: Any, exchange: dict[str, Any], **options: Any) -> Method:
+    works_in_rounds = "local_steps" in options
     return Method(
         f"{name}, FSDP",
         SHARDED,
         partial(ShardedTraining, kind=kind),
-        Settings(exchange, options),
-        other,
+        Settings(exchange, {"lr": 0.01, **options}),
+        _OTHER_TOP_K,
         ranks=4,
-        steps=24 if "local steps" in traits else 14,
-        traits=frozenset(traits),
-        options=frozenset(known),
+        steps=24 if works_in_rounds else 14,
+        traits=frozenset({"local steps"} if works_in_rounds else ()),
     )
 
 
@@ -199,7 +183,7 @@ _SMALL = {
         _SHARDED_SIGN,
         options={"lr": 0.01, "var_freeze_step": 3, "local_step_scaler": 4, "local_step_clipper": 2},
         steps=20,
-        exact_skip=False,
+        local_steps=True,
     ),
     "cd_adam": _Small({"compressor": Sign(), "memory": Differences(), "collective": "sharded"}),
     "ef21": _Small(
@@ -269,9 +253,6 @@ def _methods() -> Iterator[Method]:
     nodes = {"collective": "hierarchical", "ranks_per_node": 2}
     yield _hook("topk, hierarchical", {**_TOP_K, **nodes}, _OTHER_TOP_K, ranks=4)
     yield _hook("topk, bucket", {**_TOP_K, "granularity": "bucket"}, _OTHER_TOP_K)
-    yield _hook(
-        "topk, sparse gradients", _TOP_K, _OTHER_TOP_K, make=SparseHookTraining, traits=["sparse"]
-    )
 
     for key, entry in REGISTRY.items():
         if entry.averages == "exchange":
@@ -297,23 +278,9 @@ def _methods() -> Iterator[Method]:
     yield _rounds("low_communication, shards", _low_communication, shards, _Small())
     yield _rounds("low_communication, Muon", _low_communication, recommended, muon)
 
-    adam = {"lr": 0.01}
-    adam_entry = REGISTRY["local_variance_adam"]
-    yield _sharded(
-        adam_entry.type_name,
-        adam_entry.make,
-        _SIGN,
-        _OTHER_TOP_K,
-        adam,
-        "exact skip",
-        known=adam_entry.options,
-    )
-    two = {**adam, "local_steps": 2}
-    for name, make, exchange in (
-        ("low_communication", _low_communication, recommended),
-        ("LocalRounds", _local_rounds, _TOP_K),
-    ):
-        yield _sharded(name, make, exchange, _OTHER_TOP_K, two, "local steps")
+    yield _sharded("LocalVarianceAdam", REGISTRY["local_variance_adam"].make, _SIGN)
+    yield _sharded("low_communication", _low_communication, recommended, local_steps=2)
+    yield _sharded("LocalRounds", _local_rounds, _TOP_K, local_steps=2)
 
 
 METHODS = {method.name: method for method in _methods()}

@@ -72,9 +72,6 @@ def _run(case: Case, rank: int, connection: Connection) -> Training:
             connection.send("injected")
             if kind.inject:
                 kind.inject(training, case)
-            elif kind.everywhere:
-                training.leave_out()
-                continue
             if getattr(training, "skipped", False):
                 continue
         training.step(index)

@@ -89,18 +89,14 @@ which exchange shard by shard.
   others; the others then name the missing rank. Where a model is sharded, this holds for the
   partner of the faulty rank; the other ranks meet the fault inside FSDP, and may end in torch's own
   words.
-* **recovered**: all ranks went on, and ended with the same parameters, bit for bit. After a NaN or
-  an infinity hooks and optimizers also ended like a run that leaves this step out on all ranks
-  (except `ZeroOneAdam`, which takes such a gradient for zero at local steps, and `Marina`, which
-  tries the step again). An older optimizer state on one rank does no harm where the next exchange
-  overwrites it, and is refused elsewhere.
+* **recovered**: all ranks went on, and ended with the same parameters, bit for bit.
 
 {table}
 
 Ranks compare a fingerprint of their parameters every {verify_every} exchanges here; the default of
 `verify_every` is 32. Bits are flipped where a checksum covers them: not in the body of a sum, nor
 in vectors inside a node ([the wire format](wire.md)). All runs use gloo on CPUs. On a GPU the error
-comes in the next step, and NCCL's watchdog ends ranks that wait for a late, stopped or dead one, in
+comes in the next step, and NCCL's watchdog ends ranks that wait for a late or dead one, in
 its own words.
 
 The methods:

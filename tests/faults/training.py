@@ -41,7 +41,6 @@ class Settings:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the optimizer or the rounds, ``lr`` among them; of a hook, of the Adam behind it."""
     hidden: int = HIDDEN
-    dtype: torch.dtype = torch.float32
     model_seed: int = 0
     reverses: bool = False
     """Whether the parameters are given in the opposite order."""
@@ -50,9 +49,6 @@ class Settings:
 
     def with_exchange(self, **changed: Any) -> "Settings":
         return replace(self, exchange={**self.exchange, **changed})
-
-    def with_options(self, **changed: Any) -> "Settings":
-        return replace(self, options={**self.options, **changed})
 
 
 def make_exchange(settings: Settings) -> Exchange:
@@ -69,7 +65,7 @@ class Training(ABC):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         torch.manual_seed(settings.model_seed)
-        self.model: nn.Module = self._place(self._make_model().to(settings.dtype))
+        self.model: nn.Module = self._place(self._make_model())
         self.parameters = list(self.model.parameters())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if settings.scales else None
         self.poison = 1.0
@@ -78,10 +74,6 @@ class Training(ABC):
     @abstractmethod
     def step(self, index: int) -> None:
         """Take a step with this rank's minibatch of this number."""
-
-    def leave_out(self) -> None:
-        """End a step as if a gradient were not finite on all ranks."""
-        self.exchange.end_step()
 
     def finish(self) -> None:  # noqa: B027  # most have nothing left to do
         """End the run with the same parameters on all ranks."""
@@ -120,7 +112,7 @@ class Training(ABC):
 
     def _minibatch(self, index: int, client: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * index + 10 * client + dist.get_rank())
-        return torch.randn(8, _INPUTS, generator=generator).to(self.settings.dtype)
+        return torch.randn(8, _INPUTS, generator=generator)
 
     def _backward(self, model: nn.Module, minibatch: torch.Tensor) -> torch.Tensor:
         loss = (model(minibatch) - 1).square().mean() * self.poison
@@ -161,29 +153,10 @@ class HookTraining(Training):
 
     def _is_finite(self) -> bool:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        return all(bool(v.isfinite().all()) for v in values)
+        return all(bool(g.isfinite().all()) for g in gradients)
 
     def remake(self) -> None:
         self.optimizer = torch.optim.Adam(self.parameters, lr=0.01)
-
-
-class SparseHookTraining(HookTraining):
-    """An embedding with sparse gradients precedes the model."""
-
-    def _make_model(self) -> nn.Module:
-        embedding = nn.EmbeddingBag(64, _INPUTS, sparse=True)
-        return nn.Sequential(embedding, super()._make_model())
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        # Adam refuses sparse gradients.
-        rate = settings.options.get("lr", 0.01)
-        self.optimizer = torch.optim.SGD(self.parameters, lr=rate)
-
-    def _minibatch(self, index: int, client: int = 0) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1000 * index + dist.get_rank())
-        return torch.randint(64, (8, 3), generator=generator)
 
 
 class OptimizerTraining(Training):

@@ -18,7 +18,6 @@ from comm_hooks.wire.header import Header, PendingChecks
 from comm_hooks.wire.index_codes import INDEX_CODES, places_code
 from comm_hooks.wire.stamp import Stamp
 from comm_hooks.wire.summed_header import SummedHeader
-from comm_hooks.wire.values import VALUE_BITS, ValueCode
 from tests.compressors.catalog import ALL
 from tests.fuzz.fuzzing import Draw, Finding
 
@@ -93,17 +92,6 @@ def places(data: bytes) -> None:
     assert present is None or present.shape == found.shape
     if count and not 0 <= int(found.min()) <= int(found.max()) < universe:
         raise Finding(f"{code}: places from {int(found.min())} to {int(found.max())}")
-
-
-def values(data: bytes) -> None:
-    """The codes of values."""
-    draw = Draw(data)
-    code, sets, rows = ValueCode(draw.choice(VALUE_BITS)), 1 + draw.below(300), 1 + draw.below(2)
-    count = draw.below(70)
-    nbytes = code.nbytes(sets, count) + draw.below(4)
-    octets = np.frombuffer(draw.octets(rows * nbytes), dtype=np.uint8).copy()
-    found = code.decode(torch.from_numpy(octets).view(rows, nbytes), sets, count)
-    assert found.shape == (rows, sets, count)
 
 
 def gathered_headers(data: bytes) -> None:

@@ -1,6 +1,5 @@
 """The shared parts of all targets: inputs of bytes, mutations, findings."""
 
-import hashlib
 import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -69,12 +68,6 @@ class Target:
     def corpus(self) -> list[bytes]:
         """Return the committed inputs."""
         return [path.read_bytes() for path in sorted((CORPUS / self.name).glob("*"))]
-
-    def keep(self, data: bytes) -> None:
-        """Add an input to the corpus, under a name that follows from it."""
-        folder = CORPUS / self.name
-        folder.mkdir(exist_ok=True)
-        (folder / hashlib.sha256(data).hexdigest()[:12]).write_bytes(data)
 
     def check(self, data: bytes) -> None:
         """Run on one input.

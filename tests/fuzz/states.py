@@ -54,17 +54,6 @@ def exchange_states(data: bytes) -> None:
         _average(world, exchanges)
 
 
-def memory_states(data: bytes) -> None:
-    """``Memory.load_state_dict``, before or after rounds, then the rounds after it."""
-    draw = Draw(data)
-    make = draw.choice(_MEMORIES)
-    state = mutated(draw, _saved_memory(make), _VALUES)
-    memory = _used_memory(make) if draw.below(2) else make()
-    _unchanged_or_loaded(memory, memory.load_state_dict, state)
-    memory.norm()
-    memory.parameters_in(memory.state_dict())
-
-
 def local_rounds_states(data: bytes) -> None:
     """``LocalRounds.load_state_dict``."""
     draw = Draw(data)
@@ -138,13 +127,6 @@ def _make(
     return world, exchanges
 
 
-_MEMORIES = (
-    ErrorFeedback,
-    functools.partial(ErrorFeedback, 16),
-    functools.partial(ErrorFeedback, 4),
-    MomentumCorrection,
-    Differences,
-)
 _EXCHANGES = (
     functools.partial(_make, TopK(0.3, block_size=16), ErrorFeedback, "all_gather"),
     functools.partial(_make, Sign(16), functools.partial(ErrorFeedback, 4), "sharded"),
@@ -171,18 +153,6 @@ def _saved(make: Callable[..., tuple[Simulated, list[Exchange]]]) -> list[dict[s
     for _ in range(2):
         _average(world, exchanges)
     return [exchange.state_dict() for exchange in exchanges]
-
-
-def _used_memory(make: Callable[[], Memory]) -> Memory:
-    memory = make()
-    world, exchanges = _make(TopK(0.3), lambda: memory, ranks=1)
-    _average(world, exchanges)
-    return memory
-
-
-@functools.cache
-def _saved_memory(make: Callable[[], Memory]) -> dict[str, torch.Tensor]:
-    return _used_memory(make).state_dict()
 
 
 @functools.cache

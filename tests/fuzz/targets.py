@@ -3,30 +3,24 @@
 from tests.fuzz import decoders, states, texts
 from tests.fuzz.fuzzing import Target
 
-_NAMES = (
-    *(b'"step"', b'"loss"', b'"seconds"', b'"bytes_sent"', b'"bytes_received"', b'"method"'),
-    *(b'"seed"', b'"ledger"', b'"run"', b'"settings"', b'"noise_multiplier"', b'"sample_rate"'),
-    *(b'"steps"', b'"delta"', b'"exchange"', b'"compressor"', b'"topk"', b'"version"'),
+_LEDGER = (
+    *texts.JSON,
+    *(b'"ledger"', b'"run"', b'"settings"', b'"noise_multiplier"', b'"sample_rate"', b'"steps"'),
+    *(b'"delta"', b'"exchange"', b'"compressor"', b'"version"'),
 )
-_JSON = (*texts.JSON, *_NAMES)
 
 TARGETS = {
     target.name: target
     for target in (
         Target(decoders.payloads, 60_000),
-        Target(decoders.single_payloads, 250_000),
+        Target(decoders.single_payloads, 400_000),
         Target(decoders.places, 250_000),
-        Target(decoders.values, 150_000),
         Target(decoders.gathered_headers, 100_000),
         Target(decoders.summed_headers, 100_000),
-        Target(texts.ledgers, 60_000, _JSON),
-        Target(texts.logs, 60_000, _JSON),
-        Target(texts.audits, 40_000, _JSON),
-        Target(texts.audit_settings, 20_000),
+        Target(texts.ledgers, 60_000, _LEDGER),
         Target(texts.exchanges, 5_000),
         Target(texts.compressors, 30_000),
         Target(states.exchange_states, 5_000),
-        Target(states.memory_states, 30_000),
         Target(states.local_rounds_states, 10_000),
         Target(states.rank_files, 20_000),
     )

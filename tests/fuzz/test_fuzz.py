@@ -56,7 +56,7 @@ def test_anything_else_is_a_finding(kind: int) -> None:
 
 
 def test_inputs_follow_from_the_seed() -> None:
-    target = TARGETS["logs"]
+    target = TARGETS["ledgers"]
     first, again, other = (list(itertools.islice(target.generate(seed), 50)) for seed in (0, 0, 1))
     assert first == again != other
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.audit.configuration import read_configuration
-from benchmarks.report import read_runs
 from comm_hooks.collectives import Simulated
 from comm_hooks.config import build
 from comm_hooks.exchange import Exchange, ExchangeSettings
@@ -41,9 +39,6 @@ _DEEP = (b"[" * 20_000, b'{"a":' * 5_000)
 JSON = (*NUMBERS, *_SYNTAX, *_DEEP)
 
 
-EXAMPLES = Path(__file__).parent / "examples"
-
-
 class _File:
     """A file that is written again for every input, in memory where there is such a place."""
 
@@ -71,28 +66,10 @@ def ledgers(data: bytes) -> None:
             assert ledger.events() == events
 
 
-def logs(data: bytes) -> None:
-    """``python -m benchmarks.report`` reads a log."""
-    for run in read_runs(_FILE.write(data)):
-        run.to_json()
-
-
-def audits(data: bytes) -> None:
-    """``python -m benchmarks.audit`` reads a configuration."""
-    read_configuration(_FILE.write(data)).judge()
-
-
-def audit_settings(data: bytes) -> None:
-    """``python -m benchmarks.audit`` reads an object of any settings."""
-    draw = Draw(data)
-    settings = mutated(draw, draw.choice(_examples("audits")), PLAIN)
-    audits(json.dumps(settings).encode())
-
-
 def exchanges(data: bytes) -> None:
     """A block of JSON becomes an exchange, which then does a round."""
     draw = Draw(data)
-    settings = mutated(draw, draw.choice(_examples("exchanges")), PLAIN)
+    settings = mutated(draw, draw.choice(_examples()), PLAIN)
     exchange = Exchange(ExchangeSettings.from_dict(settings), transport=_WORLD[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -102,7 +79,7 @@ def exchanges(data: bytes) -> None:
 def compressors(data: bytes) -> None:
     """A name and options become a compressor and a memory."""
     draw = Draw(data)
-    settings = mutated(draw, draw.choice(_examples("exchanges")), PLAIN)
+    settings = mutated(draw, draw.choice(_examples()), PLAIN)
     settings = dict(settings) if isinstance(settings, dict) else {}
     name, memory = settings.pop("compressor", "topk"), settings.pop("memory", "auto")
     options = {str(key): value for key, value in settings.items()}
@@ -114,5 +91,6 @@ _WORLD = Simulated(1)
 
 
 @functools.cache
-def _examples(folder: str) -> list[Any]:
-    return [json.loads(path.read_text()) for path in sorted((EXAMPLES / folder).glob("*.json"))]
+def _examples() -> list[Any]:
+    folder = Path(__file__).parent / "examples"
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]

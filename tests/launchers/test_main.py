@@ -40,8 +40,8 @@ def test_the_help_of_a_command_needs_no_torch(name: str) -> None:
 
 
 def test_without_its_extra_the_command_says_what_to_install() -> None:
-    done = start("--help", missing="yaml typer")
-    line = 'comm-hooks: the command line needs typer, yaml: pip install "comm-hooks[launch]"\n'
+    done = start("--help", missing="rich typer")
+    line = 'comm-hooks: the command line needs typer, rich: pip install "comm-hooks[launch]"\n'
     assert (done.returncode, done.stderr) == (2, line)
 
 

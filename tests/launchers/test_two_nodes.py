@@ -20,6 +20,7 @@ from benchmarks.netns.links import call
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "comm_hooks.launchers.main"]
+SCRIPT = str(ROOT / "tests/launchers/launch/train.py")
 SECONDS = 240.0
 
 pytestmark = [
@@ -74,19 +75,9 @@ def check_counts(folder: Path) -> None:
 
 
 def test_torchrun_on_two_nodes_trains_through_the_link(tmp_path: Path) -> None:
-    script = str(ROOT / "tests/launchers/launch/train_ddp.py")
     with Testbed(2, rate="100mbit") as bed:
-        command = [
-            "launch",
-            "--nnodes",
-            "2",
-            "--head",
-            bed.addresses[0],
-            "--nproc",
-            "1",
-            "--preflight",
-        ]
-        outputs = run(bed, *[[*command, script, str(tmp_path)]] * 2)
+        command = ["launch", "--nnodes", "2", "--head", bed.addresses[0], "--nproc", "1"]
+        outputs = run(bed, *[[*command, "--preflight", SCRIPT, str(tmp_path)]] * 2)
     check_counts(tmp_path)
     assert "--rdzv-conf is_host=1 --local-addr 10.77.0.1" in outputs[0]
     assert "--rdzv-conf is_host=0 --local-addr 10.77.0.2" in outputs[1]
@@ -95,11 +86,11 @@ def test_torchrun_on_two_nodes_trains_through_the_link(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
 def test_deepspeed_on_two_nodes_trains_through_the_link(tmp_path: Path) -> None:
-    script = str(ROOT / "tests/launchers/launch/train_deepspeed.py")
     with Testbed(2, rate="100mbit") as bed:
         hostfile = tmp_path / "hostfile"
         hostfile.write_text("".join(f"{address} slots=1\n" for address in bed.addresses))
-        command = ["--hostfile", str(hostfile), script, str(tmp_path)]
+        command = ["--nnodes", "2", "--head", bed.addresses[0], "--hostfile", str(hostfile)]
+        command += [SCRIPT, str(tmp_path), "--deepspeed"]
         outputs = run(
             bed,
             *[["launch", "--node-rank", str(node), *command] for node in range(2)],

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from comm_hooks import Compressor, Differences, Exchange, Quantize, RandomK, Sign, TopK
@@ -68,12 +68,8 @@ def test_the_receivers_have_the_mean_of_the_estimates(
 
 @pytest.mark.parametrize("collective", ["all_gather", "sharded"])
 @pytest.mark.parametrize("compressor", representative(CONTRACTIVE))
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=3)
-def test_constant_gradients_become_known(
-    compressor: Compressor, collective: str, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def test_constant_gradients_become_known(compressor: Compressor, collective: str) -> None:
+    generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(3, 40, generator=generator) for _ in range(2)]
     total, kept = aggregate(compressor, collective, [gradients] * 60)
     for gradient, estimate in zip(gradients, kept, strict=True):
@@ -93,26 +89,3 @@ def test_a_gradient_that_ends_is_forgotten(collective: str) -> None:
     for estimate in kept:
         assert estimate.abs().max() < 1e-6
     assert total.abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("collective", ["all_gather", "sharded"])
-def test_a_gradient_that_is_not_finite_keeps_all_estimates(collective: str) -> None:
-    world = Simulated(2)
-    exchanges = [
-        Exchange(Sign(), Differences(), collective, min_numel=1, transport=t)  # type: ignore[arg-type]
-        for t in world
-    ]
-
-    def exchange(*own: torch.Tensor) -> torch.Tensor:
-        messages = [{"w": gradient.clone()} for gradient in own]
-        world.run([e.round(m) for e, m in zip(exchanges, messages, strict=True)])
-        return messages[0]["w"]
-
-    exchange(torch.randn(4, 40), torch.randn(4, 40))
-    before = [e.state_dict() for e in exchanges]
-    assert exchange(torch.randn(4, 40), torch.full((4, 40), float("inf"))).isnan().all()
-    for e, saved in zip(exchanges, before, strict=True):
-        after = e.state_dict()
-        for part in ("memory", "server_memory"):
-            assert after[part].keys() == saved[part].keys()
-            assert all(torch.equal(after[part][n], saved[part][n]) for n in saved[part])

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comm_hooks import PayloadError, TopK
-from comm_hooks.exchange.payload import PayloadFormat
+from comm_hooks import PayloadError
 from comm_hooks.kernels import bits as bits_module
 from comm_hooks.kernels.bits import (
     pack_bits,
@@ -177,15 +176,6 @@ def test_what_does_not_fit_changes_with_the_first_set() -> None:
     assert arrived.min() > sets / 2
 
 
-@pytest.mark.parametrize("extreme", ["first", "last"])
-@pytest.mark.parametrize("name", INDEX_CODES)
-def test_extremes(extreme: str, name: IndexCode) -> None:
-    start = 0 if extreme == "first" else 4096 - 64
-    indices = torch.arange(start, start + 64).expand(2, 3, 64).contiguous()
-    present = check_round_trip(places_code(name, 4096, 64), indices, [0, 1])
-    assert name == "rice" or present.all()
-
-
 @pytest.mark.parametrize(
     ("universe", "count", "elias_fano", "rice"),
     [(4096, 4, 0.9, 0.33), (4096, 64, 0.63, 0.17), (4096, 256, 0.63, 0.13), (1000, 10, 0.73, 0.22)],
@@ -195,19 +185,6 @@ def test_bits_above_the_entropy(universe: int, count: int, elias_fano: float, ri
     for name, above in (("elias_fano", elias_fano), ("rice", rice)):
         code = places_code(name, universe, count)  # type: ignore[arg-type]
         assert 8 * code.nbytes(sets=2000) / 2000 / count <= entropy + above
-
-
-@pytest.mark.parametrize(
-    ("index_code", "value_bits", "bound"),
-    [("elias_fano", 2, 1.07 * (7.3639 + 2)), ("rice", 1, 8.6), ("rice", 2, 9.6)],
-)
-def test_bits_of_a_kept_element_with_all_that_goes_with_it(
-    index_code: IndexCode, value_bits: int, bound: float
-) -> None:
-    """64 of 4096, 2,048 blocks: places, values, levels and the header of the payload."""
-    top_k = TopK(1 / 64, value_bits=value_bits, index_code=index_code)
-    payload = PayloadFormat([(top_k, 1, 2048 * 4096)], ranks=range(2), place=0)
-    assert 8 * payload.nbytes / (2048 * 64) <= bound
 
 
 def test_the_shortest_code_is_chosen() -> None:

@@ -18,7 +18,6 @@ SHARES = {
     "releases: bound": 1e-4,
     "noise: energy": 1e-4,
     "noise: correlation": 5e-5,
-    "noise: dimension": 2e-5,
     "noise: lags": 5e-5,
     "noise: shape": 5e-5,
     "noise: data": 2e-5,
@@ -29,9 +28,7 @@ SHARES = {
     "compressed: energy": 5e-5,
     "sampling: rate": 1e-4,
     "sampling: sizes": 5e-5,
-    "sampling: pairs": 5e-5,
     "sampling: lags": 5e-5,
-    "sampling: samples": 5e-5,
     "sampling: shifts": 2e-5,
     "sampling: seeds": 1e-5,
 }

@@ -31,8 +31,8 @@ _PARTS = parts_of(SHAPES)
 _NUMEL = _PARTS[-1][2]
 
 
-def check_memory(stages: Stages) -> list[str]:
-    """Return the faults of residuals and other kept state, one line each."""
+def check_memory(stages: Stages) -> Iterator[str]:
+    """Yield the faults of residuals and other kept state, one line each."""
     problems = _changes(stages, dense=True)
     exchange = World(stages, {"weight": (8, 8)}, stages.configuration.noise_multiplier).exchanges[0]
     if not problems and exchange.compressor != Identity():
@@ -40,7 +40,8 @@ def check_memory(stages: Stages) -> list[str]:
             problems += _changes(stages, dense=False)
         if exchange.compressor.linear and not exchange.compressor.per_rank:
             problems += _masked_noise(stages)
-    return problems + _without_noise(stages)
+    yield from problems
+    yield from _without_noise(stages)
 
 
 def _invent(stages: Stages) -> tuple[torch.Tensor, torch.Tensor]:

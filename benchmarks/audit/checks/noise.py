@@ -35,8 +35,6 @@ _BLOCKS = (1, 8, 64, 512, 4096, 32768)
 # With fewer steps the rounding of a single element may hide its noise.
 _FEWEST_STEPS = 4
 _FEWEST_ELEMENTS = 32
-_MOST_VALUES = 1 << 17
-_SAME_VALUES = 0.2
 _TAILS = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5)
 # Of a variance: the effect of rounding.
 _SLACK = 5e-3
@@ -80,9 +78,8 @@ def check_noise(stages: Stages) -> Iterator[str]:
     needs_variance = configuration.optimizer is not None
     checks: list[Callable[[_Played], list[str]]] = [
         lambda one: too_quiet(one.released, of_sum, of_all),
-        lambda one: repeated(one.released, twice) or _narrow(one.released),
+        lambda one: repeated(one.released, twice),
         lambda one: _shifted(one.released),
-        _few_values,
         lambda one: _misshapen(one.released),
         _follows_data,
         lambda one: _misreported(one, needed=needs_variance),
@@ -197,7 +194,7 @@ def too_quiet(noise: Noise, claim: str, allowed: float) -> list[str]:
             groups.append((what, float(by_step[chosen].sum()), int(chosen.sum()) * numel))
     for size in _BLOCKS if rows >= _FEWEST_STEPS else _BLOCKS[1:]:
         starts = np.arange(0, numel, size) if size < numel else []
-        for start, energy in zip(starts, np.add.reduceat(by_element, starts), strict=True):
+        for start, energy in zip(starts, np.add.reduceat(by_element.numpy(), starts), strict=True):
             end = min(numel, start + size)
             groups.append((f", in elements {start} to {end - 1}", energy, rows * (end - start)))
     each = allowed / len(groups)
@@ -249,25 +246,6 @@ def _unit_rows(rows: torch.Tensor) -> torch.Tensor:
     return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp(min=1e-30)
 
 
-def _narrow(noise: Noise) -> list[str]:
-    """Report noise of fewer dimensions than elements: chance correlations are too large."""
-    for name, start, end in [("", 0, noise.values.shape[1]), *noise.parts]:
-        numel = end - start
-        if numel < 100:
-            continue
-        unit = _unit_rows(noise.values[:, start:end]).double()
-        cosines = (unit @ unit.T).triu(1)
-        pairs = len(unit) * (len(unit) - 1) / 2
-        found = numel * float(cosines.square().sum()) / pairs
-        # Squares of normal variables have longer tails than normal ones.
-        if found > 1 + 2 * normal_limit(chance("noise: dimension", 16)) * math.sqrt(2 / pairs):
-            return [
-                f"the noise of {numel} elements{f' in {name}' if name else ''} has about "
-                f"{numel / found:.0f} dimensions: everything orthogonal to them is released clean"
-            ]
-    return []
-
-
 def _shifted(noise: Noise) -> list[str]:
     """Report elements that are correlated with others at a fixed distance, in any step."""
     z = (_unit_rows(noise.values) * math.sqrt(noise.values.shape[1])).numpy()
@@ -288,21 +266,6 @@ def _shifted(noise: Noise) -> list[str]:
                 "every parameter and rank, independently"
             ]
     return []
-
-
-def _few_values(played: _Played) -> list[str]:
-    """Report numbers that come again, of either sign, where sums were zero."""
-    quiet = played.released.values[(played.sums == 0).all(1)]
-    values = quiet.abs().flatten()[:_MOST_VALUES]
-    if len(values) < 1000:
-        return []
-    share = 1 - len(torch.unique(values)) / len(values)
-    if share < _SAME_VALUES:
-        return []
-    return [
-        f"{share:.0%} of the numbers in the noise came before: they are used again, or rounded to "
-        "few values, which shows the sum below them"
-    ]
 
 
 def _misshapen(noise: Noise) -> list[str]:

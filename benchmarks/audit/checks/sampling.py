@@ -51,7 +51,7 @@ def check_sampling(stages: Stages) -> list[str]:
     if _STARTS**2 / 2 * (rate**2 + (1 - rate) ** 2) ** enough < SHARES["sampling: seeds"]:
         firsts = [str(_draw(stages, start % ranks, enough, 1)[0]) for start in range(_STARTS)]
         same = len(firsts) - len(set(firsts))
-        if same and not any("draw the same" in problem for problem in problems):
+        if same and not problems:
             problems.append(
                 f"{same} of {len(firsts)} processes drew the batch of another one: all seeds of "
                 "so few bits can be tried"
@@ -89,7 +89,7 @@ def examine(masks: Masks, rate: float) -> list[str]:
     """Return the faults of masks, (processes, ranks, steps, samples)."""
     problems = _rates(masks, rate)
     if 0 < masks.mean() < 1:
-        for check in (_in_common, _apart_in_time, _together, _shifted):
+        for check in (_apart_in_time, _shifted):
             problems += check(masks)
         problems += _sizes(masks, rate, exact=False)
     return problems
@@ -167,32 +167,6 @@ def _sizes(masks: Masks, rate: float, *, exact: bool) -> list[str]:
     return []
 
 
-def _in_common(masks: Masks) -> list[str]:
-    """Report two batches with too many samples in common."""
-    _, ranks, steps, samples = masks.shape
-    rows = masks.reshape(-1, samples).astype(np.float32)
-    usual = float(masks.mean()) ** 2
-    one, other = np.triu_indices(len(rows), 1)
-    shared = (rows @ rows.T)[one, other]
-    tails = np.where(shared > samples * usual, log_tail(shared, samples, usual), 0.0)
-    found = tails < math.log(chance("sampling: pairs", 2 * len(one)))
-    if not found.any():
-        return []
-
-    def batch(row: int) -> str:
-        process, rank, step = row // steps // ranks, row // steps % ranks, row % steps
-        return f"rank {rank} in process {process + 1} (step {step + 1})"
-
-    worst, count = int(tails.argmin()), int(found.sum())
-    more = f" (and {count - 1} more pairs)" if count > 1 else ""
-    return [
-        f"{batch(int(one[worst]))} and {batch(int(other[worst]))}{more} draw the same samples: "
-        f"{shared[worst]:.0f} of {rows[one[worst]].sum():.0f} in common instead of "
-        f"{usual * samples:.0f}. An observer of one batch knows the other. Draw from a secret of "
-        "each process"
-    ]
-
-
 def _apart_in_time(masks: Masks) -> list[str]:
     """Report two series of batches with more or fewer samples in common at one distance in time.
 
@@ -220,19 +194,6 @@ def _apart_in_time(masks: Masks) -> list[str]:
     return [
         f"{what} have {_more(worst)} samples in common than chance has it "
         f"({abs(worst):.0f} standard deviations): draw every batch independently"
-    ]
-
-
-def _together(masks: Masks) -> list[str]:
-    """Report samples at one distance that are drawn together more or less often."""
-    centred = _centred(masks.reshape(-1, masks.shape[-1]))
-    least = 50 / float(masks.mean()) ** 2
-    found = strongest_lag(centred, centred, least, chance("sampling: samples"), forward=True)
-    if not found:
-        return []
-    return [
-        f"samples {found[0]} apart are drawn together {_more(found[1])} often than chance has it "
-        f"({abs(found[1]):.0f} standard deviations): draw each independently"
     ]
 
 

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.audit.script.draws import Kind, Plant
 from benchmarks.audit.script.noise import drawn_of, find_noise, judge_draws, judge_noise
 from benchmarks.audit.script.observer import Variant
-from benchmarks.audit.script.planting import Kind, Plant
 from benchmarks.audit.script.run import Job, Run, ScriptFailed, run_script
 from benchmarks.audit.script.sources import VARIED_ROWS
 from benchmarks.audit.script.twins import Twins, compare, first_difference
@@ -168,10 +168,9 @@ def _audit(job: Job, runner: _Runner) -> ScriptAudit:
     is_of_clients = any(release["place"] == "clients" for release in record["releases"])
     noises = find_noise(reference)
     others = find_noise(other_draws if is_of_clients else other_noise)
-    discrete = any(release["discrete"] for release in record["releases"])
-    problems, doubts, ratio = judge_noise(noises, others, discrete=discrete)
+    problems, ratio = judge_noise(noises, others)
     numbers = sum(noise.values.numel() for noise in noises)
-    audit.add("noise", f"{numbers} numbers", f"{ratio:.4f} of the claim", problems, doubts)
+    audit.add("noise", f"{numbers} numbers", f"{ratio:.4f} of the claim", problems)
     problems, rate = judge_draws(reference, other_draws)
     if rate is not None:
         audit.add("draws", f"{len(drawn_of(reference))} steps", f"rate {rate:.3g}", problems)

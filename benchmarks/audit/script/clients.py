@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.audit.script.planting import EXTREMES, Plant
+from benchmarks.audit.script.draws import EXTREMES, Plant
 from benchmarks.audit.script.watched import flat
 from comm_hooks.optim.private.client_level import PrivateParticipation
 from comm_hooks.optim.rounds.local_rounds import LocalRounds

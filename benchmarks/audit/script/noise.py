@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from scipy.stats import chi2
+from scipy.stats import binom
 
-from benchmarks.audit.attacks.bounds import binomial_tail
 from benchmarks.audit.checks.noise import Noise, repeated, too_quiet
 from benchmarks.audit.script.run import Run
 
@@ -65,34 +64,22 @@ def _noises(rows: list[torch.Tensor], releases: list[dict[str, Any]]) -> list[No
     return found
 
 
-def judge_noise(
-    noises: Sequence[Noise], others: Sequence[Noise], *, discrete: bool = False
-) -> tuple[list[str], list[str], float]:
+def judge_noise(noises: Sequence[Noise], others: Sequence[Noise]) -> tuple[list[str], float]:
     """Compare the size of the noise with the claim, and steps with each other.
 
     Args:
         noises: of a run.
         others: of a run with other secrets.
-        discrete: whether the noise may be up to 0.1 % larger than claimed.
 
     Returns:
-        The faults, the doubts, and the standard deviation over the claimed one.
+        The faults, and the standard deviation over the claimed one.
     """
     problems: list[str] = []
-    doubts: list[str] = []
     for noise in noises:
-        count = noise.values.numel()
-        if not count:
+        if not noise.values.numel():
             problems.append(f"{noise.labels[0]} was released without noise")
             continue
-        allowed = _CHANCE / len(noises)
-        problems += too_quiet(noise, "that the ledger has", allowed)
-        total = float(noise.values.square().sum())
-        if not discrete and chi2.sf(total, count) < allowed:
-            doubts.append(
-                f"the noise has {math.sqrt(total / count):.3g} times the standard deviation that "
-                "the ledger has: more is added than the accountant counts"
-            )
+        problems += too_quiet(noise, "that the ledger has", _CHANCE / len(noises))
     pairs: list[tuple[Noise, Noise | None]] = [(noise, None) for noise in noises]
     for noise, other in zip(noises, others, strict=False):
         if other.values.shape[1] == noise.values.shape[1]:
@@ -102,7 +89,7 @@ def judge_noise(
         problems += repeated(noise, _CHANCE / len(pairs), other_noise)
     squares = sum(float(noise.values.square().sum()) for noise in noises)
     numbers = sum(noise.values.numel() for noise in noises)
-    return problems, doubts, math.sqrt(squares / numbers) if numbers else 0.0
+    return problems, math.sqrt(squares / numbers) if numbers else 0.0
 
 
 def judge_draws(run: Run, other: Run) -> tuple[list[str], float | None]:
@@ -121,14 +108,14 @@ def judge_draws(run: Run, other: Run) -> tuple[list[str], float | None]:
         return [], None
     total = sum(map(len, drawn))
     problems = []
-    if binomial_tail(total, trials, rate) < _SAMPLING_CHANCE:
+    if binom.sf(total - 1, trials, rate) < _SAMPLING_CHANCE:
         problems.append(
             f"samples are drawn with probability {total / trials:.3g}, and the ledger has {rate:g}"
         )
     both = list(zip(drawn, others, strict=False))
     shared = sum(len(set(a) & set(b)) for a, b in both)
     chance = max(rate, total / trials) ** 2
-    if chance < 1 and binomial_tail(shared, count * len(both), chance) < _SAMPLING_CHANCE:
+    if chance < 1 and binom.sf(shared - 1, count * len(both), chance) < _SAMPLING_CHANCE:
         problems.append(
             f"{shared} of {total} samples are drawn in the same steps in a run with other secrets: "
             "the draws follow from a seed, and sampling protects no sample"

@@ -23,11 +23,9 @@ from torch.optim.optimizer import (
 
 from benchmarks.audit.events import observing
 from benchmarks.audit.script.clients import Clients
-from benchmarks.audit.script.draws import Draws
-from benchmarks.audit.script.places import Places
-from benchmarks.audit.script.planting import Plant
+from benchmarks.audit.script.draws import Draws, Plant
 from benchmarks.audit.script.sources import Sources
-from benchmarks.audit.script.watched import Watched, digest, flat
+from benchmarks.audit.script.watched import Places, Watched, digest, flat
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.optim.private.accounting import GaussianEvent
 from comm_hooks.optim.private.accounting.ledger import Ledger
@@ -253,14 +251,13 @@ class Observer:
             noise=self._noise,
             drawn=self._draws.take(),
             left_out=self._stepping.not_finite if self._stepping else 0,
-            discrete=mechanism.noise == "discrete",
         )
         return released
 
     def _release(self, clean: torch.Tensor, tensors: list[torch.Tensor], **facts: Any) -> None:
         """Record a release, and replace it by that of the followed run."""
         number, own = len(self._releases), flat(tensors)
-        unknown = {"names": [], "dense": False, "left_out": 0, "discrete": False}
+        unknown = {"names": [], "dense": False, "left_out": 0}
         self._releases.append(
             {
                 "sums": clean,

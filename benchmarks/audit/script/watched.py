@@ -1,8 +1,13 @@
-"""Digests of a model and of its optimizers, which two runs can compare."""
+"""Digests of a model and of its optimizers, and lines of a script, which two runs can compare."""
 
 import hashlib
+import os
+import sys
+import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -10,6 +15,42 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
+
+import comm_hooks
+
+_PACKAGE = str(Path(comm_hooks.__file__).parent)
+_LIBRARIES = (_PACKAGE, str(Path(_PACKAGE).resolve()), str(Path(torch.__file__).parents[1]))
+
+
+class Places:
+    """Names the lines of a script and of the modules in its folder.
+
+    Args:
+        script: its path.
+    """
+
+    def __init__(self, script: Path) -> None:
+        self._script = script
+
+    def now(self) -> str:
+        """Return the current line, such as ``"train.py:41"``."""
+        return self._first(traceback.walk_stack(sys._getframe(1)))
+
+    def of(self, error: BaseException) -> str:
+        """Return the line that raised an exception."""
+        return self._first(reversed([*traceback.walk_tb(error.__traceback__)]))
+
+    def _first(self, lines: Iterable[tuple[FrameType, int]]) -> str:
+        for frame, line in lines:
+            if self._is_own(frame.f_code.co_filename):
+                return f"{Path(frame.f_code.co_filename).name}:{line}"
+        return self._script.name
+
+    def _is_own(self, filename: str) -> bool:
+        if filename == str(self._script):
+            return True
+        inside = filename.startswith(str(self._script.parent) + os.sep)
+        return inside and not filename.startswith(_LIBRARIES) and "site-packages" not in filename
 
 
 class Watched:

@@ -9,6 +9,7 @@ Runs the library's requests over gloo between network namespaces, and compares w
 import statistics
 import sys
 import time
+from datetime import timedelta
 from typing import Annotated
 
 import torch
@@ -18,16 +19,15 @@ import typer
 from benchmarks.lab.clock import slowest
 from benchmarks.lab.processes import lines_from_testbed
 from benchmarks.netns.links import NetnsError
+from benchmarks.netns.measured import measure_network
 from benchmarks.studies.cli import Option
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.launchers.advise.cost_model import Collective
-from comm_hooks.launchers.advise.links import joined, measure_links
-from comm_hooks.launchers.environment import detect_environment
 
 MODULE = "benchmarks.studies.scale.collectives"
 _REPEAT = 7
-_TIMEOUT_SECONDS = 600.0
+_TIMEOUT = timedelta(minutes=10)
 _SECONDS = (0.02, 0.3)
 """How long the transfers that are timed would take at best."""
 
@@ -59,26 +59,26 @@ def measure(
 @app.command(hidden=True)
 def worker(rate: str) -> None:
     """Run one rank; rank 0 prints the rows."""
-    process = detect_environment()
     torch.set_num_threads(1)
-    with joined(process, "gloo", _TIMEOUT_SECONDS):
-        network, _ = measure_links(torch.device("cpu"), "gloo")
-        transport = TorchDistributed()
-        for seconds in _SECONDS:
-            for request in _requests(int(seconds * network.link.bandwidth), network.ranks):
-                median = statistics.median(_times(transport, request)[1:])
-                collective = Collective.of(request, network.ranks)
-                predicted = collective.seconds(network)
-                # Without any bytes: the time for latency alone.
-                idle = Collective(collective.kind, 0).seconds(network)
-                efficiency = collective.traffic / (median - idle) / network.link.bandwidth
-                if process.rank == 0:
-                    print(
-                        f"| {network.ranks} | {rate} | {collective.kind} "
-                        f"| {collective.traffic / 1e3:.0f} | {1e3 * median:.1f} "
-                        f"| {efficiency:.2f} | {100 * (predicted / median - 1):+.0f} % |",
-                        flush=True,
-                    )
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    network = measure_network()
+    transport = TorchDistributed()
+    for seconds in _SECONDS:
+        for request in _requests(int(seconds * network.link.bandwidth), network.ranks):
+            median = statistics.median(_times(transport, request)[1:])
+            collective = Collective.of(request, network.ranks)
+            predicted = collective.seconds(network)
+            # Without any bytes: the time for latency alone.
+            idle = Collective(collective.kind, 0).seconds(network)
+            efficiency = collective.traffic / (median - idle) / network.link.bandwidth
+            if dist.get_rank() == 0:
+                print(
+                    f"| {network.ranks} | {rate} | {collective.kind} "
+                    f"| {collective.traffic / 1e3:.0f} | {1e3 * median:.1f} "
+                    f"| {efficiency:.2f} | {100 * (predicted / median - 1):+.0f} % |",
+                    flush=True,
+                )
+    dist.destroy_process_group()
 
 
 def _requests(nbytes: int, ranks: int) -> list[AllReduce | AllGather | AllToAll]:

@@ -24,10 +24,10 @@ from comm_hooks.launchers.advise.cost_model import (
     Plan,
     Round,
     all_reduce,
+    matrix_shapes,
     predict,
     ready_shares,
 )
-from comm_hooks.launchers.advise.step import Step
 
 Way = Literal["all_reduce", "all_gather", "sharded", "hierarchical"]
 
@@ -212,7 +212,7 @@ def plan_of(assumptions: Assumptions, scheme: Scheme, numel: int, ranks: int) ->
     """Return what a method does on a model of equal square matrices, in DDP's buckets."""
     if scheme.compressor is None:
         return Plan()
-    shapes = Step.of_numel(numel, milliseconds=1.0).shapes
+    shapes = matrix_shapes(numel)
     sizes = [4 * torch.Size(shape).numel() for shape in shapes]
     known: dict[tuple[tuple[int, ...], ...], Round] = {}
     rounds = []

@@ -4,18 +4,13 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import nn
-
 from benchmarks.audit import Configuration, Stages
 from benchmarks.audit.configuration import Mechanism
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.private.data.poisson import PoissonSampler
 from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.gradients.clipping import ClippedGradients, LossFunction
-from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 from comm_hooks.optim.private.noise.secret import Secret
-from tests.benchmarks.audit.parts import MASK, TOPK, Faults
+from tests.benchmarks.audit.parts import MASK, Faults
 
 _FEEDBACK = "error_feedback"
 COMPRESSORS: tuple[dict[str, Any], ...] = (
@@ -64,14 +59,6 @@ def correct_settings(rng: random.Random) -> dict[str, Any]:
 ODD = Faults("correct")
 
 
-@ODD.plant(exchange=TOPK)
-class ClipsToHalf(Stages):
-    """A sample changes the sum by half of the bound."""
-
-    def gradients(self, model: nn.Module, loss_function: LossFunction) -> ClippedGradients:
-        return PerSampleGradients(model, loss_function, self.configuration.max_grad_norm / 2)
-
-
 @ODD.plant(placement="shares", exchange=MASK)
 class LouderThanClaimed(Stages):
     """Half as much noise again as the claim needs."""
@@ -88,26 +75,3 @@ class AnotherSecretForEachBatch(PoissonSampler):
         for _ in range(self.steps):
             stream = Secret().stream("batch", rank=0, step=0)
             yield stream.draw(self.num_samples, self.sample_rate)
-
-
-@ODD.plant(placement="local", exchange=TOPK)
-class SumsInFloat64(PerSampleGradients):
-    """Clips and adds up in float64, and rounds once."""
-
-    def _start(self) -> None:
-        super()._start()
-        self._sums = [total.double() for total in self._sums]
-
-    def _add_samples(self, gradients: Any) -> None:
-        rows = [gradient.detach().double() for gradient in gradients]
-        norms = torch.stack([g.flatten(1).norm(dim=1) for g in rows]).norm(dim=0)
-        finite = norms.isfinite()
-        # Rounding to float32 at the end must not exceed C.
-        factors = ((1 - 1e-6) * self.max_grad_norm / norms[finite]).clamp(max=1.0)
-        for total, gradient in zip(self._sums, rows, strict=True):
-            total += torch.einsum("b,b...->...", factors, gradient[finite])
-        self._count(int(finite.sum()), int((~finite).sum()))
-
-    def take(self) -> Any:
-        self._sums = [total.float() for total in self._sums]
-        return super().take()

@@ -1,6 +1,5 @@
 """Clippers with a fault."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,39 +66,14 @@ def each_layer(self: Clipper, gradients: Gradients) -> None:
 
 
 @fault
-def each_value(self: Clipper, gradients: Gradients) -> None:
-    c = self.max_grad_norm
-    for total, gradient in zip(self._sums, gradients, strict=True):
-        total += gradient.nan_to_num(0, 0, 0).clamp(-c, c).sum(0)
-
-
-@fault
 def by_largest_element(self: Clipper, gradients: Gradients) -> None:
     largest = torch.stack([g.flatten(1).abs().amax(1) for g in gradients]).amax(0)
     self.add_by_norms(gradients, largest.double())
 
 
 @fault
-def not_above_100(self: Clipper, gradients: Gradients) -> None:
-    norms = sample_norms(gradients)
-    is_huge = (norms > 100 * self.max_grad_norm) & (norms < 1e6)
-    self.add_scaled(gradients, torch.where(is_huge, 1.0, self.factors(gradients)))
-
-
-@fault
 def without_first_parameter(self: Clipper, gradients: Gradients) -> None:
     self.add_scaled(gradients, self.factors(gradients[1:]))
-
-
-@fault
-def without_scalars(self: Clipper, gradients: Gradients) -> None:
-    self.add_scaled(gradients, self.factors([g for g in gradients if g[0].numel() > 1]))
-
-
-@fault
-def norm_without_its_root(self: Clipper, gradients: Gradients) -> None:
-    """sqrt(C) of n = sqrt(C): 1.4 C for C = 0.5."""
-    self.add_by_norms(gradients, sample_norms(gradients).square())
 
 
 @fault
@@ -109,14 +83,6 @@ def norm_saturates_in_half_precision(self: Clipper, gradients: Gradients) -> Non
     squares = rows.square().sum(1, dtype=torch.float32)
     norms = squares.clamp(max=torch.finfo(torch.float16).max).sqrt()
     self.add_by_norms(gradients, norms.double())
-
-
-@fault
-def by_norms_of_last_step(self: Clipper, gradients: Gradients) -> None:
-    norms = sample_norms(gradients).nan_to_num(0, 0, 0)
-    stale = self.memory if self.memory is not None else norms.max()
-    self.memory = norms.max()
-    self.add_by_norms(gradients, stale.clamp(min=1e-9).expand(len(norms)))
 
 
 @fault
@@ -137,18 +103,6 @@ def by_mean_norm(self: Clipper, gradients: Gradients) -> None:
 
 
 @fault
-def whole_batch(self: Clipper, gradients: Gradients) -> None:
-    """The sum, not the samples; in parts of a batch that is too large, each part."""
-    total = [g.nan_to_num(0, 0, 0).sum(0, keepdim=True) for g in gradients]
-    self.add_scaled(total, self.factors(total) * math.sqrt(len(gradients[0])))
-
-
-@fault
-def mean_times_expected_size(self: Clipper, gradients: Gradients) -> None:
-    self.add_scaled(gradients, self.factors(gradients) * (16 / len(gradients[0])))
-
-
-@fault
 def with_momentum(self: Clipper, gradients: Gradients) -> None:
     """Keeps 5 % of the last sum."""
     if self.memory is not None and self.memory[0] < self.steps:
@@ -156,13 +110,6 @@ def with_momentum(self: Clipper, gradients: Gradients) -> None:
             total += 0.05 * last
     self.add_scaled(gradients, self.factors(gradients))
     self.memory = self.steps, [s.clone() for s in self._sums]
-
-
-@fault
-def in_the_first_steps_only(self: Clipper, gradients: Gradients) -> None:
-    """A norm that adapts after a warm-up, in secret."""
-    factors = self.factors(gradients)
-    self.add_scaled(gradients, factors if self.steps < 10 else 1.5 * factors)
 
 
 @fault

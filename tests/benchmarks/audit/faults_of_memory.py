@@ -53,22 +53,13 @@ def _plus(one: Tensors, other: Tensors | None, factor: float = 1.0) -> Tensors:
     return {name: t + factor * other[name] for name, t in one.items()}
 
 
-def _leak(self: Altered, sums: Tensors, share: float) -> Tensors:
+@FAULTS.plant(placement="local")
+def leaks_a_twentieth(self: Altered, sums: Tensors) -> Tensors:
     given = _plus(sums, self.memory)
     # The smaller half of each tensor is held back, for later steps.
     is_sent = {n: t.abs() >= t.abs().median() for n, t in given.items()}
-    self.memory = {n: share * t * ~is_sent[n] for n, t in given.items()}
+    self.memory = {n: 0.05 * t * ~is_sent[n] for n, t in given.items()}
     return {n: t * is_sent[n] for n, t in given.items()}
-
-
-@FAULTS.plant()
-def leaks_a_quarter(self: Altered, sums: Tensors) -> Tensors:
-    return _leak(self, sums, 0.25)
-
-
-@FAULTS.plant(placement="local")
-def leaks_a_twentieth(self: Altered, sums: Tensors) -> Tensors:
-    return _leak(self, sums, 0.05)
 
 
 @FAULTS.plant(exchange=MASK)
@@ -77,29 +68,11 @@ def last_sum_again(self: Altered, sums: Tensors) -> Tensors:
     return given
 
 
-@FAULTS.plant(placement="shares", exchange=MASK)
-def momentum_before_noise(self: Altered, sums: Tensors) -> Tensors:
-    self.memory = _plus(sums, self.memory, 0.95)
-    return dict(self.memory)
-
-
 @FAULTS.plant(placement="shares")
 def after_20_steps(self: Altered, sums: Tensors) -> Tensors:
     given = _plus(sums, self.memory, 0.5) if self.step > 20 else sums
     self.memory = sums
     return given
-
-
-@FAULTS.plant(exchange=TOPK)
-def every_seventh(self: Altered, sums: Tensors) -> Tensors:
-    given = _plus(sums, self.memory) if self.step % 7 == 6 else sums
-    self.memory = sums
-    return given
-
-
-@FAULTS.plant(world_size=3)
-def on_rank_1_alone(self: Altered, sums: Tensors) -> Tensors:
-    return last_sum_again(self, sums) if self.rank == 1 else sums
 
 
 @FAULTS.plant(world_size=1)

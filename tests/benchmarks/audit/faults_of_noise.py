@@ -82,12 +82,6 @@ def _in_a_subspace(self: OwnNoise, flat: Values) -> Values:
     return self.rng.standard_normal(256) @ self.memory
 
 
-def _permuted(self: OwnNoise, flat: Values) -> Values:
-    if self.memory is None or len(self.memory) != len(flat):
-        self.memory = self.normal(flat)
-    return self.rng.permutation(self.memory)
-
-
 def _of_16_bits(self: OwnNoise, flat: Values) -> Values:
     if self.memory is None:
         self.memory = np.random.default_rng(self.key & 0xFFFF)
@@ -104,7 +98,6 @@ _TABLE = torch.erfinv(torch.arange(-255, 256, 2, dtype=torch.float64) / 256).num
 _TABLE /= _TABLE.std()
 
 DRAWS: dict[str, Draw] = {
-    "of_period_3": lambda self, flat: self.again(self.step % 3).standard_normal(len(flat)),
     "of_period_97": lambda self, flat: self.again(self.step % 97).standard_normal(len(flat)),
     # antithetic: the sum of two steps is clean
     "negated": lambda self, flat: (
@@ -112,35 +105,25 @@ DRAWS: dict[str, Draw] = {
     ),
     "differences": _differences,
     "ends_after_100": lambda self, flat: self.normal(flat) * (self.step < 100),
-    "not_in_every_fifth": lambda self, flat: self.normal(flat) * (self.step % 5 != 4),
     "not_for_empty_batches": lambda self, flat: self.normal(flat) * flat.any(),
     "of_the_size_of_sums": lambda self, flat: (
         self.normal(flat) * max(1.0, float(np.linalg.norm(flat)) / 50)
     ),
-    "too_small_by_a_fifth": lambda self, flat: 0.8 * self.normal(flat),
     "not_at_the_end": lambda self, flat: self.normal(flat) * (np.arange(len(flat)) < len(flat) - 1),
     "small_beyond_the_first_piece": lambda self, flat: (
         self.normal(flat) * np.where(np.arange(len(flat)) < 1 << 16, 1, 0.5)
     ),
-    "not_for_scalars": lambda self, flat: (
-        self.normal(flat) * np.repeat(np.array(self.numels) > 1, self.numels)
-    ),
     "one_for_each_parameter": lambda self, flat: np.repeat(
         self.rng.standard_normal(len(self.numels)), self.numels
     ),
-    "one_for_each_row_of_4": lambda self, flat: np.repeat(self.normal(flat), 4)[: len(flat)],
     "the_same_for_parameters": _the_same_for_parameters,
-    "in_pieces_of_512": lambda self, flat: np.resize(self.rng.standard_normal(512), len(flat)),
     "in_a_subspace": _in_a_subspace,
-    "permuted": _permuted,
     "cut_at_3": lambda self, flat: self.normal(flat).clip(-3, 3),
-    "uniform": lambda self, flat: self.rng.uniform(-np.sqrt(3), np.sqrt(3), len(flat)),
     "laplace": lambda self, flat: self.rng.laplace(0, np.sqrt(0.5), len(flat)),
     "rounded": lambda self, flat: np.rint(self.normal(flat) * 16) / 16,
     "out_of_a_table": lambda self, flat: self.rng.choice(_TABLE, len(flat)),
     "of_16_bits": _of_16_bits,
     "of_the_users_seed": lambda self, flat: torch.randn(len(flat)).numpy(),
-    "of_numpys_seed": lambda self, flat: np.random.standard_normal(len(flat)),
     "with_the_signs_of_sums": lambda self, flat: np.where(
         flat != 0, np.abs(self.normal(flat)) * np.sign(flat), self.normal(flat)
     ),
@@ -226,11 +209,6 @@ class NoneOnTheLastRank(Stages):
         if exchange.transport.rank == exchange.transport.world_size - 1:
             mechanism._std = lambda sensitivity, elements: 1e-9  # type: ignore[method-assign]
         return mechanism
-
-
-@FAULTS.plant(placement="local", world_size=3)
-class NoneOnTheLastRankOfLocal(NoneOnTheLastRank):
-    pass
 
 
 @FAULTS.plant()

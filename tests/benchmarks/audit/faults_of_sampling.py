@@ -130,33 +130,19 @@ _RARE = np.array([4 if i % 8 == 5 else 4 / 7 for i in range(1 << 16)])
 
 MASKS: dict[str, Callable[[Drawing], Masks]] = {
     "of_one_size": lambda self: self.rng.permutation(self.num_samples) < self.size,
-    "twice_as_many": lambda self: self.poisson() | self.poisson(),
     "a_tenth_more": lambda self: self.poisson(rate=1.1 * self.sample_rate),
-    "first_sample_always": lambda self: self.poisson() | (np.arange(self.num_samples) == 0),
     "more_of_the_last": lambda self: self.poisson(
         rate=np.linspace(0.6, 1.4, self.num_samples) * self.sample_rate
     ),
-    "rare_class_more_often": lambda self: self.poisson(
-        rate=self.sample_rate * _RARE[: self.num_samples]
-    ),
-    "all_in_every_tenth": lambda self: self.poisson(
-        rate=self.sample_rate * (5 if self.drawn % 10 == 0 else 0.5)
-    ),
-    "windows": lambda self: np.roll(
-        np.arange(self.num_samples) < self.size, int(self.rng.integers(self.num_samples))
-    ),
     "in_pairs": lambda self: np.repeat(self.poisson(), 2)[: self.num_samples],
-    "sixteen_together": lambda self: np.repeat(self.poisson(), 16)[: self.num_samples],
     "never_empty": lambda self: next(m for _ in count() if (m := self.poisson()).any()),
     "by_the_users_seed": lambda self: (torch.rand(self.num_samples) < self.sample_rate).numpy(),
 }
 DRAWS: dict[str, Draw] = {
     **{name: _every_step(mask) for name, mask in MASKS.items()},
     "one_batch": _again(1),
-    "of_period_9": _again(9),
     "shuffled": _shuffled,
     "dealt_out_by_phases": _phases(fresh=True),
-    "same_order_in_every_epoch": _phases(fresh=False),
     "not_twice_in_a_row": _not_twice_in_a_row,
     "sticky": _sticky,
     "of_16_bits": _of_16_bits,

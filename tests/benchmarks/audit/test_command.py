@@ -6,13 +6,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner, Result
 
-from benchmarks.audit import Attack, Audit, __main__, audit_one_run
-from comm_hooks.optim.private import DPSGD, Ledger, PrivacyEngine
+from benchmarks.audit import Attack, Audit, __main__
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 
 SETTINGS = {
@@ -111,31 +107,13 @@ def test_a_file_that_is_too_deep(tmp_path: Path) -> None:
     assert "private.json: is not JSON: maximum recursion depth exceeded" in result.output
 
 
-def test_a_ledger_of_a_running_training(tmp_path: Path) -> None:
-    path = tmp_path / "privacy.jsonl"
-    multipliers = {"checkpoint_multiplier": 0.5, "rank_multiplier": 0.25}
-    with Ledger(path) as ledger:
-        ledger.record(GaussianEvent(1.5, 0.02, 700, placement="shares", **multipliers))
-        before = path.read_bytes()
-        result = command("--ledger", str(path), "--delta", "1e-6")
-        assert path.read_bytes() == before
-    assert result.exit_code == 0, result.output
-    for observed, share in (("the model:", 1), ("checkpoints:", 0.5), ("single ranks:", 0.25)):
-        epsilon = RDPAccountant().epsilon([GaussianEvent(1.5 * share, 0.02, 700)], 1e-6)
-        assert f"{observed} epsilon {epsilon:.3f}" in result.output
-    assert "Claimed for 700 steps" in result.output
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "nothing to audit: give --config, --ledger or --script"),
-        (["--ledger", "missing.jsonl", "--delta", "1e-5"], "there is no such file"),
-        (["--ledger", "x"], "--ledger without --config needs --delta"),
+        ([], "nothing to audit: give --config or --script"),
         (["--config", "missing.json"], "missing.json: cannot be read"),
-        (["--config", "missing.json", "--confidence", "1"], "--confidence must be between"),
         (["--script", "missing.py"], "missing.py: there is no such file"),
-        (["--script", "a.py", "--config", "b"], "leave out --config and --ledger"),
+        (["--script", "a.py", "--config", "b"], "leave out --config"),
         (["--script", "a.py", "--steps", "0"], "--steps must be positive, got 0"),
         (["--script", "a.py", "--nproc-per-node", "0"], "--nproc-per-node must be positive"),
         (["--script", "a.py", "--timeout", "-1"], "--timeout must be positive, got -1"),
@@ -182,39 +160,3 @@ def test_clients_are_looked_up_only(tmp_path: Path) -> None:
     result = run(tmp_path, unit="client", placement="aggregate")
     assert result.exit_code == 0
     assert "not attacked: rounds of clients are not played" in result.output
-
-
-@pytest.mark.parametrize("noise_multiplier", [8.0, 1e-3])
-def test_one_run_of_the_real_engine(noise_multiplier: float) -> None:
-    """A bound below the claim, and with next to no noise one far above that of the first."""
-    canaries, steps, delta = 1024, 10, 1e-8
-    claimed = RDPAccountant().epsilon([GaussianEvent(8.0, 0.5, steps)], delta)
-
-    def train(included: torch.Tensor) -> torch.Tensor:
-        model = nn.Linear(canaries, 1, bias=False)
-        start = model.weight.detach().clone()
-        model, optimizer, loader = PrivacyEngine().make_private(  # type: ignore[assignment]
-            module=model,
-            optimizer=DPSGD(model.named_parameters(), lr=1.0),
-            data_loader=DataLoader(TensorDataset(torch.eye(canaries)[included])),
-            loss_function=lambda model, batch: model(batch[0]).mean(),
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=1.0,
-            sample_rate=0.5,
-            expected_batch_size=64,
-        )
-        for _ in range(steps // len(loader)):
-            for batch in loader:
-                optimizer.backward(batch)
-                optimizer.step()
-        return (start - model.weight.detach()).flatten()
-
-    found = audit_one_run(train, canaries, delta=delta, confidence=0.9999)
-    assert (found.epsilon > claimed) == (noise_multiplier < 1)
-
-
-def test_scores_of_another_shape() -> None:
-    with pytest.raises(ValueError, match="canaries must be at least 32, got 8"):
-        audit_one_run(lambda included: included.float(), 8, delta=1e-5)
-    with pytest.raises(ValueError, match=r"of shape \(64,\) or \(ways, 64\), got \(3,\)"):
-        audit_one_run(lambda included: included[:3].float(), 64, delta=1e-5)

@@ -1,8 +1,9 @@
 """Planted faults are found, and correct training is not accused.
 
-Each fault meets the check of its part.  ``make audit-faults`` audits all of them as a whole.
+Each fault meets the check of its part.
 """
 
+import math
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -12,10 +13,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from scipy.stats import binom
 
-from benchmarks.audit import Configuration, Stages, audit_configuration
-from benchmarks.audit.attacks import releases
-from benchmarks.audit.attacks.releases import audit_releases
+from benchmarks.audit import Configuration, Stages, attack, audit_configuration
+from benchmarks.audit.attack import audit_releases, gaussian_epsilon, gaussian_lower_bound
 from benchmarks.audit.checks.chances import (
     MOST_FALSE_ALARMS,
     SHARES,
@@ -30,24 +31,44 @@ from benchmarks.audit.checks.sampling import check_sampling, examine
 from benchmarks.audit.configuration import Mechanism
 from benchmarks.audit.world import fixed_secrets
 from comm_hooks.exchange import Exchange
-from tests.benchmarks.audit.correct import correct_settings
-from tests.benchmarks.audit.faults import FAULTS
-from tests.benchmarks.audit.parts import MASK, TOPK, configuration, stages_of
+from tests.benchmarks.audit import (
+    faults_of_clipping,
+    faults_of_memory,
+    faults_of_noise,
+    faults_of_sampling,
+)
+from tests.benchmarks.audit.correct import ODD, correct_settings
+from tests.benchmarks.audit.parts import MASK, TOPK, Fault, configuration, stages_of
 
+FAULTS: dict[str, Fault] = {
+    **faults_of_clipping.FAULTS,
+    **faults_of_noise.FAULTS,
+    **faults_of_memory.FAULTS,
+    **faults_of_sampling.FAULTS,
+}
 CHECKS: dict[str, Callable[[Stages], Iterable[str]]] = {
     "clipping": lambda stages: audit_clipping(stages)[1],
     "noise": check_noise,
     "memory": check_memory,
     "sampling": check_sampling,
 }
-# One for each test in the checks.  The others are slow together.
+# One for each test in the checks, and a part of its message.  The others are slow together.
 SHOWN = {
-    *("clipping: by_mean_norm", "clipping: with_momentum"),
-    *("noise: of_period_97", "noise: not_at_the_end", "noise: in_a_subspace", "noise: cut_at_3"),
-    *("noise: rounded", "noise: the_same_for_parameters", "noise: with_the_signs_of_sums"),
-    *("memory: last_sum_again", "sampling: one_batch", "sampling: dealt_out_by_phases"),
-    *("sampling: more_of_the_last", "sampling: never_empty", "sampling: in_pairs"),
-    *("sampling: of_16_bits", "sampling: with_replacement", "sampling: ranks_turn_one_draw"),
+    "clipping: by_mean_norm": "one sample changes a clipped sum by",
+    "clipping: with_momentum": "a sample of earlier steps changes a clipped sum",
+    "noise: of_period_97": "is correlated by",
+    "noise: not_at_the_end": "times the standard deviation",
+    "noise: cut_at_3": "the noise is not normal",
+    "noise: the_same_for_parameters": "apart, within a step, is correlated",
+    "noise: with_the_signs_of_sums": "the noise depends on",
+    "memory: last_sum_again": "a sample in the sum of step",
+    "sampling: dealt_out_by_phases": "have less samples in common than chance",
+    "sampling: more_of_the_last": "instead of the claimed sample_rate",
+    "sampling: never_empty": "an empty batch is a step",
+    "sampling: in_pairs": "batch sizes vary more than",
+    "sampling: of_16_bits": "processes drew the batch of another one",
+    "sampling: with_replacement": "draws a sample twice for step",
+    "sampling: ranks_turn_one_draw": "sample i of rank 0 and sample i+1 of rank 1 are drawn",
 }
 
 
@@ -56,14 +77,10 @@ SHOWN = {
     [pytest.param(n, marks=[] if n in SHOWN else pytest.mark.slow) for n in FAULTS],
 )
 def test_the_check_of_its_part_finds_a_fault(name: str) -> None:
-    problem = next(iter(CHECKS[name.split(":")[0]](stages_of(FAULTS[name]))), "")
+    problems = CHECKS[name.split(":")[0]](stages_of(FAULTS[name]))
+    problem = next((problem for problem in problems if SHOWN.get(name, "") in problem), "")
     assert problem
     assert "\n" not in problem
-
-
-def test_a_draw_that_ranks_turn_has_its_message() -> None:
-    problem = check_sampling(stages_of(FAULTS["sampling: ranks_turn_one_draw"]))[-1]
-    assert "sample i of rank 0 and sample i+1 of rank 1 are drawn together more often" in problem
 
 
 @pytest.mark.slow
@@ -85,7 +102,7 @@ class AlmostNoNoise(Stages):
 )
 def test_the_attack_notices_less_noise_than_claimed(stages: type[Stages], outcome: str) -> None:
     # Without errors 128 canaries prove a mu of 1.7 at the confidence of an alarm; 1.4 is claimed.
-    with mock.patch.object(releases, "_MOST_CANARIES", 128):
+    with mock.patch.object(attack, "_MOST_CANARIES", 128):
         assert audit_releases(stages(configuration(world_size=1))).outcome == outcome
 
 
@@ -103,13 +120,22 @@ VALID = [
 def test_no_alarm_where_nothing_is_wrong(placement: str, exchange: dict[str, Any]) -> None:
     stages = Stages(configuration(placement=placement, exchange=exchange))
     assert list(check_noise(stages)) == []
-    assert check_memory(stages) == []
+    assert list(check_memory(stages)) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_whole_audit_of_a_correct_training(seed: int) -> None:
     audit = audit_configuration(Configuration(**correct_settings(random.Random(seed))))
+    assert audit.problems == []
+    assert not audit.violated
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ODD)
+def test_a_whole_audit_of_odd_parts(name: str) -> None:
+    stages = stages_of(ODD[name])
+    audit = audit_configuration(stages.configuration, stages=stages)
     assert audit.problems == []
     assert not audit.violated
 
@@ -169,3 +195,26 @@ def test_audits_of_a_correct_training_exceed_the_claim_rarely() -> None:
         excess += found.audited > found.claimed
         assert found.outcome != "violation"
     assert excess < 12
+
+
+def test_a_gaussian_is_not_accused_more_often_than_agreed() -> None:
+    mu, trials, runs = 1.0, 300, 2000
+    rng = np.random.default_rng(8)
+    wrong = 0.5 * math.erfc(mu / 2 / math.sqrt(2))
+    bounds = [
+        gaussian_lower_bound(int(p), trials, int(n), trials, 0.9)
+        for p, n in rng.binomial(trials, wrong, size=(runs, 2))
+    ]
+    assert binom.sf(sum(bound > mu for bound in bounds) - 1, runs, 0.1) > 1e-6
+    assert sorted(bounds)[runs // 2] > 0.7
+
+
+@pytest.mark.parametrize("mu", [0.3, 1.0, 4.0])
+def test_epsilon_of_a_gaussian_solves_its_equation(mu: float) -> None:
+    def cdf(x: float) -> float:
+        return math.erfc(-x / math.sqrt(2)) / 2
+
+    epsilon = gaussian_epsilon(mu, 1e-5)
+    delta = cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * cdf(-mu / 2 - epsilon / mu)
+    assert delta == pytest.approx(1e-5, rel=1e-6)
+    assert gaussian_epsilon(0.0, 1e-5) == 0

@@ -1,8 +1,4 @@
-"""The audit of scripts: faults are found, correct ones are not accused; its messages.
-
-The scripts of ``script_faults`` take minutes: ``python -m tests.benchmarks.audit.script_faults``
-audits them.  Here are a few, and the parts.
-"""
+"""The audit of scripts: faults are found, correct ones are not accused; its messages."""
 
 import json
 import math
@@ -21,12 +17,12 @@ from typer.testing import CliRunner, Result
 from benchmarks.audit.__main__ import app
 from benchmarks.audit.checks.noise import Noise
 from benchmarks.audit.script.audit import choose
+from benchmarks.audit.script.draws import Plant, plant
 from benchmarks.audit.script.noise import judge_noise
 from benchmarks.audit.script.observer import Variant
-from benchmarks.audit.script.places import Places
-from benchmarks.audit.script.planting import Plant, plant
 from benchmarks.audit.script.run import Run, _copy_folder
 from benchmarks.audit.script.twins import compare
+from benchmarks.audit.script.watched import Places
 from tests.benchmarks.audit.script_faults import CORRECT, FAULTS, Script, messages_of, written
 
 
@@ -39,26 +35,17 @@ def run(script: Path, *options: str) -> Result:
 
 def test_a_correct_script_is_not_accused_and_leaves_nothing_behind() -> None:
     with written(CORRECT["checkpoints, saved and loaded"]) as path:
-        result = run(path, "--steps", "8", "--json")
+        result = run(path, "--steps", "4", "--json")
         assert [entry.name for entry in path.parent.iterdir()] == ["train.py"]
     assert result.exit_code == 0, result.output
     content = json.loads(result.output)
     assert not content["notes"]
     assert {check["outcome"] for check in content["checks"]} == {"ok"}
     found = {check["name"]: check["found"] for check in content["checks"]}
-    assert found["ledger"] == "8 entries"
+    assert found["ledger"] == "4 entries"
     # Clipped to C and not beyond: samples were really planted.
     changes = [float(text.split()[3]) for text in found.values() if text.startswith("sums change")]
     assert max(changes) == pytest.approx(1.0, abs=1e-3)
-
-
-@pytest.mark.slow
-def test_steps_of_another_optimizer_on_one_of_two_ranks() -> None:
-    name = "on two ranks, steps of the first alone"
-    messages, audit = messages_of(FAULTS[name], steps=6)
-    assert audit is not None
-    assert any("changed by SGD.step() at train.py:" in message for message in messages)
-    assert any("is not in the ledger" in message for message in messages)
 
 
 def test_a_violation_on_the_command_line() -> None:
@@ -68,26 +55,19 @@ def test_a_violation_on_the_command_line() -> None:
     assert re.search(r"VIOLATION: the noise has 0\.(79|80|81)\d* times the", result.output)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "weights of classes by their counts",
-        pytest.param("a data set of windows that overlap", marks=pytest.mark.slow),
-        pytest.param("a model that began without privacy", marks=pytest.mark.slow),
-        pytest.param("a scale by the largest sample", marks=pytest.mark.slow),
-    ],
-)
-def test_what_depends_on_the_data_before_training_begins(name: str) -> None:
-    messages, _ = messages_of(FAULTS[name], steps=4)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str) -> None:
+    messages, _ = messages_of(FAULTS[name])
     assert any(FAULTS[name].found in message for message in messages), messages
 
 
 @pytest.mark.slow
-def test_two_ranks_with_noise_of_their_own_are_not_accused() -> None:
-    messages, audit = messages_of(CORRECT["two ranks, local, top-k"], steps=6)
+@pytest.mark.parametrize("name", CORRECT)
+def test_a_correct_script_is_not_accused(name: str) -> None:
+    messages, audit = messages_of(CORRECT[name])
     assert not messages
     assert audit is not None
-    assert not audit.notes
 
 
 # Scripts that cannot be audited
@@ -154,7 +134,7 @@ def gaussian(seed: int, steps: int = 12, elements: int = 200) -> torch.Tensor:
 def test_noise_as_it_should_be_is_not_accused(seed: int, steps: int, elements: int) -> None:
     noise = noise_of(gaussian(seed, steps, elements), {"weight": elements})
     other = noise_of(gaussian(seed + 1, steps, elements))
-    assert judge_noise([noise], [other])[:2] == ([], [])
+    assert judge_noise([noise], [other])[0] == []
 
 
 @settings(derandomize=True)
@@ -162,12 +142,10 @@ def test_noise_as_it_should_be_is_not_accused(seed: int, steps: int, elements: i
 def test_noise_that_is_missing_or_too_small_somewhere(seed: int) -> None:
     values = gaussian(seed, elements=400)
 
-    def judge(values: torch.Tensor) -> tuple[str, str]:
-        problems, doubts, _ = judge_noise([noise_of(values, {"weight": 380, "bias": 20})], [])
-        return "\n".join(problems), "\n".join(doubts)
+    def judge(values: torch.Tensor) -> str:
+        return "\n".join(judge_noise([noise_of(values, {"weight": 380, "bias": 20})], [])[0])
 
-    assert "the noise has 0." in judge(0.9 * values)[0]
-    assert "the noise has 1." in judge(1.2 * values)[1]
+    assert "the noise has 0." in judge(0.8 * values)
     for part, found in (
         (np.s_[5], "step 6 at train.py:5"),
         (np.s_[:, 380:], "bias"),
@@ -175,7 +153,7 @@ def test_noise_that_is_missing_or_too_small_somewhere(seed: int) -> None:
     ):
         changed = values.clone()
         changed[part] = 0
-        assert found in judge(changed)[0]
+        assert found in judge(changed)
 
 
 @settings(derandomize=True)

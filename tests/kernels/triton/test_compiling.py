@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_kernels
 from comm_hooks.kernels.triton import available
 from tests.kernels.triton.processes import process
 
@@ -31,6 +30,7 @@ def test_all_kernels_compile(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_triton_is_imported_only_where_it_is_used() -> None:
     code = "import sys, comm_hooks.kernels.triton; sys.exit('triton' in sys.modules)"
     assert not subprocess.run([sys.executable, "-c", code], check=False).returncode
@@ -38,19 +38,3 @@ def test_triton_is_imported_only_where_it_is_used() -> None:
 
 def test_not_available_on_the_cpu() -> None:
     assert not available(torch.ones(1, 8))
-
-
-@pytest.mark.parametrize("there_is_a_gpu", [False, True])
-def test_benchmark_says_why_it_measures_nothing(
-    there_is_a_gpu: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there_is_a_gpu)
-    with pytest.raises(SystemExit) as exit_info:
-        gpu_kernels.main()
-    assert exit_info.value.code == 77
-    assert capsys.readouterr().out == (
-        "gpu_kernels.py measures nothing in Triton's interpreter: unset TRITON_INTERPRET\n"
-        if there_is_a_gpu
-        else "gpu_kernels.py needs a GPU, and PyTorch finds none\n"
-    )

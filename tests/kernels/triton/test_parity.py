@@ -119,6 +119,7 @@ def test_sketch(interpreted: Check, data: st.DataObject, rows: int, width: int) 
     interpreted("check_unsketch", sums, keys, data.draw(scales), before)
 
 
+@pytest.mark.slow
 def test_sketch_of_several_windows_of_signs(interpreted: Check) -> None:
     generator = np.random.default_rng(0)
     width = (1 << 15) + 5
@@ -142,7 +143,7 @@ def test_hadamard(interpreted: Check, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "bits", [13, 16, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (19, 20))]
+    "bits", [13, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (16, 19, 20))]
 )
 def test_hadamard_in_several_passes(interpreted: Check, bits: int) -> None:
     """9 + 4, 12 + 4, 12 + 7 and 12 + 4 + 4 bits."""

@@ -1,31 +1,30 @@
 """A method's plan has the bytes of its training, and its arithmetic takes time."""
 
+import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from comm_hooks import Exchange, ExchangeSettings, Identity, Sign, TopK, register
+from comm_hooks import Exchange, ExchangeSettings, Identity, Sign, TopK
 from comm_hooks.collectives import Simulated
 from comm_hooks.launchers.advise import methods
-from comm_hooks.launchers.advise.cost_model import Plan, all_reduce
+from comm_hooks.launchers.advise.cost_model import Plan, matrix_shapes
 from comm_hooks.launchers.advise.echo import Echo
 from comm_hooks.launchers.advise.methods import Planner, parse_method, parse_methods
-from comm_hooks.launchers.advise.step import Step
 from comm_hooks.optim.low_communication import plan_rounds
 from comm_hooks.optim.registry import OPTIMIZERS
 
 SHAPES = ((256, 128), (128, 256), (40,), (128, 64))
-STEP = Step(SHAPES, milliseconds=10.0)
+NUMEL = sum(map(math.prod, SHAPES))
 CPU = torch.device("cpu")
 
 
-def plan_of(spec: str, ranks: int = 2, step: Step = STEP) -> Plan:
+def plan_of(spec: str, ranks: int = 2, shapes: Sequence[tuple[int, ...]] = SHAPES) -> Plan:
     (method,) = parse_methods(spec)
-    return Planner(step, ranks, CPU).plan(method)
+    return Planner(shapes, ranks, CPU).plan(method)
 
 
 SPECS = ["topk", "sign:exempt_bits=16", "quantize:bits=2", "topk:collective=sharded", "perm_k"]
@@ -47,7 +46,7 @@ def test_rounds_send_as_many_bits_as_they_were_planned_for(ranks: int) -> None:
     plan = plan_of("low_communication:bits=0.12", ranks)
     assert plan.steps % planned.local_steps == 0
     # Payloads in Rice code are as long as their gaps need; the plan has their bound.
-    assert 0.5 * planned.bits < 8 * plan.traffic / STEP.numel < 1.01 * planned.bits
+    assert 0.5 * planned.bits < 8 * plan.traffic / NUMEL < 1.01 * planned.bits
 
 
 @pytest.mark.parametrize("name", [n for n, e in OPTIMIZERS.items() if e.averages != "before"])
@@ -69,38 +68,24 @@ def test_arithmetic_is_measured_where_it_is_ours() -> None:
 
 
 def test_buckets_of_large_models_overlap_and_sketches_wait_for_the_whole_gradient() -> None:
-    step = Step.of_numel(9_000_000, 10.0)
+    shapes = matrix_shapes(9_000_000)
     for spec in ("all_reduce", "sign"):
-        rounds = plan_of(spec, step=step).hook_rounds
+        rounds = plan_of(spec, shapes=shapes).hook_rounds
         shares = [each.ready for each in rounds]
         assert len(shares) == 3
         assert 0 < shares[0] < shares[1] < shares[2] == 1
         parts = [each.traffic / sum(each.traffic for each in rounds) for each in rounds]
         assert parts == pytest.approx([shares[0], shares[1] - shares[0], 1 - shares[1]], rel=1e-3)
-    (alone,) = plan_of("count_sketch", step=step).hook_rounds
+    (alone,) = plan_of("count_sketch", shapes=shapes).hook_rounds
     assert alone.ready == 1
 
 
-def test_half_precision_gradients_are_half_as_long() -> None:
-    half = Step(SHAPES, 10.0, "bfloat16")
-    full = plan_of("all_reduce").traffic
-    assert plan_of("all_reduce", step=half).traffic == plan_of("bf16").traffic == full / 2
-    assert plan_of("sign", step=half).traffic == pytest.approx(plan_of("sign").traffic, abs=8)
-
-
-@pytest.mark.parametrize("spec", ["all_reduce", "sign", "powersgd", "local_adamw"])
+@pytest.mark.parametrize("spec", ["all_reduce", "sign", "local_adamw"])
 def test_a_part_of_a_large_model_is_measured(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step.of_numel(1 << 21, 10.0)
-    whole = plan_of(spec, step=step)
+    shapes = matrix_shapes(1 << 21)
+    whole = plan_of(spec, shapes=shapes)
     monkeypatch.setattr(methods, "_MOST_ELEMENTS", 1 << 19)
-    assert plan_of(spec, step=step).traffic == pytest.approx(whole.traffic, rel=0.02)
-
-
-def test_powersgd_sends_two_factors_and_parameters_that_they_would_not_halve() -> None:
-    step = Step(((512, 256), (512, 256), (4, 4), (100,)), 10.0)
-    (each,) = plan_of("powersgd:rank=8", step=step).hook_rounds
-    sizes = [4 * (16 + 100), 4 * 2 * 512 * 8, 4 * 2 * 256 * 8]
-    assert [c.traffic for c in each.collectives] == [all_reduce(s, 2).traffic for s in sizes]
+    assert plan_of(spec, shapes=shapes).traffic == pytest.approx(whole.traffic, rel=0.02)
 
 
 @pytest.mark.filterwarnings("ignore:world size is 1")
@@ -143,11 +128,8 @@ def test_methods_are_read_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("topj", "unknown method 'topj': did you mean 'topk'?"),
-        ("topk:densty=1", "did you mean 'density'?"),
         ("sign+sign+adam", "at most one optimizer"),
         ("sign:bits", "options are written sign:option=value"),
-        ("powersgd:rnk=2", "unknown option of powersgd 'rnk': did you mean 'rank'?"),
         ("all_reduce+local_variance_adam", "needs a compressor before the '+'"),
         ("sign+low_communication", "low_communication takes no compressor"),
         ("sign+amsgrad", "amsgrad takes gradients that are averaged"),
@@ -158,15 +140,3 @@ def test_methods_are_read_as_they_are_written() -> None:
 def test_a_bad_method_is_refused(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_methods(spec)
-
-
-@pytest.mark.filterwarnings("ignore:world size is 1")
-def test_a_method_is_written_as_register_takes_it() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(nn.Linear(40, 40))
-        state = register(model, "quantize:bits=2:min_ndim=1")
-        settings = parse_method("quantize:bits=2:min_ndim=1").settings()
-        assert state.exchange.settings.as_dict() == settings.as_dict()
-    finally:
-        dist.destroy_process_group()

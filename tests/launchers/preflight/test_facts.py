@@ -1,6 +1,5 @@
 """What a node tells about itself."""
 
-import json
 import resource
 import shutil
 from collections import namedtuple
@@ -12,7 +11,6 @@ import torch
 from comm_hooks.launchers.preflight.facts import (
     find_complaints,
     find_versions,
-    read_config,
     source_digest,
 )
 
@@ -38,32 +36,6 @@ def test_a_digest_changes_with_any_source_and_with_nothing_else(tmp_path: Path) 
     (tmp_path / "package/a.py").rename(tmp_path / "package/c.py")
     digests.append(source_digest(tmp_path / "package"))
     assert len(set(digests)) == 3
-
-
-def test_a_config_is_compared_by_its_settings_not_its_spaces(tmp_path: Path) -> None:
-    config = {"train_batch_size": 8, "fp16": {"enabled": False}, "empty": {}, "list": [1, {"a": 2}]}
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(config, indent=4))
-    settings = read_config(path)
-    assert settings == {
-        "train_batch_size": "8",
-        "fp16.enabled": "false",
-        "empty": "{}",
-        "list": '[1, {"a": 2}]',
-    }
-    path.write_text(json.dumps(config))
-    assert read_config(path) == settings
-
-
-def test_another_file_is_compared_as_a_whole(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("a: 1")
-    first = read_config(path)
-    path.write_text("a:  1")
-    assert list(first) == ["sha256"]
-    assert read_config(path) != first
-    with pytest.raises(ValueError, match=r"--config .*absent: cannot read it"):
-        read_config(tmp_path / "absent")
 
 
 def test_a_machine_in_order_has_no_complaints(tmp_path: Path) -> None:

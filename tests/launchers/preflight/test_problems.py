@@ -11,7 +11,6 @@ from comm_hooks.launchers.preflight.links import Link
 from comm_hooks.launchers.preflight.problems import (
     describe_difference,
     find_link_problems,
-    find_notes,
     find_problems,
     slow_links,
 )
@@ -26,7 +25,6 @@ def node(index: int = 0, **changes: object) -> Facts:
         port=40000,
         processes=2,
         versions={"torch": "2.13.0", "deepspeed": "0.19.8"},
-        config={"optimizer.params.lr": "0.1"},
         gpus=["H100", "H100"],
     )
     return replace(facts, **changes)  # type: ignore[arg-type]
@@ -45,10 +43,6 @@ def cluster(size: int = 4, odd: int = 2, **changes: object) -> list[Facts]:
             "torch differs: 2.12.0 on node 2 (gpu-2, 10.0.0.3); 2.13.0 on",
         ),
         ({"versions": {"torch": "2.13.0"}}, "deepspeed differs: absent on node 2"),
-        (
-            {"config": {"optimizer.params.lr": "0.2"}},
-            "config optimizer.params.lr differs: 0.2 on node 2",
-        ),
         ({"gpus": ["H100"], "processes": 1}, "the number of GPUs differs: 1 on node 2"),
         ({"complaints": ["only 3 MB are free in /tmp"]}, "node 2 (gpu-2, 10.0.0.3): only 3 MB"),
         ({"address": "127.0.1.1"}, "node 2 (gpu-2, 127.0.1.1): would be reached at 127.0.1.1"),
@@ -72,22 +66,13 @@ def test_two_nodes_on_one_machine_may_use_its_loopback() -> None:
     assert find_problems(nodes) == []
 
 
-def test_what_may_be_meant_is_a_note() -> None:
-    assert find_notes(cluster()) == []
-    (note,) = find_notes(cluster(gpus=["A100", "A100"]))
-    assert note.startswith("the GPUs differ: A100, A100 on node 2")
-    (note,) = find_notes(cluster(processes=1))
-    assert note.startswith("processes per node differ: 1 on node 2")
-    assert find_problems(cluster(gpus=["A100", "A100"])) == []
-
-
 def all_links(size: int, rate: float = 1e9) -> list[Link]:
     pairs = [(i, j) for i in range(size) for j in range(size) if i != j]
-    return [Link(i, j, 1e-4, rate, 0.0) for i, j in pairs]
+    return [Link(i, j, 1e-4, rate) for i, j in pairs]
 
 
 def complaints(links: list[Link], least: float | None = None) -> list[str]:
-    return find_link_problems(cluster(), links, least=least, clock=1.0)
+    return find_link_problems(cluster(), links, least)
 
 
 def test_a_slow_link_is_named_with_its_direction() -> None:
@@ -127,16 +112,6 @@ def test_a_link_that_is_closed_says_which_port() -> None:
     links[0] = Link(0, 1, error="connection refused")
     (line,) = complaints(links)
     assert "gpu-0, 10.0.0.1) -> node 1 (gpu-1, 10.0.0.2): connection refused; port 40000" in line
-
-
-@pytest.mark.parametrize(("offset", "word"), [(3.25, "ahead of"), (-3.25, "behind")])
-def test_a_clock_that_is_off_is_named_once(offset: float, word: str) -> None:
-    links = all_links(4)
-    links[0].clock_offset = offset  # 0 -> 1
-    links[3].clock_offset = -offset  # 1 -> 0
-    assert [(link.source, link.target) for link in (links[0], links[3])] == [(0, 1), (1, 0)]
-    (line,) = complaints(links)
-    assert f"the clock of node 1 (gpu-1, 10.0.0.2) is 3.2 s {word} that of node 0" in line
 
 
 @given(values=st.lists(st.sampled_from("abc"), min_size=1, max_size=12))

@@ -3,10 +3,11 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from scipy.optimize import brentq
+from scipy.stats import beta, norm
 
-from benchmarks.audit.attacks.bounds import gaussian_epsilon, gaussian_lower_bound
-from benchmarks.audit.attacks.one_run import fair_coins
 from benchmarks.audit.checks.chances import SHARES
 from benchmarks.audit.configuration import Configuration, Stages
 from benchmarks.audit.world import World
@@ -28,6 +29,8 @@ _NO_NOISE = 1e-6
 # Of C: the range of canaries, whatever clipping lets pass.
 _LEAST_CHANGE, _MOST_CHANGE = 1e-3, 10.0
 _THRESHOLDS = 64
+CONFIDENCE = 0.95
+"""With this probability a bound that is shown holds."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Attack:
     """The result of the attack.
 
     Attributes:
-        audited: the epsilon that it proves, at the requested confidence.
+        audited: the epsilon that it proves, at 95 % confidence.
         claimed: the epsilon that is claimed for the same releases.
         alarm: whether it disproves the claim at the confidence of an alarm.
         mu, claimed_mu: the same as ``audited`` and ``claimed``, for the mu of Gaussian privacy.
@@ -60,11 +63,7 @@ class Attack:
 
 
 def audit_releases(
-    stages: Stages,
-    sensitivity: float = 1.0,
-    *,
-    confidence: float = 0.95,
-    alarm_confidence: float = 1 - SHARES["releases: bound"],
+    stages: Stages, sensitivity: float = 1.0, *, confidence: float = CONFIDENCE
 ) -> Attack:
     r"""Attack the clipping, the noise, the compressor and the feedback, without the sampling.
 
@@ -79,7 +78,7 @@ def audit_releases(
        released without noise;
     5. a quarter of the canaries chooses a threshold, the others count its errors, for those of each
        rank and for all together;
-    6. :func:`~benchmarks.audit.attacks.bounds.gaussian_lower_bound` makes mu of them.
+    6. :func:`gaussian_lower_bound` makes mu of them.
 
     The claim is mu = sqrt(T) / sigma.  A larger sigma is played where that exceeds 1.4, because a
     few hundred canaries prove no more than a mu of 3.
@@ -92,14 +91,15 @@ def audit_releases(
     Args:
         stages: makes the parts.
         sensitivity: the largest change of a clipped sum by one sample, over C.
-        confidence, alarm_confidence: of the two bounds.
+        confidence: of the bound that is shown; that of an alarm is 1 - 10^-4.
     """
     configuration = stages.configuration
     plan = _Plan.of(configuration)
     change = min(max(sensitivity, _LEAST_CHANGE), _MOST_CHANGE) * configuration.max_grad_norm
     sizes, scores, included = [], [], []
     for _ in range(plan.worlds):
-        coins = fair_coins(plan.canaries)
+        # From another generator than PyTorch's, which training may seed.
+        coins = torch.from_numpy(np.random.default_rng().random(plan.canaries) < 0.5)
         places = torch.randint(_SIDE**2, (plan.canaries,))
         expected = _play(stages, plan, places, torch.ones_like(coins) * change, _NO_NOISE)
         released = _play(stages, plan, places, coins * change, plan.noise_multiplier)
@@ -121,7 +121,7 @@ def audit_releases(
     return Attack(
         audited=gaussian_epsilon(mu, configuration.delta),
         claimed=gaussian_epsilon(claimed, configuration.delta),
-        alarm=bound(alarm_confidence) > claimed,
+        alarm=bound(1 - SHARES["releases: bound"]) > claimed,
         mu=mu,
         claimed_mu=claimed,
         steps=plan.steps,
@@ -194,3 +194,64 @@ def _lower_bound(scores: torch.Tensor, included: torch.Tensor, confidence: float
     # Between two scores: one equal to the threshold would be on either side by chance.
     candidates = torch.unique((candidates[1:] + candidates[:-1]) / 2)
     return mu_of(counted, max(candidates.tolist(), key=lambda t: mu_of(chosen, t)))
+
+
+def gaussian_lower_bound(
+    false_positives: int, absent: int, false_negatives: int, present: int, confidence: float = 0.95
+) -> float:
+    r"""Return the mu of the Gaussian mechanism that a threshold test proves.
+
+    A mechanism is mu-GDP if no test tells its outputs with and without one sample apart better than
+    one draw of N(mu, 1) from one of N(0, 1).  Noise of sigma, in T steps with the sample in each
+    batch, has mu = sqrt(T) / sigma.  The bound is
+
+        mu >= Phi^-1(1 - a) - Phi^-1(b)
+
+    with a and b the upper Clopper-Pearson limits of both error rates, at (1 + confidence) / 2 each.
+    A bound above the claimed mu disproves the claim, for any mechanism.
+
+    Source: Nasr et al., "Tight Auditing of Differentially Private Machine Learning", USENIX
+    Security 2023; Dong, Roth and Su, "Gaussian Differential Privacy", JRSS B 2022.
+
+    Args:
+        false_positives: wrong answers among the ``absent`` trials without the sample.
+        false_negatives: wrong answers among the ``present`` trials with the sample.
+        confidence: the probability, between 0 and 1, with which the bound holds.
+
+    Example::
+
+        >>> from benchmarks.audit.attack import gaussian_lower_bound
+        >>> round(gaussian_lower_bound(31, 100, 31, 100), 2)  # the truth may be 1
+        0.45
+    """
+    each = 1 - (1 - confidence) / 2
+    counts = ((false_positives, absent), (false_negatives, present))
+    # Without a right answer the limit is 1, which ``beta.ppf`` leaves out.
+    errors = [1.0 if k == n else float(beta.ppf(each, k + 1, n - k)) for k, n in counts]
+    return max(0.0, float(norm.isf(errors).sum())) if max(errors) < 1 else 0.0
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Return the exact epsilon of a mu-GDP mechanism.
+
+    delta = Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu), solved for epsilon
+    (Balle and Wang, "Improving the Gaussian Mechanism for Differential Privacy", ICML 2018).
+
+    Example::
+
+        >>> from benchmarks.audit.attack import gaussian_epsilon
+        >>> round(gaussian_epsilon(1.0, delta=1e-5), 2)
+        4.38
+    """
+    if mu <= 0:
+        return 0.0
+
+    def excess(epsilon: float) -> float:
+        """Return the difference between delta and the delta of this epsilon."""
+        upper, lower = norm.logcdf(np.array([1, -1]) * mu / 2 - epsilon / mu)
+        # e^epsilon alone may overflow where the product is small.
+        return delta - math.exp(upper) + math.exp(epsilon + lower)
+
+    if excess(0.0) >= 0:
+        return 0.0
+    return float(brentq(excess, 0.0, mu * mu / 2 + 40 * mu, xtol=1e-9))

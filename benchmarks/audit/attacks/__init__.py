@@ -1,1 +1,0 @@
-"""Attacks guess the members of a batch, and turn their guesses into a bound of epsilon."""
