@@ -291,8 +291,9 @@ def test_rounds_go_on_from_what_is_loaded() -> None:
     assert max(float((a - b).abs().max()) for a, b in zip(after, expected, strict=True)) < 0.1
 
 
-@pytest.mark.parametrize("order", ["the model first", "the rounds first"])
-@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize(
+    ("order", "mode"), [("the model first", True), ("the rounds first", False)]
+)
 def test_the_model_may_be_loaded_after_the_rounds(order: str, mode: bool) -> None:
     """What a rank had done since the last exchange is in the rounds' state alone."""
 
@@ -439,24 +440,6 @@ def test_an_ordinary_training_is_told_nothing() -> None:
         warnings.simplefilter("always")
         on_two_ranks(check)
     assert not [w for w in caught if "written to" in str(w.message)]
-
-
-def test_values_that_stand_there_for_a_while() -> None:
-    """As of a moving average that is evaluated in place."""
-
-    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
-        own = weights(model)
-        model.eval()
-        shown = weights(model)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-            for parameter, value in zip(model.parameters(), shown, strict=True):
-                parameter.copy_(value)
-        model.train()
-        assert equal(weights(model), own)
-
-    on_two_ranks(check)
 
 
 class WithLoss(nn.Module):

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from comm_hooks import Differences, Exchange
 from comm_hooks.optim.published.ef21 import CDAdam
-from tests.optim.references import OPERATORS, Estimate, Exact, Operator
+from tests.optim.references import OPERATORS, Estimate, Exact, Operator, check
 from tests.optim.replicas import MIN_NUMEL, SHAPES, advance, fresh, gradient, start
-from tests.optim.scenarios import RanksOf, Values, history, rarely, same
+from tests.optim.scenarios import RanksOf, Values, history, rarely
 
 STEPS = 30
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -48,20 +48,19 @@ def reference(compress: Operator, ranks: int, sharded: bool, bias_correction: bo
     return results
 
 
-@pytest.mark.parametrize("bias_correction", [False, True])
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("sharded", "bias_correction"),
+    [(False, False), (True, True), *rarely((False, True), (True, False))],
+)
 @pytest.mark.parametrize("operator", ["sign", *rarely("identity", "topk")])
 def test_matches_the_reference(
     ranks_of: RanksOf, operator: str, sharded: bool, bias_correction: bool
 ) -> None:
     options = {"operator": operator, "sharded": sharded, "bias_correction": bias_correction}
     histories = ranks_of(2).run(history, make, options, STEPS)
-    for replica, other in zip(*histories, strict=True):
-        assert same(replica, other), "replicas must not drift"
     expected = reference(OPERATORS[operator][1], 2, sharded, bias_correction)
-    for name in SHAPES:
-        # 30 float32 steps of the order of 0.01
-        np.testing.assert_allclose(histories[0][-1][name], expected[name], rtol=2e-5, atol=1e-4)
+    # 30 float32 steps of the order of 0.01
+    check([values[-1] for values in histories], expected, atol=1e-4)
 
 
 def follow(sharded: bool) -> dict[str, float]:

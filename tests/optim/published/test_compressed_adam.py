@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK
+from comm_hooks import ErrorFeedback, Exchange, Identity, TopK
 from comm_hooks.compressors import Compressor
 from comm_hooks.optim import CompressedAdam
 from tests.optim.decaying import (
@@ -107,25 +107,6 @@ def test_matches_the_reference(
     expected = reference(compress, ranks, scaled)
     # 30 float32 steps of size 0.01
     check(replicas, expected, atol=2e-5)
-
-
-def names_of_residuals(named: bool) -> list[str]:
-    parameters = {n: nn.Parameter(torch.ones(SHAPES[n])) for n in SHAPES}
-    exchange = Exchange(Sign(), ErrorFeedback(), min_numel=16)
-    optimizer = CompressedAdam(
-        parameters.items() if named else parameters.values(), exchange, freeze_step=1
-    )
-    for _ in range(2):
-        for p in parameters.values():
-            p.grad = torch.randn_like(p)
-        optimizer.step()
-    assert exchange.memory
-    return sorted(exchange.memory.state_dict())
-
-
-def test_residuals_are_tied_to_names(ranks_of: RanksOf) -> None:
-    assert ranks_of(2).run(names_of_residuals, True) == [["weight"]] * 2
-    assert ranks_of(2).run(names_of_residuals, False) == [["0"]] * 2
 
 
 def test_an_exchange_that_would_compress_its_scales_is_refused() -> None:

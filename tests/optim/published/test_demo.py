@@ -146,16 +146,6 @@ def first_signs(mean: str, **exchange: Any) -> np.ndarray:
     return -weight.detach().numpy()
 
 
-@pytest.mark.parametrize(("ranks", "agreement"), [(2, 0.985), *rarely((1, 1.0), (4, 0.95))])
-@pytest.mark.filterwarnings("ignore:world size is 1")
-def test_both_means_have_most_signs_in_common(
-    ranks_of: RanksOf, ranks: int, agreement: float
-) -> None:
-    """The figures of the docstring."""
-    senders, everybody = (ranks_of(ranks).run(first_signs, m)[0] for m in ("senders", "ranks"))
-    assert (senders == everybody).mean() == pytest.approx(agreement, abs=0.006)
-
-
 def test_the_mean_of_senders_is_one() -> None:
     """Also in size, which signs do not see."""
     compressor = demo._MeanOfSenders(CHUNK, 1 / CHUNK**2, 32)

@@ -13,13 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import (
     CountSketch,
-    ErrorFeedback,
     Exchange,
-    Identity,
     PermK,
-    Quantize,
     RandomK,
-    TopK,
     skip_hook,
 )
 from comm_hooks.compressors import Compressor
@@ -289,27 +285,3 @@ def accumulate_by_mistake() -> bool:
 
 def test_gradients_do_not_pile_up(ranks_of: RanksOf) -> None:
     assert all(ranks_of(2).run(accumulate_by_mistake))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"p": 0.0}, r"p must lie in \(0, 1\]"),
-        ({"p": float("nan")}, "p must lie in"),
-        ({"lr": -1.0}, "lr must not be negative"),
-        ({"exchange": PermK()}, "exchange must be an Exchange"),
-        ({"exchange": Exchange(TopK())}, "the compressor must be unbiased"),
-        ({"exchange": Exchange(Quantize())}, "the compressor must be unbiased"),
-        ({"exchange": Exchange(RandomK(unbiased=False))}, "the compressor must be unbiased"),
-        ({"exchange": Exchange(Identity(), ErrorFeedback())}, "use memory=None"),
-    ],
-    ids=str,
-)
-def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
-    arguments = {"exchange": Exchange(PermK()), "lr": 0.1, "p": 0.5} | options
-    with pytest.raises(ValueError, match=message):
-        Marina([nn.Parameter(torch.zeros(2))], **arguments)
-
-
-def test_stochastic_rounding_is_accepted() -> None:
-    Marina([nn.Parameter(torch.zeros(2))], Exchange(Quantize(stochastic=True)), lr=0.1, p=0.5)

@@ -136,25 +136,6 @@ def test_groups_have_their_own_hyperparameters(ranks_of: RanksOf) -> None:
     assert ranks_of(2).run(learn_with_groups) == [(True, True)] * 2
 
 
-def train_convolutions(memory_format: torch.memory_format) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)).to(memory_format=memory_format)
-    optimizer = make(model.named_parameters())
-    for step in range(3):
-        torch.manual_seed(10 * step + dist.get_rank())
-        optimizer.zero_grad()
-        model(torch.randn(2, 3, 8, 8)).square().mean().backward()
-        optimizer.step()
-    return [p.detach().contiguous() for p in model.parameters()]
-
-
-def test_memory_formats_do_not_matter(ranks_of: RanksOf) -> None:
-    plain = ranks_of(2).run(train_convolutions, torch.contiguous_format)[0]
-    strided = ranks_of(2).run(train_convolutions, torch.channels_last)[0]
-    for one, other in zip(plain, strided, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
-
-
 def load_with_another_window() -> str:
     parameters = fresh()
     optimizer = make(parameters.items())

@@ -1,7 +1,7 @@
 """OneBitAdam against an independent NumPy reference, on real ranks."""
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from torch import nn
 from comm_hooks import ErrorFeedback, Exchange, Sign
 from comm_hooks.compressors.base import Granularity
 from comm_hooks.optim.published.one_bit_adam import OneBitAdam
-from tests.optim.references import OPERATORS, Exact, PublishedMean
+from tests.optim.references import OPERATORS, Exact, PublishedMean, check
 from tests.optim.replicas import (
     MIN_NUMEL,
     SHAPES,
@@ -23,7 +23,7 @@ from tests.optim.replicas import (
     resume,
     start,
 )
-from tests.optim.scenarios import RanksOf, Values, history, rarely, same
+from tests.optim.scenarios import RanksOf, Values, history, rarely
 
 STEPS, FREEZE = 30, 6
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -75,17 +75,14 @@ def reference(means: Callable[[], Any], ranks: int, steps: int = STEPS) -> Value
 def test_matches_the_reference(ranks_of: RanksOf, operator: str, sharded: bool) -> None:
     options = {"operator": operator, "sharded": sharded}
     histories = ranks_of(2).run(history, make, options, STEPS)
-    for replica, other in zip(*histories, strict=True):
-        assert same(replica, other), "replicas must not drift"
     expected = reference(lambda: Mean(OPERATORS[operator][1], 2, sharded=sharded), 2)
-    for name in SHAPES:
-        # 30 float32 steps of the order of 0.01; small v make larger ones
-        np.testing.assert_allclose(histories[0][-1][name], expected[name], rtol=2e-5, atol=1e-4)
+    # 30 float32 steps of the order of 0.01; small v make larger ones
+    check([values[-1] for values in histories], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_matches_the_published_exchange(ranks_of: RanksOf, ranks: int) -> None:
-    """With a scale per tensor from each rank, and a scale per shard back; not with others."""
+    """With a scale per tensor from each rank, and a scale per shard back; not with another."""
     steps = 60
     expected = reference(lambda: PublishedMean(ranks), ranks, steps)
 
@@ -99,11 +96,10 @@ def test_matches_the_published_exchange(ranks_of: RanksOf, ranks: int) -> None:
 
     # What float32 rounds in 60 steps.
     assert distance(PUBLISHED) < 1e-5
-    for other in (Sign(), Sign(block_size=None), Sign(scale="rms")):
-        assert distance(other) > 0.1
+    assert distance(Sign(block_size=None)) > 0.1
 
 
-@pytest.mark.parametrize("granularity", get_args(Granularity))
+@pytest.mark.parametrize("granularity", ["bucket", *rarely("parameter")])
 def test_the_published_exchange_resumes(ranks_of: RanksOf, granularity: Granularity) -> None:
     options = {"operator": PUBLISHED, "freeze_step": 2, "granularity": granularity}
     assert all(ranks_of(2).run(resume, make, options, torch.float32))

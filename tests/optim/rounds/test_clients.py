@@ -246,21 +246,6 @@ def test_a_model_that_is_loaded_after_the_rounds_is_told_of(
         assert len(told) == writes
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"fragments": 2, "local_steps": 4}, "fragments cannot be combined with participation")],
-)
-def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
-    parameters = make_parameters()
-    with pytest.raises(ValueError, match=message):
-        LocalRounds(
-            torch.optim.SGD(parameters.items(), lr=0.1),
-            Exchange(Identity()),
-            participation=PARTICIPATION,
-            **options,
-        )
-
-
 KINDS: dict[str, Callable[..., LocalRounds]] = {
     "fed_ams": FedAMS,
     "fed_lamb": FedLAMB,
@@ -394,8 +379,3 @@ def rolled_back(client_state: str) -> None:
 @pytest.mark.parametrize("client_state", ["keep", *rarely("reset")])
 def test_a_snapshot_may_be_loaded_again_and_again(ranks_of: RanksOf, client_state: str) -> None:
     ranks_of(2).run(rolled_back, client_state)
-
-
-def test_what_divides_by_senders_is_refused() -> None:
-    with pytest.raises(ValueError, match="divides by the number of ranks that sent an element"):
-        make(TopK(density=0.05, overlap=1.0))

@@ -23,7 +23,7 @@ from comm_hooks import (
 )
 from comm_hooks.checkpoints.sealing import sealed
 from comm_hooks.compressors import Compressor
-from comm_hooks.optim.rounds import LocalRounds
+from comm_hooks.optim.rounds import LocalRounds, Participation
 from tests.optim.rounds.problem import (
     SHAPES,
     Arrays,
@@ -328,6 +328,13 @@ def test_ranks_that_differ_fail_together(ranks_of: RanksOf, kind: str, what: str
         assert what in str(outcome.error)
 
 
+def decaying(kind: Any) -> torch.optim.Optimizer:
+    return kind([nn.Parameter(torch.ones(2))], lr=0.1, weight_decay=0.1)
+
+
+CLIENTS = {"participation": Participation(clients=4)}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -356,6 +363,28 @@ def test_ranks_that_differ_fail_together(ranks_of: RanksOf, kind: str, what: str
             "server and inner must hold the same parameters",
         ),
         ({"client_state": "forget"}, "client_state must be one of keep, reset"),
+        ({"fragments": 2, **CLIENTS}, "fragments cannot be combined with participation"),
+        (
+            {"exchange": Exchange(TopK(density=0.05, overlap=1.0), ErrorFeedback()), **CLIENTS},
+            "divides by the number of ranks that sent an element",
+        ),
+        *(({"look_ahead": bad}, "look_ahead must lie in") for bad in (-0.5, float("nan"))),
+        ({"look_ahead": 0.5}, "look_ahead is a share of the residual"),
+        (
+            {"look_ahead": 0.5, "exchange": Exchange(TopK(), ErrorFeedback()), **CLIENTS},
+            "look_ahead cannot go with participation",
+        ),
+        *(
+            (
+                {"shared_decay": True, "inner": decaying(kind)},
+                "shared_decay needs an inner optimizer with a decoupled",
+            )
+            for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop)
+        ),
+        (
+            {"shared_decay": True, "inner": decaying(torch.optim.AdamW), **CLIENTS},
+            "shared_decay cannot go with participation",
+        ),
     ],
     ids=str,
 )
