@@ -259,8 +259,8 @@ def _value(text: str) -> Any:
 TaskOptions = Annotated[
     dict[str, Any],
     Option(
-        "An argument of the task, such as width=32 (see launchers/lab/tasks). May be given several "
-        "times.",
+        "An argument of the task, such as width=32 (see benchmarks/lab/tasks). May be given more "
+        "than once.",
         None,
         metavar="NAME=VALUE",
         kind=list[str] | None,

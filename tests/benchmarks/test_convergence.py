@@ -68,6 +68,7 @@ def test_the_slope_and_the_edge() -> None:
     assert str(cells[-1][0]) == "2.00"
 
 
+@pytest.mark.slow
 def test_the_command_from_end_to_end(tmp_path: Path) -> None:
     small = [
         "--numel",
@@ -103,21 +104,6 @@ def test_methods_compress_what_they_are_given() -> None:
     parameters[0][1].grad = torch.randn(32, 2)
     micro_adam.step()
     assert int((parameters[0][1] != 1).sum()) == 1  # 1 % of 64, rounded up
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--numel", "1000"], "--numel must be a power of 2, got 1000"),
-        (["--numel", "16"], "--numel must be at least 32, got 16"),
-        (["--spectrum", "falling"], "--spectrum: unknown name 'falling'"),
-        (["--noise", "0"], "--noise"),
-    ],
-)
-def test_bad_options(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    assert message in result.output
 
 
 def test_local_steps_follow_one_another_before_anything_is_exchanged() -> None:

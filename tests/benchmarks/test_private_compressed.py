@@ -30,9 +30,8 @@ def curves(ranks: int, optimizer: str = "DP-SGD") -> dict[str, list[Point]]:
     return {m.name: m.run(m.spec({"lr": 0.01}, 0)).curve for m in compared}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_all_schemes_cost_the_model_the_same_and_ranks_what_the_table_says(ranks: int) -> None:
-    ends = {name: end_of(curve) for name, curve in curves(ranks).items()}
+def test_all_schemes_cost_the_model_the_same_and_ranks_what_the_table_says() -> None:
+    ends = {name: end_of(curve) for name, curve in curves(2).items()}
     assert set(ends) == set(SCHEMES)
     epsilons = set()
     for name, end in ends.items():

@@ -180,27 +180,6 @@ def test_ablations_are_what_their_names_say(name: str) -> None:
         assert optimizer.noise_variance == 0.25
 
 
-def test_dp_sgd_takes_the_steps_of_dp_adam_whose_second_moment_is_noise() -> None:
-    """Figure 2 of DP-AdamBC: what is left of Adam is a learning rate."""
-    data = digits(0)
-    optimizers = []
-    for name in ("DP-Adam", "DP-Adam as DP-SGD"):
-        torch.manual_seed(0)
-        given = Given(new_model(data.task, 0, "cpu"), data, PLAN, 0)
-        optimizer: Any = METHODS[name].make(given, {"lr": 0.01})
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(300):
-            for p in given.model.parameters():
-                noise = torch.randn(p.shape, generator=generator)
-                p.grad = PLAN.noise_variance**0.5 * noise
-            optimizer.step()
-        optimizers.append(torch.cat([p.detach().flatten() for p in given.model.parameters()]))
-    start = new_model(data.task, 0, "cpu").parameters()
-    moved = optimizers[0] - torch.cat([p.detach().flatten() for p in start])
-    # Of the same order, not the same: Adam's first steps are longer.
-    assert float((optimizers[1] - optimizers[0]).norm()) < 0.5 * float(moved.norm())
-
-
 def test_floors_and_clipping_norms_are_in_units_of_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

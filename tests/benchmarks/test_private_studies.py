@@ -2,16 +2,12 @@
 
 import json
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.studies.private_compressed.schemes import SCHEMES
-from benchmarks.studies.private_optimizers import data
 from benchmarks.studies.private_optimizers.methods import METHODS, PLAIN, PRIVATE
-from benchmarks.studies.private_optimizers.models import wide_resnet
-from tests.benchmarks.lab.published import write_cifar10
 from tests.benchmarks.test_studies import invoke
 
 
@@ -49,21 +45,6 @@ def test_optimizers_from_end_to_end(tmp_path: Path) -> None:
     tries = {method["name"]: len(method["tries"]) for method in record["methods"]}
     assert tries["DP-Adam"] == 1
     assert tries["DP-AdamBC"] == 2  # two floors
-
-
-def test_optimizers_on_cifar_10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_cifar10(tmp_path)
-    # WRN-16-4 takes seconds per step here.
-    small = replace(data.KINDS["cifar10"], make_model=lambda: wide_resnet(depth=10, factor=1))
-    monkeypatch.setitem(data.KINDS, "cifar10", small)
-    out = tmp_path / "out"
-    arguments = ["--task", "cifar10", "--data-dir", str(tmp_path), "--out", str(out), "--quick"]
-    few = ["--steps", "2", "--batch", "8", "--sigmas", "1", "--methods", "Adam; DP-AdamBC; AdaDPS"]
-    result = invoke("private_optimizers", *arguments, *few, "--micro-batch", "4")
-    assert result.exit_code == 0, result.output
-    record = json.loads((out / "private_optimizers.json").read_text())
-    assert record["settings"]["private samples"] == 89
-    assert [method["name"] for method in record["methods"]] == ["Adam", "DP-AdamBC", "AdaDPS"]
 
 
 @pytest.mark.slow

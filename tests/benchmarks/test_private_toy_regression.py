@@ -22,6 +22,7 @@ from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 from tests.benchmarks.studying import nothing
 
 FULL = Study(steps=2250, noise_multiplier=0.7, max_grad_norm=0.5, rates=[0.1], points=5)
+SHORT = Study(20, 0.7, 0.5, [0.01], 2)
 
 
 def method(name: str, study: Study = FULL) -> Method:
@@ -76,7 +77,7 @@ def test_every_sample_is_clipped() -> None:
 
 @pytest.mark.parametrize("name", ["AdaDPS", "Adam"])
 def test_a_run_can_be_repeated(name: str) -> None:
-    short = method(name, Study(20, 0.7, 0.5, [0.01], 2))
+    short = method(name, SHORT)
     curves = [short.train({"lr": 0.01}, seed, nothing) for seed in (1, 1, 2)]
     assert curves[0] == curves[1] != curves[2]
     assert [point.round for point in curves[0]] == [10, 20]
@@ -84,7 +85,7 @@ def test_a_run_can_be_repeated(name: str) -> None:
 
 def test_a_run_that_diverges_says_so() -> None:
     with pytest.raises(Diverged):
-        method("DP-SGD").train({"lr": 1e30}, 0, nothing)
+        method("DP-SGD", SHORT).train({"lr": 1e30}, 0, nothing)
 
 
 SETTINGS: dict[str, tuple[dict[str, float], float, float]] = {

@@ -109,7 +109,9 @@ def test_sketches_of_every_size_can_be_made(family: str, ratio: float) -> None:
     assert sketch.decompress(payload, 3000, key=1).isfinite().all()
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(p, marks=[pytest.mark.slow] * (p != "marina")) for p in PEERS]
+)
 def test_all_clients_end_with_one_model(name: str) -> None:
     """`train` judges that of rank 0; here the mean over all, which other models would change."""
     task, plan = digits(3), Plan(4, 1, 4, 2, cosine, flat=True)

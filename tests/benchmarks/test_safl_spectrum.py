@@ -81,18 +81,3 @@ def test_the_command_from_end_to_end(tmp_path: Path) -> None:
     assert record["settings"]["parameters"] == 15_010
     assert all(1 < row["intrinsic_dimension"] < 15_010 for row in record["rows"])
     assert (tmp_path / "spectrum.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--at", "0,400"], "--at: there are only 300 rounds, got 400"),
-        (["--lr", "0"], "--lr must be positive, got 0"),
-        (["--steps", "1"], "--steps must be at least 2, got 1"),
-        (["--probes", "1"], "--probes must be at least 2, got 1"),
-    ],
-)
-def test_bad_options(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    assert message in result.output

@@ -57,14 +57,6 @@ def test_a_flat_model_is_the_module_in_one_parameter() -> None:
     assert flat.train()(inputs).count_nonzero() == 0
 
 
-def test_copies_of_a_flat_model_are_apart() -> None:
-    flat = FlatModel(nn.Linear(2, 2))
-    other = copy.deepcopy(flat)
-    with torch.no_grad():
-        other.flat.add_(1)
-    assert not torch.equal(flat(torch.ones(1, 2)), other(torch.ones(1, 2)))
-
-
 def run(task: Task, method: str, plan: Plan, lr: float, seed: int = 0) -> list[Point]:
     """Train with a method of ``python -m benchmarks.compare``, all ranks in this process."""
     settings = Settings(nproc=len(task.clients), steps=plan.rounds, learning_rate=lr)
@@ -138,14 +130,6 @@ def test_every_step_is_in_the_model_at_the_end(
     # seventh, which are due after steps 3 and 6, and 1 and 4.
     expected = math.ceil(steps / local_steps) + (2210 / numel if fragments == 2 else 0)
     assert point.bytes_sent / (4 * numel) == pytest.approx(expected, rel=5e-3)
-
-
-def test_the_schedule_is_a_cosine() -> None:
-    values = [cosine(i / 10) for i in range(11)]
-    assert values[0] == 1
-    assert values[-1] == pytest.approx(1e-3)
-    assert values[5] == pytest.approx((1 + 1e-3) / 2)
-    assert values == sorted(values, reverse=True)
 
 
 @given(rounds=st.integers(1, 300), points=st.integers(1, 300))

@@ -117,6 +117,10 @@ def test_an_interrupted_study_goes_on_where_it_was(
     with pytest.raises(Exception, match="130"):
         conducted("first", "second", "third")
     assert len(made) == 4
+    assert "study: interrupted, 1 methods finished" in capsys.readouterr().err
+    record = json.loads((tmp_path / "study.json").read_text())
+    assert not record["complete"]
+    assert [method["name"] for method in record["methods"]] == ["first"]
     kept = (tmp_path / "runs.jsonl").read_text()
     conducted("first", points=5)
     assert len(made) == 7, "curves of another number of points are others"
@@ -129,33 +133,3 @@ def test_an_interrupted_study_goes_on_where_it_was(
     record = json.loads((tmp_path / "study.json").read_text())
     assert record["complete"]
     assert [len(m["tries"]) + len(m["curves"]) for m in record["methods"]] == [4, 4]
-
-
-def test_an_interrupted_study_tells_what_is_finished(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def method(name: str) -> Method:
-        def train(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
-            if name == "interrupted":
-                raise KeyboardInterrupt
-            return straight(0.1)
-
-        return Method(name, {}, train, start=1.0)
-
-    def conducted() -> None:
-        comparison = Comparison(
-            [method("done"), method("interrupted")],
-            rounds=1,
-            title="",
-            columns=lambda done: {"method": lambda outcome: outcome.name},
-            section=lambda outcome: None,
-        )
-        comparison(Place("study", {"seeds": 1}, tmp_path))
-
-    with pytest.raises(Exception, match="130") as ended:
-        conducted()
-    assert getattr(ended.value, "exit_code", None) == 130
-    assert "study: interrupted, 1 methods finished" in capsys.readouterr().err
-    record = json.loads((tmp_path / "study.json").read_text())
-    assert not record["complete"]
-    assert [method["name"] for method in record["methods"]] == ["done"]

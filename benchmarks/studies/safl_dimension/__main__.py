@@ -4,7 +4,7 @@ import statistics
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.table import Table
 
@@ -15,13 +15,8 @@ from benchmarks.studies import cli
 from benchmarks.studies.quadratics import SPECTRA, make_quadratic
 from benchmarks.studies.safl_dimension.descent import Descent, descend
 from benchmarks.studies.safl_dimension.methods import BETAS, METHODS
-from comm_hooks.compressors import SRHT, CountSketch, GaussianSketch
+from comm_hooks.compressors import CountSketch
 
-SKETCHES: dict[str, Any] = {
-    "count_sketch": CountSketch,
-    "srht": SRHT,
-    "gaussian_sketch": GaussianSketch,
-}
 _FACTOR = 2.0  # between neighbouring learning rates
 
 
@@ -67,10 +62,7 @@ def safl_dimension(
             check=cli.power_of_two,
         ),
     ],
-    size: Annotated[int, cli.Option("Numbers in a sketch, b.", 256, 128, least=1)],
-    sketch: Annotated[
-        str, cli.Option(f"One of {', '.join(SKETCHES)}.", "count_sketch", known=[*SKETCHES])
-    ],
+    size: Annotated[int, cli.Option("Numbers in a Count-Sketch, b.", 256, 128, least=1)],
     methods: Annotated[
         list[str],
         cli.Option(
@@ -112,7 +104,7 @@ def safl_dimension(
 
     def measure(method: str, spectrum: str, numel: int, advance: Advance) -> Row:
         compared = METHODS[method]
-        build = compared.fit(SKETCHES[sketch](ratio=size / numel), numel, limit)
+        build = compared.fit(CountSketch(size / numel), numel, limit)
         done: list[Descent] = []
 
         def descent(lr: float, seed: int) -> Descent:

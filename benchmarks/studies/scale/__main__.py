@@ -15,7 +15,6 @@ from benchmarks.studies.scale.predicted import (
     MODELS,
     Assumptions,
     Predicted,
-    break_even,
     predict_all,
 )
 from benchmarks.studies.scale.training import Setup, Trained, train
@@ -109,7 +108,6 @@ def scale(
                 "measured": False,
                 "assumptions": asdict(Assumptions()),
                 "models": [asdict(model) for model in MODELS],
-                "break_even": break_even(predicted),
                 "steps": [asdict(row) for row in predicted],
             }
         return found
@@ -147,21 +145,11 @@ def _train_all(
 
 
 def trained_tables(runs: Sequence[Trained]) -> list[Table]:
-    """Return what was learnt, what was sent, and how far what arrived is from the exact mean."""
+    """Return a table of held-out errors and a table of bytes."""
     if not runs:
         return []
     return [
         _by_ranks("Held-out error, percent, mean over seeds", runs, _error),
-        _by_ranks(
-            "Error of the sums over the second half of the steps, what feedback leaves, percent",
-            runs,
-            lambda some: _percent([run.lasting_error for run in some]),
-        ),
-        _by_ranks(
-            "Error of the mean of one round, percent of its length",
-            runs,
-            lambda some: _percent([run.round_error for run in some]),
-        ),
         _by_ranks(
             "Sent per rank and step, as much as received",
             runs,
@@ -189,15 +177,8 @@ def _error(runs: Sequence[Trained]) -> str:
     return f"{100 * statistics.mean(run.error for run in runs):.1f}"
 
 
-def _percent(shares: Sequence[float | None]) -> str:
-    known = [share for share in shares if share is not None]
-    return f"{100 * statistics.mean(known):.0f}" if known else "-"
-
-
 def predicted_tables(rows: Sequence[Predicted]) -> list[Table]:
-    """Return a table per model and link, and the break-even points of all."""
-    if not rows:
-        return []
+    """Return a table for each model and link."""
     tables = []
     counts = sorted({row.ranks for row in rows})
     for model, gigabits in dict.fromkeys((row.model, row.gigabits) for row in rows):
@@ -225,15 +206,7 @@ def predicted_tables(rows: Sequence[Predicted]) -> list[Table]:
             "ms per step; *: the fastest that communicates"
         )
         tables.append(make_table(title, ("method", *map(str, counts)), cells))
-    points = [
-        (
-            *(point["scheme"], point["than"], point["model"], f"{point['gigabits']:g}"),
-            str(point["ranks"] or "never"),
-        )
-        for point in break_even(rows)
-    ]
-    columns = ("method", "slower than", "model", "Gbit/s", "from ranks")
-    return [*tables, make_table("Predicted: from how many ranks on", columns, points)]
+    return tables
 
 
 app = cli.study(scale)

@@ -9,7 +9,7 @@ one latency, which favours ``sharded`` at thousands of ranks.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -301,43 +301,3 @@ def _route(scheme: Scheme, bucket: Sequence[tuple[int, ...]], ranks: int) -> Rou
         return Sharded(layout, compressors, transport, 0, None)
     kind = Summed if scheme.compressor.linear else Gathered
     return kind(layout, compressors, transport, 0)
-
-
-def break_even(rows: Sequence[Predicted]) -> list[dict[str, Any]]:
-    """Return from how many of the predicted ranks on one method takes longer than another.
-
-    ``ranks`` is the fewest from which on that is so for all that were predicted; None if there are
-    none.
-    """
-    names = [scheme.name for scheme in make_schemes()]
-    plain = next(name for name in names if name.startswith("all-reduce"))
-    gathered = next(name for name in names if name.endswith("all-gather"))
-    sharded = next(name for name in names if name.startswith("top-k") and name.endswith("sharded"))
-    return [
-        {
-            "scheme": scheme,
-            "than": than,
-            "model": model,
-            "gigabits": gigabits,
-            "ranks": first_slower(rows, model, gigabits, scheme, than),
-        }
-        for scheme, than in ((gathered, sharded), (gathered, plain), (sharded, plain))
-        for model, gigabits in dict.fromkeys((row.model, row.gigabits) for row in rows)
-    ]
-
-
-def first_slower(
-    rows: Sequence[Predicted], model: str, gigabits: float, scheme: str, than: str
-) -> int | None:
-    """Return the fewest ranks from which on ``scheme`` takes longer than another; None if never."""
-    seconds = {
-        (row.scheme, row.ranks): row.seconds
-        for row in rows
-        if (row.model, row.gigabits) == (model, gigabits)
-    }
-    found = None
-    for count in sorted({count for _, count in seconds}, reverse=True):
-        if seconds[scheme, count] <= seconds[than, count]:
-            break
-        found = count
-    return found

@@ -1,7 +1,6 @@
 """Training by N simulated ranks, each with data and a residual of its own."""
 
 import math
-import statistics
 import time
 from dataclasses import dataclass
 
@@ -45,9 +44,6 @@ class Trained:
     Attributes:
         error: share of held-out predictions that are wrong at the end, the mean over ranks.
         loss: cross-entropy there, in nats; None if the run diverged.
-        round_error: ``|m - g| / |g|`` of one round, m what arrived and g the exact mean over ranks:
-            the median over the second half of the steps.
-        lasting_error: the same of the sums over that half: what feedback does not make up for.
         bytes_sent, bytes_received: by one rank in one step.
         seconds: that the run took.
     """
@@ -58,8 +54,6 @@ class Trained:
     lr: float
     error: float
     loss: float | None
-    round_error: float | None
-    lasting_error: float | None
     bytes_sent: int
     bytes_received: int
     seconds: float
@@ -85,21 +79,16 @@ def train(
     model = new_model(task, seed, "cpu")
     world = _World(model, method, ranks, seed)
     momentum = torch.zeros_like(world.parameters)
-    drift = _Drift()
     for step in range(setup.steps):
         batches = [next(client) for client in clients]
         inputs, targets = (torch.stack(parts) for parts in zip(*batches, strict=True))
         gradients = world.gradients(inputs, targets)
-        exact = gradients.mean(0)
         step_direction = world.exchange(gradients)
-        if 2 * step >= setup.steps:
-            drift.add(step_direction, exact)
         momentum.mul_(setup.momentum).add_(step_direction)
         world.parameters.sub_(momentum, alpha=lr * cosine(step / setup.steps))
         advance()
     loss, error = world.judge(task)
     finite = math.isfinite(loss)
-    measured = method.exchanges and finite
     sent, received = world.traffic()
     return Trained(
         method=method.name,
@@ -108,8 +97,6 @@ def train(
         lr=lr,
         error=error if finite else 1.0,
         loss=loss if finite else None,
-        round_error=statistics.median(drift.rounds) if measured else None,
-        lasting_error=drift.lasting() if measured else None,
         bytes_sent=sent // setup.steps,
         bytes_received=received // setup.steps,
         seconds=round(time.monotonic() - started, 2),
@@ -177,26 +164,3 @@ class _World:
 
     def _loss(self, flat: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self._logits(flat, inputs), targets)
-
-
-class _Drift:
-    """How far what arrived is from the exact means."""
-
-    def __init__(self) -> None:
-        self.rounds: list[float] = []
-        self._sums: tuple[Tensor, Tensor] | None = None  # of what arrived, and of what is exact
-
-    def add(self, arrived: Tensor, exact: Tensor) -> None:
-        """Take in one round."""
-        self.rounds.append(_relative(arrived, exact))
-        before = self._sums or (torch.zeros_like(arrived), torch.zeros_like(exact))
-        self._sums = before[0] + arrived, before[1] + exact
-
-    def lasting(self) -> float:
-        """Return the relative error of the sums over all rounds."""
-        assert self._sums
-        return _relative(*self._sums)
-
-
-def _relative(arrived: Tensor, exact: Tensor) -> float:
-    return float((arrived - exact).norm() / exact.norm())

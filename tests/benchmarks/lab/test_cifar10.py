@@ -17,14 +17,6 @@ from tests.benchmarks.lab.published import cifar10_batch, write_cifar10
 PIXELS = np.random.default_rng(0).integers(0, 256, (4, 3072)).astype(np.uint8)
 
 
-@pytest.mark.filterwarnings("ignore:numpy.core")
-def test_the_batches_written_here_are_the_published_format() -> None:
-    content = pickle.loads(cifar10_batch(PIXELS, [3, 1, 4, 1]), encoding="bytes")
-    assert content[b"labels"] == [3, 1, 4, 1]
-    np.testing.assert_array_equal(content[b"data"], PIXELS)
-    assert content[b"data"].dtype == np.uint8
-
-
 def test_images_and_labels_are_read_in_order(tmp_path: Path) -> None:
     pixels, labels = write_cifar10(tmp_path)
     task = build_task("cifar10", clients=1, data_dir=tmp_path, width=16)
@@ -32,16 +24,6 @@ def test_images_and_labels_are_read_in_order(tmp_path: Path) -> None:
     np.testing.assert_array_equal(client.inputs.numpy(), pixels.reshape(-1, 3, 32, 32))
     np.testing.assert_array_equal(client.targets.numpy(), labels)
     assert len(task.held_out) == 20
-
-
-def test_a_batch_that_python_3_saved_again_is_read(tmp_path: Path) -> None:
-    write_cifar10(tmp_path)
-    again = {b"data": PIXELS, b"labels": [3, 1, 4, 1]}
-    path = tmp_path / "cifar-10-batches-py" / "test_batch"
-    path.write_bytes(pickle.dumps(again, protocol=3))
-    held_out = build_task("cifar10", clients=1, data_dir=tmp_path).held_out
-    np.testing.assert_array_equal(held_out.inputs.numpy(), PIXELS.reshape(-1, 3, 32, 32))
-    assert held_out.targets.tolist() == [3, 1, 4, 1]
 
 
 class Calls:

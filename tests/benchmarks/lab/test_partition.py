@@ -103,20 +103,6 @@ def test_by_class_gives_exactly_so_many_classes_or_says_why_not(
     assert all(map(torch.equal, parts, divide()))
 
 
-@given(clients=st.sampled_from([5, 10, 20]), classes_per_client=st.sampled_from([2, 4]), seed=seeds)
-def test_equal_classes_make_equal_clients(clients: int, classes_per_client: int, seed: int) -> None:
-    pieces = clients * classes_per_client // 10
-    labels = torch.arange(10).repeat_interleave(8 * pieces)
-    parts = by_class(labels, clients=clients, classes_per_client=classes_per_client, seed=seed)
-    assert {len(part) for part in parts} == {8 * classes_per_client}
-
-
-def test_large_classes_are_cut_into_more_pieces() -> None:
-    labels = torch.tensor([0] * 90 + [1] * 10)
-    parts = by_class(labels, clients=10, classes_per_client=1, seed=0)
-    assert [len(part) for part in parts] == [10] * 10
-
-
 def test_which_classes_meet_is_up_to_chance() -> None:
     labels = torch.arange(10).repeat(40)
     pairs = {

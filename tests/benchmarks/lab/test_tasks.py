@@ -28,6 +28,12 @@ def seeded(seed: int = 0) -> torch.Generator:
 CLASSIFYING = [name for name in SMALL if name not in ("autoencoder", "gpt_text")]
 
 
+def by_task(names: list[str]) -> pytest.MarkDecorator:
+    """Return the parametrization over tasks; the large text is for the slow run."""
+    marks = {"verses": [pytest.mark.slow]}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=marks.get(n, [])) for n in names])
+
+
 def train(task: Task, steps: int, seed: int = 0) -> nn.Module:
     """Take steps of Adam on the first client's data."""
     torch.manual_seed(seed)
@@ -61,7 +67,7 @@ def test_the_digits_resnet_learns(small: Callable[..., Task]) -> None:
     assert task.evaluate(train(task, 40))["error"] < 0.15
 
 
-@pytest.mark.parametrize("name", SMALL)
+@by_task(list(SMALL))
 def test_seeds_decide_about_weights_and_batches(name: str, small: Callable[..., Task]) -> None:
     task = small(name)
 
@@ -75,7 +81,7 @@ def test_seeds_decide_about_weights_and_batches(name: str, small: Callable[..., 
     assert not torch.equal(first_loss(0, 0), first_loss(0, 1))
 
 
-@pytest.mark.parametrize("name", SMALL)
+@by_task(list(SMALL))
 def test_clients_share_the_training_data_without_loss(
     name: str, small: Callable[..., Task]
 ) -> None:
@@ -87,7 +93,7 @@ def test_clients_share_the_training_data_without_loss(
     assert torch.equal(shared.held_out.inputs, alone.held_out.inputs)
 
 
-@pytest.mark.parametrize("name", CLASSIFYING)
+@by_task(CLASSIFYING)
 def test_clients_have_few_classes_if_asked(name: str, small: Callable[..., Task]) -> None:
     count = 2
     task = small(name, clients=5, partition="classes", classes_per_client=count)
