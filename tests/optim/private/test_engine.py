@@ -229,8 +229,7 @@ def test_a_step_is_the_clipped_sum_by_the_public_divisor() -> None:
         micro_batch_size=4,
     )
     batch = inputs, labels = next(iter(loader))
-    optimizer.backward([inputs[:6], labels[:6]], of=batch)
-    optimizer.backward([inputs[6:], labels[6:]], of=batch)
+    optimizer.backward(batch)
     optimizer.step()
     total = [torch.zeros_like(p) for p in reference.parameters()]
     for x, y in zip(inputs, labels, strict=True):
