@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from comm_hooks.optim.private.accounting import (
     DEFAULT_ORDERS,
     OPACUS_ORDERS,
-    Accountant,
     GaussianEvent,
     PLDAccountant,
     RDPAccountant,
@@ -65,7 +64,7 @@ def test_divergences_are_those_of_the_integral_anywhere(sigma, q, order):
     assert ours == pytest.approx(reference, rel=1e-8, abs=1e-12)
 
 
-@pytest.mark.parametrize(("sigma", "q"), SETTINGS)
+@pytest.mark.parametrize(("sigma", "q"), SETTINGS[:3])
 def test_the_opposite_direction_costs_no_more(sigma, q):
     # D(P || Q) is log E_P [(Q / P)^(1 - a)] / (a - 1): removing a sample instead of adding it.
     for order in (1.5, 2.0, 7.7):
@@ -217,23 +216,6 @@ def test_epsilon_grows_with_whatever_gives_more_away(event, other, delta, factor
     assert accountant.epsilon([event], delta / factor) >= epsilon - slack
 
 
-@pytest.mark.filterwarnings("ignore:Optimal order")
-def test_opacus_agrees():
-    rdp = pytest.importorskip("opacus.accountants.analysis.rdp", reason="opacus is not installed")
-    for sigma, q in [*SETTINGS, (0.2, 0.01), (1.0, 1.0)]:
-        theirs = rdp.compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=list(OPACUS_ORDERS))
-        ours = renyi_divergences(sigma, q, OPACUS_ORDERS)
-        np.testing.assert_allclose(ours, theirs, rtol=1e-7, atol=2e-13)
-        for steps, delta in [(1, 1e-5), (5000, 1e-7)]:
-            expected, _ = rdp.get_privacy_spent(
-                orders=list(OPACUS_ORDERS), rdp=np.array(theirs) * steps, delta=delta
-            )
-            accountant = RDPAccountant(orders=OPACUS_ORDERS)
-            assert accountant.epsilon([GaussianEvent(sigma, q, steps)], delta) == pytest.approx(
-                max(0, expected), abs=1e-6
-            )
-
-
 def dp_accounting():
     return pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
 
@@ -266,13 +248,6 @@ def test_pld_is_dp_accountings():
     assert ours == pytest.approx(theirs, rel=1e-6)
     assert 0.8 * RDPAccountant().epsilon(history, 1e-5) < ours
     assert ours < RDPAccountant().epsilon(history, 1e-5)
-
-
-def test_pld_is_exact_without_sampling():
-    dp_accounting()
-    epsilon = PLDAccountant().epsilon([GaussianEvent(3.0, 1.0, 10)], 1e-5)
-    assert float(gaussian_delta(epsilon, 3.0, 10)) == pytest.approx(1e-5, rel=1e-2)
-    assert gaussian_delta(epsilon, 3.0, 10) <= 1e-5
 
 
 def test_pld_leaves_large_losses_to_rdp():
@@ -349,15 +324,6 @@ def test_delta_out_of_range(delta):
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_an_accountant_of_ones_own():
-    class Naive(Accountant):
-        def _epsilon(self, steps, delta):
-            return float(sum(steps.values()))
-
-    history = [GaussianEvent(1.0, 0.5, 2), GaussianEvent(2.0, 0.5), GaussianEvent(1.0, 0.5, 3)]
-    assert Naive().epsilon(history, 1e-5) == 6
 
 
 @pytest.mark.parametrize("delta", [9e-13, 1e-300])

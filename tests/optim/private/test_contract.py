@@ -141,6 +141,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         for name in ("DPSGD", "DPRMSProp", "AdaDPS", "AdaS", "DPRPub", "PDADPMD")
         for bad in (1.0, -0.5)
     ),
+    ("DPMicroAdam", {"density": 0.0}, "density is the fraction .* got 0.0"),
+    ("DPMicroAdam", {"window": 0}, "window must be an integer of at least 1, got 0"),
+    ("DPMicroAdam", {"bias_correction": "all"}, "bias_correction must be one of .* got 'all'"),
+    ("DPMicroAdam", {"value_bits": 2}, "value_bits must be one of 4, 16, 32, got 2"),
+    ("DPMicroAdam", {"block_size": 1 << 17}, "block_size must be at most 65536, got 131072"),
+    ("DPMicroAdam", {"min_numel": 1.5}, "min_numel must be an integer of at least 1, got 1.5"),
     ("DPSGD", {"momentum": 0.0, "nesterov": True}, "nesterov needs momentum: set .*, say"),
     ("DPAdam", {"eps": -1e-8}, "eps must not be negative, got -1e-08"),
     ("DPAdamBC", {"gamma": -1.0}, "gamma must not be negative, got -1.0"),

@@ -154,7 +154,7 @@ def noised(signal: float, phis: list[float]) -> Iterator[tuple[torch.Tensor, flo
         yield signal + math.sqrt(phi) * noise, phi
 
 
-@pytest.mark.parametrize(("beta2", "steps"), [(0.9, 60), (0.99, 60), (0.99, 600), (0.999, 300)])
+@pytest.mark.parametrize(("beta2", "steps"), [(0.9, 60), (0.99, 60), (0.999, 300)])
 def test_the_second_moment_concentrates_as_the_formula_says(beta2: float, steps: int) -> None:
     phi = 2.441e-8
     v = second_moments(noised(0.0, [phi] * steps), beta2, DPAdam)
@@ -163,8 +163,10 @@ def test_the_second_moment_concentrates_as_the_formula_says(beta2: float, steps:
     assert float(v.mean()) == pytest.approx(phi, rel=5 * math.sqrt(2 / n / COORDINATES))
 
 
-@pytest.mark.parametrize(("beta2", "steps"), [(0.99, 40), (0.99, 600), (0.999, 300)])
-@pytest.mark.parametrize("schedule", ["constant", "falling", "switched"])
+@pytest.mark.parametrize(
+    ("beta2", "steps", "schedule"),
+    [(0.99, 40, "falling"), (0.99, 40, "constant"), (0.999, 300, "switched")],
+)
 def test_the_correction_is_unbiased_also_when_the_noise_changes(
     beta2: float, steps: int, schedule: str
 ) -> None:
@@ -263,6 +265,7 @@ def test_the_papers_bound_without_knowing_the_gradients() -> None:
             assert xi == pytest.approx(bound, rel=5e-4)
 
 
+@pytest.mark.slow  # 3,000 steps for a figure of a page
 @pytest.mark.parametrize(("phi", "limit"), [(2.4e-8, 0.645), (1.5e-5, 0.026)])
 def test_the_papers_learning_rates_of_dp_sgd(phi: float, limit: float) -> None:
     """Figure 2, left: what Adam's learning rate of 0.001 is worth in the end, by equation 3."""
