@@ -380,15 +380,12 @@ FAULTS: dict[str, Script] = {
 }
 
 CORRECT: dict[str, Script] = {
-    **{
-        f"Opacus's {mode}": Script(
-            {
-                _LOSS: "nn.functional.cross_entropy(model(inputs), labels, reduction='none')",
-                _LAST: f"    max_grad_norm=1.0,\n    grad_sample_mode={mode!r},\n",
-            }
-        )
-        for mode in ("hooks", "ghost")
-    },
+    "Opacus's hooks": Script(
+        {
+            _LOSS: "nn.functional.cross_entropy(model(inputs), labels, reduction='none')",
+            _LAST: "    max_grad_norm=1.0,\n    grad_sample_mode='hooks',\n",
+        }
+    ),
     "an MLP, evaluated on public data, with a plan for the learning rate": Script(
         {
             "private": "plan = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)",
