@@ -39,7 +39,7 @@ MAKE: dict[str, Callable[..., NoisedOptimizer]] = {
     "DPAdam": partial(DPAdam, lr=0.01, weight_decay=0.1),
     "DPAdamBC": partial(DPAdamBC, lr=0.01, weight_decay=0.1),
     "DPMicroAdam": partial(DPMicroAdam, lr=0.01, weight_decay=0.1, density=0.2, min_numel=16),
-    "DP2": partial(DP2, lr=0.1, sgd_steps=2, preconditioned_steps=3, weight_decay=0.1),
+    "DP2": partial(DP2, lr=0.1, sgd_steps=2, preconditioned_steps=2, weight_decay=0.1),
     "AdaDPS": partial(AdaDPS, lr=0.1, public_gradients=public, momentum=0.5, weight_decay=0.1),
     "AdaS": partial(AdaS, lr=0.1, public_gradients=public, preconditioner="adam"),
     "ScaleThenPrivatize": partial(ScaleThenPrivatize, lr=0.01, weight_decay=0.1),
@@ -62,15 +62,15 @@ def advance(parameters: Any, optimizer: Any, steps: range) -> None:
     run(parameters, optimizer, steps=steps, step=lambda: step(optimizer))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", MAKE)
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(name: str, dtype: torch.dtype) -> None:
     assert resumes_exactly(MAKE[name], dtype, advance=advance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", WITHOUT_NAMES)
-def test_narrow_parameters_are_rounded_once(name: str, dtype: torch.dtype) -> None:
+def test_narrow_parameters_are_rounded_once(name: str) -> None:
+    dtype = torch.bfloat16
     generator = torch.Generator().manual_seed(0)
     narrow = nn.Parameter(torch.randn(1000, generator=generator).to(dtype))
     wide = nn.Parameter(narrow.detach().float())
