@@ -8,11 +8,13 @@ import random
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from benchmarks.audit import Configuration, Stages, audit_configuration
+from benchmarks.audit.attacks import releases
 from benchmarks.audit.attacks.releases import audit_releases
 from benchmarks.audit.checks.chances import (
     MOST_FALSE_ALARMS,
@@ -25,7 +27,9 @@ from benchmarks.audit.checks.clipping import audit_clipping
 from benchmarks.audit.checks.memory import check_memory
 from benchmarks.audit.checks.noise import check_noise
 from benchmarks.audit.checks.sampling import check_sampling, examine
+from benchmarks.audit.configuration import Mechanism
 from benchmarks.audit.world import fixed_secrets
+from comm_hooks.exchange import Exchange
 from tests.benchmarks.audit.correct import correct_settings
 from tests.benchmarks.audit.faults import FAULTS
 from tests.benchmarks.audit.parts import MASK, TOPK, configuration, stages_of
@@ -69,9 +73,20 @@ def test_the_attack_reads_clean_payloads(name: str) -> None:
     assert found.audited > found.claimed
 
 
-def test_the_attack_notices_less_noise_than_claimed() -> None:
-    found = audit_releases(stages_of(FAULTS["noise: half"]))
-    assert found.audited > found.claimed
+class AlmostNoNoise(Stages):
+    """A thousandth of the claim, so that every guess of the attack is right."""
+
+    def mechanism(self, exchange: Exchange, noise_multiplier: float) -> Mechanism:
+        return super().mechanism(exchange, noise_multiplier / 1000)
+
+
+@pytest.mark.parametrize(
+    ("stages", "outcome"), [(AlmostNoNoise, "violation"), (Stages, "none found")]
+)
+def test_the_attack_notices_less_noise_than_claimed(stages: type[Stages], outcome: str) -> None:
+    # Without errors 128 canaries prove a mu of 1.7 at the confidence of an alarm; 1.4 is claimed.
+    with mock.patch.object(releases, "_MOST_CANARIES", 128):
+        assert audit_releases(stages(configuration(world_size=1))).outcome == outcome
 
 
 VALID = [

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset, TensorDataset
 from typer.testing import CliRunner, Result
@@ -148,6 +148,8 @@ def gaussian(seed: int, steps: int = 12, elements: int = 200) -> torch.Tensor:
     return torch.randn(steps, elements, generator=generator, dtype=torch.float64)
 
 
+# Of other noise than that of these examples, one in several thousand would be accused.
+@settings(derandomize=True)
 @given(st.integers(0, 1 << 32), st.integers(1, 30), st.integers(1, 300))
 def test_noise_as_it_should_be_is_not_accused(seed: int, steps: int, elements: int) -> None:
     noise = noise_of(gaussian(seed, steps, elements), {"weight": elements})
@@ -155,6 +157,7 @@ def test_noise_as_it_should_be_is_not_accused(seed: int, steps: int, elements: i
     assert judge_noise([noise], [other])[:2] == ([], [])
 
 
+@settings(derandomize=True)
 @given(st.integers(0, 1 << 32))
 def test_noise_that_is_missing_or_too_small_somewhere(seed: int) -> None:
     values = gaussian(seed, elements=400)
@@ -175,6 +178,7 @@ def test_noise_that_is_missing_or_too_small_somewhere(seed: int) -> None:
         assert found in judge(changed)[0]
 
 
+@settings(derandomize=True)
 @given(st.integers(0, 1 << 32), st.integers(0, 11), st.integers(0, 11))
 def test_noise_that_comes_again(seed: int, one: int, other: int) -> None:
     values, independent = gaussian(seed), gaussian(seed + 1)
