@@ -64,7 +64,7 @@ def test_divergences_are_those_of_the_integral_anywhere(sigma, q, order):
     assert ours == pytest.approx(reference, rel=1e-8, abs=1e-12)
 
 
-@pytest.mark.parametrize(("sigma", "q"), SETTINGS[:3])
+@pytest.mark.parametrize(("sigma", "q"), SETTINGS[1:3])
 def test_the_opposite_direction_costs_no_more(sigma, q):
     # D(P || Q) is log E_P [(Q / P)^(1 - a)] / (a - 1): removing a sample instead of adding it.
     for order in (1.5, 2.0, 7.7):
@@ -72,7 +72,7 @@ def test_the_opposite_direction_costs_no_more(sigma, q):
         assert opposite <= renyi_divergences(sigma, q, (order,))[0] + 1e-13
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.floats(0.02, 100), st.floats(1e-6, 0.999999), st.integers(2, 300))
 def test_whole_orders_follow_the_closed_form(sigma, q, order):
     (ours,) = renyi_divergences(sigma, q, (float(order),))
@@ -131,7 +131,7 @@ def gaussian_delta(epsilon, sigma, steps):
         )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.floats(0.3, 30), st.integers(1, 100), deltas)
 def test_the_conversion_holds_for_the_gaussian_mechanism(sigma, steps, delta):
     epsilon = RDPAccountant().epsilon([GaussianEvent(sigma, 1.0, steps)], delta)
@@ -182,7 +182,7 @@ def test_steps_with_different_noise_compose_like_one_gaussian():
     assert accountant.epsilon(history, 1e-5) == pytest.approx(accountant.epsilon(together, 1e-5))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(events, min_size=1, max_size=5), deltas, st.randoms())
 def test_how_a_history_is_cut_and_ordered_does_not_matter(history, delta, random):
     accountant = RDPAccountant()
@@ -198,7 +198,7 @@ def test_how_a_history_is_cut_and_ordered_does_not_matter(history, delta, random
     assert sum(event.steps for event in merged(pieces)) == sum(event.steps for event in history)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(events, events, deltas, st.floats(1, 3))
 def test_epsilon_grows_with_whatever_gives_more_away(event, other, delta, factor):
     accountant = RDPAccountant()
