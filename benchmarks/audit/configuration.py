@@ -29,7 +29,6 @@ from comm_hooks.optim.private.noise.mechanism import (
     GaussianMechanism,
     Released,
     require_owners,
-    require_positive_number,
 )
 from comm_hooks.optim.private.noise.placement import (
     PLACES,
@@ -38,6 +37,7 @@ from comm_hooks.optim.private.noise.placement import (
     judge,
     require_known_variance,
 )
+from comm_hooks.requirements import require_within
 
 _WORDS = get_type_hints(Scheme)
 _STATED = ("feedback", "clipping", "divisor", "weights", "scaling")
@@ -85,7 +85,7 @@ class Configuration:
 
     def __post_init__(self) -> None:
         for name in ("noise_multiplier", "max_grad_norm", "expected_batch_size"):
-            require_positive_number(name, getattr(self, name))
+            require_within(self, name, getattr(self, name), "(0, inf)")
         self.event()  # checks the ranges of the rate and of the steps
         if self.sample_rate == 0:
             raise ValueError("sample_rate must be in (0, 1], got 0")

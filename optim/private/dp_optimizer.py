@@ -56,9 +56,9 @@ class DPOptimizer(Settled, WrappingOptimizer):
 
     Raises:
         ValueError: for an inner optimizer with steps that need a closure.
-        PrivacyError: in a step that would exceed the budget, or has no drawn batch, or not all of
-            it, and after ``loss.backward()``, which discards its gradients; for an inner optimizer
-            that has taken steps of its own, and for a state that no private training has saved.
+        PrivacyError: in a step that would exceed the budget or has no drawn batch; after
+            ``loss.backward()``, which discards its gradients; for an inner optimizer that has taken
+            steps of its own; and for a state that no private training has saved.
 
     Not supported: closures; ``GradScaler`` (use bfloat16 autocast); sparse gradients.
     """
@@ -121,7 +121,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         """Return the names of the parameters, in the order of the gradients."""
         return self._names
 
-    def backward(self, batch: Any, *, of: Any = None) -> torch.Tensor:
+    def backward(self, batch: Any) -> torch.Tensor:
         """Add the clipped gradients of the next drawn batch; return its mean loss.
 
         The loss is private: the guarantee does not cover a log of it.  If this fails half way, the
@@ -130,8 +130,6 @@ class DPOptimizer(Settled, WrappingOptimizer):
         Args:
             batch: the argument of the loss function, tensors with one sample in each row; it may
                 have none.
-            of: the whole batch, if ``batch`` is a part of it: slices of its tensors.  All rows must
-                be used before the step.
 
         Raises:
             PrivacyError: for any other batch, and after ``loss.backward()``, which discards its
@@ -140,7 +138,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self._raw.refuse()
         self._require_same_trained()
         self._set_transform()
-        self._batch.admit(self.gradients.samples_in(batch), batch, of)
+        self._batch.admit(self.gradients.samples_in(batch), batch)
         try:
             return self.gradients.backward(batch)
         except BaseException:
@@ -191,7 +189,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
     def _take_step(self) -> None:
         self._raw.refuse()
         self._set_transform()
-        self._batch.require_whole()
+        self._batch.require_batch()
         self._require_settled()
         clipped = self.gradients.take()
         self._batch.spend(clipped.samples + clipped.not_finite)

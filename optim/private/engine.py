@@ -36,11 +36,7 @@ from comm_hooks.optim.private.errors import PrivacyError, resettle
 from comm_hooks.optim.private.gradients.clipping import ClippedGradients, LossFunction
 from comm_hooks.optim.private.gradients.model_checks import check_model, refuse_later_hooks
 from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
-from comm_hooks.optim.private.noise.mechanism import (
-    GaussianMechanism,
-    NoiseKind,
-    require_positive_number,
-)
+from comm_hooks.optim.private.noise.mechanism import GaussianMechanism, NoiseKind
 from comm_hooks.optim.private.noise.placement import Place, require_known_variance
 from comm_hooks.requirements import in_one_line, require_choice, require_kind, require_within
 
@@ -146,10 +142,7 @@ class PrivacyEngine:
             noise: ``"gaussian"`` or ``"discrete"``; see the same.
             exchange: by default without compression.
             grad_sample_mode: the source of per-sample gradients: ``"functorch"``, by
-                ``torch.func``; ``"hooks"``, by Opacus; ``"ghost"``, by Opacus without any sample's
-                gradient, which needs the least memory, but see
-                :class:`~comm_hooks.optim.private.gradients.opacus.OpacusGhostGradients` about
-                sequences and 16 bits.
+                ``torch.func``; ``"hooks"``, by Opacus.
             micro_batch_size: the number of samples that the loss function receives at a time.
 
         Raises:
@@ -160,7 +153,7 @@ class PrivacyEngine:
                 differ.
         """
         check_model(module)
-        require_choice(self, "grad_sample_mode", grad_sample_mode, ("functorch", "hooks", "ghost"))
+        require_choice(self, "grad_sample_mode", grad_sample_mode, ("functorch", "hooks"))
         GaussianEvent(noise_multiplier, sample_rate)  # raises for values out of range
         exchange = exchange if exchange is not None else _dense_exchange()
         mechanism = GaussianMechanism(
@@ -320,7 +313,7 @@ class PrivacyEngine:
                 :meth:`get_epsilon`.
         """
         require_delta(target_delta, "target_delta")
-        require_positive_number("target_epsilon", target_epsilon)
+        require_within(self, "target_epsilon", target_epsilon, "(0, inf)")
         self._require_small(target_delta)
         self._budget = (target_epsilon, target_delta)
         self._steps_left.clear()
@@ -470,12 +463,9 @@ class PrivacyEngine:
                         "step would exceed it. Stop here: nothing was released"
                     )
                 self._steps_left[event] -= 1
-            self._record(event)
+            self._opened().record(event)
 
         return enter
-
-    def _record(self, event: GaussianEvent) -> None:
-        self._opened().record(event)
 
 
 def clipped_gradients(
@@ -487,15 +477,12 @@ def clipped_gradients(
 ) -> ClippedGradients:
     """Return clipped sums of per-sample gradients of a model, computed in the given mode."""
     kind: Callable[..., ClippedGradients] = PerSampleGradients
-    if grad_sample_mode == "functorch":
-        loaded = sys.modules.get("comm_hooks.optim.private.gradients.opacus")
-        if loaded is not None:
-            loaded.detach(module)
-    else:
-        from comm_hooks.optim.private.gradients import opacus
+    if grad_sample_mode == "hooks":
+        from comm_hooks.optim.private.gradients.opacus import OpacusGradients
 
-        ghost = grad_sample_mode == "ghost"
-        kind = opacus.OpacusGhostGradients if ghost else opacus.OpacusGradients
+        kind = OpacusGradients
+    elif opacus := sys.modules.get("comm_hooks.optim.private.gradients.opacus"):
+        opacus.detach(module)
     return kind(module, loss_function, max_grad_norm, micro_batch_size=micro_batch_size)
 
 

@@ -8,7 +8,7 @@ from comm_hooks.config import unknown
 from comm_hooks.optim.private.accounting.accountant import Accountant, RDPAccountant, require_delta
 from comm_hooks.optim.private.accounting.events import GaussianEvent
 from comm_hooks.optim.private.accounting.pld import PLDAccountant
-from comm_hooks.requirements import is_number
+from comm_hooks.requirements import require_within
 
 ACCOUNTANTS: dict[str, type[Accountant]] = {"rdp": RDPAccountant, "pld": PLDAccountant}
 
@@ -70,10 +70,9 @@ def noise_multiplier_for(
         >>> round(noise_multiplier_for(8.0, 1e-5, sample_rate=0.01, steps=10_000), 2)
         0.92
     """
-    _require_target(target_epsilon)
+    require_within("noise_multiplier_for", "target_epsilon", target_epsilon, "(0, inf)")
     require_delta(target_delta, "target_delta")
-    if not 0 < tolerance < 1:
-        raise ValueError(f"tolerance must be between 0 and 1, got {tolerance!r}")
+    require_within("noise_multiplier_for", "tolerance", tolerance, "(0, 1)")
     _require_some_sampled(sample_rate, "any noise will do")
     by = build_accountant(accountant)
     history = list(spent)
@@ -143,7 +142,7 @@ def max_steps(
         >>> max_steps(8.0, 1e-5, noise_multiplier=5.0, sample_rate=4096 / 45000, spent=spent)
         4312
     """
-    _require_target(target_epsilon)
+    require_within("max_steps", "target_epsilon", target_epsilon, "(0, inf)")
     require_delta(target_delta, "target_delta")
     step = GaussianEvent(noise_multiplier, sample_rate)
     _require_some_sampled(sample_rate, "the budget lasts for ever")
@@ -169,11 +168,6 @@ def max_steps(
         else:
             high = middle
     return low
-
-
-def _require_target(target_epsilon: float) -> None:
-    if not is_number(target_epsilon) or not 0 < target_epsilon < math.inf:
-        raise ValueError(f"target_epsilon must be positive and finite, got {target_epsilon!r}")
 
 
 def _require_some_sampled(sample_rate: float, otherwise: str) -> None:

@@ -158,12 +158,8 @@ class PoissonLoader(DataLoader[Any]):
                 f"{type(dataset).__name__} has no samples that could be drawn by their number: "
                 "Poisson sampling needs a dataset with __len__ and __getitem__"
             )
-        require_within(self, "sample_rate", sample_rate, "(0, 1]")
-        require_positive(self, "steps", steps)
         require_positive(self, "world_size", world_size)
         require_choice(self, "rank", rank, range(world_size))
-        if secret is not None:
-            require_kind(self, "secret", secret, Secret)
         if collate_fn is not None:
             require_callable(self, "collate_fn", collate_fn)
         shard = _Shard(dataset, rank, world_size)

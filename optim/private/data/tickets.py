@@ -99,7 +99,7 @@ class Tickets:
 
 
 class StepBatch:
-    """Keeps the part of its batch that a step has used.
+    """Keeps the ticket of the batch that a step has used.
 
     Args:
         tickets: those of the loader; None if the caller is responsible for the batches.
@@ -111,48 +111,34 @@ class StepBatch:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the step has a part of its batch."""
+        """Whether the step has its batch."""
         return self._ticket is not None
 
     def restart(self) -> None:
-        """Forget the used part: a batch that failed half way may be tried again."""
+        """Forget the batch: one that failed half way may be tried again."""
         self._ticket: Ticket | None = None
-        # Kept alive, since its rows are recognized by their place in memory.
-        self._whole: list[torch.Tensor] = []
-        self._used: set[int] = set()
 
-    def admit(self, rows: int, batch: Any = None, of: Any = None) -> None:
-        """Let a batch into the step, or a part of one.
+    def admit(self, rows: int, batch: Any = None) -> None:
+        """Let a batch into the step.
 
         Args:
             rows: the number of samples that are added.
             batch: their tensors; None for an empty batch that was not passed on.
-            of: the whole batch, if ``batch`` is a part of it.
 
         Raises:
-            PrivacyError: for all but one drawn batch, whole or in disjoint parts.
+            PrivacyError: for all but one drawn batch, whole.
         """
         if self._tickets is None:
             return
-        leaves = _tensors(batch)
-        whole = leaves if of is None else _tensors(of)
-        if self._ticket is None:
-            self._ticket = self._tickets.next(whole, rows if of is None else _rows(whole))
-            self._whole = whole
-            _mark(whole, self._ticket)
-        elif of is None or not _is_same(whole, self._whole):
+        if self._ticket is not None:
             raise PrivacyError(
                 "this step has a batch already, and every sample may count once: call step() "
                 "before the next one, or zero_grad() to discard it. Add up losses on one batch in "
-                "the loss function, and pass parts of it as backward(part, of=batch)"
+                "the loss function; for a batch too large for memory, set micro_batch_size"
             )
-        places = set(range(rows)) if of is None else _places(leaves, whole)
-        if len(places) != rows or places & self._used:
-            raise PrivacyError(
-                f"a part of the batch has samples twice, or that were used before: its rows are "
-                f"{sorted(places)} for {rows} samples. Parts must be disjoint"
-            )
-        self._used |= places
+        leaves = _tensors(batch)
+        self._ticket = self._tickets.next(leaves, rows)
+        _mark(leaves, self._ticket)
 
     def discard(self) -> None:
         """Give up the batch; nothing of it is released."""
@@ -160,19 +146,10 @@ class StepBatch:
             self._tickets.spend(self._ticket)
         self.restart()
 
-    def require_whole(self) -> None:
-        """Raise ``PrivacyError`` unless the step has a drawn batch with all of its samples."""
-        if self._tickets is None:
-            return
-        if self._ticket is None:
+    def require_batch(self) -> None:
+        """Raise ``PrivacyError`` unless the step has a batch, or the next one is empty."""
+        if not self.has_begun:
             self.admit(0)
-        assert self._ticket is not None
-        if len(self._used) != self._ticket.rows:
-            raise PrivacyError(
-                f"only {len(self._used)} of the batch's {self._ticket.rows} samples were passed to "
-                "backward(): whether a sample counts must not depend on the others. Pass the rest "
-                "before step(), or zero_grad() to discard the batch"
-            )
 
     def spend(self, samples: int) -> None:
         """Use up the batch.
@@ -207,43 +184,3 @@ def _rows(leaves: list[torch.Tensor]) -> int:
 def _mark(leaves: list[torch.Tensor], ticket: Ticket) -> None:
     for leaf in leaves:
         _ticket_of[leaf] = ticket
-
-
-def _is_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _places(part: list[torch.Tensor], whole: list[torch.Tensor]) -> set[int]:
-    """Return the rows of a batch that a part consists of, by their place in memory."""
-    found = {
-        frozenset(_rows_at(some, of))
-        for some, of in zip(part, whole, strict=False)
-        if len(some) == 0 or of.stride(0) != 0
-    }
-    if len(part) != len(whole) or len(found) != 1 or None in next(iter(found)):
-        raise PrivacyError(
-            "the part is not known to be one of the batch: move or transform the whole batch "
-            "first, and pass slices of its tensors (the same rows of all), as in "
-            "backward([t[:8] for t in batch], of=batch)"
-        )
-    return {place for place in next(iter(found)) if place is not None}
-
-
-def _rows_at(part: torch.Tensor, whole: torch.Tensor) -> list[int | None]:
-    if len(part) == 0:
-        return []
-    if (part.dtype, part.device, part.shape[1:], part.stride()[1:]) != (
-        whole.dtype,
-        whole.device,
-        whole.shape[1:],
-        whole.stride()[1:],
-    ):
-        return [None]
-    size = part.element_size()
-    step = whole.stride(0) * size
-    found: list[int | None] = []
-    for row in range(len(part)):
-        distance = part.data_ptr() + row * part.stride(0) * size - whole.data_ptr()
-        place, rest = divmod(distance, step)
-        found.append(place if rest == 0 and 0 <= place < len(whole) else None)
-    return found

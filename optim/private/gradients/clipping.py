@@ -202,9 +202,7 @@ class SampleClipper(Settled, ClippedGradients):
             factors = factors[finite]
         for total, gradient in zip(self._sums, gradients, strict=True):
             total.view(-1).addmv_(_rows(gradient).T, factors.to(gradient.device))
-        self._count(samples, len(norms) - samples)
-
-    def _count(self, samples: int, not_finite: int) -> None:
+        not_finite = len(norms) - samples
         self._samples += samples
         self._not_finite += not_finite
         if not_finite and not self._warned:
@@ -212,7 +210,7 @@ class SampleClipper(Settled, ClippedGradients):
             warnings.warn(
                 f"the gradients of {not_finite} samples are not finite: they are left out of the "
                 "sum. Warned once; DPOptimizer.not_finite counts them",
-                stacklevel=4,
+                stacklevel=3,
             )
 
 

@@ -1,21 +1,18 @@
-"""Per-sample gradients by Opacus: its hooks, and ghost clipping.  Needs ``comm-hooks[dp]``."""
+"""Per-sample gradients by the hooks of Opacus.  Needs ``comm-hooks[dp]``."""
 
 import math
 import warnings
-from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.gradients.clipping import (
     BatchClipper,
     LossFunction,
-    clip_factors,
     sample_norms,
 )
 from comm_hooks.optim.private.gradients.independence import IndependenceProbe, sample_losses
@@ -23,7 +20,7 @@ from comm_hooks.optim.private.gradients.per_sample import require_used, unwrappe
 from comm_hooks.requirements import require_kind
 
 try:
-    from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
+    from opacus.grad_sample import GradSampleHooks
     from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 except ImportError as error:
     raise ImportError('Opacus is not installed: pip install "comm-hooks[dp]"') from error
@@ -43,8 +40,12 @@ _COMPOUND: dict[type[nn.Module], str] = {
 """Layers of several matrices, and their replacements in Opacus."""
 
 
-class HookedGradients(BatchClipper):
-    """Clipped sums by Opacus's hooks around a loss of each sample: the base of both modes.
+class OpacusGradients(BatchClipper):
+    """The sum of clipped per-sample gradients that the hooks of Opacus compute.
+
+    In one backward pass of the sum of the losses the hooks compute every sample's gradient, which
+    is transformed, clipped and added as in ``SampleClipper``.  The loss function may call the model
+    several times, on the same samples in the same order.
 
     The hooks are enabled in :meth:`backward` only, so that the model can be called and
     differentiated elsewhere as usual.  The loss function is checked: in the first batch of two
@@ -65,9 +66,18 @@ class HookedGradients(BatchClipper):
         PrivacyError: in :meth:`backward` for samples that depend on each other, or are not where
             Opacus expects them, and for a forward pass that writes to the model.
         NotImplementedError: by Opacus, for layers that it cannot take.
-    """
 
-    _hooks_class: ClassVar[type]
+    Example::
+
+        >>> import torch
+        >>> from comm_hooks.optim.private.gradients.opacus import OpacusGradients
+        >>> def loss_function(model, batch):
+        ...     return model(batch).square().sum(1)
+        >>> gradients = OpacusGradients(model, loss_function, max_grad_norm=1.0)
+        >>> loss = gradients.backward(torch.randn(16, 8))
+        >>> gradients.take().samples
+        16
+    """
 
     def __init__(
         self,
@@ -78,7 +88,7 @@ class HookedGradients(BatchClipper):
         micro_batch_size: int | None = None,
     ) -> None:
         require_kind(self, "module", module, nn.Module, AbstractGradSampleHooks)
-        self._hooks = _hooks_of(module, self._hooks_class)
+        self._hooks = _hooks_of(module)
         model = cast(nn.Module, self._hooks._module)
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         super().__init__(
@@ -90,32 +100,30 @@ class HookedGradients(BatchClipper):
         self._forget()
         self._hooks.disable_hooks()
 
-    @abstractmethod
-    def _differentiate(self, losses: torch.Tensor, scalar: torch.Tensor) -> torch.Tensor:
-        """Differentiate the scalar by Opacus; return each sample's norm, as clipping uses it."""
-
-    @abstractmethod
-    def _add_losses(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
-        """Add the clipped gradients to the sum."""
-
     def _add_batch(self, batch: Any, size: int) -> torch.Tensor:
-        is_shown = self._probe.look(batch)
+        must_compare = self._probe.look(batch) and not self._is_compared
         try:
             with torch.enable_grad():
                 with self._hooked():
                     losses = sample_losses(self._model, self._loss_function, batch, size)
                     if not losses.requires_grad:
                         require_used(self._names, [None] * len(self._names))
-                    norms = self._differentiate(losses, losses.sum())
-                if is_shown and not self._is_compared:
-                    self._compare(losses, norms)
-                self._add_losses(losses, norms)
+                    torch.autograd.grad(
+                        losses.sum(), self.parameters, retain_graph=must_compare, allow_unused=True
+                    )
+                gradients = [cast(Any, p).grad_sample for p in self.parameters]
+                self._require_rows(gradients, size)
+                if must_compare:
+                    self._compare(losses, gradients)
+                self._add_samples(gradients)
         finally:
             self._forget()
         return losses.detach()
 
-    def _compare(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
+    def _compare(self, losses: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
         """Check that the rows of Opacus's gradients belong to the samples."""
+        norms = sample_norms([gradient.detach().float() for gradient in gradients])
+        norms = norms.to(losses.device)
         if len(losses) < 2 or not bool((losses.isfinite() & norms.isfinite()).all()):
             return  # 0 x infinity, of another sample, would spoil the gradient of one
         # Norms are added up in float32, whatever the gradients are.
@@ -169,190 +177,8 @@ class HookedGradients(BatchClipper):
         for parameter in self.parameters:
             vars(parameter).pop("_current_grad_sample", None)
             kept = cast(Any, parameter)
-            kept.grad_sample = kept._norm_sample = None
+            kept.grad_sample = None
             kept._forward_counter = 0
-
-
-class OpacusGradients(HookedGradients):
-    """The sum of clipped per-sample gradients that the hooks of Opacus compute.
-
-    In one backward pass of the sum of the losses the hooks compute every sample's gradient, which
-    is transformed, clipped and added as in ``SampleClipper``.  The loss function may call the model
-    several times, on the same samples in the same order.
-
-    Arguments and errors are those of :class:`HookedGradients`.
-
-    Example::
-
-        >>> import torch
-        >>> from comm_hooks.optim.private.gradients.opacus import OpacusGradients
-        >>> def loss_function(model, batch):
-        ...     return model(batch).square().sum(1)
-        >>> gradients = OpacusGradients(model, loss_function, max_grad_norm=1.0)
-        >>> loss = gradients.backward(torch.randn(16, 8))
-        >>> gradients.take().samples
-        16
-    """
-
-    _hooks_class = GradSampleHooks
-
-    def _differentiate(self, losses: torch.Tensor, scalar: torch.Tensor) -> torch.Tensor:
-        torch.autograd.grad(
-            scalar, self.parameters, retain_graph=not self._is_compared, allow_unused=True
-        )
-        found = [cast(Any, p).grad_sample for p in self.parameters]
-        self._require_rows(found, len(losses))
-        if self._is_compared:
-            return torch.empty(0)
-        norms = sample_norms([gradient.detach().float() for gradient in found])
-        return norms.to(losses.device)
-
-    def _add_losses(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
-        self._add_samples([cast(Any, p).grad_sample for p in self.parameters])
-
-
-class OpacusGhostGradients(HookedGradients):
-    """The sum of clipped gradients by ghost clipping, without a gradient of any single sample.
-
-    1. n <- the norm of each sample's gradient, which Opacus computes from the inputs and output
-       gradients of each layer (Li et al. 2022), in one backward pass
-    2. sum <- sum + the gradient of sum_i min(1, C / n_i) loss_i, in a second one
-
-    This saves memory, and with large layers time.
-
-    Arguments are those of :class:`HookedGradients`.
-
-    Raises:
-        ValueError: in :meth:`backward` for a :attr:`transform`.
-        PrivacyError: in :meth:`backward` for sequences, and for 16 bits (see below).
-        NotImplementedError: by Opacus, also for layers that share parameters, or are called more
-            than once.
-        RuntimeError: in :meth:`backward`, if the norms of all samples are finite and a derivative
-            is not.
-
-    Samples with a loss or norm that is not finite are left out, and the others passed to the loss
-    function again.
-
-    Not supported: :attr:`transform`.  Sequences, that is, an ``nn.Linear`` or ``nn.Embedding`` that
-    a sample passes more than once: their norm is a sum of terms of both signs, in the model's
-    dtype, and where the gradients of a sample's positions nearly cancel, it is too small, and the
-    sample is hardly clipped (in a constructed case, to 690 C).  bfloat16 and float16, as the dtype
-    of parameters or by autocast: the second pass adds up a batch in them, and one more sample
-    changes the rounding of the whole sum, by up to 4.7 C with 4,096 samples.
-
-    Example::
-
-        >>> import torch
-        >>> from comm_hooks.optim.private.gradients.opacus import OpacusGhostGradients
-        >>> def loss_function(model, batch):
-        ...     return model(batch).square().sum(1)
-        >>> gradients = OpacusGhostGradients(model, loss_function, max_grad_norm=1.0)
-        >>> loss = gradients.backward(torch.randn(16, 8))
-        >>> gradients.take().samples
-        16
-    """
-
-    _hooks_class = GradSampleHooksFastGradientClipping
-
-    def backward(self, batch: Any) -> torch.Tensor:
-        if self.transform is not None:
-            raise ValueError(
-                "ghost clipping never computes the gradient of a sample, so it cannot be "
-                "transformed before it is clipped: use PerSampleGradients or OpacusGradients"
-            )
-        return super().backward(batch)
-
-    def _differentiate(self, losses: torch.Tensor, scalar: torch.Tensor) -> torch.Tensor:
-        torch.autograd.grad(scalar, self.parameters, retain_graph=True, allow_unused=True)
-        found = [cast(Any, p)._norm_sample for p in self.parameters]
-        self._require_rows(found, len(losses))
-        norms = torch.stack([norm.to(losses.device) for norm in found])
-        return torch.linalg.vector_norm(norms, dim=0, dtype=torch.float64)
-
-    def _add_batch(self, batch: Any, size: int) -> torch.Tensor:
-        try:
-            return super()._add_batch(batch, size)
-        except _NotFinite as found:
-            # Their derivatives would spoil the sum with any factor: 0 x NaN is NaN.
-            kept = found.finite.nonzero().flatten()
-            self._count(0, size - len(kept))
-            if len(kept):
-                rest = pytree.tree_map(lambda leaf: leaf[kept.to(leaf.device)], batch)
-                self._add_batch(rest, len(kept))
-            return found.losses
-
-    def _add_losses(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
-        finite = norms.isfinite() & losses.detach().isfinite()
-        if not bool(finite.all()):
-            raise _NotFinite(finite, losses.detach())
-        factors = clip_factors(norms, self.max_grad_norm)
-        weights = _rounded_down(factors, losses.dtype)
-        gradients = torch.autograd.grad((weights * losses).sum(), self.parameters)
-        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
-            raise RuntimeError(
-                "the derivatives of a sample are not finite, though its norm is, and ghost "
-                "clipping cannot leave it out: use PerSampleGradients or OpacusGradients, which can"
-            )
-        for total, gradient in zip(self._sums, gradients, strict=True):
-            total.add_(gradient)
-        self._count(len(losses), 0)
-
-    @contextmanager
-    def _hooked(self) -> Iterator[None]:
-        handles = [
-            layer.register_forward_pre_hook(_refuse_sequences)
-            for layer in self._model.modules()
-            if isinstance(layer, nn.Linear | nn.Embedding)
-        ]
-        handles += [
-            layer.register_forward_hook(_refuse_16_bits)
-            for layer in self._model.modules()
-            if any(p.requires_grad for p in layer.parameters(recurse=False))
-        ]
-        try:
-            with super()._hooked():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-class _NotFinite(Exception):
-    """Raised for samples with losses or norms that are not finite."""
-
-    def __init__(self, finite: torch.Tensor, losses: torch.Tensor) -> None:
-        super().__init__()
-        self.finite, self.losses = finite, losses
-
-
-def _refuse_sequences(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Refuse more than one row per sample, where Opacus finds the norm by Gram matrices."""
-    rows = inputs[0].dim() - (1 if isinstance(layer, nn.Linear) else 0)
-    if torch.is_grad_enabled() and layer.weight.requires_grad and rows > 1:
-        raise PrivacyError(
-            f"ghost clipping of sequences: {type(layer).__name__} gets {tuple(inputs[0].shape)}, "
-            "and where the gradients of a sample's positions nearly cancel, its norm is too small "
-            'to clip it. Valid instead: grad_sample_mode="hooks" or "functorch"'
-        )
-
-
-def _refuse_16_bits(layer: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
-    """Refuse a layer for which the second pass would add up gradients in fewer than 24 bits."""
-    if not torch.is_grad_enabled():
-        return
-    trained = [p for p in layer.parameters(recurse=False) if p.requires_grad]
-    # By outputs, a layer that casts inside of itself.
-    seen = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
-    dtypes = {t.dtype for t in (*trained, *seen) if t.is_floating_point()}
-    kinds = {p.device.type for p in trained}
-    dtypes |= {torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)}
-    coarsest = min(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
-    if torch.finfo(coarsest).bits < 32:
-        raise PrivacyError(
-            f"ghost clipping in {coarsest}: the samples of a batch are added up in it, and one "
-            "more sample changes the rounding of the whole sum by more than C. Valid instead: "
-            'grad_sample_mode="hooks" or "functorch", or float32'
-        )
 
 
 def _refuse_compound_layers(model: nn.Module) -> None:
@@ -367,14 +193,14 @@ def _refuse_compound_layers(model: nn.Module) -> None:
             )
 
 
-def _hooks_of(module: "nn.Module | AbstractGradSampleHooks", kind: type) -> Any:
-    """Attach Opacus's hooks of one kind to the model inside of all wrappers, in place of others."""
+def _hooks_of(module: "nn.Module | AbstractGradSampleHooks") -> Any:
+    """Attach Opacus's hooks to the model inside of all wrappers, in place of others."""
     while isinstance(module, AbstractGradSampleHooks):
         module = cast(nn.Module, module._module)
     model = unwrapped(module)
     _refuse_compound_layers(model)
     detach(model)
-    return kind(model, loss_reduction="sum")
+    return GradSampleHooks(model, loss_reduction="sum")
 
 
 def detach(module: nn.Module) -> None:
@@ -383,11 +209,3 @@ def detach(module: nn.Module) -> None:
     for owner in [getattr(hook, "__self__", None) for hook in hooks]:
         if isinstance(owner, AbstractGradSampleHooks):
             owner.cleanup()
-
-
-def _rounded_down(factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers of at least 0 in another dtype, rounded down."""
-    rounded = factors.to(dtype)
-    info = torch.finfo(dtype)
-    step = (rounded.abs() * info.eps).clamp(min=info.smallest_normal * info.eps)
-    return torch.where(rounded.double() > factors.double(), (rounded - step).clamp(min=0), rounded)

@@ -1,6 +1,5 @@
 """The Gaussian mechanism on several ranks: from clipped sums to one noised mean."""
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from comm_hooks.optim.private.noise.discrete import Grid, add_discrete_noise_
 from comm_hooks.optim.private.noise.gaussian import add_noise_
 from comm_hooks.optim.private.noise.placement import PLACES, Place, Scheme, judge
 from comm_hooks.optim.private.noise.secret import Secret, Stream, Unrepeatable
-from comm_hooks.requirements import is_number, require_choice, require_kind, require_within
+from comm_hooks.requirements import require_choice, require_kind, require_within
 
 NoiseKind = Literal["gaussian", "discrete"]
 AddNoise = Callable[[Sequence[torch.Tensor]], None]
@@ -279,9 +278,3 @@ def require_owners(exchange: Exchange) -> None:
             f"collective={exchange.settings.collective!r} cannot have: leave that at 'auto', and "
             "choose a compressor that is the same on all ranks"
         )
-
-
-def require_positive_number(name: str, value: float) -> None:
-    """Raise ``ValueError`` unless ``value`` is a finite number above 0."""
-    if not is_number(value) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive number, got {value!r}")

@@ -298,22 +298,16 @@ FAULTS: dict[str, Script] = {
 }
 
 CORRECT: dict[str, Script] = {
-    **{
-        f"Opacus's {mode}": Script(
-            {
-                _LOSS: "nn.functional.cross_entropy(model(inputs), labels, reduction='none')",
-                _LAST: f"    max_grad_norm=1.0,\n    grad_sample_mode={mode!r},\n",
-            }
-        )
-        for mode in ("hooks", "ghost")
-    },
-    "parts of a batch, and torch's own optimizer": Script(
+    "Opacus's hooks": Script(
+        {
+            _LOSS: "nn.functional.cross_entropy(model(inputs), labels, reduction='none')",
+            _LAST: "    max_grad_norm=1.0,\n    grad_sample_mode='hooks',\n",
+        }
+    ),
+    "micro-batches, and torch's own optimizer": Script(
         {
             _ADAM: "optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),",
-            "loss = optimizer.backward(batch)": (
-                "for i in range(0, len(batch[0]), 8):\n"
-                "            optimizer.backward([t[i : i + 8] for t in batch], of=batch)"
-            ),
+            _LAST: "    max_grad_norm=1.0,\n    micro_batch_size=8,\n",
         }
     ),
     "dropout, noise on inputs and an average of weights": Script(

@@ -80,7 +80,7 @@ def test_the_rules_read_every_setting(tmp_path: Path, changes: dict[str, Any], r
     ("changes", "message"),
     [
         ({"noise_multipler": 1}, "did you mean 'noise_multiplier'?"),
-        ({"noise_multiplier": 0}, "noise_multiplier must be a positive number, got 0"),
+        ({"noise_multiplier": 0}, "noise_multiplier must lie in (0, inf), got 0"),
         ({"sample_rate": 0}, "sample_rate must be in (0, 1], got 0"),
         ({"sample_rate": 10**400}, "sample_rate must be from 0 to 1, got inf"),
         ({"delta": 1}, "delta must be between 0 and 1"),

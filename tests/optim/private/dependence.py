@@ -55,11 +55,6 @@ def token_mean(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return of_tokens(model, tokens).sum(1) / tokens.numel()
 
 
-def padded_mean(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    counts = tokens != 0
-    return (of_tokens(model, tokens) * counts).sum(1) / counts.sum()
-
-
 def contrastive(model: nn.Module, batch: Any) -> torch.Tensor:
     outputs = model(batch[0])
     one, other = (F.normalize(x, dim=1) for x in (outputs, outputs + outputs.flip(1)))
@@ -70,20 +65,10 @@ def divided(model: nn.Module, batch: Any) -> torch.Tensor:
     return entropies(model, batch) / len(batch[0])
 
 
-def neighbours(model: nn.Module, batch: Any) -> torch.Tensor:
-    outputs = model(batch[0]).sum(1)
-    return (outputs - outputs.roll(1)).square()
-
-
 def pairs(model: nn.Module, batch: Any) -> torch.Tensor:
     outputs = model(batch[0]).sum(1)
     places = torch.arange(len(outputs))
     return (outputs - outputs[(places ^ 1).clamp(max=len(outputs) - 1)]).square() + outputs**2
-
-
-def ranking(model: nn.Module, batch: Any) -> torch.Tensor:
-    scores = model(batch[0]).sum(1)
-    return (1.0 - scores[:, None] + scores[None, :]).clamp(min=0).sum(1)
 
 
 def weighted(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -95,18 +80,9 @@ def softmax_over_the_batch(model: nn.Module, batch: Any) -> torch.Tensor:
     return -torch.log_softmax(model(batch[0]), dim=0).gather(1, batch[1][:, None])[:, 0]
 
 
-def running_max(model: nn.Module, batch: Any) -> torch.Tensor:
-    return entropies(model, batch) * torch.cummax(model(batch[0]).sum(1), 0).values.exp()
-
-
 def detached_scale(model: nn.Module, batch: Any) -> torch.Tensor:
     losses = entropies(model, batch)
     return losses / losses.detach().mean()
-
-
-def hardest(model: nn.Module, batch: Any) -> torch.Tensor:
-    losses = entropies(model, batch)
-    return losses * (losses >= losses.detach().median())
 
 
 # How a model is made, and what its loss is.
@@ -114,23 +90,14 @@ DEPENDENT: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "batch norm": (lambda: mlp(Normalizes()), entropies),
     "batch norm in training": (lambda: mlp(Normalizes(always=False)), entropies),
     "batch norm, detached": (lambda: mlp(Normalizes(detached=True)), entropies),
-    "batch norm and dropout": (
-        lambda: mlp(Normalizes(always=False), nn.Dropout(0.3)),
-        entropies,
-    ),
     "token mean": (Words, token_mean),
-    "token mean without padding": (Words, padded_mean),
     "contrastive": (mlp, contrastive),
     "divided by the batch size": (mlp, divided),
     "divided, with dropout": (lambda: mlp(nn.Dropout(0.3)), divided),
-    "neighbours": (mlp, neighbours),
     "pairs": (mlp, pairs),
-    "ranking": (mlp, ranking),
     "weights": (mlp, weighted),
     "softmax over the batch": (mlp, softmax_over_the_batch),
-    "running max": (mlp, running_max),
     "detached statistics of the loss": (mlp, detached_scale),
-    "hardest samples": (mlp, hardest),
 }
 
 
@@ -154,15 +121,6 @@ class Noisy(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.layer(inputs + 0.1 * torch.randn_like(inputs))
-
-
-def cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (3, 2, 2)),
-        *(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU()),
-        *(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(32, CLASSES)),
-    )
 
 
 def deep() -> nn.Module:
@@ -194,7 +152,6 @@ def probabilities(model: nn.Module, batch: Any) -> torch.Tensor:
 
 INDEPENDENT: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "mlp": (mlp, entropies),
-    "cnn": (cnn, entropies),
     "deep": (deep, entropies),
     "confident": (confident, entropies),
     "dropout": (lambda: mlp(nn.Dropout(0.5)), entropies),
@@ -204,7 +161,6 @@ INDEPENDENT: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
         Transformer,
         lambda m, t: F.cross_entropy(m(t), t[:, 0] % CLASSES, reduction="none"),
     ),
-    "embedding": (Words, lambda m, t: of_tokens(m, t).mean(1)),
     "embedding with padding": (Words, masked_mean),
 }
 

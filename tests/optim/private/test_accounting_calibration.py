@@ -20,7 +20,7 @@ rates = st.sampled_from([1e-3, 0.01, 0.2, 1.0])
 SPENT = [GaussianEvent(2.0, 0.01, 300), GaussianEvent(0.9, 0.02, 50)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(targets, deltas, rates, st.integers(1, 10**5), st.sampled_from([(), tuple(SPENT)]))
 def test_noise_keeps_the_budget_and_hardly_less_would(target, delta, rate, steps, spent):
     accountant = RDPAccountant()
@@ -38,6 +38,7 @@ def test_the_noise_of_table_8_comes_back():
     assert 4.9990 < sigma < 5.0006
 
 
+@pytest.mark.slow
 def test_noise_for_pld_is_less():
     pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
     asked = {"sample_rate": 0.05, "steps": 400}
@@ -68,7 +69,7 @@ def test_a_target_below_what_delta_costs():
         noise_multiplier_for(0.5, 1e-5, sample_rate=0.1, steps=10, spent=SPENT)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(targets, deltas, st.floats(0.3, 20), rates, st.sampled_from([(), tuple(SPENT)]))
 def test_the_last_step_within_the_budget(target, delta, sigma, rate, spent):
     accountant = RDPAccountant()
@@ -102,7 +103,7 @@ def test_accountants_of_ones_own():
 
 
 ASKED = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.1}
-TARGET = "target_epsilon must be positive and finite"
+TARGET = r"target_epsilon must lie in \(0, inf\)"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ TARGET = "target_epsilon must be positive and finite"
             r"lasts for more than 1e\+15 steps",
         ),
         ("n", {"steps": 0}, "steps must be at least 1"),
-        ("n", {"tolerance": 0.0}, "tolerance must be between 0 and 1"),
+        ("n", {"tolerance": 0.0}, r"tolerance must lie in \(0, 1\)"),
     ],
     ids=str,
 )

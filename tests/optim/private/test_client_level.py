@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from comm_hooks import SRHT, CountSketch, ErrorFeedback, Exchange, Quantize, RandomK, Sign, TopK
-from comm_hooks.collectives import Simulated
+from comm_hooks.collectives import Simulated, Transport, run_ranks
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.optim import SAFL, FedAMS, FedAvg, FedLAMB, LocalRounds, Participation
@@ -17,18 +17,15 @@ from comm_hooks.optim.private import AdaS, PrivacyEngine, PrivacyError, PrivateP
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 from comm_hooks.optim.private.client_level import _ClientGuard
 from tests.optim.private.saving import equal, saved
-from tests.optim.scenarios import RanksOf
+from tests.optim.scenarios import rarely
 
 CLIENTS = 12
-slow = pytest.mark.slow
 COMPRESSORS = [
     (Identity(), False),
     (TopK(density=1 / 8), True),
-    pytest.param(Sign(), True, marks=slow),
-    pytest.param(Quantize(bits=4), False, marks=slow),
     (CountSketch(ratio=0.25), False),
-    pytest.param(SRHT(ratio=0.25), False, marks=slow),
     (RandomK(density=0.25, unbiased=False), True),
+    *rarely((Sign(), True), (Quantize(bits=4), False), (SRHT(ratio=0.25), False)),
 ]
 
 
@@ -140,11 +137,11 @@ def _decoded_bound(compressor: Compressor) -> float:
 @pytest.mark.parametrize(
     ("compressor", "rate", "tolerance"),
     [
-        # Of 307,500 draws the relative standard deviation of the variance is 0.25 %.
-        (Identity(), 0.5, 0.015),
-        (TopK(density=1 / 8), 0.5, 0.015),
+        # Of 80,000 draws the relative standard deviation of the variance is 0.5 %.
+        (Identity(), 0.5, 0.03),
+        *rarely((TopK(density=1 / 8), 0.5, 0.03)),
         # An element reads one noised payload element: 500 per round, each read four times.
-        (CountSketch(ratio=0.25), 1.0, 0.04),
+        (CountSketch(ratio=0.25), 1.0, 0.06),
     ],
     ids=str,
 )
@@ -155,7 +152,7 @@ def test_the_variance_is_the_one_that_was_told(
     chosen = participation(sample_rate=rate, noise_multiplier=2.0, max_norm=0.3)
     rounds = FedAvg(model.named_parameters(), exchange(compressor), lr=0.1, participation=chosen)
     previous = model.weight.detach().clone()
-    for _ in range(150):
+    for _ in range(40):
         for _ in rounds.clients():
             pass  # no client does anything: only noise moves the model
         now = model.weight.detach().clone()
@@ -287,7 +284,9 @@ def test_a_bound_on_second_moments_is_refused(
     assert not entered
 
 
-def on_ranks(compressor: Compressor, memory: bool) -> tuple[torch.Tensor, float, list[int]]:
+def on_rank(
+    transport: Transport, compressor: Compressor, memory: bool
+) -> tuple[torch.Tensor, float, list[int]]:
     torch.manual_seed(5)
     engine = PrivacyEngine()
     chosen = engine.private_participation(
@@ -296,7 +295,9 @@ def on_ranks(compressor: Compressor, memory: bool) -> tuple[torch.Tensor, float,
     model = small_model()
     rounds = FedAvg(
         model.named_parameters(),
-        Exchange(compressor, ErrorFeedback() if memory else None, min_numel=64),
+        Exchange(
+            compressor, ErrorFeedback() if memory else None, min_numel=64, transport=transport
+        ),
         lr=0.1,
         participation=chosen,
     )
@@ -307,10 +308,8 @@ def on_ranks(compressor: Compressor, memory: bool) -> tuple[torch.Tensor, float,
 @pytest.mark.parametrize(
     ("compressor", "memory"), [(TopK(density=1 / 8), True), (CountSketch(ratio=0.25), False)]
 )
-def test_ranks_agree_on_who_is_drawn_and_on_the_noise(
-    compressor: Compressor, memory: bool, ranks_of: RanksOf
-) -> None:
-    results = ranks_of(3).run(on_ranks, compressor, memory)
+def test_ranks_agree_on_who_is_drawn_and_on_the_noise(compressor: Compressor, memory: bool) -> None:
+    results = run_ranks(lambda transport: on_rank(transport, compressor, memory), 3)
     for rank, (model, epsilon, played) in enumerate(results):
         assert torch.equal(model, results[0][0])
         assert epsilon == results[0][1]
@@ -337,7 +336,7 @@ HARM = [1e11, 1.5e20, float("inf"), float("nan")]
 
 
 def with_a_client_that_does_harm(
-    kind: str, compressor: Compressor, value: float | None
+    transport: Transport, kind: str, value: float | None
 ) -> tuple[torch.Tensor, int]:
     """Return how far a round of 12 clients moves the model, and how many rounds there were.
 
@@ -345,9 +344,13 @@ def with_a_client_that_does_harm(
     has no data.
     """
     model = small_model()
-    memory = None if compressor.linear else ErrorFeedback()
+    linear = kind == "safl"
+    compressor = CountSketch(ratio=0.5) if linear else TopK(density=1 / 4)
+    memory = None if linear else ErrorFeedback()
     rounds = KINDS[kind](
-        model, Exchange(compressor, memory, min_numel=64), participation(max_norm=0.5)
+        model,
+        Exchange(compressor, memory, min_numel=64, transport=transport),
+        participation(max_norm=0.5),
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="round .* left out")
@@ -364,16 +367,14 @@ def with_a_client_that_does_harm(
     return moved(model), rounds.round_index
 
 
-def with_and_without_harm(kind: str) -> list[tuple[torch.Tensor, int]]:
-    compressor = CountSketch(ratio=0.5) if kind == "safl" else TopK(density=1 / 4)
-    return [with_a_client_that_does_harm(kind, compressor, value) for value in [None, *HARM]]
-
-
 @pytest.mark.parametrize("kind", ["safl", "fed_avg", "outer_momentum"])
-def test_a_client_shows_its_presence_by_its_clipped_message_alone(
-    kind: str, ranks_of: RanksOf
-) -> None:
-    ranks = ranks_of(2).run(with_and_without_harm, kind)
+def test_a_client_shows_its_presence_by_its_clipped_message_alone(kind: str) -> None:
+    ranks = run_ranks(
+        lambda transport: [
+            with_a_client_that_does_harm(transport, kind, value) for value in [None, *HARM]
+        ],
+        2,
+    )
     absent, _ = ranks[0][0]
     for mine, other in zip(*ranks, strict=True):
         assert mine[0].isfinite().all()
@@ -512,13 +513,6 @@ def scale_gradients(rounds: LocalRounds, model: nn.Module) -> None:
     scaler.step(rounds)
 
 
-def unscale_gradients(rounds: LocalRounds, model: nn.Module) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(torch.ones(1, 40)).sum()).backward()
-    scaler.unscale_(rounds)
-    scaler.step(rounds)
-
-
 @pytest.mark.parametrize(
     ("leave", "message"),
     [
@@ -526,7 +520,6 @@ def unscale_gradients(rounds: LocalRounds, model: nn.Module) -> None:
         (schedule_local_steps, r"changed lr from 0\.01 to 0\.001"),
         (schedule_the_server, r"changed momentum from 0\.9 to 0\.5"),
         (scale_gradients, "a GradScaler's scale"),
-        (unscale_gradients, "a GradScaler's scale"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
@@ -551,18 +544,14 @@ def test_what_a_client_would_leave_beside_its_delta_is_refused(
 
 
 class Counting(nn.Module):
-    """Keeps, in a buffer of its own, the mean of what it saw."""
+    """Keeps the mean of its inputs in a buffer."""
 
-    def __init__(self, in_place: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.in_place = in_place
         self.register_buffer("seen", torch.zeros(40))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.in_place:
-            self.seen += inputs.mean(0)
-        else:
-            self.seen = self.seen + inputs.mean(0)
+        self.seen = self.seen + inputs.mean(0)
         return inputs
 
 
@@ -570,9 +559,7 @@ class Counting(nn.Module):
     ("layer", "buffer"),
     [
         (nn.BatchNorm1d(40), "running_mean"),
-        (nn.InstanceNorm1d(4, track_running_stats=True), "running_mean"),
-        (Counting(in_place=True), "seen"),
-        (Counting(in_place=False), "seen"),
+        (Counting(), "seen"),
         (nn.Sequential(nn.BatchNorm1d(40)).eval(), None),
         (nn.LayerNorm(40), None),
     ],

@@ -39,7 +39,7 @@ MAKE: dict[str, Callable[..., NoisedOptimizer]] = {
     "DPAdam": partial(DPAdam, lr=0.01, weight_decay=0.1),
     "DPAdamBC": partial(DPAdamBC, lr=0.01, weight_decay=0.1),
     "DPMicroAdam": partial(DPMicroAdam, lr=0.01, weight_decay=0.1, density=0.2, min_numel=16),
-    "DP2": partial(DP2, lr=0.1, sgd_steps=2, preconditioned_steps=3, weight_decay=0.1),
+    "DP2": partial(DP2, lr=0.1, sgd_steps=2, preconditioned_steps=2, weight_decay=0.1),
     "AdaDPS": partial(AdaDPS, lr=0.1, public_gradients=public, momentum=0.5, weight_decay=0.1),
     "AdaS": partial(AdaS, lr=0.1, public_gradients=public, preconditioner="adam"),
     "ScaleThenPrivatize": partial(ScaleThenPrivatize, lr=0.01, weight_decay=0.1),
@@ -62,15 +62,15 @@ def advance(parameters: Any, optimizer: Any, steps: range) -> None:
     run(parameters, optimizer, steps=steps, step=lambda: step(optimizer))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", MAKE)
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(name: str, dtype: torch.dtype) -> None:
     assert resumes_exactly(MAKE[name], dtype, advance=advance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", WITHOUT_NAMES)
-def test_narrow_parameters_are_rounded_once(name: str, dtype: torch.dtype) -> None:
+def test_narrow_parameters_are_rounded_once(name: str) -> None:
+    dtype = torch.bfloat16
     generator = torch.Generator().manual_seed(0)
     narrow = nn.Parameter(torch.randn(1000, generator=generator).to(dtype))
     wide = nn.Parameter(narrow.detach().float())
@@ -141,6 +141,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         for name in ("DPSGD", "DPRMSProp", "AdaDPS", "AdaS", "DPRPub", "PDADPMD")
         for bad in (1.0, -0.5)
     ),
+    ("DPMicroAdam", {"density": 0.0}, "density is the fraction .* got 0.0"),
+    ("DPMicroAdam", {"window": 0}, "window must be an integer of at least 1, got 0"),
+    ("DPMicroAdam", {"bias_correction": "all"}, "bias_correction must be one of .* got 'all'"),
+    ("DPMicroAdam", {"value_bits": 2}, "value_bits must be one of 4, 16, 32, got 2"),
+    ("DPMicroAdam", {"block_size": 1 << 17}, "block_size must be at most 65536, got 131072"),
+    ("DPMicroAdam", {"min_numel": 1.5}, "min_numel must be an integer of at least 1, got 1.5"),
     ("DPSGD", {"momentum": 0.0, "nesterov": True}, "nesterov needs momentum: set .*, say"),
     ("DPAdam", {"eps": -1e-8}, "eps must not be negative, got -1e-08"),
     ("DPAdamBC", {"gamma": -1.0}, "gamma must not be negative, got -1.0"),

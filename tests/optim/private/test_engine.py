@@ -27,7 +27,7 @@ from comm_hooks import (
     register,
     skip_hook,
 )
-from comm_hooks.collectives import Simulated
+from comm_hooks.collectives import Simulated, Transport, run_ranks
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.optim.private import (
@@ -43,7 +43,7 @@ from comm_hooks.optim.private import (
 )
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant, max_steps
 from comm_hooks.optim.private.noise.gaussian import add_noise_
-from tests.optim.scenarios import RanksOf
+from tests.optim.scenarios import RanksOf, rarely
 
 SAMPLES = 240
 
@@ -131,14 +131,16 @@ def test_a_private_optimizer_takes_hooks_and_schedulers() -> None:
 
 
 def train_on_rank(
-    place: str, compressor: Compressor, memory: bool, noise: float
+    transport: Transport, place: str, compressor: Compressor, memory: bool
 ) -> tuple[list[torch.Tensor], float, float, float, int]:
     torch.manual_seed(42)  # the same on all ranks, as users do
     engine = PrivacyEngine()
     model = small_model()
-    exchange = Exchange(compressor, ErrorFeedback() if memory else None, min_numel=64)
+    exchange = Exchange(
+        compressor, ErrorFeedback() if memory else None, min_numel=64, transport=transport
+    )
     model, optimizer, loader = private(
-        engine, model, placement=place, exchange=exchange, noise_multiplier=noise
+        engine, model, placement=place, exchange=exchange, noise_multiplier=0.5
     )
     before = loss_on_everything(model)
     train(model, optimizer, loader, epochs=10)
@@ -158,9 +160,9 @@ def train_on_rank(
     ],
 )
 def test_what_is_valid_trains_on_three_ranks_and_costs_what_is_said(
-    place: str, compressor: Compressor, memory: bool, ranks_of: RanksOf
+    place: str, compressor: Compressor, memory: bool
 ) -> None:
-    results = ranks_of(3).run(train_on_rank, place, compressor, memory, 0.5)
+    results = run_ranks(lambda transport: train_on_rank(transport, place, compressor, memory), 3)
     for parameters, before, after, epsilon, drawn in results:
         assert after < 0.75 * before
         assert epsilon == RDPAccountant().epsilon([GaussianEvent(0.5, 0.25, steps=40)], 1e-3)
@@ -207,7 +209,9 @@ def test_ranks_with_one_seed_sample_and_draw_noise_independently(
             assert abs(float(torch.corrcoef(torch.stack([noise, other_noise]))[0, 1])) < 0.1
 
 
-@pytest.mark.parametrize("make", [DPSGD, DPAdam, DPAdamBC, DPMicroAdam, ScaleThenPrivatize])
+@pytest.mark.parametrize(
+    "make", [DPMicroAdam, *rarely(DPSGD, DPAdam, DPAdamBC, ScaleThenPrivatize)]
+)
 def test_every_optimizer_learns(make: Callable[..., torch.optim.Optimizer]) -> None:
     lr = 0.5 if make is DPSGD else 0.02
     model = small_model()
@@ -229,8 +233,7 @@ def test_a_step_is_the_clipped_sum_by_the_public_divisor() -> None:
         micro_batch_size=4,
     )
     batch = inputs, labels = next(iter(loader))
-    optimizer.backward([inputs[:6], labels[:6]], of=batch)
-    optimizer.backward([inputs[6:], labels[6:]], of=batch)
+    optimizer.backward(batch)
     optimizer.step()
     total = [torch.zeros_like(p) for p in reference.parameters()]
     for x, y in zip(inputs, labels, strict=True):
@@ -399,21 +402,21 @@ def test_a_history_that_does_not_say_where_noise_was_protects_from_nobody_else()
             engine.get_epsilon(1e-3, observer=observer)
 
 
-def epsilons_of_shares() -> list[float]:
+def epsilons_of_shares(transport: Transport) -> list[float]:
     """Two trainings under shares; the second one has residuals."""
     found = []
     for memory in (None, ErrorFeedback()):
         engine = PrivacyEngine()
-        exchange = Exchange(RandomK(density=0.25, unbiased=False), memory)
+        exchange = Exchange(RandomK(density=0.25, unbiased=False), memory, transport=transport)
         train(*private(engine, small_model(), placement="shares", exchange=exchange))
         found += [engine.get_epsilon(1e-3, observer=o) for o in ("model", "checkpoint", "rank")]
     return found
 
 
-def test_a_share_of_the_noise_protects_less_from_ranks_and_in_residuals(ranks_of: RanksOf) -> None:
+def test_a_share_of_the_noise_protects_less_from_ranks_and_in_residuals() -> None:
     accountant = RDPAccountant()
     whole, half = (accountant.epsilon([GaussianEvent(s, 0.25, 4)], 1e-3) for s in (1.0, 0.5))
-    for found in ranks_of(4).run(epsilons_of_shares):
+    for found in run_ranks(epsilons_of_shares, 4):
         assert found == [whole, whole, half, whole, half, half]
 
 
@@ -452,24 +455,6 @@ def test_a_budget_lasts_exactly_as_long_as_it_may() -> None:
     _, optimizer, loader = with_epsilon(engine, 2.5, 20)
     take_steps(optimizer, loader, 20)
     assert 2.4 < engine.get_epsilon(1e-3) <= 2.5
-
-
-def test_a_budget_counts_what_was_spent_before(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    engine = PrivacyEngine(ledger=path)
-    train(*private(engine, small_model()))
-    spent = GaussianEvent(1.0, 0.25, steps=4)
-    assert engine.get_epsilon(1e-3) == RDPAccountant().epsilon([spent], 1e-3)
-    engine._opened().close()
-
-    again = PrivacyEngine(ledger=path)
-    _, optimizer, loader = private(again, small_model(), noise_multiplier=2.0)
-    again.set_budget(4.0, 1e-3)
-    left = max_steps(4.0, 1e-3, noise_multiplier=2.0, sample_rate=0.25, spent=[spent])
-    assert left > 0
-    take_steps(optimizer, loader, left)
-    with pytest.raises(PrivacyError, match="is spent"):
-        take_steps(optimizer, loader, 1)
 
 
 def continued(path: str, ranks: tuple[int, ...]) -> float | str | None:

@@ -75,16 +75,6 @@ def test_what_was_recorded_comes_back(tmp_path_factory, history, sessions):
             assert ledger.events() == in_memory.events() == expected
 
 
-def test_a_step_takes_few_bytes(path):
-    with Ledger(path) as ledger:
-        ledger.record(STEP)
-        size = path.stat().st_size
-        for _ in range(100):
-            ledger.record(STEP)
-        assert path.stat().st_size == size + 100 * 24
-        assert ledger.events() == [GaussianEvent(1.0, 0.01, 101)]
-
-
 def test_the_file(path):
     with Ledger(path) as ledger:
         ledger.record(STEP)
@@ -322,6 +312,7 @@ for step in range(10**6):
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed(path):
     command = [sys.executable, "-c", RELEASING, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -92,7 +92,7 @@ def test_the_variance_is_the_one_that_was_told(
 ) -> None:
     world = World(ranks, Identity(), place, granularity=granularity)
     count, squares, total = 0, 0.0, 0.0
-    for _ in range(40):
+    for _ in range(20):
         released = world.release([zeros()] * ranks)[0]
         flat = torch.cat([t.flatten() for t in released.tensors.values()]).double()
         count += flat.numel()
@@ -100,8 +100,8 @@ def test_the_variance_is_the_one_that_was_told(
         total += float(flat.sum())
     told = released.noise_variance
     assert told == pytest.approx((ranks if place == "local" else 1) * (SIGMA * C / B) ** 2)
-    # Of 962,000 draws the relative standard deviation of the variance is 0.14 %.
-    assert squares / count == pytest.approx(told, rel=0.01)
+    # Of 481,000 draws the relative standard deviation of the variance is 0.2 %.
+    assert squares / count == pytest.approx(told, rel=0.013)
     assert abs(total / count) < 6 * (told / count) ** 0.5
 
 
@@ -162,14 +162,14 @@ def test_noise_on_what_is_sent_has_the_size_of_what_a_sample_can_do_there(
     """
     world = World(2, compressor, place)
     squares, count = 0.0, 0
-    for _ in range(150):
+    for _ in range(50):
         tensors = world.release([zeros()] * 2)[0].tensors
         for name in ("weight", "second"):
             drawn = tensors[name][tensors[name] != 0].double()
             squares += float(drawn.square().sum())
             count += drawn.numel()
-    # Of 900,000 draws the relative standard deviation of the variance is 0.15 %.
-    assert squares / count == pytest.approx(variance * (SIGMA * C / B) ** 2, rel=0.01)
+    # Of 300,000 draws the relative standard deviation of the variance is 0.26 %.
+    assert squares / count == pytest.approx(variance * (SIGMA * C / B) ** 2, rel=0.016)
 
 
 def test_the_norm_bound_is_that_of_the_very_parameters() -> None:

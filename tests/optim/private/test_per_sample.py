@@ -1,17 +1,12 @@
-import copy
 import re
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks.optim.private.gradients.clipping import ClippedSum, PublicTransform, sample_norms
 from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients, _Carry
@@ -25,9 +20,7 @@ from tests.optim.private.clipped_sums import (
     make,
     norm,
     sample_gradients,
-    sample_losses,
 )
-from tests.ranks import Ranks
 
 
 def taken(model: nn.Module, batch: Batch, max_grad_norm: float = 1.0, **options: Any) -> ClippedSum:
@@ -79,25 +72,6 @@ def test_sum_is_that_of_a_loop_over_samples(
     assert all(p.grad is None for p in model.parameters())
 
 
-@given(
-    cuts=st.lists(st.integers(0, 8), max_size=3),
-    order=st.permutations(range(8)),
-    micro_batch_size=st.none() | st.integers(1, 8),
-)
-def test_neither_order_nor_micro_batches_matter(
-    cuts: list[int], order: list[int], micro_batch_size: int | None
-) -> None:
-    model, (inputs, labels) = make("mlp"), draw(8)
-    gradients = PerSampleGradients(model, loss_function, 0.7, micro_batch_size=micro_batch_size)
-    places = torch.tensor(order)
-    for part in torch.tensor_split(places, sorted(cuts)):
-        gradients.backward((inputs[part], labels[part]))
-    result = gradients.take()
-    assert result.samples == 8
-    assert distance(result, taken(model, (inputs, labels), 0.7)) < 3e-6
-    assert norm(gradients.take().tensors) == 0
-
-
 POISON = [1.0, 0.0, 1e-30, 1e4, 1e18, 1e30, float("inf"), float("nan")]
 
 
@@ -143,48 +117,6 @@ def test_norm_counts_every_element_of_every_parameter(rows: int) -> None:
     gradients = [torch.rand(4, rows, 3), torch.rand(4), torch.rand(4, 0)]
     expected = (gradients[0].double().square().sum((1, 2)) + gradients[1].double().square()).sqrt()
     torch.testing.assert_close(sample_norms(gradients), expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
-def test_samples_that_are_not_finite_are_left_out_and_counted(
-    poison: float, micro_batch_size: int | None
-) -> None:
-    model, (inputs, labels) = make("mlp"), draw(6)
-    clean = taken(model, (inputs[[0, 2, 3, 5]], labels[[0, 2, 3, 5]]))
-    gradients = PerSampleGradients(model, scaled_loss, 1.0, micro_batch_size=micro_batch_size)
-    weights = torch.ones(6)
-    weights[[1, 4]] = poison
-    with pytest.warns(UserWarning, match="not finite"):
-        gradients.backward((inputs, labels, weights))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        gradients.backward((inputs, labels, weights))
-    result = gradients.take()
-    assert (result.samples, result.not_finite) == (8, 4)
-    half = ClippedSum([t / 2 for t in result.tensors], 4)
-    assert distance(half, clean) < 1e-6
-    after = gradients.take()
-    assert (after.samples, after.not_finite) == (0, 0)
-
-
-def scaled_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    inputs, labels, weights = batch
-    return loss_function(model, (inputs, labels)) * weights.mean()
-
-
-def test_no_samples_add_nothing() -> None:
-    model = make("cnn")
-    gradients = PerSampleGradients(model, loss_function, 1.0)
-    inputs, labels = draw(3)
-    assert gradients.backward((inputs[:0], labels[:0])).isnan()
-    result = gradients.take()
-    assert result.samples == 0
-    assert [t.shape for t in result.tensors] == [p.shape for p in model.parameters()]
-    assert norm(result.tensors) == 0
-    gradients.backward((inputs, labels))
-    gradients.backward((inputs[:0], labels[:0]))
-    assert distance(gradients.take(), taken(model, (inputs, labels))) == 0
 
 
 def test_no_sample_counts_twice_if_a_failed_batch_is_tried_again() -> None:
@@ -330,11 +262,11 @@ def test_dropout_draws_for_each_sample() -> None:
 
 def test_half_precision_is_added_in_float32() -> None:
     model = nn.Linear(12, 10, bias=False, dtype=torch.bfloat16)
-    inputs, labels = torch.ones(600, 12, dtype=torch.bfloat16), torch.zeros(600, dtype=torch.long)
+    inputs, labels = torch.ones(300, 12, dtype=torch.bfloat16), torch.zeros(300, dtype=torch.long)
     one = taken(model, (inputs[:1], labels[:1]))
     many = taken(model, (inputs, labels), micro_batch_size=1)
     # In bfloat16 a sum of equal terms stops growing at 256 of them.
-    torch.testing.assert_close(many.tensors[0], one.tensors[0] * 600, rtol=1e-4, atol=0)
+    torch.testing.assert_close(many.tensors[0], one.tensors[0] * 300, rtol=1e-4, atol=0)
 
 
 def test_batches_may_be_nested() -> None:
@@ -349,45 +281,6 @@ def test_batches_may_be_nested() -> None:
     assert distance(gradients.take(), taken(model, (inputs, labels))) < 1e-6
 
 
-def test_losses_of_samples_are_as_good_as_their_mean() -> None:
-    model, batch = make("tied"), draw(9)
-    gradients = PerSampleGradients(model, sample_losses, 0.5, micro_batch_size=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loss = gradients.backward(batch)
-    torch.testing.assert_close(loss, loss_function(model, batch).detach())
-    result = gradients.take()
-    assert result.samples == 9
-    assert distance(result, taken(model, batch, 0.5)) < 1e-6
-
-
-def under_ddp() -> tuple[bool, int, float]:
-    """Return whether p.grad is None, how often DDP asked its hook, and how far off the sum is."""
-    calls: list[int] = []
-
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        calls.append(1)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    model = make("mlp")
-    batch = draw(4 + dist.get_rank(), dist.get_rank())
-    expected = taken(copy.deepcopy(model), batch)
-    ddp_model = DistributedDataParallel(model)
-    ddp_model.register_comm_hook(None, hook)
-    result = taken(ddp_model, batch)
-    partly = nn.Sequential(DistributedDataParallel(nn.Linear(12, 4)), nn.Linear(4, 10))
-    with pytest.raises(ValueError, match="wrap the whole model"):
-        PerSampleGradients(partly, loss_function, 1.0)
-    return all(p.grad is None for p in model.parameters()), len(calls), distance(result, expected)
-
-
-def test_ddp_averages_nothing(ranks_of: Callable[[int], Ranks]) -> None:
-    for outcome in ranks_of(2).run(under_ddp):
-        assert outcome == (True, 0, 0.0)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -396,6 +289,7 @@ def test_ddp_averages_nothing(ranks_of: Callable[[int], Ranks]) -> None:
         ({"max_grad_norm": float("inf")}, "max_grad_norm must be a finite number"),
         ({"max_grad_norm": 1e-12}, "max_grad_norm must be a finite number"),
         ({"micro_batch_size": 0}, "micro_batch_size must be an integer of at least 1"),
+        ({"model": make("mlp").requires_grad_(False)}, "no parameters with requires_grad=True"),
     ],
 )
 def test_bad_settings(options: dict[str, Any], message: str) -> None:
@@ -408,11 +302,6 @@ def test_bad_settings(options: dict[str, Any], message: str) -> None:
                 **options,
             }
         )
-
-
-def test_nothing_to_train() -> None:
-    with pytest.raises(ValueError, match="no parameters with requires_grad=True"):
-        PerSampleGradients(make("mlp").requires_grad_(False), loss_function, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """The validity table: every row, with what is valid instead."""
 
-import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -36,95 +35,94 @@ LINEAR: list[Compressor] = [MASK, CountSketch(ratio=0.1), SRHT(ratio=0.1), Ident
 ANY = NON_LINEAR + LINEAR
 
 
-def refused(scheme: Scheme, rule: int, instead: str) -> None:
+Case = dict[str, Any]
+SKETCH = CountSketch(ratio=0.1)
+UNBOUNDED = GaussianSketch(ratio=0.1)
+
+
+def case(place: str, compressor: Compressor | None = None, **settings: Any) -> Case:
+    return {"place": place, "compressor": compressor or MASK, "world_size": 4, **settings}
+
+
+def client(compressor: Compressor, **settings: Any) -> Case:
+    return {**case("aggregate", compressor), "unit": "client", "clipping": "message", **settings}
+
+
+# The rule and the remedy of each refusal.
+REFUSED: list[tuple[Case, int, str]] = [
+    *((case("shares", c, world_size=n), 5, "'local'") for c in NON_LINEAR for n in (1, 8)),
+    *((case("rank_0", c), 3, "'local'") for c in NON_LINEAR),
+    *((case("aggregate", c), 8, "'central'") for c in NON_LINEAR),
+    (case("shares", exempt=Identity(16)), 5, "exempt_bits=32"),
+    (case("aggregate", exempt=Identity(16)), 8, "exempt_bits=32"),
+    (case("aggregate", UNBOUNDED), 9, "count_sketch"),
+    *((case(p, feedback="before_noise"), 10, "noised") for p in get_args(Place)),
+    *((case(p, scaling="private"), 16, "public") for p in get_args(Place)),
+    *((case(p, clipping="micro_batch"), 18, "every sample") for p in get_args(Place)),
+    *((case(p, divisor="actual"), 19, "expected_batch_size") for p in get_args(Place)),
+    *(
+        (client(c, clipping="unit"), 12, "clipping='message'")
+        for c in (SKETCH, Quantize(bits=2), RandomK(0.1))
+    ),
+    (client(MASK, weights="examples"), 11, "equally"),
+    (client(MASK, place="central"), 11, "'aggregate'"),
+]
+# The multiplier, that against peers, the standard deviation and the variance of the sum.
+VALID: list[tuple[Case, tuple[float, float, float]]] = [
+    *((case("central", c, feedback="after_noise"), (1, 0, 1)) for c in ANY),
+    *((case("local", c, feedback="after_noise"), (1, 1, 1)) for c in ANY),
+    *((case("shares", c, feedback="after_noise"), (1, 0.5, 0.5)) for c in LINEAR),
+    (case("shares", UNBOUNDED), (1, 0.5, 0.5)),
+    (case("local", exempt=Identity(16)), (1, 1, 1)),
+    (case("rank_0"), (1, 0, 1)),
+    *((case(p, scaling="public"), (1, 0, 1)) for p in ("central", "aggregate")),
+    *((client(c, feedback=f), (1, 0, 1)) for c in ANY for f in ("none", "before_noise")),
+    (client(MASK, clipping="unit"), (1, 0, 1)),
+]
+
+
+@pytest.mark.parametrize(("settings", "rule", "instead"), REFUSED, ids=str)
+def test_invalid_schemes_are_refused_with_a_remedy(settings: Case, rule: int, instead: str) -> None:
     with pytest.raises(PrivacyError, match=rf"^not private \(rule {rule}\): ") as error:
-        judge(scheme)
+        judge(Scheme(**settings))
     problem, _, remedy = str(error.value).partition("Valid instead: ")
     assert problem
     assert instead in remedy
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("compressor", ANY, ids=str)
-@pytest.mark.parametrize("feedback", ["none", "after_noise"])
-def test_noise_once_on_the_exact_sum_goes_with_anything(
-    compressor: Compressor, feedback: str
+@pytest.mark.parametrize(("settings", "expected"), VALID, ids=str)
+def test_valid_schemes_have_their_guarantee(
+    settings: Case, expected: tuple[float, float, float]
 ) -> None:
-    verdict = judge(Scheme(place="central", compressor=compressor, feedback=feedback, world_size=4))  # type: ignore[arg-type]
-    assert (verdict.multiplier, verdict.peer_multiplier, verdict.std) == (1, 0, 1)
+    verdict = judge(Scheme(**settings))
+    assert (verdict.multiplier, verdict.peer_multiplier, verdict.std) == expected
+    dense = settings["compressor"] == Identity() and "exempt" not in settings
+    ranks = 4 if settings["place"] == "local" else 1
+    assert verdict.variance_of_sum == (ranks if dense else None)
 
 
-@pytest.mark.parametrize("compressor", ANY, ids=str)
-def test_full_noise_on_every_rank_goes_with_anything_and_protects_from_peers(
-    compressor: Compressor,
-) -> None:
-    verdict = judge(
-        Scheme(place="local", compressor=compressor, feedback="after_noise", world_size=8)
-    )
-    assert (verdict.multiplier, verdict.peer_multiplier, verdict.std) == (1, 1, 1)
-    assert verdict.variance_of_sum == (8 if compressor == Identity() else None)
+def test_residuals_that_each_rank_rounds_are_not_shared() -> None:
+    for bits in (4, 16, 32):
+        exchange = Exchange(MASK, ErrorFeedback(bits=bits), transport=Simulated(4)[0])
+        for place, rule in (("shares", 5), ("rank_0", 3), ("local", 0), ("central", 0)):
+            scheme = Scheme.of(exchange, place)  # type: ignore[arg-type]
+            if rule and bits < 32:
+                with pytest.raises(PrivacyError, match=rf"rule {rule}\)"):
+                    judge(scheme)
+                judge(replace(scheme, feedback="none"))
+            else:
+                judge(scheme)
 
 
-@pytest.mark.parametrize("compressor", LINEAR, ids=str)
-def test_shares_go_with_one_linear_map(compressor: Compressor) -> None:
-    verdict = judge(
-        Scheme(place="shares", compressor=compressor, feedback="after_noise", world_size=4)
-    )
-    assert (verdict.multiplier, verdict.peer_multiplier, verdict.std) == (1, 0.5, 0.5)
-    assert verdict.variance_of_sum == (1 if compressor == Identity() else None)
-
-
-@pytest.mark.parametrize("compressor", NON_LINEAR, ids=str)
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_shares_do_not_go_with_anything_else(compressor: Compressor, ranks: int) -> None:
-    refused(Scheme(place="shares", compressor=compressor, world_size=ranks), 5, "'local'")
-
-
-@pytest.mark.parametrize("place", ["shares", "local", "central"])
-@pytest.mark.parametrize("bits", [4, 16, 32])
-def test_shares_do_not_go_with_residuals_that_are_rounded_on_each_rank(
-    place: Place, bits: int
-) -> None:
-    world = Simulated(4)
-    exchange = Exchange(MASK, ErrorFeedback(bits=bits), transport=world[0])
-    scheme = Scheme.of(exchange, place)
-    if place == "shares" and bits < 32:
-        refused(scheme, 5, "ErrorFeedback(bits=32)")
-        refused(replace(scheme, place="rank_0"), 3, "'local'")
-        judge(replace(scheme, feedback="none"))
-    else:
-        judge(scheme)
-
-
-def test_what_ranks_save_has_the_noise_of_what_they_remember() -> None:
-    def saved(place: Place, **settings: Any) -> float:
-        scheme = Scheme(place=place, compressor=MASK, world_size=4, **settings)
-        return judge(scheme).checkpoint_multiplier
-
-    assert saved("shares") == 1.0
-    assert saved("shares", feedback="after_noise") == 0.5
-    assert saved("rank_0", feedback="after_noise") == 0.0
-    for place in ("central", "local"):
-        assert saved(place, feedback="after_noise") == 1.0  # type: ignore[arg-type]
-    assert saved("aggregate") == 1.0
-    assert saved("aggregate", unit="client", clipping="message") == 0.0
-
-
-def test_small_parameters_in_bfloat16_count_as_well() -> None:
-    refused(Scheme(place="shares", compressor=MASK, exempt=Identity(16)), 5, "exempt_bits=32")
-    refused(Scheme(place="aggregate", compressor=MASK, exempt=Identity(16)), 8, "exempt_bits=32")
-    judge(Scheme(place="local", compressor=MASK, exempt=Identity(16)))
-
-
-@pytest.mark.parametrize("compressor", NON_LINEAR, ids=str)
-def test_noise_on_one_rank_does_not_survive_per_rank_compression(compressor: Compressor) -> None:
-    refused(Scheme(place="rank_0", compressor=compressor, world_size=4), 3, "'local'")
-    judge(Scheme(place="rank_0", compressor=MASK, world_size=4))
-
-
-@pytest.mark.parametrize("compressor", NON_LINEAR, ids=str)
-def test_noise_on_the_sum_of_what_was_made_of_clean_gradients(compressor: Compressor) -> None:
-    refused(Scheme(place="aggregate", compressor=compressor), 8, "'central'")
+def test_what_ranks_save_has_the_noise_of_their_residuals() -> None:
+    for place, with_memory in {"shares": 0.5, "rank_0": 0, "central": 1, "local": 1}.items():
+        assert judge(Scheme(**case(place, feedback="after_noise"))).checkpoint_multiplier == (
+            with_memory
+        )
+        assert judge(Scheme(**case(place))).checkpoint_multiplier == 1
+    assert judge(Scheme(**case("aggregate"))).checkpoint_multiplier == 1
+    assert judge(Scheme(**client(MASK))).checkpoint_multiplier == 0
 
 
 @pytest.mark.parametrize(
@@ -137,61 +135,13 @@ def test_noise_on_the_sum_of_what_was_made_of_clean_gradients(compressor: Compre
         (SRHT(ratio=0.25), 9, 2.0),
     ],
 )
-def test_noise_on_the_aggregate_grows_with_what_lengthens(
+def test_noise_on_the_aggregate_grows_with_the_norm_of_the_compressor(
     compressor: Compressor, rule: int, bound: float
 ) -> None:
-    verdict = judge(Scheme(place="aggregate", compressor=compressor, world_size=4))
+    verdict = judge(Scheme(**case("aggregate", compressor)))
     assert verdict.rule == rule
     assert verdict.std == pytest.approx(bound, rel=1e-3)
     assert (verdict.multiplier, verdict.peer_multiplier) == (1, 0)
-
-
-def test_a_norm_without_a_bound_is_refused() -> None:
-    assert math.isinf(GaussianSketch(ratio=0.1).norm_bound(1000))
-    refused(Scheme(place="aggregate", compressor=GaussianSketch(ratio=0.1)), 9, "count_sketch")
-    judge(Scheme(place="shares", compressor=GaussianSketch(ratio=0.1)))
-
-
-@pytest.mark.parametrize("place", ["central", "shares", "local", "aggregate", "rank_0"])
-def test_what_is_invalid_wherever_the_noise_is(place: str) -> None:
-    base = {"place": place, "compressor": MASK, "world_size": 2}
-    refused(Scheme(**base, feedback="before_noise"), 10, "noised")  # type: ignore[arg-type]
-    refused(Scheme(**base, scaling="private"), 16, "public")  # type: ignore[arg-type]
-    refused(Scheme(**base, clipping="micro_batch"), 18, "every sample")  # type: ignore[arg-type]
-    refused(Scheme(**base, divisor="actual"), 19, "expected_batch_size")  # type: ignore[arg-type]
-    judge(Scheme(**base, scaling="public"))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("compressor", [*ANY, GaussianSketch(ratio=0.1)], ids=str)
-@pytest.mark.parametrize("feedback", ["none", "before_noise"])
-def test_clients_may_compress_and_remember_as_they_like(
-    compressor: Compressor, feedback: str
-) -> None:
-    verdict = judge(
-        Scheme(
-            unit="client",
-            place="aggregate",
-            compressor=compressor,
-            feedback=feedback,  # type: ignore[arg-type]
-            clipping="message",
-        )
-    )
-    linear_sketch = compressor.linear and compressor != Identity() and compressor != PermK()
-    assert verdict.rule == (13 if linear_sketch else 11)
-    assert (verdict.multiplier, verdict.std) == (1, 1)
-
-
-@pytest.mark.parametrize("compressor", [CountSketch(ratio=0.1), Quantize(bits=2), RandomK(0.1)])
-def test_clients_that_clip_before_what_lengthens(compressor: Compressor) -> None:
-    refused(
-        Scheme(unit="client", place="aggregate", compressor=compressor), 12, "clipping='message'"
-    )
-    judge(Scheme(unit="client", place="aggregate", compressor=MASK))
-
-
-def test_clients_are_weighted_alike_and_noised_on_arrival() -> None:
-    refused(Scheme(unit="client", place="aggregate", weights="examples"), 11, "equally")
-    refused(Scheme(unit="client", place="central"), 11, "'aggregate'")
 
 
 def test_verdicts_scale_with_the_ranks() -> None:

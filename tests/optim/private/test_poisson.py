@@ -178,7 +178,7 @@ def flipped(samples: list[Any]) -> Any:
     }
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_empty_batches_have_the_structure_of_others(workers: int) -> None:
     options: dict[str, Any] = {}
     if workers:

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 
-from comm_hooks import ConfigMismatchError
-from comm_hooks.collectives import Simulated
+from comm_hooks import ConfigMismatchError, Exchange, Identity
+from comm_hooks.collectives import Simulated, Transport, run_ranks
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.optim.private import DPSGD, PrivacyEngine
 from comm_hooks.optim.private.data.same_data import SAMPLES, compare_datasets
@@ -68,8 +67,7 @@ def split(seed: int) -> Subset[Any]:
     return random_split(everything(), [LENGTH // 2, LENGTH // 2], generator)[0]
 
 
-def of_rank(kind: str) -> Any:
-    rank = dist.get_rank()
+def of_rank(rank: int, kind: str) -> Any:
     return {
         "alike": lambda: everything(),
         "split alike": lambda: split(7),
@@ -86,49 +84,57 @@ def of_rank(kind: str) -> Any:
     }[kind]()
 
 
-def outcome(kind: str, whole: bool) -> str:
-    torch.manual_seed(dist.get_rank())
-    data = of_rank(kind)
+def outcome(transport: Transport, kind: str) -> str:
+    torch.manual_seed(transport.rank)
     try:
-        if whole:
-            model = nn.Linear(6, 3)
-            PrivacyEngine().make_private(
-                module=model,
-                optimizer=DPSGD(model.named_parameters(), lr=0.5),
-                data_loader=DataLoader(data),
-                loss_function=loss_function,
-                noise_multiplier=1.0,
-                max_grad_norm=0.1,
-                sample_rate=0.5,
-                expected_batch_size=20,
-            )
-        else:
-            compare_datasets(data, TorchDistributed())
+        compare_datasets(of_rank(transport.rank, kind), transport)
     except ConfigMismatchError as error:
         return str(error)
     return ""
 
 
+def outcomes(kind: str) -> list[str]:
+    return run_ranks(lambda transport: outcome(transport, kind), 3)
+
+
 @pytest.mark.parametrize("kind", ["alike", "split alike", "augmented", "many"])
-def test_the_same_data_are_taken(kind: str, ranks_of: RanksOf) -> None:
-    assert ranks_of(3).run(outcome, kind, kind != "many") == [""] * 3
+def test_the_same_data_are_taken(kind: str) -> None:
+    assert outcomes(kind) == [""] * 3
 
 
 @pytest.mark.parametrize(
     "kind", ["split by seed + rank", "shuffled by rank", "lengths", "too few", "augmented, split"]
 )
-def test_other_data_are_refused_on_all_ranks(kind: str, ranks_of: RanksOf) -> None:
-    messages = ranks_of(3).run(outcome, kind, True)
-    assert all("ranks have different data sets" in message for message in messages)
-    if kind in ("lengths", "too few"):
-        assert all("the number of samples is 400 on rank" in message for message in messages)
-    else:
-        assert all("with the same seed on all ranks" in message for message in messages)
+def test_other_data_are_refused_on_all_ranks(kind: str) -> None:
+    of_length = kind in ("lengths", "too few")
+    problem = "number of samples is 400 on rank" if of_length else "same seed on all ranks"
+    for message in outcomes(kind):
+        assert "ranks have different data sets" in message
+        assert problem in message
+
+
+def test_the_engine_compares_data() -> None:
+    def make_private(transport: Transport) -> None:
+        model = nn.Linear(6, 3)
+        PrivacyEngine().make_private(
+            module=model,
+            optimizer=DPSGD(model.named_parameters(), lr=0.5),
+            data_loader=DataLoader(everything(LENGTH + transport.rank)),
+            loss_function=loss_function,
+            noise_multiplier=1.0,
+            max_grad_norm=0.1,
+            sample_rate=0.5,
+            expected_batch_size=20,
+            exchange=Exchange(Identity(), transport=transport),
+        )
+
+    with pytest.raises(ConfigMismatchError, match="ranks have different data sets"):
+        run_ranks(make_private, 2)
 
 
 @pytest.mark.parametrize("kind", ["one flag", "bytes", "structure"])
-def test_samples_of_many_things_are_compared(kind: str, ranks_of: RanksOf) -> None:
-    for message in ranks_of(3).run(outcome, kind, False):
+def test_samples_of_many_things_are_compared(kind: str) -> None:
+    for message in outcomes(kind):
         assert "the sample at place 5 is" in message
         assert "on ranks 0, 2" in message
 
@@ -145,15 +151,15 @@ def warned() -> tuple[list[str], bool]:
 
 
 def test_random_samples_cannot_be_compared(ranks_of: RanksOf) -> None:
+    """On real ranks, which have random states and warning filters of their own."""
     for messages, is_state_kept in ranks_of(2).run(warned):
         assert len(messages) == 1
         assert "cannot be compared, except for their lengths" in messages[0]
         assert is_state_kept
 
 
-def digests_seen() -> list[Any]:
+def digests_seen(transport: Transport) -> list[Any]:
     seen: list[Any] = []
-    transport = TorchDistributed()
     perform = transport.perform
 
     def listen(request: Any) -> Any:
@@ -166,8 +172,8 @@ def digests_seen() -> list[Any]:
     return seen
 
 
-def test_digests_are_keyed_and_of_a_public_number_of_samples(ranks_of: RanksOf) -> None:
-    for _, first, _, second in ranks_of(2).run(digests_seen):
+def test_digests_are_keyed_and_of_a_public_number_of_samples() -> None:
+    for _, first, _, second in run_ranks(digests_seen, 2):
         assert len(first) == len(second) == SAMPLES
         values = [{value for found in each for value in found.values()} for each in (first, second)]
         assert not values[0] & values[1]

@@ -82,20 +82,6 @@ def test_a_million_streams_have_as_many_keys() -> None:
     assert len({key for key, _ in seeds}) == len({start for _, start in seeds}) == 10**6
 
 
-def test_all_bits_of_a_seed_decide() -> None:
-    """A search of 2^32 seeds found the noise of a release when only the low ones did."""
-
-    class Chosen(Secret):
-        def seeds(self, label: str) -> tuple[int, int]:
-            return chosen
-
-    drawn = set()
-    for number in (0, *(1 << bit for bit in range(256))):
-        chosen = divmod(number, 1 << 128)
-        drawn.add(first(Chosen().stream("noise", rank=0, step=0)))
-    assert len(drawn) == 257
-
-
 def test_a_piece_is_drawn_from_all_of_its_seed() -> None:
     """The generator is Philox with the key and the counter of the keyed hash, and nothing less."""
     secret = Secret(KNOWN)

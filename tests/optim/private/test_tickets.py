@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from comm_hooks.optim.private import DPSGD, DPOptimizer, PrivacyEngine, PrivacyError
+from comm_hooks.optim.private import DPSGD, PrivacyEngine, PrivacyError
 
 # Of the first layer's hooks, where the inputs need no gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -29,21 +29,21 @@ def loss_function(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(inputs), labels, reduction="none")
 
 
-def private(
-    engine: PrivacyEngine | None = None, sample_rate: float = 0.5, **settings: Any
-) -> tuple[nn.Module, DPOptimizer, DataLoader[Any]]:
+def private(engine: PrivacyEngine | None = None, **settings: Any) -> Any:
+    """Return a model, a private optimizer and a loader with these settings, others by default."""
     torch.manual_seed(1)
     model = settings.pop("model", None) or nn.Linear(6, 3)
+    optimizer = settings.pop("optimizer", None) or DPSGD(model.named_parameters(), lr=0.5)
+    defaults: dict[str, Any] = {
+        "data_loader": DataLoader(dataset()),
+        "loss_function": loss_function,
+        "noise_multiplier": 1e-9,
+        "max_grad_norm": 0.1,
+        "sample_rate": 0.5,
+        "expected_batch_size": 20,
+    }
     return (engine or PrivacyEngine()).make_private(
-        module=model,
-        optimizer=DPSGD(model.named_parameters(), lr=0.5),
-        data_loader=settings.pop("data_loader", None) or DataLoader(dataset()),
-        loss_function=loss_function,
-        noise_multiplier=1e-9,
-        max_grad_norm=0.1,
-        sample_rate=sample_rate,
-        expected_batch_size=20,
-        **settings,
+        module=model, optimizer=optimizer, **{**defaults, **settings}
     )
 
 
@@ -174,59 +174,28 @@ def test_zero_grad_discards_the_batch() -> None:
     torch.testing.assert_close(moved, -0.5 * total / 20, rtol=1e-3, atol=1e-6)
 
 
-def in_slices(batch: Any, size: int) -> list[Any]:
-    return [[t[i : i + size] for t in batch] for i in range(0, len(batch[0]), size)]
-
-
-def test_parts_must_be_disjoint_and_of_the_batch() -> None:
-    _, optimizer, loader = private(sample_rate=1.0)
-    batch = next(iter(loader))
-    optimizer.backward([t[:8] for t in batch], of=batch)
-    for part in ([t[7:9] for t in batch], [t[8:9].expand(2, *t.shape[1:]) for t in batch]):
-        with pytest.raises(PrivacyError, match=r"has samples twice.*Parts must be disjoint"):
-            optimizer.backward(part, of=batch)
-    strangers: list[Any] = [
-        [t[8:16].clone() for t in batch],
-        dataset()[8:16],
-        [batch[0][8:16], batch[1][9:17]],
-        [batch[0][8:16].double(), batch[1][8:16]],
-        batch[0][8:16],
-    ]
-    for part in strangers:
-        with pytest.raises(PrivacyError, match="the part is not known to be one of the batch"):
-            optimizer.backward(part, of=batch)
-    with pytest.raises(PrivacyError, match="this step has a batch already"):
-        optimizer.backward([t[8:] for t in batch], of=copied(batch))
-    with pytest.raises(PrivacyError, match="only 8 of the batch's 40 samples"):
-        optimizer.step()
-    for first in (8, 9, 10):  # slices may have a stride
-        optimizer.backward([t[first::3] for t in batch], of=batch)
-    optimizer.step()
-
-
 def test_a_batch_that_failed_may_be_tried_again() -> None:
-    """Who runs out of memory halves the batch: no sample may count twice, nor be lost."""
+    """After running out of memory: no sample may count twice, nor be lost."""
 
     class Fails(nn.Linear):
+        calls_left = 1000
+
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            if self.failing:
+            self.calls_left -= 1
+            if not self.calls_left:
                 raise MemoryError
             return super().forward(inputs)
 
     moved = []
     for failing in (False, True):
         torch.manual_seed(1)
-        model, optimizer, loader = private(sample_rate=1.0, model=Fails(6, 3))
+        model, optimizer, loader = private(sample_rate=1.0, model=Fails(6, 3), micro_batch_size=8)
         batch = next(iter(loader))
-        model.failing = False
         if failing:
-            optimizer.backward([t[:8] for t in batch], of=batch)
-            model.failing = True
+            model.calls_left = 4
             with pytest.raises(MemoryError):
-                optimizer.backward([t[8:] for t in batch], of=batch)
-            model.failing = False
-        for part in in_slices(batch, 8):
-            optimizer.backward(part, of=batch)
+                optimizer.backward(batch)
+        optimizer.backward(batch)
         optimizer.step()
         moved.append(parameters(model))
     torch.testing.assert_close(*moved)
@@ -274,7 +243,7 @@ def test_tickets_survive_workers_and_loaders_that_fetch_ahead(workers: int) -> N
     assert steps_of(engine) == 12
 
 
-MODES = ["functorch", "hooks", "ghost"]
+MODES = ["functorch", "hooks"]
 
 
 @pytest.fixture(params=MODES)
@@ -348,21 +317,6 @@ def test_gradients_of_an_ordinary_backward_pass_are_refused(mode: str, discarded
                 optimizer.step()
         optimizer.step()
     assert steps_of(engine) == 4
-
-
-def test_the_parts_of_a_batch_in_every_mode(mode: str) -> None:
-    moved = []
-    for size, micro_batch_size in ((SAMPLES, None), (16, None), (SAMPLES, 7)):
-        model, optimizer, loader = private(
-            sample_rate=1.0, grad_sample_mode=mode, micro_batch_size=micro_batch_size
-        )
-        batch = next(iter(loader))
-        for part in in_slices(batch, size):
-            optimizer.backward(part, of=batch)
-        optimizer.step()
-        moved.append(parameters(model))
-    torch.testing.assert_close(moved[0], moved[1])
-    torch.testing.assert_close(moved[0], moved[2])
 
 
 def test_a_private_model_can_be_copied_and_saved(mode: str) -> None:
