@@ -40,11 +40,11 @@ _COMPOUND: dict[type[nn.Module], str] = {
     nn.LSTM: "DPLSTM",
     nn.MultiheadAttention: "DPMultiheadAttention",
 }
-"""Layers of several matrices, and their replacements in Opacus."""
+"""Layers of several matrices, which Opacus's hooks cannot take, and Opacus's replacements."""
 
 
 class HookedGradients(BatchClipper):
-    """Clipped sums by Opacus's hooks around a loss of each sample: the base of both modes.
+    """The base of both Opacus modes: clipped sums of gradients that Opacus's hooks compute.
 
     The hooks are enabled in :meth:`backward` only, so that the model can be called and
     differentiated elsewhere as usual.  The loss function is checked: in the first batch of two
@@ -92,11 +92,11 @@ class HookedGradients(BatchClipper):
 
     @abstractmethod
     def _differentiate(self, losses: torch.Tensor, scalar: torch.Tensor) -> torch.Tensor:
-        """Differentiate the scalar by Opacus; return each sample's norm, as clipping uses it."""
+        """Differentiate the scalar by Opacus; return the norm of each sample's gradient, (B,)."""
 
     @abstractmethod
     def _add_losses(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
-        """Add the clipped gradients to the sum."""
+        """Clip the gradients of the batch that was just differentiated, and add them to the sum."""
 
     def _add_batch(self, batch: Any, size: int) -> torch.Tensor:
         is_shown = self._probe.look(batch)
@@ -115,7 +115,7 @@ class HookedGradients(BatchClipper):
         return losses.detach()
 
     def _compare(self, losses: torch.Tensor, norms: torch.Tensor) -> None:
-        """Check that the rows of Opacus's gradients belong to the samples."""
+        """Compare Opacus's norms with those of the first samples' own gradients; raise if wrong."""
         if len(losses) < 2 or not bool((losses.isfinite() & norms.isfinite()).all()):
             return  # 0 x infinity, of another sample, would spoil the gradient of one
         # Norms are added up in float32, whatever the gradients are.
@@ -134,7 +134,7 @@ class HookedGradients(BatchClipper):
         self._is_compared = True
 
     def _require_rows(self, found: list[Any], size: int) -> None:
-        """Make sure that every layer has seen every sample once, and in one row."""
+        """Raise ``ValueError`` unless every layer has seen every sample once, in one row."""
         for name, layer in self._model.named_modules():
             if vars(layer).get("activations"):
                 raise ValueError(
@@ -162,7 +162,7 @@ class HookedGradients(BatchClipper):
             self._hooks.disable_hooks()
 
     def _forget(self) -> None:
-        """Remove Opacus's state of a batch, also after a pass that failed half way."""
+        """Remove Opacus's per-batch state from layers and parameters, also after a failed pass."""
         for layer in self._hooks.iterate_submodules(self._model):
             vars(layer).pop("activations", None)
             vars(layer).pop("max_batch_len", None)
@@ -318,7 +318,7 @@ class OpacusGhostGradients(HookedGradients):
 
 
 class _NotFinite(Exception):
-    """Raised for samples with losses or norms that are not finite."""
+    """Raised internally, if a batch has samples with losses or norms that are not finite."""
 
     def __init__(self, finite: torch.Tensor, losses: torch.Tensor) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ class _NotFinite(Exception):
 
 
 def _refuse_sequences(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Refuse more than one row per sample, where Opacus finds the norm by Gram matrices."""
+    """Raise ``PrivacyError`` for inputs with several rows per sample, as sequences have."""
     rows = inputs[0].dim() - (1 if isinstance(layer, nn.Linear) else 0)
     if torch.is_grad_enabled() and layer.weight.requires_grad and rows > 1:
         raise PrivacyError(
@@ -337,7 +337,7 @@ def _refuse_sequences(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def _refuse_16_bits(layer: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
-    """Refuse a layer for which the second pass would add up gradients in fewer than 24 bits."""
+    """Raise ``PrivacyError`` for a layer with gradients that are added up in 16-bit floats."""
     if not torch.is_grad_enabled():
         return
     trained = [p for p in layer.parameters(recurse=False) if p.requires_grad]
@@ -368,7 +368,7 @@ def _refuse_compound_layers(model: nn.Module) -> None:
 
 
 def _hooks_of(module: "nn.Module | AbstractGradSampleHooks", kind: type) -> Any:
-    """Attach Opacus's hooks of one kind to the model inside of all wrappers, in place of others."""
+    """Attach Opacus's hooks of class ``kind`` to the unwrapped model, and remove all others."""
     while isinstance(module, AbstractGradSampleHooks):
         module = cast(nn.Module, module._module)
     model = unwrapped(module)
@@ -378,7 +378,7 @@ def _hooks_of(module: "nn.Module | AbstractGradSampleHooks", kind: type) -> Any:
 
 
 def detach(module: nn.Module) -> None:
-    """Remove Opacus's hooks from a model, which could not be called under ``vmap`` with them."""
+    """Remove Opacus's hooks from a model: with them it could not be called under ``vmap``."""
     hooks = [hook for layer in module.modules() for hook in layer._forward_hooks.values()]
     for owner in [getattr(hook, "__self__", None) for hook in hooks]:
         if isinstance(owner, AbstractGradSampleHooks):
@@ -386,7 +386,7 @@ def detach(module: nn.Module) -> None:
 
 
 def _rounded_down(factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers of at least 0 in another dtype, rounded down."""
+    """Return nonnegative factors converted to ``dtype``, rounded down."""
     rounded = factors.to(dtype)
     info = torch.finfo(dtype)
     step = (rounded.abs() * info.eps).clamp(min=info.smallest_normal * info.eps)
