@@ -1,4 +1,4 @@
-"""Measure a link between two processes, over any channel; read and print rates."""
+"""Measurement of a link between two processes over any channel; reading and writing of rates."""
 
 import itertools
 import re
@@ -19,28 +19,28 @@ _ENOUGH_SECONDS = 0.4
 
 
 class Channel(Protocol):
-    """One end of a link."""
+    """One end of a link: sends bytes and numbers to the other end, and receives them."""
 
     def send(self, count: int) -> None:
-        """Send so many bytes of any content."""
+        """Send ``count`` bytes of any content."""
 
     def receive(self, count: int) -> None:
-        """Wait for so many bytes."""
+        """Wait until ``count`` bytes have arrived."""
 
     def tell(self, number: float) -> None:
-        """Send a number."""
+        """Send a number to the other end."""
 
     def hear(self) -> float:
-        """Wait for a number."""
+        """Wait for a number from the other end, and return it."""
 
 
 @dataclass(frozen=True)
 class Delay:
-    """The delay of small messages, and the difference of clocks.
+    """The delay of small messages, and the difference between the clocks of both ends.
 
     Attributes:
-        latency: seconds, half of the median round trip.
-        round_trip: seconds, the shortest of 30.
+        latency: half of the median round trip of 30, in seconds.
+        round_trip: the shortest round trip of 30, in seconds.
         clock_offset: seconds by which the other end's clock is ahead.
     """
 
@@ -50,7 +50,7 @@ class Delay:
 
 
 def measure_delay(channel: Channel) -> Delay:
-    """Send pings to the other end, which calls :func:`answer`."""
+    """Measure the delay by 30 small messages to the other end, which must run :func:`answer`."""
     pings = []
     for _ in range(_PINGS):
         wall, started = time.time(), time.perf_counter()
@@ -68,10 +68,10 @@ def measure_bandwidth(channel: Channel, latency: float, *, repeat: int) -> float
     Transfers grow until one takes 0.4 s or has 256 MiB.  Other traffic on the link counts, too.
 
     Args:
-        channel: to the other end, which is in :func:`answer`, and leaves it at the end of this.
-        latency: one way, in seconds.
-        repeat: transfers of the last size; the median counts, in case a machine is busy for a
-            moment.
+        channel: the channel to the other end, which runs :func:`answer` until this returns.
+        latency: the one-way latency in seconds.
+        repeat: the number of transfers of the last size; the median counts, in case a machine is
+            busy for a moment.
     """
 
     def transfer() -> float:
@@ -101,7 +101,7 @@ def answer(channel: Channel) -> None:
 
 
 def nodes_of(labels: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each node, given the node's label of each rank.
+    """Return a list of ranks for each node, from the label of the node of each rank.
 
     Example::
 
@@ -115,10 +115,10 @@ def nodes_of(labels: Sequence[str]) -> list[list[int]]:
 
 
 def make_rounds(nodes: int, all_pairs_up_to: int) -> list[list[tuple[int, int]]]:
-    """Return pairs of nodes in rounds; in a round no node is in two pairs.
+    """Return rounds of pairs of nodes; in a round no node is in two pairs.
 
-    All pairs up to so many nodes (a round-robin tournament), else each node with its two neighbours
-    on a ring, which still finds a node with a bad link.
+    Up to ``all_pairs_up_to`` nodes all pairs (a round-robin tournament), else each node with its
+    two neighbours on a ring, which still finds a node with a bad link.
 
     Example::
 
@@ -163,7 +163,7 @@ def parse_rate(rate: str) -> float:
 
 
 def format_rate(bits_per_second: float) -> str:
-    """Return a rate in the usual unit of networks.
+    """Return a rate as text, in Gbit/s, Mbit/s or kbit/s.
 
     Example::
 

@@ -1,8 +1,8 @@
 """``comm-hooks advise``: predict the step time of each method on a link, and recommend one.
 
-A prediction (:mod:`.cost_model`) adds up the payloads and the arithmetic of a method
-(:mod:`.methods`) and the links (:mod:`.links`).  A recommendation (:mod:`.recommend`) also needs
-the quality that the method kept where it was measured (:mod:`.quality`).
+A prediction (:mod:`.cost_model`) is made of the payloads and the arithmetic of a method
+(:mod:`.methods`) and the speed of the links (:mod:`.links`).  A recommendation (:mod:`.recommend`)
+also needs the method's share of all-reduce's gain in measured trainings (:mod:`.quality`).
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Join the ranks that a launcher started, and measure the links between them."""
+"""The process group of the ranks that a launcher started, and measurements of their links."""
 
 import datetime
 import functools
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @contextmanager
 def joined(process: LauncherEnvironment, backend: str, timeout: float) -> Iterator[None]:
-    """Join the process group of all ranks for a while.
+    """Initialize the process group of all ranks, and destroy it at the end of the context.
 
     Raises:
         ValueError: if the other ranks cannot be reached within ``timeout`` seconds, or the
@@ -79,7 +79,7 @@ def joined(process: LauncherEnvironment, backend: str, timeout: float) -> Iterat
 
 @dataclass(frozen=True)
 class Measured:
-    """One direction between two ranks."""
+    """The measured link from rank ``source`` to rank ``target``."""
 
     source: int
     target: int
@@ -87,10 +87,10 @@ class Measured:
 
 
 def measure_links(device: torch.device, backend: str) -> tuple[Network, list[Measured]]:
-    """Measure the links between nodes, or in a single node that between its first two ranks.
+    """Measure the links between nodes, or on a single node the link between its first two ranks.
 
     The first ranks of neighbouring nodes take part, in turns of pairs that have no rank in common.
-    Collective: all ranks call it, and get the same.
+    All ranks must call it, and get the same result.
     """
     rank = dist.get_rank()
     nodes = nodes_of(gather(f"{socket.gethostname()} {detect_environment().node}"))
@@ -114,7 +114,7 @@ def measure_links(device: torch.device, backend: str) -> tuple[Network, list[Mea
 
 
 def gather(value: T) -> list[T]:
-    """Return the values of all ranks, in their order. Collective."""
+    """Return the values of all ranks, in the order of ranks; all ranks must call it."""
     values: list[Any] = [value]
     if dist.is_initialized():
         values = [None] * dist.get_world_size()
@@ -123,7 +123,7 @@ def gather(value: T) -> list[T]:
 
 
 class _Peer:
-    """A channel to another rank of the process group."""
+    """A :class:`~comm_hooks.launchers.links.Channel` to another rank of the process group."""
 
     def __init__(self, peer: int, device: torch.device) -> None:
         self._peer, self._device = peer, device

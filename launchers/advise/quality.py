@@ -1,4 +1,4 @@
-"""The quality that methods kept where it was measured."""
+"""Measured quality of methods: the share of all-reduce's gain in loss that they keep."""
 
 import functools
 import inspect
@@ -13,21 +13,21 @@ from comm_hooks.optim import low_communication
 
 FILE = Path(__file__).with_name("measured.json")
 FEWEST_TASKS = 3
-"""Fewer tasks are no basis for a recommendation."""
+"""The smallest number of measured tasks on which a recommendation may be based."""
 
 _SAME_RESULT = {"bf16": "identity:bits=16"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A method in one setting, on several tasks.
+    """The measured quality of a method in one setting, on several tasks.
 
     Attributes:
-        method: as ``comm-hooks advise --methods`` takes it.
-        ranks: of the setting.
-        tokens: of the training, all ranks together, per parameter of the model.
-        batch: samples per step and rank.
-        seeds: per task; the fewest of all tasks.
+        method: the method, as ``comm-hooks advise --methods`` takes it.
+        ranks: the number of ranks of the setting.
+        tokens: the tokens of the training, all ranks together, per parameter of the model.
+        batch: the samples per step and rank.
+        seeds: the number of seeds per task; the fewest of all tasks.
         spread: half the distance between seeds, the largest of all tasks; 0 for a single seed.
         kept: task -> (none - method) / (none - all-reduce), in held-out loss.
     """
@@ -46,7 +46,7 @@ class Kept:
     """The range of the quality that a method kept, over tasks and settings.
 
     Args:
-        cells: one for each setting.
+        cells: the measurements, one for each setting.
     """
 
     cells: Sequence[Cell]
@@ -61,7 +61,7 @@ class Kept:
 
     @property
     def spread(self) -> float:
-        """Half the distance between seeds; 0 for a single seed."""
+        """Half the distance between seeds, the largest of all cells; 0 for single seeds."""
         return max(cell.spread for cell in self.cells)
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ def measured() -> Sequence[Cell]:
 
 
 def most_ranks() -> int:
-    """Return the most ranks with a measurement on enough tasks."""
+    """Return the largest number of ranks with a measurement on enough tasks."""
     return max(cell.ranks for cell in measured() if len(cell.kept) >= FEWEST_TASKS)
 
 
@@ -92,20 +92,20 @@ def kept_by(
     batch: int | None = None,
     cells: Iterable[Cell] | None = None,
 ) -> Kept | None:
-    """Return the quality that a method kept in similar trainings; None without a measurement.
+    """Return the quality of a method in measured, similar trainings; None without a measurement.
 
-    1. More ranks keep less, so the measurement with the fewest ranks that are no fewer than
-       ``ranks`` counts.
-    2. The nearest length and batch size count, by their logarithm; without a value all of them.
+    1. Quality falls with the number of ranks, so the measurement with the fewest ranks that are no
+       fewer than ``ranks`` counts.
+    2. The nearest training length and batch size count, by their logarithm; without a value all.
     3. A budget of ``low_communication`` is judged by the largest measured budget within it, because
        a larger budget is not always used up.
     4. A setting with fewer than three tasks does not count.
 
     Args:
-        method: with the options of the measurement, except for the budget.
-        ranks: of the training.
-        tokens: of the training, all ranks together, per parameter; None: not known.
-        batch: samples per step and rank; None: not known.
+        method: the method, with the options of the measurement except for the budget.
+        ranks: the number of ranks of the training.
+        tokens: the tokens of the training, all ranks together, per parameter; None if not known.
+        batch: the samples per step and rank; None if not known.
         cells: the measurements, by default :func:`measured`.
 
     Example::
@@ -145,7 +145,7 @@ def _nearest(cells: list[Cell], size: Callable[[Cell], float], wanted: float) ->
 
 
 def _covers(method: Method, other: Method) -> bool:
-    """Return whether two methods are the same, except that the first may have more bits."""
+    """Return whether two methods are the same, except that ``method`` may have more bits."""
     same = _without_budget(method) == _without_budget(other)
     return same and _budget(method) >= _budget(other)
 

@@ -1,4 +1,4 @@
-"""Predict the step time of each method, and choose one."""
+"""The predicted step time of each method, and the choice of a method."""
 
 import math
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ from comm_hooks.launchers.advise.quality import ALL, Kept, kept_by
 from comm_hooks.launchers.advise.step import Step
 
 _CLOSE = 1.05
-"""A method that is faster by less than this factor is not worth a change."""
+"""The speed-up over all-reduce above which another method is recommended."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training.
+    """The training for which a method is to be chosen.
 
     Attributes:
-        step: the model and its step.
-        network: between the ranks.
-        optimizer: seconds of a step of AdamW on this model.
-        zero_stage: of DeepSpeed: 0, 1 or 2.
-        tokens: of the training, all ranks together, per parameter; None: not known.
-        batch: samples per step and rank; None: not known.
+        step: the model's shapes and the time of its step.
+        network: the links between the ranks.
+        optimizer: the seconds of a step of AdamW on this model.
+        zero_stage: DeepSpeed's ZeRO stage: 0, 1 or 2.
+        tokens: the tokens of the training, all ranks together, per parameter; None if not known.
+        batch: the samples per step and rank; None if not known.
     """
 
     step: Step
@@ -38,7 +38,7 @@ class Case:
 
     @property
     def afterwards(self) -> tuple[Collective, ...]:
-        """Under ZeRO the all-gather of the parameters, of which each rank updates a part."""
+        """The collectives after a step: under ZeRO, the all-gather of the ranks' updated parts."""
         if not self.zero_stage:
             return ()
         ranks = self.network.ranks
@@ -66,10 +66,10 @@ class Row:
 
     Attributes:
         method: the method.
-        seconds: of a step.
-        codec: seconds of arithmetic that the method adds to a step.
-        traffic: bytes that each rank sends per step.
-        kept: the quality where it was measured, else None.
+        seconds: the seconds of a step.
+        codec: the seconds of arithmetic that the method adds to a step.
+        traffic: the bytes that each rank sends per step.
+        kept: the quality in similar measured trainings; None without a measurement.
     """
 
     method: Method
@@ -80,7 +80,7 @@ class Row:
 
 
 def make_row(case: Case, method: Method, plan: Plan) -> Row:
-    """Return the prediction for a method with this plan."""
+    """Return the prediction for a method with the exchanges and the arithmetic of ``plan``."""
     step = case.step.milliseconds / 1e3
     optimizer = min(case.optimizer, step)
     seconds = predict(
@@ -99,7 +99,8 @@ def make_row(case: Case, method: Method, plan: Plan) -> Row:
 def choose(rows: Sequence[Row], min_share: float) -> Row | None:
     """Return the fastest method with a measured quality of at least ``min_share`` on every task.
 
-    All-reduce if it is hardly slower; None if no method qualifies.  ``none`` never does.
+    Return all-reduce if it is slower by less than 5 %, and None if no method qualifies.  The method
+    ``none`` never qualifies.
     """
     fit = [
         row

@@ -1,4 +1,4 @@
-"""Print the links, the predictions and the recommendation."""
+"""The printed output of ``advise``: the links, the predictions and the recommendation."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ _COLUMNS = ("method", "ms/step", "vs all-reduce", "codec ms", "sent/step", "kept
 
 
 def print_links(links: Sequence[Measured], console: Console) -> None:
-    """Print a line per direction."""
+    """Print one line for each direction of a link."""
     for item in links:
         rate, latency = format_rate(8 * item.link.bandwidth), 1e3 * item.link.latency
         say(f"rank {item.source} to rank {item.target}: {rate}, {latency:.2f} ms", console)
@@ -27,7 +27,7 @@ def print_links(links: Sequence[Measured], console: Console) -> None:
 def print_rows(
     case: Case, rows: Sequence[Row], left_out: Mapping[str, str], console: Console
 ) -> None:
-    """Print a row per method, the fastest first, and the reasons why methods are left out."""
+    """Print a table row per method, the fastest first, and the reasons why methods are left out."""
     plain = next((row for row in rows if row.method.spec == "all_reduce"), None)
     step = case.step
     say(
@@ -99,7 +99,7 @@ def print_choice(
 
 
 def format_bytes(count: float) -> str:
-    """Return a number of bytes with its unit.
+    """Return a number of bytes as text with a unit: B, kB, MB or GB.
 
     Example::
 
@@ -114,7 +114,7 @@ def format_bytes(count: float) -> str:
 
 
 def _describe_quality(shares: Sequence[Kept], case: Case) -> str:
-    """Return the note about the column of quality: its meaning, and the trainings behind it."""
+    """Return the note about the column "kept": its meaning, and the measured trainings."""
     ranks = case.network.ranks
     if not shares:
         return (

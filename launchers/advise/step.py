@@ -1,4 +1,4 @@
-"""The model and its step: the shapes of the parameters, and the time without any exchange."""
+"""The input of a prediction: the shapes of a model's parameters, and the time of its step."""
 
 import json
 import math
@@ -22,10 +22,11 @@ _WARM_UP = 2
 class Step:
     """The shapes of a model's parameters, their dtype, and the milliseconds of one step.
 
-    A step is forward, backward and optimizer on one rank, with nothing exchanged.
+    A step is forward, backward and optimizer on one rank, without an exchange.
 
     Raises:
-        ValueError: for values that cannot be.
+        ValueError: for negative dimensions, no parameters, a time that is not positive and finite,
+            or an unknown dtype.
 
     Example::
 
@@ -43,7 +44,10 @@ class Step:
         if not self.numel:
             raise ValueError("there is nothing to exchange: the model has no trainable parameters")
         if not 0 < self.milliseconds < math.inf:
-            raise ValueError(f"a step must take more than 0 ms, got {self.milliseconds:g}")
+            raise ValueError(
+                "the time of a step (--step-ms) must be positive and finite, got "
+                f"{self.milliseconds:g} ms"
+            )
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
 
@@ -54,12 +58,12 @@ class Step:
 
     @property
     def element_bytes(self) -> int:
-        """Of one gradient."""
+        """The number of bytes of one element of a gradient."""
         return 4 if self.dtype == "float32" else 2
 
     @classmethod
     def of_numel(cls, numel: int, milliseconds: float, dtype: str = "float32") -> "Step":
-        """Return a model of equal square matrices, where only the number of parameters is known."""
+        """Return a step with ``numel`` parameters, most of them in equal square matrices."""
         side = _LEAST_SIDE
         while (2 * side) ** 2 * _LEAST_MATRICES <= numel:
             side *= 2
@@ -76,10 +80,10 @@ class Step:
 
     @classmethod
     def load(cls, path: str | Path) -> "Step":
-        """Read what :meth:`save` wrote.
+        """Return the step in a file that :meth:`save` wrote.
 
         Raises:
-            ValueError: if the file cannot be read or is something else.
+            ValueError: if the file cannot be read or holds no step.
         """
         try:
             values = json.loads(Path(path).read_text())
@@ -97,9 +101,9 @@ def measure_step(model: nn.Module, step: Callable[[], object], *, repeat: int = 
     Takes real steps: the model and the optimizer change.
 
     Args:
-        model: what is trained.  Under DDP its exchange is left out (``no_sync``).
-        step: takes one step: forward, backward, optimizer.
-        repeat: timed steps after two others; the result is their median.
+        model: the trained model.  DDP's exchange is left out (``no_sync``).
+        step: a function that takes one step: forward, backward, optimizer.
+        repeat: the number of timed steps, after two others; the result is their median.
 
     Raises:
         ValueError: if ``repeat`` is below 1 or nothing in the model is trainable.

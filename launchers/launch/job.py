@@ -25,7 +25,7 @@ _HOST_LINE = re.compile(
 class Job:
     """The options of ``comm-hooks launch`` that describe the job; ``--help`` describes each.
 
-    ``nodes`` are the fewest and the most nodes, ``variables`` those of ``--env``.
+    ``nodes`` are the smallest and the largest number of nodes, ``variables`` those of ``--env``.
 
     Raises:
         ValueError: for options that contradict each other.
@@ -82,7 +82,7 @@ class Job:
     def require_target(self) -> None:
         """Raise ``ValueError`` if the script, or the module's package, is not on this machine.
 
-        Otherwise every rank would report it in a traceback.
+        Without this check every rank would report it in a traceback.
         """
         name, here = self.target[0], Path.cwd()
         if self.module:
@@ -103,7 +103,7 @@ class Job:
         raise ValueError(f"{name}: {what} here ({here}){hint}")
 
     def fixed_nodes(self, option: str) -> int:
-        """Return the number of nodes; raise ``ValueError`` for a range."""
+        """Return the number of nodes; raise ``ValueError`` for a range, with the option's name."""
         if self.is_elastic:
             raise ValueError(
                 f"{option} needs a fixed number of nodes, got --nnodes "
@@ -113,7 +113,7 @@ class Job:
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """Return the fewest and the most nodes from ``"4"`` or ``"2:4"``.
+    """Return the smallest and the largest number of nodes from ``"4"`` or ``"2:4"``.
 
     Raises:
         ValueError: for other text.
@@ -131,7 +131,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
-    """Return environment variables from ``NAME=VALUE`` each.
+    """Return environment variables from texts of the form ``NAME=VALUE``.
 
     Raises:
         ValueError: for other text.
@@ -151,7 +151,7 @@ def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
 
 
 class Host(NamedTuple):
-    """A machine of a hostfile; ``slots`` are its ranks, or None if the file does not say."""
+    """A machine of a hostfile; ``slots`` is its number of ranks, or None if it is not given."""
 
     name: str
     slots: int | None

@@ -34,14 +34,14 @@ _UNSAFE = re.compile(r"[\"$`\\]")
 
 
 def torchrun_here(job: Job) -> Command:
-    """Return the torchrun of a job on this machine only."""
+    """Return the torchrun command of a job on this machine only."""
     interface = None if "GLOO_SOCKET_IFNAME" in os.environ else loopback_interface()
     loopback = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     return _torchrun(job, ["--standalone"], loopback)
 
 
 def torchrun_node(job: Job, head: Endpoint, route: Route, job_id: str) -> Command:
-    """Return the torchrun of this node of several.
+    """Return the torchrun command of this node, for a job on several nodes.
 
     With ``job.node_rank`` the rendezvous is static: nodes keep their order.  Without it is c10d,
     with two settings that torchrun would otherwise guess from the machine's name: whether this node
@@ -50,9 +50,9 @@ def torchrun_node(job: Job, head: Endpoint, route: Route, job_id: str) -> Comman
 
     Args:
         job: the job.
-        head: of the rendezvous.
-        route: of this machine to the head.
-        job_id: the same on all nodes; distinguishes jobs with one endpoint.
+        head: the endpoint of the rendezvous.
+        route: the way from this machine to the head.
+        job_id: the rendezvous id, the same on all nodes, different for jobs with one endpoint.
     """
     fewest, most = job.nodes
     arguments = ["--nnodes", f"{fewest}:{most}" if job.is_elastic else str(most)]
@@ -97,12 +97,12 @@ def interfaces(job: Job, route: Route) -> dict[str, str]:
 
 
 def deepspeed_here(job: Job) -> list[Step]:
-    """Return the deepspeed of a job on this machine only."""
+    """Return the deepspeed command of a job on this machine only."""
     return [Command(_deepspeed(job, {"--num_gpus": job.nproc}), job.variables)]
 
 
 def deepspeed_node(job: Job, hostfile: Path, head: Endpoint, route: Route) -> list[Step]:
-    """Return the deepspeed of this node, where it is started by hand on the others, too."""
+    """Return the deepspeed command of this node, for a job that is started by hand on each node."""
     values = {
         "--hostfile": hostfile,
         "--num_gpus": job.nproc,
@@ -115,7 +115,7 @@ def deepspeed_node(job: Job, hostfile: Path, head: Endpoint, route: Route) -> li
 
 
 def deepspeed_over_ssh(job: Job, hostfile: Path, hosts: list[Host]) -> list[Step]:
-    """Return the deepspeed that starts ranks on all hosts of the hostfile over ssh.
+    """Return the deepspeed command that starts ranks on all hosts of the hostfile over ssh.
 
     Variables go into a file that the deepspeed launcher exports on all nodes, together with those
     of the user's own ``.deepspeed_env``, which that file replaces.
@@ -160,7 +160,7 @@ def _deepspeed(job: Job, values: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _user_lines() -> list[str]:
-    """Return the lines of the files that the deepspeed launcher would read without ours."""
+    """Return the lines of the user's ``.deepspeed_env`` files, which ours replaces."""
     name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     lines = []
     for path in (Path.home() / name, Path(name)):
@@ -172,14 +172,14 @@ def _user_lines() -> list[str]:
 def mpirun(
     job: Job, family: str, hosts: list[Host], slots: list[int], target: tuple[str, ...]
 ) -> Command:
-    """Return the mpirun of a job.
+    """Return the mpirun command of a job.
 
     Args:
-        job: for its variables.
-        family: ``"mpich"`` (also Intel MPI, MVAPICH), ``"openmpi"``; ``"mpirun"``: detect it.
-        hosts: the first one is the head; empty for this machine.
-        slots: ranks on each host, or on this machine.
-        target: the words that every rank runs.
+        job: the job, with the environment variables of the ranks.
+        family: ``"mpich"`` (also Intel MPI, MVAPICH), ``"openmpi"``, or ``"mpirun"`` to detect it.
+        hosts: the hosts, the head first; empty for this machine.
+        slots: the number of ranks on each host, or on this machine.
+        target: the command that every rank runs.
 
     Raises:
         ValueError: if there is no mpirun, or its family is not known.
@@ -210,10 +210,10 @@ def _mpi_family() -> str:
 
 
 def rank_of_mpirun(job: Job, process: LauncherEnvironment) -> Command:
-    """Return the script's own command, with the variables of ``init_process_group()``.
+    """Return the command of the script in a rank of mpirun, with torch.distributed's variables.
 
     Raises:
-        ValueError: if ranks are on several nodes and there is no head.
+        ValueError: if ranks are on several nodes and the job has no head.
     """
     endpoint = process.meeting_point(job.head)
     variables = process.variables(endpoint)

@@ -1,4 +1,4 @@
-"""Slurm and Kubernetes: the files that they take, and the tasks of srun."""
+"""Slurm and Kubernetes: the job files that they take, and the tasks of srun."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from comm_hooks.launchers.launch.steps import Command, comm_hooks, options
 from comm_hooks.launchers.network import Endpoint
 
 RUNTIME = "torch-distributed"
-"""The runtime that Kubeflow Trainer installs for PyTorch."""
+"""The name of the runtime that Kubeflow Trainer installs for PyTorch."""
 
 _MARK = "Written by comm-hooks launch"
 # Two jobs that share a node must not meet at one port.
@@ -27,7 +27,7 @@ class Submission:
     """The options of ``comm-hooks launch`` about schedulers; ``--help`` describes each.
 
     Raises:
-        ValueError: for options that would be ignored, or cannot be.
+        ValueError: for options that would be ignored, and for invalid values.
     """
 
     slurm: Path | None = None
@@ -70,11 +70,11 @@ class Submission:
         return self.slurm or self.kubernetes
 
     def render(self, job: Job) -> str:
-        """Return the text of the file: a batch file for sbatch, or a TrainJob as YAML.
+        """Return the text of the job file: a batch file for sbatch, or a TrainJob as YAML.
 
         Raises:
-            ValueError: without a number of processes, with a range of nodes, and for options that
-                the scheduler has no field for.
+            ValueError: without a number of processes, with a range of nodes, and for options
+                without a counterpart in the scheduler.
         """
         option = "--slurm" if self.slurm else "--kubernetes"
         nodes = job.fixed_nodes(option)
@@ -86,10 +86,11 @@ class Submission:
         return render(job, self.name or job_name(job.target[0]), nodes, job.nproc)
 
     def write(self, text: str) -> str:
-        """Write the file, over an older one of ours, and return the command that submits it.
+        """Write the job file, and return the command that submits it.
 
         Raises:
-            ValueError: if there is another file, or nothing can be written.
+            ValueError: if ``comm-hooks launch`` did not write the existing file, or the file cannot
+                be written.
         """
         option, path = "--slurm" if self.slurm else "--kubernetes", self.file
         assert path
@@ -102,7 +103,7 @@ class Submission:
         return f"sbatch {path}" if self.slurm else f"kubectl create -f {path}"
 
     def _batch_file(self, job: Job, name: str, nodes: int, nproc: int) -> str:
-        """One task per node: a ``comm-hooks launch`` that finds its interface and runs torchrun."""
+        """Return a batch file with one task per node: ``comm-hooks launch``, to run torchrun."""
         if self.cpus is None:
             raise ValueError(
                 "--slurm needs --cpus: cores per process (Slurm gives a task one core if not asked)"
@@ -139,7 +140,7 @@ class Submission:
         )
 
     def _train_job(self, job: Job, name: str, nodes: int, nproc: int) -> str:
-        """A TrainJob of Kubeflow Trainer v2, whose runtime sets the rendezvous of torchrun."""
+        """Return a TrainJob of Kubeflow Trainer v2, which sets the rendezvous of torchrun."""
         import yaml
 
         for option, value in (("--head", job.head), ("--interface", job.interface)):
@@ -190,7 +191,7 @@ class Submission:
 
 
 def job_name(target: str) -> str:
-    """Return a name that schedulers accept, a DNS label, for a script.
+    """Return a job name for a script that schedulers accept: a DNS label.
 
     Example::
 
@@ -203,7 +204,7 @@ def job_name(target: str) -> str:
 
 
 def srun(job: Job, nodes: int) -> Command:
-    """Return the srun that starts ``comm-hooks launch`` on each node of this allocation."""
+    """Return the srun command that runs ``comm-hooks launch`` on each node of this allocation."""
     arguments = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     arguments.append("--kill-on-bad-exit=1")
     if "SLURM_CPUS_PER_TASK" in os.environ:
@@ -212,10 +213,10 @@ def srun(job: Job, nodes: int) -> Command:
 
 
 def task_of_srun(job: Job, process: LauncherEnvironment, environment: Mapping[str, str]) -> Job:
-    """Return the job with the nodes, the node rank and the head that Slurm tells a task.
+    """Return the job with the nodes, the node rank and the head from a task's Slurm variables.
 
     Raises:
-        ValueError: if srun started several tasks on a node, each of which would start all ranks.
+        ValueError: if srun started several tasks on a node: each would start all of its ranks.
     """
     if process.local_size > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Check all nodes together: rank 0 collects the facts, and sends its verdict to all."""
+"""The check of all nodes together: rank 0 collects their facts and sends its verdict to all."""
 
 import os
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ _ROUND_SECONDS = 30.0
 _GLOO_SECONDS = 30.0
 _MARGIN_SECONDS = 30.0
 _STAGES = ("links", "again", "once more")
-"""A link that is slow in the first measurement is measured again, up to two times."""
+"""The names of the measurements of links; slow links are measured again, up to two times."""
 _ALL_PAIRS_UP_TO = 8
 
 Peers = Sequence[tuple[int, str, int]]
-"""The rank, address and port of the first process of each node."""
+"""For each node (rank, address, port) of its first process."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Limits:
     """Limits of the checks.
 
     Attributes:
-        seconds: to wait for processes.
+        seconds: the longest time to wait for processes.
         measure: whether to measure links.
-        bits_per_second: that each link must carry; None to compare links with each other only.
+        bits_per_second: the rate that each link must reach; None to compare links only.
         clock: seconds by which clocks may differ.
     """
 
@@ -49,7 +49,7 @@ class Limits:
 
 @dataclass
 class Verdict:
-    """The result, the same on all ranks."""
+    """The result of a check, the same on all ranks; a problem or note is one line."""
 
     problems: list[str]
     notes: list[str] = field(default_factory=list)
@@ -69,14 +69,14 @@ def check(
     4. rank 0 sends the verdict.
 
     Args:
-        meeting: of all processes.
-        facts: about this one.
-        listener: of this process; None without an address.
-        limits: those of rank 0 count.
+        meeting: the message exchange between all processes.
+        facts: the facts about this process.
+        listener: the port of this process for measurements; None without an address.
+        limits: the limits of the checks; those of rank 0 count.
         interface: GLOO_SOCKET_IFNAME of the training, unless the environment has it.
 
     Raises:
-        MeetingError: if rank 0 is gone.
+        MeetingError: if rank 0 has ended.
     """
     meeting.tell("facts", asdict(facts))
     if meeting.rank == 0:
@@ -153,7 +153,7 @@ def _measure(
     rounds: list[list[tuple[int, int]]],
     stage: str,
 ) -> list[Link]:
-    """Measure the links of these rounds; return all of them on rank 0, and none elsewhere."""
+    """Measure the links of these rounds; return all of them on rank 0, and [] on other ranks."""
     if meeting.rank == 0:
         meeting.tell(stage, rounds)
     ranks = [rank for rank, _, _ in peers]
@@ -187,7 +187,7 @@ def _measure(
 
 
 def _better(links: list[Link], again: list[Link]) -> list[Link]:
-    """Return the links, each with the better one of two measurements."""
+    """Return all links, each with the faster of its measurements in the two lists."""
     found = {(link.source, link.target): link for link in links}
     for link in again:
         pair = link.source, link.target
@@ -196,7 +196,7 @@ def _better(links: list[Link], again: list[Link]) -> list[Link]:
 
 
 def _check_gloo(meeting: Meeting, facts: dict[int, Facts], interface: str) -> list[str]:
-    """Try on rank 0, and collect the errors of the others; return the first problem."""
+    """Run :func:`_try_gloo` on rank 0, collect the ranks' errors, and return the first, or []."""
     _try_gloo(meeting, interface)
     heard, silent = meeting.hear("gloo-error", range(meeting.size), _GLOO_SECONDS + 10.0)
     for rank, reason in heard.items():
@@ -209,7 +209,7 @@ def _check_gloo(meeting: Meeting, facts: dict[int, Facts], interface: str) -> li
 
 
 def _try_gloo(meeting: Meeting, interface: str) -> None:
-    """Sum a tensor over all ranks, as training would, and send the error, if any."""
+    """Sum a tensor over all ranks by gloo, and send the error, or None, to all."""
     error = None
     told = "GLOO_SOCKET_IFNAME" in os.environ or not interface
     if not told:

@@ -1,4 +1,4 @@
-"""The facts about a node: versions, settings, interfaces, GPUs, and problems of its own."""
+"""The facts about a node: versions, settings, interfaces, GPUs, and problems of this node alone."""
 
 import hashlib
 import importlib.metadata
@@ -34,11 +34,11 @@ class Facts:
     Attributes:
         node: the number of the node, or else its name.
         host: the machine's name.
-        address: of this node for other nodes; empty if not known.
+        address: the address at which other nodes reach this node; empty if not known.
         interface: the network interface of that address.
-        port: for measurements of links.
-        processes: ranks per node; None if not known.
-        versions: by name, of the packages that must be the same on all nodes.
+        port: the port for measurements of links; 0 without an address.
+        processes: the number of ranks per node; None if not known.
+        versions: the versions, by name, of packages that must be the same on all nodes.
         config: the settings of ``--config``, by their path in the file.
         gpus: the names of the GPUs that PyTorch sees.
         complaints: problems of this process alone, one line each.
@@ -61,7 +61,7 @@ class Facts:
 def describe(
     party: Party, interface: str | None, settings: dict[str, str]
 ) -> tuple[Facts, Listener | None]:
-    """Return the facts about this process, and its listener if it has an address."""
+    """Return the facts about this process, and its listener, None without an address."""
     complaints, notes = find_complaints(Path(), dict(os.environ)), []
     address = name = ""
     listener = None
@@ -98,7 +98,7 @@ def describe(
 
 
 def _complain_if_alone(process: LauncherEnvironment) -> list[str]:
-    """Return a complaint if the training script would not find the other processes."""
+    """Return one complaint if the training script would not find the other processes, else []."""
     size = process.world_size
     if process.launcher != "torchrun":
         # RANK is not set: DeepSpeed asks mpi4py, as other programs for MPI do.
@@ -115,7 +115,7 @@ def _complain_if_alone(process: LauncherEnvironment) -> list[str]:
 
 
 def _own_address() -> str:
-    """Return the address of the machine's name, which gloo uses by default; empty without one."""
+    """Return the address of this machine's name, gloo's default; empty if it does not resolve."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -123,7 +123,7 @@ def _own_address() -> str:
 
 
 def find_versions() -> dict[str, str]:
-    """Return the versions of the packages that take part in training, by name."""
+    """Return the versions, by name, of the packages that must be the same on all nodes."""
     versions = {
         "Python": platform.python_version(),
         "torch": torch.__version__,
@@ -139,7 +139,7 @@ def find_versions() -> dict[str, str]:
 
 
 def source_digest(package: Path) -> str:
-    """Return eight hexadecimal digits that change with any Python file of a package."""
+    """Return a digest of all Python files of a package: eight hexadecimal digits."""
     digest = hashlib.sha256()
     for folder, folders, files in os.walk(package, followlinks=True):
         folders.sort()
@@ -151,10 +151,10 @@ def source_digest(package: Path) -> str:
 
 
 def read_config(path: Path) -> dict[str, str]:
-    """Return a file's settings by their path in it, or its digest if it is not JSON.
+    """Return the settings in a JSON file by their path in it; of other files, their digest.
 
     Raises:
-        ValueError: if it cannot be read.
+        ValueError: if the file cannot be read.
 
     Example::
 
@@ -180,7 +180,7 @@ def find_complaints(folder: Path, environment: dict[str, str]) -> list[str]:
 
     Args:
         folder: the output folder of the training.
-        environment: ``os.environ``.
+        environment: the environment variables of this process.
     """
     complaints = []
     interfaces = psutil.net_if_addrs()

@@ -1,4 +1,4 @@
-"""Measure the links between nodes over plain TCP, as gloo and NCCL's sockets use it.
+"""Measurement of the links between nodes over plain TCP, as gloo and NCCL's sockets use it.
 
 One process of each node takes part.  A closed port is an error, not a hang.
 """
@@ -18,12 +18,12 @@ _NUMBER = struct.Struct("!d")
 
 @dataclass
 class Link:
-    """One direction between two nodes.
+    """The measured link from node ``source`` to node ``target``.
 
     Args:
-        source, target: indices of nodes.
-        round_trip: seconds, the shortest of 30.
-        bits_per_second: in one TCP connection.
+        source, target: the indices of the nodes.
+        round_trip: the shortest round trip of 30, in seconds.
+        bits_per_second: the bandwidth of one TCP connection.
         clock_offset: seconds by which the target's clock is ahead of the source's.
         error: the reason if the measurement failed.
     """
@@ -37,7 +37,7 @@ class Link:
 
 
 class _Connection:
-    """A channel over TCP."""
+    """A :class:`~comm_hooks.launchers.links.Channel` over a TCP connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(_CONNECT_SECONDS)
@@ -67,7 +67,7 @@ class _Connection:
 
 
 class Listener:
-    """The port of a node for measurements."""
+    """A TCP port of this node, at which it answers measurements of links."""
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -75,7 +75,7 @@ class Listener:
         self.port = int(self._socket.getsockname()[1])
 
     def receive(self, link: Link) -> Link:
-        """Answer the source of a link, which measures; return the link, with its error if any."""
+        """Answer the measurement by the link's source; return the link, with the error if any."""
         deadline = time.monotonic() + _ACCEPT_SECONDS
         try:
             while True:
@@ -95,7 +95,7 @@ class Listener:
 
 
 def send(link: Link, address: str, port: int) -> Link:
-    """Connect to the target of a link, and return the link with its measurements."""
+    """Connect to the link's target, measure, and return the link with the measurements or error."""
     timed_out = "no answer (a firewall, or the wrong interface)"
     try:
         with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as connection:
