@@ -1,1 +1,1 @@
-"""The ``comm-hooks`` command line, and the laboratory that its commands and the studies share."""
+"""The ``comm-hooks`` command line: the commands launch, preflight and advise."""

@@ -1,4 +1,4 @@
-"""The launcher environment of this process: its rank among those that a launcher started."""
+"""The rank of this process, read from the environment variables that launchers set."""
 
 import os
 import re
@@ -15,7 +15,7 @@ _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 
 class _Variables(NamedTuple):
-    """The environment variables of a launcher; of several names the first that is set counts."""
+    """The names of a launcher's environment variables; of several names the first set counts."""
 
     launcher: str
     rank: str
@@ -60,16 +60,16 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True)
 class LauncherEnvironment:
-    """One process of a launcher; by default a single process without a launcher.
+    """The place of a process among those of its launcher; by default a process without launcher.
 
     Attributes:
         launcher: ``"torchrun"`` (also deepspeed and accelerate, which set the same variables),
             ``"mpirun"``, ``"srun"`` or None.
-        rank: of this process among all.
+        rank: the rank of this process among all processes.
         world_size: the number of processes.
-        local_rank: of this process on its node.
-        local_size: the number of processes on its node.
-        node: the number or name of its node; None if the launcher does not set it.
+        local_rank: the rank of this process on its node.
+        local_size: the number of processes on this node.
+        node: the number or name of this node; None if the launcher does not set it.
     """
 
     launcher: str | None = None
@@ -80,7 +80,7 @@ class LauncherEnvironment:
     node: str | None = None
 
     def variables(self, head: Endpoint) -> dict[str, str]:
-        """Return the variables that ``torch.distributed`` reads, with the store at ``head``."""
+        """Return the environment variables of ``torch.distributed``, with the store at ``head``."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -91,10 +91,10 @@ class LauncherEnvironment:
         }
 
     def meeting_point(self, head: Endpoint | None) -> Endpoint:
-        """Return the head, or this machine if it has all ranks.
+        """Return ``head``, or without one this machine if it has all ranks.
 
         Raises:
-            ValueError: if ranks are on several machines and there is no head.
+            ValueError: if ranks are on several machines and ``head`` is None.
         """
         if head is None and self.local_size < self.world_size:
             raise ValueError(
@@ -107,10 +107,10 @@ class LauncherEnvironment:
 def detect_environment(environment: Mapping[str, str] | None = None) -> LauncherEnvironment:
     """Return the launcher environment of this process.
 
-    Torchrun's variables count before mpirun's, and those before Slurm's.
+    Torchrun's variables take precedence over mpirun's, and mpirun's over Slurm's.
 
     Args:
-        environment: ``os.environ`` if None.
+        environment: the environment variables; ``os.environ`` if None.
 
     Raises:
         ValueError: if variables contradict each other or are no numbers.
@@ -146,7 +146,7 @@ local_size=2, node='a')
 
 
 def _innermost(environment: Mapping[str, str]) -> _Variables | None:
-    """Return the variables of the innermost launcher, if there is one."""
+    """Return the variable names of the launcher that started last, or None without a launcher."""
     is_step = _is_step(environment)
     for names in _LAUNCHERS:
         is_told = names.rank in environment and any(n in environment for n in names.world_size)
@@ -159,13 +159,13 @@ def _innermost(environment: Mapping[str, str]) -> _Variables | None:
 
 
 def expected_world_size(environment: Mapping[str, str] | None = None) -> tuple[int, str] | None:
-    """Return the number of processes that mpirun or srun started, and its variable.
+    """Return the number of processes that mpirun or srun started, and the variable that tells it.
 
     Args:
-        environment: ``os.environ`` if None.
+        environment: the environment variables; ``os.environ`` if None.
 
     Returns:
-        The number and the variable; None without such a launcher.
+        The number and the variable's name; None without such a launcher.
 
     Example::
 
@@ -183,7 +183,7 @@ def expected_world_size(environment: Mapping[str, str] | None = None) -> tuple[i
 def check_world_size(
     world_size: int | None = None, environment: Mapping[str, str] | None = None
 ) -> None:
-    """Raise unless at least as many ranks have met as mpirun or srun started.
+    """Raise ``RuntimeError`` if the process group has fewer ranks than mpirun or srun started.
 
     ``srun -n 2 python train.py`` starts two processes.  They find each other only if the script
     reads Slurm's variables.  DeepSpeed asks mpi4py; built for another MPI than that of srun, it
@@ -194,11 +194,12 @@ def check_world_size(
     task of srun may be torchrun, which starts several.
 
     Args:
-        world_size: by default that of ``torch.distributed``, which is 1 if it is not initialized.
-        environment: ``os.environ`` if None.
+        world_size: the number of ranks; by default that of ``torch.distributed``, 1 without a
+            process group.
+        environment: the environment variables; ``os.environ`` if None.
 
     Raises:
-        RuntimeError: if fewer ranks have met.
+        RuntimeError: if ``world_size`` is smaller than the number of started processes.
 
     Example::
 
@@ -226,15 +227,15 @@ that mpi4py was built for
 
 
 def in_allocation(environment: Mapping[str, str]) -> bool:
-    """Return whether this is a Slurm job's script or shell, where srun starts tasks."""
+    """Return whether this is the script or shell of a Slurm job, from which srun starts tasks."""
     return "SLURM_JOB_ID" in environment and not _is_step(environment)
 
 
 def first_host(environment: Mapping[str, str]) -> str:
-    """Return the name of the first node of this Slurm job, or of this step.
+    """Return the name of the first node of this Slurm step, or else of this Slurm job.
 
     Raises:
-        ValueError: if the list cannot be expanded here.
+        ValueError: if the list of nodes cannot be expanded on this machine.
     """
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     if re.fullmatch(r"[\w.-]+", nodes):

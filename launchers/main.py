@@ -1,4 +1,4 @@
-"""The ``comm-hooks`` command: subcommands are imported on demand, and torch when one runs."""
+"""The ``comm-hooks`` command; a subcommand is imported when called, and torch when it runs."""
 
 import importlib
 import importlib.util
@@ -27,7 +27,7 @@ _COMMANDS = {
 
 
 class _Commands(typer.core.TyperGroup):
-    """Imports a subcommand from the module ``command`` of its package."""
+    """A group of subcommands, each imported on demand from ``command.py`` of its package."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_COMMANDS)

@@ -1,4 +1,4 @@
-"""The port where ranks meet, and the interface of this machine that leads there.
+"""The endpoint where ranks meet, and the network interface of this machine that leads there.
 
 Without further settings gloo and c10d look up the machine's own name and bind its address: often
 127.0.0.1, which no other node can reach.  So the launcher sets the interface and the address.
@@ -57,14 +57,14 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def wait_for_port(endpoint: Endpoint, seconds: float) -> str | None:
-    """Wait until something listens at an endpoint.
+    """Wait until a server listens at an endpoint.
 
     Args:
-        endpoint: where.
-        seconds: how long; 0 asks once.
+        endpoint: the host and port.
+        seconds: the longest time to wait; 0 tries once.
 
     Returns:
-        None as soon as something listens, else the reason in one line.
+        None as soon as a server listens, else the reason of the last failure in one line.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -76,7 +76,7 @@ def wait_for_port(endpoint: Endpoint, seconds: float) -> str | None:
 
 
 def port_is_taken(address: str, port: int) -> bool:
-    """Return whether something on this machine listens at that port already."""
+    """Return whether another program on this machine listens at ``port`` of ``address``."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # As servers do: a port is not taken for a minute by connections that were closed.
@@ -109,14 +109,14 @@ def free_port() -> int:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is a loopback address; an empty one is not."""
+    """Return whether an IP address is a loopback address; an empty text is not."""
     return bool(address) and ipaddress.ip_address(address).is_loopback
 
 
 def loopback_interface() -> str | None:
     """Return the name of the loopback interface, if there is one.
 
-    With it gloo does not look up the machine's name, which can fail or take seconds.
+    Gloo on this interface does not look up the machine's name, which can fail or take seconds.
     """
     names = (name for _, name in socket.if_nameindex())
     return next((name for name in names if name.startswith("lo")), None)
@@ -124,11 +124,11 @@ def loopback_interface() -> str | None:
 
 @dataclass(frozen=True)
 class Route:
-    """The way from this machine to the head.
+    """The way from this machine to the head, the machine where ranks meet.
 
     Attributes:
-        interface: its name, for GLOO_SOCKET_IFNAME.
-        address: of this machine in that network.
+        interface: the name of the network interface, for GLOO_SOCKET_IFNAME.
+        address: the address of this machine on that interface.
         head: the address of the head.
         is_head: whether the head is this machine.
     """
@@ -140,7 +140,7 @@ class Route:
 
 
 def find_route(host: str, interface: str | None = None) -> Route:
-    """Find the way from this machine to a host.
+    """Return the route from this machine to a host.
 
     1. resolve the name, IPv4 before IPv6;
     2. let the kernel choose the address to come from (no packet is sent), or take the first one of
@@ -148,7 +148,7 @@ def find_route(host: str, interface: str | None = None) -> Route:
     3. look up the interface of that address.
 
     Args:
-        host: a name or an address.
+        host: the host's name or address.
         interface: the interface to use instead of the one that the routing table names.
 
     Raises:
@@ -223,7 +223,7 @@ def _source_address(head: str, host: str) -> str:
 
 
 def _addresses() -> list[tuple[str, str]]:
-    """Return (interface, address) of this machine, IPv4 first."""
+    """Return pairs (interface, address) of this machine, IPv4 first."""
     return [
         (name, entry.address.partition("%")[0])
         for family in _IP_FAMILIES

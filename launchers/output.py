@@ -1,4 +1,4 @@
-"""Printing, checks of options, and exit codes of all commands."""
+"""Printing, checks of options, and exit codes, common to all commands."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,24 +15,24 @@ _LOG_WIDTH = 140
 
 
 def make_console(*, quiet: bool = False) -> Console:
-    """Return the console to print on; with ``quiet`` it prints nothing."""
+    """Return a console for standard output; with ``quiet`` it prints nothing."""
     console = Console(quiet=quiet)
     # Where nobody looks at a terminal, its width is no limit, and logs should not be wrapped.
     return console if console.is_terminal else Console(width=_LOG_WIDTH, quiet=quiet)
 
 
 def say(line: str, console: Console | None = None) -> None:
-    """Print a line as it is, however long."""
+    """Print a line of any length without wrapping or markup."""
     (console or make_console()).print(Text(line), soft_wrap=True)
 
 
 def complain(command: str, message: object) -> None:
-    """Tell what is wrong, in one line on standard error."""
+    """Print "command: message" in one line on standard error."""
     typer.echo(f"{command}: {message}", err=True)
 
 
 def require_positive(options: Mapping[str, float | None]) -> None:
-    """Raise ``ValueError`` for an option that is given and not above 0."""
+    """Raise ``ValueError`` for an option with a value that is not above 0; None is no value."""
     for option, value in options.items():
         if value is not None and not value > 0:
             raise ValueError(f"{option} must be positive, got {value:g}")
@@ -40,7 +40,7 @@ def require_positive(options: Mapping[str, float | None]) -> None:
 
 @contextmanager
 def refusing(command: str, code: int = BAD_INPUT) -> Iterator[None]:
-    """Turn a ``ValueError`` into one line and an exit code."""
+    """Return a context that turns a ``ValueError`` into one line on stderr and an exit code."""
     try:
         yield
     except ValueError as error:

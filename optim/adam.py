@@ -12,7 +12,7 @@ from comm_hooks.requirements import require_flag
 
 
 class _Adam(BatchedOptimizer):
-    """Adam and AMSGrad, which keeps the maximum of the second moment."""
+    """The common code of Adam and AMSGrad; ``_amsgrad`` keeps the maximum of the second moment."""
 
     _amsgrad: bool
 
@@ -72,7 +72,7 @@ class _Adam(BatchedOptimizer):
         return state
 
     def _update_one(self, parameter: torch.Tensor, group: Group) -> None:
-        """Update one parameter, in the words of the algorithm."""
+        """Update one parameter, line by line as in the algorithm of the class docstring."""
         state = self._state_of(parameter)
         m, v = state["exp_avg"], state["exp_avg_sq"]
         lr, (beta1, beta2) = group["lr"], group["betas"]
@@ -137,7 +137,7 @@ class _Adam(BatchedOptimizer):
 
 
 def _numbers(values: torch.Tensor) -> list[float] | list[torch.Tensor]:
-    """Return the elements of a vector on the CPU in the form that foreach functions take."""
+    """Return the elements of a CPU vector: numbers, or tensors while ``torch.compile`` traces."""
     if torch.compiler.is_compiling():
         # Reading numbers would end the graph.
         return list(values.unbind())
@@ -175,11 +175,11 @@ class Adam(_Adam):
             ``torch.compile`` compile ``step`` again.
         betas: decay of the first and the second moment, each in [0, 1).
         eps: added to the denominator.
-        weight_decay: decoupled (AdamW): times ``lr``, and apart from the moments.
+        weight_decay: decoupled as in AdamW: multiplied by ``lr``, and no part of the moments.
         bias_correction: divide the moments by 1 - beta^t; t counts a parameter's own steps.
         foreach: False updates one parameter at a time, slower and in less memory; otherwise
             parameters of one device and dtype are updated together.
-        maximize: ascend.
+        maximize: ascend along the gradient instead of descending.
 
     State per parameter: ``step``, a float32 number on the CPU, and in the parameter's shape
     ``exp_avg`` (m) and ``exp_avg_sq`` (v).  They are float32 for float16 and bfloat16 parameters,

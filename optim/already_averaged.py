@@ -1,4 +1,4 @@
-"""Checks at the first step: has DDP or FSDP averaged the gradients, are settings consistent."""
+"""Checks in the first step: whether DDP or FSDP averaged the gradients, and ranks' settings."""
 
 import gc
 import hashlib
@@ -30,20 +30,20 @@ def double_averaging(
     1. find the DDP models of this process (those of ``replicate`` as well) that hold some of the
        parameters, have another hook than :func:`~comm_hooks.skip_hook`, and did not run under
        ``no_sync()`` last;
-    2. take a fingerprint of the gradients that these have averaged, if there are any.  A hook
-       that is not known here may send nothing as well, and then ranks differ.
+    2. take a fingerprint of the gradients that these models have averaged, if there are any.  An
+       unknown hook may send nothing as well; then the fingerprints differ between ranks.
 
     Reads one number per gradient back from the device.
 
     Not seen: models that were made before ``gc.freeze()``, which hides them from this search.
 
     Args:
-        parameters: of the optimizer.
-        gradients: of each, in any dtype; None where there is none.
+        parameters: the optimizer's parameters.
+        gradients: the gradient of each parameter, in any dtype; None if it has none.
 
     Returns:
         ``hook``: the name of the hook, ``"all_reduce"`` if there is none; ``gradients``: the
-        fingerprint.  Both are None where nothing was averaged, or nothing but zeros.
+        fingerprint.  Both are None if no gradient was averaged, or all of them are zero.
 
     Example::
 
@@ -72,16 +72,16 @@ def double_averaging(
 
 
 def sharded_over(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> list[int]:
-    """Return the members of ``ranks`` between which FSDP 1 or 2 averages gradients.
+    """Return those of ``ranks`` between which FSDP 1 or 2 averages gradients.
 
-    FSDP has no way not to: a rank gets the mean for its shard, and nothing of its own gradient.
+    FSDP cannot be told not to: a rank gets the mean of its shard, and never its own gradient.
 
     Args:
-        parameters: of the optimizer.
-        ranks: which it is going to exchange with, this one included.
+        parameters: the optimizer's parameters.
+        ranks: the ranks of the optimizer's exchange, this one included.
 
     Returns:
-        Their numbers; none if this rank is the only one.
+        The sorted ranks; an empty list if this rank is the only one.
     """
     sharing = {rank for p in parameters for rank in _ranks_of_mesh(whole(p))}
     for model in _models_of_fsdp1(set(parameters)):
@@ -94,8 +94,8 @@ def refuse_double_averaging(findings: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``ValueError`` if DDP or FSDP has averaged the gradients.
 
     Args:
-        findings: of all ranks that took a step, from :func:`averaging`; so all of them raise, or
-            none.
+        findings: the results of :func:`averaging` on all ranks that took a step, so that all of
+            them raise, or none.
     """
     for finding in findings:
         if sharing := finding.get("sharded over"):
@@ -115,22 +115,22 @@ def refuse_double_averaging(findings: Sequence[Mapping[str, Any]]) -> None:
 
 
 class Divided(Protocol):
-    """An optimizer that exchanges, perhaps parts of a sharded model."""
+    """An optimizer with an exchange of its own, perhaps of one part of a sharded model."""
 
     @property
     def exchange(self) -> Exchange:
-        """Between the ranks that hold the same parts."""
+        """The exchange between the ranks that hold the same part of the model."""
 
     @property
     def model_parallel_groups(self) -> Sequence[dist.ProcessGroup]:
-        """Groups of ranks that hold other parts."""
+        """The process groups over which the model is sharded: each rank holds another part."""
 
     def hyperparameters(self) -> Mapping[str, Any]:
-        """Return the settings of the next step."""
+        """Return the hyperparameters of the next step, which must be equal on all ranks."""
 
 
 class AveragingCheck:
-    """Makes sure, once, that nothing else averages the gradients that an optimizer exchanges."""
+    """One check that neither DDP nor FSDP has averaged gradients that an optimizer exchanges."""
 
     def __init__(self) -> None:
         self._is_done = False
@@ -144,7 +144,7 @@ class AveragingCheck:
     ) -> None:
         """Raise ``ValueError`` on all ranks if DDP or FSDP has averaged the gradients.
 
-        Raises ``ConfigMismatchError``, too, if ranks of a sharded model have other settings.  Does
+        Raises ``ConfigMismatchError`` if settings differ between ranks of a sharded model.  Does
         nothing from the second call on.  All ranks must call it.
         """
         if self._is_done:
@@ -162,14 +162,14 @@ class AveragingCheck:
         parameters: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Note the first gradients of a client for :meth:`compare`; sends nothing."""
+        """Keep the finding about this rank's first gradients for :meth:`compare`; send nothing."""
         if not self._is_done and self._finding is None:
             self._finding = averaging(transport, parameters, gradients)
 
     def compare(self, transport: Transport) -> None:
-        """Raise ``ValueError`` on all ranks if the noted gradients have been averaged.
+        """Raise ``ValueError`` on all ranks if the gradients given to :meth:`note` were averaged.
 
-        Compares until two ranks have noted some: one alone cannot know.  All ranks must call it.
+        Repeated until two ranks have a finding: one alone proves nothing.  All ranks must call it.
         """
         if self._is_done or transport.world_size == 1:
             return
@@ -180,7 +180,7 @@ class AveragingCheck:
 
 
 def require_consistent(optimizer: Divided) -> None:
-    """Raise ``ConfigMismatchError`` on all ranks if those of a sharded model have other settings.
+    """Raise ``ConfigMismatchError`` on all ranks if settings differ within a sharded model.
 
     An exchange compares the settings of the ranks that exchange; this compares those of all ranks
     that share a model.  Does nothing where the model is not sharded.  All ranks must call it.
@@ -199,7 +199,7 @@ def averaging(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
 ) -> dict[str, Any]:
-    """Return the finding of this rank for :func:`refuse_double_averaging`; sends nothing."""
+    """Return this rank's finding for :func:`refuse_double_averaging`; send nothing."""
     sharing = sharded_over(parameters, transport.ranks)
     return {"sharded over": sharing} if sharing else double_averaging(parameters, gradients)
 
@@ -218,7 +218,7 @@ def _models_of_fsdp1(parameters: set[torch.Tensor]) -> Iterator[Any]:
 
 
 def _models_of(kind: type[Any], parameters: set[torch.Tensor]) -> Iterator[Any]:
-    """Yield the models of this kind in this process that hold some of the parameters."""
+    """Yield the models of type ``kind`` in this process that hold some of the parameters."""
     kinds = _with_subclasses(kind)
     # By type: isinstance() asks proxies for their referents, and takes seconds where millions
     # of objects are alive.
@@ -232,7 +232,7 @@ def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
 
 
 def _ranks_of_mesh(parameter: torch.Tensor) -> list[int]:
-    """Return the ranks among which a parameter of FSDP2 is sharded and averaged; none of others."""
+    """Return the ranks over which FSDP2 shards a parameter; an empty list if it does not."""
     mesh = getattr(parameter, "device_mesh", None)
     return mesh.mesh.flatten().tolist() if mesh is not None else []
 

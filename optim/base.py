@@ -1,4 +1,4 @@
-"""The base of all optimizers: steps, loading of states, and names of parameters."""
+"""The base classes of all optimizers: steps, loading of states, and names of parameters."""
 
 from abc import abstractmethod
 from collections import Counter
@@ -27,7 +27,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take a step; one that exchanges is taken on all ranks together.
+        """Take a step; if this optimizer exchanges, all ranks must take it together.
 
         Args:
             closure: computes the gradients anew and returns the loss.
@@ -37,7 +37,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
                 DDP or FSDP has averaged them.
             ConfigMismatchError: in the first exchange, if ranks are configured differently or start
                 from different models.
-            PayloadError: if ranks have drifted apart since.
+            PayloadError: in a later exchange, if ranks have come to differ.
         """
         # Random draws and collectives cannot be part of a graph.
         if not self._compiles and torch.compiler.is_compiling():
@@ -45,7 +45,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
         return self._step_with(closure)
 
     def _step_with(self, closure: Callable[[], float] | None) -> float | None:
-        """Evaluate the closure, if there is one, and step."""
+        """Evaluate the closure, if there is one, take a step, and return the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -71,7 +71,7 @@ class ExactStateOptimizer(SteppingOptimizer):
     :class:`torch.optim.Optimizer` casts a loaded state to the dtype of the parameters.  That rounds
     the float32 moments of a bfloat16 model, and turns indices and packed bits into floats.
 
-    Not supported: tensors that are nested deeper in a parameter's state; they are cast.
+    Not supported: tensors in lists or dicts within a parameter's state; they are cast.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -116,10 +116,10 @@ class BatchedOptimizer(ExactStateOptimizer):
 
     @abstractmethod
     def _update(self, parameters: Tensors, group: Group) -> None:
-        """Update parameters with gradients, all of one device and dtype."""
+        """Update parameters of one group, one device and one dtype; all have gradients."""
 
     def _check_step(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Raise if a step is impossible; called before it changes anything."""
+        """Raise ``ValueError`` for unsupported gradients, before a step changes anything."""
         for gradient in gradients:
             check_gradient(self, gradient)
 
@@ -127,8 +127,8 @@ class BatchedOptimizer(ExactStateOptimizer):
         """Add a group of parameters, with hyperparameters of its own or else the defaults.
 
         Raises:
-            ValueError: for hyperparameters out of range, or that the optimizer has not; nothing is
-                changed.
+            ValueError: for hyperparameters that are out of range, or that this optimizer does not
+                have; nothing is changed.
         """
         check_own_settings(self, param_group, self.defaults)
         self._check_group({key: param_group.get(key, self.defaults[key]) for key in self.defaults})
@@ -151,18 +151,18 @@ class BatchedOptimizer(ExactStateOptimizer):
 def held(group: Mapping[str, Any]) -> Tensors:
     """Return the parameters of a group without the empty ones.
 
-    Of a sharded model this rank's part of a small parameter may be empty.
+    In a sharded model, this rank's part of a small parameter may be empty.
     """
     return [parameter for parameter in group["params"] if parameter.numel()]
 
 
 def parameters_of(groups: Sequence[Mapping[str, Any]]) -> Tensors:
-    """Return the parameters of all groups, in order."""
+    """Return the parameters of all groups, in the order of the groups."""
     return [p for group in groups for p in group["params"]]
 
 
 def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the parameters' names, those without torch.compile, or else their numbers as text."""
+    """Return parameters' names without torch.compile's prefix; without names, indices as text."""
     given = (name for group in groups for name in group.get("param_names", ()))
     names = [name.replace("_orig_mod.", "") for name in given]
     count = len(parameters_of(groups))
@@ -182,15 +182,15 @@ def require_distinct_names(owner: object, names: Sequence[str]) -> None:
 
 
 def block(**settings: Any) -> Mapping[str, Any]:
-    """Return settings as :meth:`~comm_hooks.ExchangeSettings.from_dict` takes them."""
+    """Return the settings as a mapping for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
     return settings
 
 
 def widened(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> Tensors:
-    """Return tensors in ``dtype``; no copies where they have it already."""
+    """Return the tensors, None left out, in ``dtype``; tensors of that dtype are not copied."""
     return [tensor.to(dtype) for tensor in tensors if tensor is not None]
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a parameter of ``dtype`` is computed: float32 or wider."""
+    """Return the dtype of the state of a ``dtype`` parameter: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

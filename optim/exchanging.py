@@ -1,4 +1,4 @@
-"""The base of optimizers that own the exchange."""
+"""The base class of optimizers that exchange messages of their own instead of gradients."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,30 +42,30 @@ class ExchangingOptimizer(ExactStateOptimizer):
     with :meth:`_average` and updates the parameters from the mean, which is the same on all ranks.
     Subclasses document only their differences to the following.
 
-    DDP must not average: ``register(model, optimizer)``, which the first step makes sure of.  FSDP
-    always does between the ranks that it shards over, which must be others than those of the
-    exchange: see :func:`~comm_hooks.shards.local_shards`.
+    DDP must not average gradients: call ``register(model, optimizer)``; the first step checks it.
+    FSDP always averages between the ranks that it shards over; these must be other ranks than those
+    of the exchange: see :func:`~comm_hooks.shards.local_shards`.
 
     If any rank's message is not finite, all ranks skip the step, also under a ``GradScaler``.
 
-    Parameters that are frozen (``requires_grad=False``) or empty when it is made are left out;
-    where they train later on, add them as a group or, if it refuses that, make it anew.
+    Parameters that are frozen (``requires_grad=False``) or empty when the optimizer is made are
+    left out; to train them later, add them as a group or, if that is refused, make it anew.
 
-    Ranks that start from different models or hyperparameters, or come to have others later on, get
-    an error that names them (``comm_hooks.exchange.agreement.Owner``).
+    If models or hyperparameters differ between ranks, at the start or later, all ranks raise an
+    error that names the ranks (``comm_hooks.exchange.agreement.Owner``).
 
     Args:
         params: parameters, or better ``model.named_parameters()``: saved residuals are then tied to
             names.  A group may have its own value of any number below.
-        exchange: how messages are averaged.
+        exchange: the exchange that averages messages over ranks.
         lr: learning rate; schedulers may change it.
-        betas: decay of the first and the second moment, each in [0, 1).
+        betas: decay rates of the first and the second moment, each in [0, 1).
         eps: added to the denominator.
-        momentum: heavy ball, in [0, 1).
-        weight_decay: decoupled (AdamW).
+        momentum: decay rate of the heavy-ball momentum, in [0, 1).
+        weight_decay: decoupled weight decay, as in AdamW.
 
     State per parameter: ``step``, and the tensors that a subclass lists, float32 and the same on
-    all ranks.  Residuals are the exchange's: save ``exchange.state_dict()`` on every rank, too.
+    all ranks.  Residuals are in the exchange: save ``exchange.state_dict()`` on every rank, too.
 
     Cost: one exchange per step (two collectives if it is sharded), and one number read back from
     the device, which tells whether the step is taken.
@@ -90,19 +90,19 @@ class ExchangingOptimizer(ExactStateOptimizer):
     """Whether parameters may be added after the first step."""
 
     own_state: ClassVar[tuple[str, ...]] = ()
-    """Keys of :attr:`state` with values that differ between ranks, so that each saves its own."""
+    """Keys of :attr:`state` with values that differ between ranks: each rank must save its own."""
 
     published: ClassVar[Mapping[str, Any]]
-    """The exchange of its authors, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
+    """The authors' settings of the exchange, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
 
     needs: ClassVar[tuple[str, ...]] = ()
-    """Keys of :attr:`published` without which no exchange can be used."""
+    """Keys of :attr:`published` with settings that any exchange of this optimizer must have."""
 
     averaging_ruled_out = False
-    """Whether nothing else can average the gradients, so that the first step need not check."""
+    """Whether DDP and FSDP cannot average the gradients, so that the first step need not check."""
 
     is_paused = False
-    """Whether steps do nothing."""
+    """Whether ``step()`` returns without doing anything."""
 
     overflow = False
     """Whether the last step was skipped, on all ranks alike, because some rank's message was not
@@ -116,8 +116,8 @@ class ExchangingOptimizer(ExactStateOptimizer):
 
         Args:
             params, exchange: see the class.
-            defaults: hyperparameters of the groups, which are checked.
-            settings: others that must be equal on all ranks; the first round compares them.
+            defaults: default hyperparameters of the groups; their ranges are checked.
+            settings: other settings that must be equal on all ranks; the first round compares them.
         """
         require_kind(self, "exchange", exchange, Exchange)
         check_hyperparameters(self, **defaults)
@@ -135,12 +135,15 @@ class ExchangingOptimizer(ExactStateOptimizer):
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether parameters, and the state but for :attr:`own_state`, are equal on all ranks."""
+        """Whether parameters and state, except for :attr:`own_state`, are equal on all ranks."""
         return True
 
     @property
     def model_parallel_groups(self) -> list[dist.ProcessGroup]:
-        """Groups of ranks that hold other parts of the model, and do not exchange."""
+        """The process groups over which the model itself is sharded (FSDP, tensor parallel).
+
+        Their ranks hold different parts of the model, so messages are never averaged inside them.
+        """
         return shard_groups(parameters_of(self.param_groups))
 
     @abstractmethod
@@ -149,16 +152,16 @@ class ExchangingOptimizer(ExactStateOptimizer):
 
         Args:
             gradients: this rank's gradients in float32, unscaled, in the order of
-                :meth:`_parameters`; zeros where there is none.  Copies, if
+                :meth:`_parameters`; zeros for parameters without one.  Copies, if
                 ``_overwrites_gradients`` says so.
         """
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters, between the same steps on all ranks.
+        """Add a parameter group; all ranks must add it between the same two steps.
 
         Raises:
-            ValueError: after the first step, if it cannot take any; for names that are taken, for
-                hyperparameters out of range or that it has not, and if all are frozen.
+            ValueError: after the first step of an optimizer that cannot grow; for names in use, for
+                hyperparameters that are out of range or unknown, and if all parameters are frozen.
         """
         check_own_settings(self, param_group, self.defaults)
         settings = {key: param_group.get(key, value) for key, value in self.defaults.items()}
@@ -196,7 +199,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         return self._parameters()
 
     def names(self) -> Sequence[str]:
-        """Return the names under which messages are exchanged: the parameters'."""
+        """Return the names of the exchanged messages: those of parameters that are not empty."""
         named = zip(names_of(self.param_groups), parameters_of(self.param_groups), strict=True)
         return [name for name, parameter in named if parameter.numel()]
 
@@ -220,7 +223,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         return finite
 
     def _groups(self) -> Iterator[tuple[slice, Group]]:
-        """Yield each group that this rank holds anything of with its range in the parameters."""
+        """Yield, for each group with parameters on this rank, its slice of them, and the group."""
         first = 0
         for group in self.param_groups:
             last = first + len(held(group))
@@ -229,12 +232,12 @@ class ExchangingOptimizer(ExactStateOptimizer):
             first = last
 
     def _descend(self, directions: Tensors) -> None:
-        """Decay the weights and move the parameters by their group's learning rate."""
+        """Decay the weights, and move each parameter by -lr times its direction."""
         for own, group in self._groups():
             descend_(held(group), directions[own], group)
 
     def _descend_with_momentum(self, directions: Tensors, states: States) -> None:
-        """Move the parameters as :meth:`_descend` does, with each group's ``momentum`` if any."""
+        """Move parameters as :meth:`_descend` does, along momenta in groups with momentum > 0."""
         for own, group in self._groups():
             updates = directions[own]
             if group["momentum"]:
@@ -243,11 +246,11 @@ class ExchangingOptimizer(ExactStateOptimizer):
             descend_(held(group), updates, group)
 
     def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return one tensor per parameter under the parameters' names, or else their numbers."""
+        """Return ``tensors``, one per parameter that is not empty, by the parameters' names."""
         return dict(zip(self.names(), tensors, strict=True))
 
     def _states(self, *keys: str) -> list[dict[str, torch.Tensor]]:
-        """Return each parameter's state, made at first with float32 zeros under ``keys``."""
+        """Return each parameter's state; a new state has float32 zeros under ``keys``."""
         parameters = self._parameters()
         states = [self.state[p] for p in parameters]
         new = [i for i, state in enumerate(states) if not state]
@@ -255,7 +258,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         return states
 
     def _gradients(self) -> Tensors:
-        """Return the gradients in float32, unscaled: copies where they may be changed."""
+        """Return float32 gradients, divided by ``grad_scale``; copies if a step changes them."""
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         copy = self._overwrites_gradients or grad_scale is not None
         gradients, frozen = [], []

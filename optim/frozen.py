@@ -10,20 +10,20 @@ from comm_hooks.warnings import warn_program
 
 
 def trains(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter, or the one that it is a part of, has anything to train."""
+    """Return whether a parameter, or a shard's whole one, requires a gradient and is not empty."""
     return whole(parameter).requires_grad and whole(parameter).numel() > 0
 
 
 def without_frozen(params: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return parameters without those that do not require a gradient, and the latter.
+    """Return the parameters without the frozen and empty ones, and a list of the latter.
 
-    Groups stay, even empty ones, so that schedulers find as many as they expect.
+    Groups stay, even empty ones, so that schedulers find the number of groups that they expect.
 
     Args:
         params: parameters, named parameters or groups, as optimizers take them.
 
     Raises:
-        ValueError: if nothing is left.
+        ValueError: if all parameters are frozen.
 
     Example::
 
@@ -76,11 +76,11 @@ class FrozenParameters:
         self._has_warned = False
 
     def leave_out(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Add parameters that are left out."""
+        """Add parameters to those that the optimizer has left out."""
         self._left_out += parameters
 
     def added(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Remove parameters that the optimizer now has."""
+        """Remove parameters, which the optimizer now trains, from those that it has left out."""
         new = {id(whole(parameter)) for parameter in parameters}
         self._left_out = [p for p in self._left_out if id(whole(p)) not in new]
 

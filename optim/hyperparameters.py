@@ -24,7 +24,7 @@ def check_hyperparameters(owner: object, *, beta_count: int = 2, **values: Any) 
         owner: the optimizer, or its name, for messages.
         beta_count: how many ``betas`` the optimizer has, if any.
         values: ``betas``, decay rates in [0, 1), since an average that decays by 1 never starts;
-            ``momentum``, another; ``bias_correction``, ``maximize`` and ``nesterov``, true or
+            ``momentum``, in [0, 1) too; ``bias_correction``, ``maximize`` and ``nesterov``, true or
             false; and numbers that are finite and at least 0.
 
     Example::
@@ -64,8 +64,8 @@ def check_own_settings(owner: object, group: Mapping[str, Any], known: Collectio
 
     Args:
         owner: the optimizer, or its name, for messages.
-        group: with its own settings.
-        known: those that the optimizer has.
+        group: the parameter group.
+        known: the names of the optimizer's settings.
 
     Example::
 
@@ -123,7 +123,7 @@ def check_gradient(owner: object, gradient: torch.Tensor) -> None:
 
     Args:
         owner: the optimizer, or its name, for messages.
-        gradient: of one parameter.
+        gradient: the gradient of one parameter.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Adam that divides each gradient by its root mean square before it averages."""
+"""Adam that divides each gradient by its root mean square before it averages over steps."""
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -9,7 +9,7 @@ from comm_hooks.optim.moments import along_, count_step, normalized_average_, pr
 
 
 class LaProp(BatchedOptimizer):
-    r"""Adam with its two averages in the other order.
+    r"""Adam with its two operations in the other order: normalize gradients, then average them.
 
     With g the gradient and m = v = 0 at first:
 
@@ -28,9 +28,9 @@ class LaProp(BatchedOptimizer):
         params: parameters, named parameters or parameter groups; a group may have its own value of
             any other argument.
         lr: learning rate; schedulers may change it.
-        betas: decay of the first and the second moment, each in [0, 1).
+        betas: decay rates of the first and the second moment, each in [0, 1).
         eps: added to the denominator.
-        weight_decay: decoupled (AdamW).
+        weight_decay: decoupled weight decay, as in AdamW.
 
     State per parameter: ``step``, a float32 number on the CPU, ``exp_avg`` (m) and ``exp_avg_sq``
     (v) in float32.  Keys, shapes and dtypes are those of :class:`torch.optim.AdamW`; its
@@ -77,7 +77,7 @@ class LaProp(BatchedOptimizer):
             along_(members, momenta, group, 1 - group["betas"][0] ** (steps + 1))
 
     def _age(self, parameter: torch.Tensor) -> int:
-        """Return the steps a parameter has taken, making its state at first."""
+        """Return the number of steps that a parameter has taken; make its state if missing."""
         state, dtype = self.state[parameter], state_dtype(parameter.dtype)
         prepared([state], [parameter], dtype, "exp_avg", "exp_avg_sq")
         if state["exp_avg_sq"].stride() != state["exp_avg"].stride():

@@ -56,10 +56,10 @@ class LocalVarianceAdam(ExchangingOptimizer):
     Args:
         params, lr, eps, weight_decay: see
             :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
-        betas: of n and v_i.  Residuals are a momentum of their own, so the horizon of n
+        betas: decay rates of n and v_i.  Residuals act as a momentum, too, so the horizon of n
             is half of AdamW's: 0.8 instead of 0.9 is worth 0.07 to 0.12 nats, with signs and with
             top-k (``benchmarks/results/tried.md``).
-        exchange: how momenta are averaged; with error feedback if its compressor is biased.
+        exchange: the exchange of momenta; with error feedback if its compressor is biased.
 
     State per parameter: ``exp_avg`` (n) and ``norm_sq`` (its part of q, float32 without a
     dimension), the same on all ranks, and ``exp_avg_sq`` (v_i), **this rank's own**: save the
@@ -67,7 +67,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
 
     Cost: a step's length takes two more passes over n than a step of AdamW, and waits for nothing.
 
-    Of a sharded model (FSDP2) each rank knows its own part, and step 4's q is of that.
+    In a sharded model (FSDP2) each rank computes step 4's q from its own part alone.
 
     Memory: v_i has a second buffer of 4 bytes per parameter to compute the next one in; n is
     computed in the workspace of the exchange.
@@ -123,7 +123,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
             along_(held(group), momenta[own], group, 1 - group["betas"][0] ** t)
 
     def _lengths(self, states: States, t: int) -> Tensors:
-        """Return s for each group: float32 without a dimension, on the device."""
+        """Return s of step 4 for each parameter group, as float32 scalars on the device."""
         total: Tensors = []
         for own, group in self._groups():
             beta1, beta2 = group["betas"]
@@ -139,7 +139,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
         return [lengthening(mean_sq, ranks, g["betas"][0]).float() for _, g in self._groups()]
 
     def _next_variances(self, states: States) -> Tensors:
-        """Return copies of v, contiguous as n is in the workspace, to compute in."""
+        """Return contiguous copies of v, in which the next v is computed."""
         old = values(states, "exp_avg_sq")
         # A state that was just made or loaded may lie in memory in any order.
         if [v.shape for v in self._spare] != [v.shape for v in old] or any(
@@ -151,10 +151,10 @@ class LocalVarianceAdam(ExchangingOptimizer):
 
 
 def norms_sq(momenta: Tensors, correction: float) -> Tensors:
-    """Return the squared norm of each momentum / correction: float32 without a dimension.
+    """Return the squared norm of each momentum / correction, as float32 scalars.
 
-    Sums come in another order with other numbers of threads and on other devices.  In float64, and
-    then rounded to 8 bits, all ranks have the same ones.
+    The order of a sum depends on the device and its threads.  Computed in float64 and then rounded
+    to bfloat16, the norms are the same on all ranks.
     """
     norms = torch.stack(torch._foreach_norm(momenta, 2, dtype=torch.float64)) / correction
     return list(norms.square().to(torch.bfloat16).float().unbind())
@@ -164,12 +164,12 @@ def lengthening(mean_sq: torch.Tensor, ranks: int, beta1: float) -> torch.Tensor
     """Return the factor that lengthens steps along a mean of normalized momenta.
 
     Args:
-        mean_sq: of the momentum's elements, of any shape.
-        ranks: N, each with gradients normalized by its own v.
-        beta1: of the momentum.
+        mean_sq: the mean square of the momentum's elements; a tensor of any shape.
+        ranks: N, the number of ranks; each normalizes its gradients by its own v.
+        beta1: the decay rate of the momentum.
 
     Returns:
-        sqrt((N - c) / (1 - c + (N - 1) mean_sq)), within 1 and sqrt(N).
+        sqrt((N - c) / (1 - c + (N - 1) mean_sq)), c = (1 - beta1) / (1 + beta1): 1 to sqrt(N).
 
     Example::
 

@@ -1,4 +1,4 @@
-"""The recommended rounds of local steps, for a given number of bits."""
+"""The recommended optimizer with rounds of local steps, for a given number of bits."""
 
 import math
 import warnings
@@ -31,25 +31,25 @@ from comm_hooks.shards import is_held_by_all, is_sharded, local_shards, nominal_
 INNER = ("adamw", "muon")
 
 _DENSITY = 1 / 180
-"""Of a payload; with fewer the next number of local steps costs less loss."""
+"""The density of payloads below which one more local step costs less loss."""
 _SPARSEST, _DENSEST = 1 / 256, 1 / 48
-"""Beyond these densities loss rises again with most tasks."""
+"""Below the first and above the second density, the loss rises again in most tasks."""
 _FADES = 4.0
-"""Times the density, how much of a residual fades from one exchange to the next."""
+"""The share of a residual that fades between two exchanges, divided by the density."""
 _OUTER = 1.5
-"""Times sqrt(N), the outer step."""
+"""The outer learning rate, divided by the square root of the number of ranks."""
 _OVERLAP = 0.5
-"""The sum of c ranks' noise, divided by sqrt(c), is as long as one rank's noise."""
+"""The power of c that divides an element sent by c ranks: their noise adds up to sqrt(c)."""
 _AHEAD = {"adamw": 0.3, "muon": 0.45}
-"""The share of its residual by which a rank looks ahead: with all of it, into its own noise."""
-_GATHERED = 4  # ranks
+"""The share of its residual that a rank adds to the shared model; all of it would add noise."""
+_GATHERED = 4  # the largest number of ranks without shards
 _BACK = 2.0
-"""Times the density, that of the means that owners of shards pass on."""
+"""The density of the means that owners of shards send, divided by that of ranks' payloads."""
 _SHORTEST, _LONGEST = 2, 128  # local steps
 _SAFE = 16
-"""Local steps up to which it matters little that some elements never have their turn."""
+"""The number of local steps up to which it matters little that some elements are never sent."""
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
-"""That a group may have of its own."""
+"""The settings that a parameter group may have of its own."""
 _MUON_MOMENTUM = 0.8  # a quarter of the horizon of the usual 0.95: residuals hold longer
 
 
@@ -58,13 +58,13 @@ class RoundsPlan:
     """The choices of :func:`low_communication`.
 
     Args:
-        local_steps: K.
-        fragments: of the model, exchanged one after the other within K steps.
-        sharded: displacements go to owners of shards, which pass on their means.
-        density: of the deltas that are sent.
-        decay: of residuals, per exchange.
-        outer_lr: the outer step along the mean of the sent deltas.
-        bits: that a rank sends per parameter and step.
+        local_steps: K, the number of steps between two exchanges of a parameter.
+        fragments: the number of parts of the model that are exchanged in turn within K steps.
+        sharded: whether displacements go to owners of shards, which send back their means.
+        density: the share of a displacement's elements that is sent.
+        decay: the factor by which residuals are multiplied in each exchange.
+        outer_lr: the learning rate of the step along the mean of the sent displacements.
+        bits: the number of bits that a rank sends per parameter and step.
     """
 
     local_steps: int
@@ -95,9 +95,9 @@ def low_communication(
     Chosen from the number of ranks N and the budget are
 
     * K, the steps between two exchanges of a parameter: two, or the fewest with which one in 180
-      displacements can be sent.  With fewer steps less drifts apart, with a higher density less
-      waits.  With a single one gradients ask again for the residual, however many bits there
-      are;
+      displacements can be sent.  With fewer steps ranks drift apart less, with a higher density
+      less waits in residuals.  With K = 1 gradients ask again for updates that wait in the
+      residual, however many bits there are;
     * the density p: as large as the budget then allows, up to one in 48; beyond it more bits make
       the loss worse with some tasks;
     * the decay of the residuals, 1 - 4 p per exchange, a quarter of the time that an element waits
@@ -113,8 +113,7 @@ def low_communication(
     Weight decay is the same on all ranks and not sent (``shared_decay``).
 
     Memory: 12 bytes per parameter in addition to the moments: the shared model, the residual, and
-    the
-    start of the local steps.
+    the start of the local steps.
 
     Local steps are those of :class:`~comm_hooks.optim.LaProp`, which normalizes gradients before it
     averages them, with half the horizon of ``betas[0]``: the residuals are a momentum of their
@@ -128,14 +127,14 @@ def low_communication(
         named_parameters: ``model.named_parameters()``, or parameters and groups of them as torch's
             optimizers take them; a group may have an ``lr``, ``betas`` and ``weight_decay`` of its
             own, which count.  The ``param_groups`` of an AdamW bring all three.
-        lr: the largest learning rate, of groups without one; schedulers take the returned
+        lr: the largest learning rate, for groups without one; give schedulers the returned
             optimizer.
-        betas: of the AdamW that is replaced, in a group too.
-        weight_decay: decoupled.
-        total_steps: of the training, if known: rounds are then short enough for twenty of them,
-            and for every element to have its turn within the training.  Without, rounds of more
-            than 16 steps come with a warning that says how long that takes.
-        bits_per_parameter: that a rank may send per parameter and step, in the mean.
+        betas: the betas of the AdamW that is replaced, also those in a group.
+        weight_decay: decoupled weight decay, as in AdamW.
+        total_steps: the number of steps of the training, if known: it then has at least twenty
+            rounds, and sends every element at least once on average.  If None, rounds of more
+            than 16 steps come with a warning that says how long an element waits.
+        bits_per_parameter: the bits that a rank may send per parameter and step, on average.
         inner: ``"adamw"``, or ``"muon"``: Muon for the hidden matrices, told by name from
             embeddings and output layers (:class:`~comm_hooks.optim.MuonAdamW`), with a momentum of
             0.8.  Its displacements have few large elements: to reach the loss of all-reduce with
@@ -144,7 +143,7 @@ def low_communication(
         transport: how ranks reach each other, in place of a process group.
 
     Returns:
-        The rounds.  Evaluate and save within ``server_parameters()``, and end with
+        The optimizer.  Evaluate and save within ``server_parameters()``, and end with
         ``synchronize()``.
 
     Raises:
@@ -243,7 +242,7 @@ def low_communication(
 
 
 def _groups(given: Any) -> list[dict[str, Any]]:
-    """Return parameter groups with named parameters; unnamed ones have their number as text."""
+    """Return parameter groups with named parameters; an unnamed one is named by its index."""
     if isinstance(given, torch.Tensor | Mapping):
         raise ValueError(
             "low_communication: give model.named_parameters(), or a list of parameters or of "
@@ -287,7 +286,7 @@ def _groups(given: Any) -> list[dict[str, Any]]:
 def make_exchange(
     density: float, transport: Transport, *, sharded: bool, decay: float = 1.0
 ) -> Exchange:
-    """Return the exchange of displacements."""
+    """Return the exchange of displacements: signs of the largest ones, with error feedback."""
     compressor = TopK(density=density, value_bits=1, index_code="rice", overlap=_OVERLAP)
     return Exchange(
         compressor,
@@ -311,17 +310,17 @@ def plan_rounds(
     *,
     most_fragments: int | None = None,
 ) -> RoundsPlan:
-    """Return the plan that makes the best use of a budget.
+    """Return the plan with the fewest local steps, and then the highest density, within a budget.
 
     Args:
-        shapes: of the parameters, by name.
-        transport: tells the number of ranks; nothing is sent.
-        budget: bits per parameter and step that a rank may send.
-        total_steps: of the training, if known.
-        most_fragments: that the model may be cut into; by default one for each parameter.
+        shapes: the shapes of the parameters, by name.
+        transport: the ranks' transport, asked for their number; nothing is sent.
+        budget: the number of bits per parameter and step that a rank may send.
+        total_steps: the number of steps of the training, if known.
+        most_fragments: the largest number of fragments; by default the number of parameters.
 
     Raises:
-        ValueError: if nothing meets the budget; says the smallest budget that something does.
+        ValueError: if no plan meets the budget; the message has the smallest budget of a plan.
     """
     ranks = transport.world_size
     most = len(shapes) if most_fragments is None else most_fragments
@@ -363,8 +362,8 @@ def plan_rounds(
 def _longest(total_steps: int) -> int:
     """Return the largest number of local steps for a training of this length.
 
-    There are to be twenty rounds, and every element is to have its turn, which takes K / density
-    steps: where it did not, 25 local steps ended worse than no exchange.
+    A training has at least twenty rounds, and sends every element, which takes K / density steps:
+    where it did not, 25 local steps ended worse than no exchange.
     """
     in_turn = int(_DENSITY * total_steps)
     return max(_SHORTEST, min(_LONGEST, total_steps // 20, max(_SAFE, in_turn)))
@@ -372,7 +371,7 @@ def _longest(total_steps: int) -> int:
 
 @dataclass(frozen=True)
 class _Form:
-    """A plan without its density."""
+    """A :class:`RoundsPlan` before its density is chosen."""
 
     shapes: Mapping[str, Sequence[int]]
     transport: Transport

@@ -11,14 +11,14 @@ from comm_hooks.optim.base import Group, States, Tensors
 
 
 def values(states: States, key: str) -> Tensors:
-    """Return the value of every state under a key."""
+    """Return ``state[key]`` of every state."""
     return [state[key] for state in states]
 
 
 def prepared(
     states: States, parameters: Sequence[torch.Tensor], dtype: torch.dtype, *keys: str
 ) -> States:
-    """Return states with a ``step`` and, under ``keys``, zeros like the parameters if missing."""
+    """Return states after adding missing entries: ``step``, and zeros under each of ``keys``."""
     for state in states:
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -35,7 +35,7 @@ def count_step(states: States) -> None:
 def zeros(
     states: States, key: str, like: Sequence[torch.Tensor], dtype: torch.dtype | None = None
 ) -> Tensors:
-    """Return every state's buffer under a key, made at first with zeros."""
+    """Return ``state[key]`` of every state, after adding zeros where it is missing."""
     for state, tensor in zip(states, like, strict=True):
         if key not in state:
             state[key] = torch.zeros_like(tensor, dtype=dtype)
@@ -54,7 +54,7 @@ def average_squares_(v: Tensors, new: Tensors, beta: float) -> None:
 
 
 def averages_(states: States, new: Tensors, betas: Sequence[float]) -> tuple[Tensors, Tensors]:
-    """Take Adam's averages, ``exp_avg`` (m) and ``exp_avg_sq`` (v), and return both."""
+    """Update Adam's averages ``exp_avg`` (m) and ``exp_avg_sq`` (v) with ``new``; return both."""
     m, v = values(states, "exp_avg"), values(states, "exp_avg_sq")
     average_(m, new, betas[0])
     average_squares_(v, new, betas[1])
@@ -78,7 +78,7 @@ def corrected(v: Tensors, beta: float, steps: Sequence[int]) -> Tensors:
 def halve_ema_horizon(beta1: float) -> float:
     """Return the decay rate of a momentum that looks half as far back, at least 0.
 
-    For momenta with residuals elsewhere, which are a momentum themselves.
+    For optimizers with error feedback: residuals act as a momentum as well.
 
     Example::
 
@@ -89,7 +89,7 @@ def halve_ema_horizon(beta1: float) -> float:
 
 
 def momentum_(buffers: Tensors, new: Tensors, momentum: float) -> Tensors:
-    """Set b to momentum b + new; return b."""
+    """Set each buffer to momentum * buffer + new, and return the buffers."""
     torch._foreach_mul_(buffers, momentum)
     torch._foreach_add_(buffers, new)
     return buffers
@@ -168,7 +168,7 @@ def along_(parameters: Tensors, directions: Tensors, group: Group, correction: f
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether its elements fill one piece of memory, over which fused kernels go."""
+    """Return whether a tensor's elements fill one piece of memory, as fused kernels assume."""
     if tensor.is_contiguous():
         return True
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -176,7 +176,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _laid_out_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the strides of another, which fused kernels do not look at."""
+    """Return ``tensor`` with the strides of ``other``, because fused kernels ignore strides."""
     if tensor.stride() == other.stride():
         return tensor
     return torch.empty_like(other, dtype=tensor.dtype).copy_(tensor)

@@ -1,4 +1,4 @@
-"""Muon: steps along orthogonalized momenta, of matrices of one shape together."""
+"""Muon: steps along orthogonalized momenta; matrices of one shape are computed together."""
 
 import math
 
@@ -10,13 +10,13 @@ from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.requirements import require_within
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
-"""a, b, c of Jordan et al.: steepest at zero, where singular values come from."""
+"""a, b, c of Jordan et al.'s polynomial a x + b x^3 + c x^5, steep near x = 0."""
 _ITERATIONS = 5
 _TINY = 1e-7
 _RMS = 0.2
 """The root mean square of AdamW's steps, in learning rates (Liu et al., 2025, section 2.2)."""
 _TOGETHER = 1 << 24
-"""Elements that are iterated on at once: small matrices want company, large ones memory."""
+"""The largest number of elements in a batch of matrices, which bounds the memory."""
 
 
 class Muon(BatchedOptimizer):
@@ -38,9 +38,9 @@ class Muon(BatchedOptimizer):
     Args:
         params: matrices, named or not, or groups of them; a group may have its own value of any
             other argument.
-        lr: learning rate, as of AdamW.
-        momentum: decay of m, in [0, 1).
-        weight_decay: decoupled.
+        lr: learning rate, on AdamW's scale.
+        momentum: decay rate of m, in [0, 1).
+        weight_decay: decoupled weight decay, as in AdamW.
 
     State per matrix: ``momentum_buffer`` (m) in float32.
 
@@ -94,18 +94,18 @@ class Muon(BatchedOptimizer):
 
 
 def orthogonalized(matrices: Tensors) -> Tensors:
-    r"""Return matrices with the singular vectors of the given ones, and values of about one.
+    r"""Return matrices with the same singular vectors, and all singular values near one.
 
     By Newton and Schulz's iteration with a polynomial of degree five, which takes singular values
     above a hundredth of the Frobenius norm to between 0.68 and 1.14.  In bfloat16 on accelerators,
     in float32 on CPUs: bfloat16 is several times as slow on many.
 
     Args:
-        matrices: of one device and dtype, of any shapes; those of one shape, transposed or not, go
-            together.
+        matrices: matrices of one device and dtype, of any shapes; those of one shape, transposed or
+            not, are computed together.
 
     Returns:
-        New tensors, in that order, of the given shapes and dtype.
+        New tensors in the order of ``matrices``, with their shapes and dtype.
 
     Example::
 
@@ -129,7 +129,7 @@ def orthogonalized(matrices: Tensors) -> Tensors:
 
 
 def _lying(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix with no more rows than columns."""
+    """Return the matrix, transposed if it has more rows than columns."""
     return matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
 
 

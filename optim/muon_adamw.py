@@ -44,13 +44,13 @@ class MuonAdamW(ExactStateOptimizer):
 
     Args:
         named_parameters: ``model.named_parameters()``.
-        lr: of both.
-        betas, eps: of AdamW.
-        momentum: of Muon, Nesterov's.
-        weight_decay: of both, decoupled.
-        hidden: tells the parameters of Muon from the others, by name and tensor; they must be
-            matrices.
-        rest: the class of the other optimizer, with the arguments of AdamW.
+        lr: the learning rate of both optimizers.
+        betas, eps: AdamW's settings.
+        momentum: the decay rate of Muon's momentum, of Nesterov's kind.
+        weight_decay: the decoupled weight decay of both optimizers.
+        hidden: a function of a parameter's name and tensor that returns whether Muon takes it; it
+            must then be a matrix.
+        rest: the class of the other optimizer, which must take the arguments of AdamW.
 
     State: Muon's ``momentum_buffer`` in float32, and the state of the other optimizer.  Muon has
     the first parameter group.
@@ -59,7 +59,7 @@ class MuonAdamW(ExactStateOptimizer):
         ValueError: for hyperparameters out of range, if one of the two would have no parameters,
             and for hidden parameters that are no matrices.
 
-    Not supported: the limits of both; groups added later.
+    Not supported: anything that one of the two does not support; groups added later.
 
     Example::
 
@@ -97,7 +97,7 @@ class MuonAdamW(ExactStateOptimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let both optimizers use this one's groups and state."""
+        """Let the two inner optimizers use the groups and the state of this optimizer."""
         self._muon.param_groups, self._rest.param_groups = (
             self.param_groups[:1],
             self.param_groups[1:],

@@ -1,4 +1,4 @@
-"""The optimizers by name: how each reaches the other ranks, its options, and usual values of them.
+"""The optimizers by name: how each averages over ranks, its options, and their usual values.
 
 To add one, add an entry to :data:`OPTIMIZERS`; everything else is read off its class.
 """
@@ -53,12 +53,12 @@ _SIMPLE = (bool, int, float, str)
 
 @dataclass(frozen=True)
 class Defaults:
-    """Values of a training, from which those of an optimizer's options follow.
+    """Settings of a training, from which the usual options of each optimizer follow.
 
     Args:
-        lr, betas, weight_decay: of AdamW in this training.
-        steps: of the training.
-        warmup: steps over which the learning rate rises.
+        lr, betas, weight_decay: the settings of AdamW in this training.
+        steps: the number of steps of the training.
+        warmup: the number of steps over which the learning rate rises.
     """
 
     lr: float = 1e-3
@@ -70,11 +70,11 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Option:
-    """An option of an optimizer, as its signature has it.
+    """An option of an optimizer: a keyword argument of its class or function.
 
     Args:
-        name: of the keyword argument.
-        default: its value; ``inspect.Parameter.empty`` if it must be given.
+        name: the name of the keyword argument.
+        default: its default value; ``inspect.Parameter.empty`` if it must be given.
         kinds: the types that a value may have: bool, int, float, str, NoneType, or tuple for
             ``betas``.
     """
@@ -89,7 +89,7 @@ class Option:
         return self.default is inspect.Parameter.empty
 
     def check(self, owner: str, value: Any) -> None:
-        """Raise ``ValueError`` for a value of another type; ranges are the optimizer's to check."""
+        """Raise ``ValueError`` for a value of another type; the optimizer itself checks ranges."""
         if not any(_fits(value, kind) for kind in self.kinds):
             words = {bool: "true or false", int: "an integer", float: "a number", str: "a word"}
             words |= {type(None): "none", tuple: "two numbers"}
@@ -111,26 +111,26 @@ class OptimizerEntry:
     """An optimizer of the registry.
 
     Args:
-        name: in snake case.
-        make: its class, or a function that returns one.
-        usual: options for a training, where they differ from those of the signature.
+        name: the optimizer's name in snake case.
+        make: the optimizer's class, or a function that returns an optimizer.
+        usual: a function from a training's settings to the options that differ from the signature.
     """
 
     name: str
     make: Callable[..., torch.optim.Optimizer]
     usual: Callable[[Defaults], Options]
     options: Mapping[str, Option] = field(init=False)
-    """By name, in the order of the signature; without parameters and exchange."""
+    """The options by name, in the order of the signature, without parameters and exchange."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", dict(_options(inspect.signature(self.make).parameters)))
 
     @property
     def averages(self) -> Literal["before", "exchange", "own"]:
-        """The place where ranks are averaged.
+        """The place where the average over ranks is taken.
 
-        ``before`` the step, by a hook for instance; in the ``exchange`` that the optimizer is
-        given and owns; or in one of its ``own`` making.
+        ``"before"`` the step, by a hook for instance; in the ``"exchange"`` that is given to the
+        optimizer; or in an exchange of its ``"own"`` making.
         """
         parameters = inspect.signature(self.make).parameters
         if "exchange" in parameters:
@@ -139,7 +139,7 @@ class OptimizerEntry:
 
     @property
     def published(self) -> Mapping[str, Any] | None:
-        """The exchange of its authors, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
+        """The authors' exchange, for :meth:`~comm_hooks.ExchangeSettings.from_dict`, or None."""
         return getattr(self.make, "published", None)
 
     @property
@@ -177,14 +177,14 @@ class OptimizerEntry:
         defaults: Defaults | None = None,
         **options: Any,
     ) -> Any:
-        """Return the optimizer.
+        """Return a new optimizer.
 
         Args:
-            params: named parameters.
-            exchange: for an optimizer that owns one.
-            defaults: of the training; None for the defaults of the signature.
-            options: in place of both; ``beta1`` or ``beta2`` of ``betas``.  An optimizer that makes
-                its own exchange takes ``transport`` and ``process_group``, too.
+            params: the named parameters to train.
+            exchange: the exchange of an optimizer that takes one.
+            defaults: the settings of the training; None for the defaults of the signature.
+            options: options that override both; ``beta1`` or ``beta2`` overrides one of ``betas``.
+                An optimizer that makes its exchange takes ``transport`` and ``process_group``, too.
 
         Raises:
             ValueError: for unknown options, and for values that the optimizer refuses.
@@ -210,7 +210,7 @@ def _options(parameters: Mapping[str, inspect.Parameter]) -> typing.Iterator[tup
 
 
 def _kinds(annotation: Any) -> tuple[type, ...]:
-    """Return the simple types of an annotation; none if text and numbers cannot be of it."""
+    """Return the simple types of an annotation, or () if it allows neither text nor numbers."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     found = typing.get_args(annotation) if is_union else (annotation,)
     simple = tuple(kind for kind in found if kind in _SIMPLE)
@@ -218,7 +218,7 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
 
 
 def _like_adamw(**options: Any) -> Callable[[Defaults], Options]:
-    """Return the usual options of an optimizer that has the settings of AdamW."""
+    """Return a function that gives AdamW's settings of a training, and ``options``."""
 
     def usual(defaults: Defaults) -> Options:
         return {
@@ -232,7 +232,7 @@ def _like_adamw(**options: Any) -> Callable[[Defaults], Options]:
 
 
 def _of_its_own(**options: Any) -> Callable[[Defaults], Options]:
-    """Return the usual options of an optimizer with another learning rate than AdamW's."""
+    """Return a function that gives ``options`` for any training: AdamW's settings do not apply."""
     return lambda defaults: options
 
 
@@ -302,7 +302,7 @@ _SPELLINGS = {_plain(s): n for n, entry in OPTIMIZERS.items() for s in (n, entry
 
 
 def lookup(name: str) -> OptimizerEntry | None:
-    """Return the entry of a name, or of a class's name; case and underscores do not matter.
+    """Return the entry of an optimizer's name or class name, or None; ignore case and underscores.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""An optimizer around another one."""
+"""The base class of optimizers that wrap another optimizer."""
 
 import inspect
 from collections import defaultdict
@@ -11,15 +11,15 @@ from comm_hooks.optim.base import SteppingOptimizer
 
 
 class WrappingOptimizer(SteppingOptimizer):
-    """An optimizer that does more in a step than the one inside, and shows its groups and state.
+    """An optimizer that wraps another one: it extends its step, and shows its groups and state.
 
-    So a scheduler of this one sets the learning rates of the inner one, and code that asks for an
-    optimizer (Accelerate, Lightning, a ``GradScaler``, hooks before and after steps,
+    So a scheduler of this optimizer sets the learning rates of the inner one, and code that asks
+    for an optimizer (Accelerate, Lightning, a ``GradScaler``, hooks before and after steps,
     the profiler) gets one.  ``load_state_dict`` may give the inner optimizer other groups and
     another state: both are looked up, never kept.
 
     Args:
-        inner: over the parameters that this one is over.
+        inner: the wrapped optimizer, over the same parameters.
 
     Raises:
         ValueError: for an inner optimizer that needs a closure, as ``LBFGS`` does.
@@ -47,25 +47,25 @@ class WrappingOptimizer(SteppingOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's."""
+        """The parameter groups of the inner optimizer."""
         return self.inner.param_groups
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
-        """The inner optimizer's."""
+        """The state of the inner optimizer, by parameter."""
         return self.inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's."""
+        """The default hyperparameters of the inner optimizer."""
         return self.inner.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients."""
+        """Reset the gradients of all parameters."""
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Raise ``ValueError``: parameters are those that were there at first."""
+        """Raise ``ValueError``: no parameters can be added after construction."""
         raise ValueError(
             f"{type(self).__name__}: parameters cannot be added: make the inner optimizer with all "
             f"of them, and then {type(self).__name__} anew"

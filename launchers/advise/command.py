@@ -1,4 +1,4 @@
-"""``comm-hooks advise``: its options, and the order of its work."""
+"""The options of ``comm-hooks advise``, and the function that runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predict the time of a training step from its arithmetic, its payloads and the network.
+"""Prediction of the time of a training step from its arithmetic, its payloads and the network.
 
 A collective takes ::
 
@@ -20,10 +20,10 @@ from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
 Kind = Literal["all_reduce", "all_gather", "all_to_all"]
 
 TCP_SHARE = 1448 / 1514
-"""The share of the bytes on an Ethernet link that is not headers."""
+"""The share of the bytes on an Ethernet link that is payload, not headers."""
 
 BACKWARD_SHARE = 2 / 3
-"""The share of forward and backward that is backward: two matrix products for each one forward."""
+"""The backward pass's share of the time of both: two matrix products for each forward one."""
 
 _LEAST_SIDE, _LEAST_MATRICES = 32, 64
 
@@ -39,7 +39,7 @@ _GLOO_EFFICIENCY: dict[Kind, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks: bytes per second, and seconds for an empty message."""
+    """One direction of a link: bandwidth in bytes per second, one-way latency in seconds."""
 
     bandwidth: float
     latency: float
@@ -50,11 +50,11 @@ class Network:
     """The links between all ranks.
 
     Attributes:
-        ranks: N, at least 2.
+        ranks: N, the number of ranks, at least 2.
         link: the slowest link between two nodes, or between two ranks of a single node.
-        ranks_per_node: L; the ranks of a node share its link to other nodes.
-        backend: of ``torch.distributed``.  The constants of gloo are measured.  NCCL is assumed to
-            use the whole link, and trees with log2(N) rounds.
+        ranks_per_node: the number of ranks on a node, which share its link to other nodes.
+        backend: the backend of ``torch.distributed``.  The constants of gloo are measured.  NCCL is
+            assumed to use the whole link, and trees with log2(N) rounds.
     """
 
     ranks: int
@@ -65,7 +65,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: its kind, and the bytes that each rank sends."""
+    """One collective: its kind, and ``traffic``, the bytes that each rank sends."""
 
     kind: Kind
     traffic: int
@@ -81,7 +81,7 @@ class Collective:
         return cls(kinds[type(request)], request.traffic(ranks))
 
     def seconds(self, network: Network) -> float:
-        """Return the duration on an idle network."""
+        """Return the predicted duration on an otherwise idle network."""
         ranks, gloo = network.ranks, network.backend == "gloo"
         if ranks < 2:
             return 0.0
@@ -101,17 +101,17 @@ class Collective:
 
 
 def all_reduce(nbytes: int, ranks: int) -> Collective:
-    """Return the all-reduce of a payload of so many bytes."""
+    """Return the all-reduce of a payload of ``nbytes`` bytes between ``ranks`` ranks."""
     payload = torch.empty(nbytes, dtype=torch.uint8, device="meta")
     return Collective.of(AllReduce(payload), ranks)
 
 
 @dataclass(frozen=True)
 class Round:
-    """One exchange.
+    """One exchange: arithmetic and collectives.
 
     Attributes:
-        collectives: one after the other.
+        collectives: the collectives, which run one after the other.
         encode: seconds of arithmetic before the last collective.
         decode: seconds of arithmetic after it.
         ready: the share of the backward pass after which a hook starts the round; 1 is its end.
@@ -128,11 +128,11 @@ class Round:
         return sum(collective.traffic for collective in self.collectives)
 
     def seconds(self, network: Network) -> float:
-        """Return the duration when nothing overlaps."""
+        """Return the predicted duration if collectives and arithmetic do not overlap."""
         return self.encode + self.decode + sum(c.seconds(network) for c in self.collectives)
 
     def scaled(self, factor: float, ready: float = 1.0) -> "Round":
-        """Return the round of a vector that is longer by a factor."""
+        """Return the round of a vector with ``factor`` times as many elements."""
         collectives = tuple(replace(c, traffic=round(factor * c.traffic)) for c in self.collectives)
         return Round(collectives, factor * self.encode, factor * self.decode, ready)
 
@@ -142,10 +142,11 @@ class Plan:
     """The exchanges and the arithmetic of one method.
 
     Attributes:
-        hook_rounds: of each step, started by a DDP hook during the backward pass.
-        optimizer_rounds: of ``steps`` steps together, run by the optimizer after the backward pass.
-        steps: see ``optimizer_rounds``.
-        optimizer: seconds per step of the method's own optimizer; None: the user's optimizer stays.
+        hook_rounds: the exchanges of each step, started by a DDP hook during the backward pass.
+        optimizer_rounds: the exchanges of ``steps`` steps together, run by the optimizer after the
+            backward pass.
+        steps: the number of steps that ``optimizer_rounds`` cover.
+        optimizer: seconds per step of the method's own optimizer; None for the user's optimizer.
     """
 
     hook_rounds: tuple[Round, ...] = ()
@@ -155,13 +156,13 @@ class Plan:
 
     @property
     def codec(self) -> float:
-        """Seconds per step of encoding and decoding."""
+        """The seconds of encoding and decoding per step."""
         hooked = sum(r.encode + r.decode for r in self.hook_rounds)
         return hooked + sum(r.encode + r.decode for r in self.optimizer_rounds) / self.steps
 
     @property
     def arithmetic(self) -> float:
-        """Seconds per step of the codec and of the method's own optimizer."""
+        """The seconds of encoding, decoding and the method's own optimizer per step."""
         return self.codec + (self.optimizer or 0.0)
 
     @property
@@ -178,7 +179,7 @@ def predict(
     forward_backward: float,
     optimizer: float = 0.0,
 ) -> float:
-    """Return the average seconds of a step.
+    """Return the predicted seconds of a step, on average.
 
     1. forward, then backward; a hook starts each round when its share of backward is done;
     2. encoding takes the device's time; the network carries out one collective at a time, in order,
@@ -239,9 +240,9 @@ def ready_shares(sizes: Sequence[int], first_cap: int, cap: int) -> list[tuple[r
     closes a bucket that holds ``cap`` bytes, the first one at ``first_cap``.
 
     Args:
-        sizes: bytes of each parameter, in the model's order.
-        first_cap: of the first bucket, bytes.
-        cap: of the other buckets, bytes.
+        sizes: the bytes of each parameter, in the model's order.
+        first_cap: the bytes at which the first bucket is closed.
+        cap: the bytes at which other buckets are closed.
 
     Returns:
         For each bucket the range of its parameters in *reversed* order, and its share.

@@ -1,4 +1,4 @@
-"""A transport without a network, which notes the collectives and the time between them."""
+"""A transport without a network, which records collectives and the arithmetic between them."""
 
 import time
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from comm_hooks.wire.summed_header import MARKS_START
 
 
 class Echo(Transport):
-    """Rank 0 of N ranks, without the others: each reply repeats this rank's own payload.
+    """A transport of rank 0 of N simulated ranks: each reply repeats this rank's own payload.
 
     Args:
-        world_size: N.
-        device: of the payloads.
+        world_size: N, the number of ranks.
+        device: the device of the payloads.
 
     Example::
 
@@ -52,12 +52,12 @@ class Echo(Transport):
         return self._world_size
 
     def start_noting(self) -> None:
-        """Forget the collectives so far, and start the clock."""
+        """Forget the recorded collectives, and start the clock."""
         self._collectives: list[Collective] = []
         self._encode, self._since = 0.0, self.clock()
 
     def stop(self) -> Round:
-        """Return the collectives since :meth:`start_noting`, and the seconds of arithmetic."""
+        """Return the collectives and the seconds of arithmetic since :meth:`start_noting`."""
         return Round(tuple(self._collectives), self._encode, self.clock() - self._since)
 
     def clock(self) -> float:

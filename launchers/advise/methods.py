@@ -1,4 +1,4 @@
-"""The methods that can be compared: how they are written, their payloads and their arithmetic.
+"""The methods that ``advise`` compares: their notation, payloads and measured arithmetic.
 
 A method is written ``compressor[:option=value...][+optimizer[:option=value...]]``, such as
 ``quantize:bits=2``, ``sign+local_variance_adam`` or ``low_communication:bits=0.12``.  Without an
@@ -34,7 +34,7 @@ PLAIN = ("all_reduce", "none")
 """The methods without a compressor."""
 
 _MOST_ELEMENTS = 1 << 22
-"""Of a longer vector a part is measured; its bytes and times are scaled up."""
+"""The longest vector that is measured; bytes and times of longer ones are scaled up."""
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # bytes, the defaults of DDP
 _REPEAT = 3
 _MIN_STEPS = 4
@@ -47,11 +47,12 @@ class Method:
     """A method, split into its parts.
 
     Attributes:
-        spec: the method as it is written.
-        compressor: its name, or one of :data:`PLAIN`; empty for the optimizer's own exchange.
-        options: of the compressor and of the exchange.
-        optimizer: its name; empty for AdamW after a DDP hook.
-        optimizer_options: its keyword arguments.
+        spec: the text of the method, such as ``"quantize:bits=2"``.
+        compressor: the compressor's name, or one of :data:`PLAIN`; empty for the optimizer's own
+            exchange.
+        options: the options of the compressor and of the exchange.
+        optimizer: the optimizer's name; empty for AdamW after a DDP hook.
+        optimizer_options: the keyword arguments of the optimizer.
     """
 
     spec: str
@@ -62,7 +63,7 @@ class Method:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """All but the text, to compare methods that are written differently."""
+        """All attributes but ``spec``, to find equal methods that are written differently."""
         return self.compressor, self.options, self.optimizer, self.optimizer_options
 
     def check(self) -> None:
@@ -86,7 +87,7 @@ class Method:
         entry.check(self.optimizer_options)
 
     def settings(self) -> ExchangeSettings:
-        """Return the settings of the exchange."""
+        """Return the settings of the method's exchange."""
         entry = lookup(self.optimizer)
         if self.compressor:
             needs = entry.needs if entry else {}
@@ -96,7 +97,7 @@ class Method:
         return ExchangeSettings.from_dict(entry.published)
 
     def build(self, named: list[tuple[str, nn.Parameter]], transport: Echo) -> Optimizer:
-        """Return the optimizer of a method that has one."""
+        """Return a new instance of the method's optimizer; there must be one."""
         entry = OPTIMIZERS[self.optimizer]
         options = dict(self.optimizer_options)
         if entry.averages == "exchange":
@@ -107,7 +108,7 @@ class Method:
 
 
 def parse_methods(specs: str) -> list[Method]:
-    """Return the methods of a list separated by commas.
+    """Return the methods in a text with commas between them.
 
     Raises:
         ValueError: for an unknown name, option or value, and for a method that is named twice.
@@ -123,7 +124,7 @@ def parse_methods(specs: str) -> list[Method]:
 
 
 def parse_method(spec: str) -> Method:
-    """Split a method into its parts; the names and options may be unknown.
+    """Return the method of a text; its names and options are not checked.
 
     Raises:
         ValueError: if it is not written as ``name:option=value+name:option=value``.
@@ -151,7 +152,7 @@ def parse_method(spec: str) -> Method:
 
 
 class Planner:
-    """Makes the plan of each method for one model, number of ranks and device.
+    """Finds the bytes and measures the arithmetic of methods, for one model, ranks and device.
 
     Args:
         shapes: of the parameters.
@@ -185,7 +186,7 @@ class Planner:
         }
 
     def plan(self, method: Method) -> Plan:
-        """Return the bytes of a method, and the seconds of its arithmetic on this device.
+        """Return the exchanges of a method, with the seconds of its arithmetic on this device.
 
         Raises:
             ValueError: for values that the method refuses for this model.
@@ -218,7 +219,7 @@ class Planner:
         return plan.optimizer or 0.0
 
     def _measure_round(self, settings: ExchangeSettings) -> Round:
-        """Return the exchange of all gradients: the median of several."""
+        """Return the exchange of all gradients with the median arithmetic of several runs."""
         exchange = Exchange(settings, transport=self._echo)
         rounds = []
         for _ in range(1 + _REPEAT):  # the first one allocates memory
@@ -230,7 +231,7 @@ class Planner:
         return rounds[_REPEAT // 2].scaled(self._factor)
 
     def _optimizer_plan(self, build: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> Plan:
-        """Return whole periods of an optimizer, after its warm-up."""
+        """Return the measured plan of an optimizer, over whole periods after its warm-up."""
         named = [(n, nn.Parameter(torch.zeros_like(g))) for n, g in self._gradients.items()]
         with warnings.catch_warnings():
             # They are about real trainings: their length, and ranks with other payloads.

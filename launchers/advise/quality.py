@@ -1,4 +1,4 @@
-"""The quality that methods kept where it was measured."""
+"""Measured quality of methods: the share of all-reduce's gain in loss that they keep."""
 
 import functools
 import inspect
@@ -12,19 +12,19 @@ from comm_hooks.optim import low_communication
 
 FILE = Path(__file__).with_name("measured.json")
 FEWEST_TASKS = 3
-"""Fewer tasks are no basis for a recommendation."""
+"""The smallest number of measured tasks on which a recommendation may be based."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A method in one setting, on several tasks.
+    """The measured quality of a method in one setting, on several tasks.
 
     Attributes:
-        method: as ``comm-hooks advise --methods`` takes it.
-        ranks: of the setting.
-        tokens: of the training, all ranks together, per parameter of the model.
-        batch: samples per step and rank.
-        seeds: per task; the fewest of all tasks.
+        method: the method, as ``comm-hooks advise --methods`` takes it.
+        ranks: the number of ranks of the setting.
+        tokens: the tokens of the training, all ranks together, per parameter of the model.
+        batch: the samples per step and rank.
+        seeds: the number of seeds per task; the fewest of all tasks.
         spread: half the distance between seeds, the largest of all tasks; 0 for a single seed.
         kept: task -> (none - method) / (none - all-reduce), in held-out loss.
     """
@@ -43,7 +43,7 @@ class Kept:
     """The range of the quality that a method kept, over tasks and settings.
 
     Args:
-        cells: one for each setting.
+        cells: the measurements, one for each setting.
     """
 
     cells: Sequence[Cell]
@@ -58,7 +58,7 @@ class Kept:
 
     @property
     def spread(self) -> float:
-        """Half the distance between seeds; 0 for a single seed."""
+        """Half the distance between seeds, the largest of all cells; 0 for single seeds."""
         return max(cell.spread for cell in self.cells)
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ def measured() -> Sequence[Cell]:
 
 
 def most_ranks() -> int:
-    """Return the most ranks with a measurement on enough tasks."""
+    """Return the largest number of ranks with a measurement on enough tasks."""
     return max(cell.ranks for cell in measured() if len(cell.kept) >= FEWEST_TASKS)
 
 
@@ -122,7 +122,7 @@ def kept_by(method: Method, ranks: int, cells: Iterable[Cell] | None = None) -> 
 
 
 def _covers(method: Method, other: Method) -> bool:
-    """Return whether two methods are the same, except that the first may have more bits."""
+    """Return whether two methods are the same, except that ``method`` may have more bits."""
     same = _without_budget(method) == _without_budget(other)
     return same and _budget(method) >= _budget(other)
 

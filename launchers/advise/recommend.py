@@ -16,7 +16,7 @@ from comm_hooks.launchers.advise.quality import ALL, Kept, kept_by, most_ranks
 from comm_hooks.launchers.output import say
 
 _CLOSE = 1.05
-"""A method that is faster by less than this factor is not worth a change."""
+"""The speed-up over all-reduce above which another method is recommended."""
 
 _COLUMNS = ("method", "ms/step", "vs all-reduce", "codec ms", "sent/step", "kept")
 
@@ -27,10 +27,10 @@ class Row:
 
     Attributes:
         method: the method.
-        seconds: of a step.
-        codec: seconds of arithmetic that the method adds to a step.
-        traffic: bytes that each rank sends per step.
-        kept: the quality where it was measured, else None.
+        seconds: the seconds of a step.
+        codec: the seconds of arithmetic that the method adds to a step.
+        traffic: the bytes that each rank sends per step.
+        kept: the quality in similar measured trainings; None without a measurement.
     """
 
     method: Method
@@ -59,7 +59,8 @@ def make_row(method: Method, plan: Plan, network: Network, step: float, adamw: f
 def choose(rows: Sequence[Row], min_share: float) -> Row | None:
     """Return the fastest method with a measured quality of at least ``min_share`` on every task.
 
-    All-reduce if it is hardly slower; None if no method qualifies.  ``none`` never does.
+    Return all-reduce if it is slower by less than 5 %, and None if no method qualifies.  The method
+    ``none`` never qualifies.
     """
     fit = [
         row

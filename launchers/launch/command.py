@@ -1,4 +1,4 @@
-"""``comm-hooks launch``: its options, and the order of its work."""
+"""The options of ``comm-hooks launch``, and the function that runs it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def launch(
 
 
 def _run(plan: Plan, wait: float) -> None:
-    """Run all steps; the last one replaces this process."""
+    """Run the plan's steps in order; the last step's program replaces this process."""
     *first, last = plan.steps
     for step in first:
         if not plan.quiet:

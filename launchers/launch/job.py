@@ -16,7 +16,7 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 class Job:
     """The options of ``comm-hooks launch`` that describe the job; ``--help`` describes each.
 
-    ``nodes`` are the fewest and the most nodes, ``variables`` those of ``--env``.
+    ``nodes`` are the smallest and the largest number of nodes, ``variables`` those of ``--env``.
 
     Raises:
         ValueError: for options that contradict each other.
@@ -80,7 +80,7 @@ class Job:
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """Return the fewest and the most nodes from ``"4"`` or ``"2:4"``.
+    """Return the smallest and the largest number of nodes from ``"4"`` or ``"2:4"``.
 
     Raises:
         ValueError: for other text.
@@ -98,7 +98,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
-    """Return environment variables from ``NAME=VALUE`` each.
+    """Return environment variables from texts of the form ``NAME=VALUE``.
 
     Raises:
         ValueError: for other text.

@@ -1,4 +1,4 @@
-"""Choose the launcher for a job, and return the commands."""
+"""The choice of the launcher for a job, and of the commands that start it."""
 
 import sys
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ class Plan:
     """The steps of a launch.
 
     Attributes:
-        steps: one after the other, until one fails; the last is the job.
-        head: must listen before the last step; None where this node is the one that listens.
-        route: of this machine to the head.
-        notes: one line each for the user.
+        steps: the steps, run one after the other until one fails; the last starts the job.
+        head: the endpoint that must listen before the last step; None if it need not be awaited.
+        route: the way from this machine to the head.
+        notes: notes for the user, one line each.
         quiet: whether another process prints the same commands.
         runs_here: whether ranks run on this machine, which then needs the script.
     """
@@ -53,8 +53,8 @@ def make_plan(
     Args:
         job: the job.
         launcher: one of :data:`~comm_hooks.launchers.launch.job.LAUNCHERS`.
-        hostfile: for deepspeed and mpirun.
-        environment: ``os.environ``.
+        hostfile: the hostfile for deepspeed or mpirun.
+        environment: the environment variables of this process.
 
     Raises:
         ValueError: for options that do not go together, and programs that are not there.
@@ -181,7 +181,7 @@ def _preflight(job: Job, head: Endpoint | None) -> list[Command]:
 
 
 def _count_processes(job: Job) -> tuple[Job, list[str]]:
-    """Return the job with a number of processes: one per GPU, or one."""
+    """Return the job with ``nproc`` set, by default one per GPU or 1, and notes for the user."""
     if job.nproc is not None:
         return job, []
     if count := torch.cuda.device_count():

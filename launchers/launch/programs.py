@@ -23,14 +23,14 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def torchrun_here(job: Job) -> Command:
-    """Return the torchrun of a job on this machine only."""
+    """Return the torchrun command of a job on this machine only."""
     interface = None if "GLOO_SOCKET_IFNAME" in os.environ else loopback_interface()
     loopback = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     return _torchrun(job, ["--standalone"], loopback)
 
 
 def torchrun_node(job: Job, head: Endpoint, route: Route, job_id: str) -> Command:
-    """Return the torchrun of this node of several.
+    """Return the torchrun command of this node, for a job on several nodes.
 
     With ``job.node_rank`` the rendezvous is static: nodes keep their order.  Without it is c10d,
     with two settings that torchrun would otherwise guess from the machine's name: whether this node
@@ -39,9 +39,9 @@ def torchrun_node(job: Job, head: Endpoint, route: Route, job_id: str) -> Comman
 
     Args:
         job: the job.
-        head: of the rendezvous.
-        route: of this machine to the head.
-        job_id: the same on all nodes; distinguishes jobs with one endpoint.
+        head: the endpoint of the rendezvous.
+        route: the way from this machine to the head.
+        job_id: the rendezvous id, the same on all nodes, different for jobs with one endpoint.
     """
     fewest, most = job.nodes
     arguments = ["--nnodes", f"{fewest}:{most}" if job.is_elastic else str(most)]
@@ -123,10 +123,10 @@ def mpirun(job: Job, hostfile: Path | None, ranks: int, target: Sequence[str]) -
 
 
 def rank_of_mpirun(job: Job, process: LauncherEnvironment) -> Command:
-    """Return the script's own command, with the variables of ``init_process_group()``.
+    """Return the command of the script in a rank of mpirun, with torch.distributed's variables.
 
     Raises:
-        ValueError: if ranks are on several nodes and there is no head.
+        ValueError: if ranks are on several nodes and the job has no head.
     """
     endpoint = process.meeting_point(job.head)
     variables = process.variables(endpoint)

@@ -15,7 +15,7 @@ from types import FrameType
 
 @dataclass(frozen=True)
 class Command:
-    """A program, its arguments, and variables in addition to those of the environment."""
+    """A program with its arguments, and environment variables to add."""
 
     arguments: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Command:
         return " ".join([*assignments, shlex.join(self.arguments)])
 
     def run(self) -> int:
-        """Run to the end, passing SIGTERM on, and return the exit code."""
+        """Run the program to its end, passing SIGTERM on to it, and return its exit code."""
         with subprocess.Popen(self.arguments, env={**os.environ, **self.variables}) as process:
 
             def pass_on(number: int, frame: FrameType | None) -> None:
@@ -42,13 +42,13 @@ class Command:
                 signal.signal(signal.SIGTERM, before)
 
     def become(self) -> None:
-        """Replace this process, so that signals and the exit code are the program's own."""
+        """Replace this process by the program, which then gets signals and sets the exit code."""
         environment = {**os.environ, **self.variables}
         os.execvpe(self.arguments[0], self.arguments, environment)
 
 
 def options(values: Mapping[str, object]) -> list[str]:
-    """Return the words of options without those that are None, False or 0.
+    """Return command-line words for options, without options that are None, False or 0.
 
     Example::
 
@@ -63,7 +63,7 @@ def options(values: Mapping[str, object]) -> list[str]:
 
 
 def program(script: str, module: str) -> tuple[str, ...]:
-    """Return the words that start a console script of this environment: its name if on PATH."""
+    """Return the command of a console script: its name if on PATH, else ``python -m module``."""
     found = shutil.which(script)
     if found and Path(found).parent == Path(sys.executable).parent:
         return (script,)
@@ -71,5 +71,5 @@ def program(script: str, module: str) -> tuple[str, ...]:
 
 
 def comm_hooks(command: str) -> list[str]:
-    """Return the words that start a subcommand of ``comm-hooks``."""
+    """Return the command-line words that start a subcommand of ``comm-hooks``."""
     return [*program("comm-hooks", "comm_hooks.launchers.main"), command]

@@ -1,4 +1,4 @@
-"""The preflight as a module, for launchers that start modules on all nodes."""
+"""``comm-hooks preflight`` as a module, for launchers that start modules on all nodes."""
 
 import sys
 

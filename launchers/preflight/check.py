@@ -1,4 +1,4 @@
-"""Check all nodes together: rank 0 collects the facts, and sends its verdict to all."""
+"""The check of all nodes together: rank 0 collects their facts and sends its verdict to all."""
 
 import os
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ _GLOO_SECONDS = 30.0
 _MARGIN_SECONDS = 30.0
 
 Peers = Sequence[tuple[int, str, int]]
-"""The rank, address and port of the first process of each node."""
+"""For each node (rank, address, port) of its first process."""
 
 
 @dataclass
 class Verdict:
-    """The result, the same on all ranks."""
+    """The result of a check, the same on all ranks; a problem or note is one line."""
 
     problems: list[str]
     nodes: list[Facts] = field(default_factory=list)
@@ -56,7 +56,7 @@ def check(
         interface: GLOO_SOCKET_IFNAME of the training, unless the environment has it.
 
     Raises:
-        MeetingError: if rank 0 is gone.
+        MeetingError: if rank 0 has ended.
     """
     meeting.tell("facts", asdict(facts))
     if meeting.rank == 0:
@@ -156,7 +156,7 @@ def _measure(meeting: Meeting, listener: Listener | None, peers: Peers) -> list[
 
 
 def _check_gloo(meeting: Meeting, facts: dict[int, Facts], interface: str) -> list[str]:
-    """Try on rank 0, and collect the errors of the others; return the first problem."""
+    """Run :func:`_try_gloo` on rank 0, collect the ranks' errors, and return the first, or []."""
     _try_gloo(meeting, interface)
     heard, silent = meeting.hear("gloo-error", range(meeting.size), _GLOO_SECONDS + 10.0)
     for rank, reason in heard.items():
@@ -169,7 +169,7 @@ def _check_gloo(meeting: Meeting, facts: dict[int, Facts], interface: str) -> li
 
 
 def _try_gloo(meeting: Meeting, interface: str) -> None:
-    """Sum a tensor over all ranks, as training would, and send the error, if any."""
+    """Sum a tensor over all ranks by gloo, and send the error, or None, to all."""
     error = None
     told = "GLOO_SOCKET_IFNAME" in os.environ or not interface
     if not told:

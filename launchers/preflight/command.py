@@ -1,4 +1,4 @@
-"""``comm-hooks preflight``: its options, and the order of its work."""
+"""The options of ``comm-hooks preflight``, and the function that runs it."""
 
 import os
 from typing import Annotated

@@ -32,7 +32,7 @@ class Facts:
     Attributes:
         node: the number of the node, or else its name.
         host: the machine's name.
-        address: of this node for other nodes; empty if not known.
+        address: the address at which other nodes reach this node; empty if not known.
         interface: the network interface of that address.
         port: for measurements of links.
         processes: ranks per node; None if not known.
@@ -81,7 +81,7 @@ def describe(party: Party, interface: str | None) -> tuple[Facts, Listener | Non
 
 
 def _complain_if_alone(process: LauncherEnvironment) -> list[str]:
-    """Return a complaint if the training script would not find the other processes."""
+    """Return one complaint if the training script would not find the other processes, else []."""
     size = process.world_size
     if process.launcher != "torchrun":
         # RANK is not set: DeepSpeed asks mpi4py, as other programs for MPI do.
@@ -98,7 +98,7 @@ def _complain_if_alone(process: LauncherEnvironment) -> list[str]:
 
 
 def find_versions() -> dict[str, str]:
-    """Return the versions of the packages that take part in training, by name."""
+    """Return the versions, by name, of the packages that must be the same on all nodes."""
     versions = {
         "Python": platform.python_version(),
         "torch": torch.__version__,
@@ -114,7 +114,7 @@ def find_versions() -> dict[str, str]:
 
 
 def source_digest(package: Path) -> str:
-    """Return eight hexadecimal digits that change with any Python file of a package."""
+    """Return a digest of all Python files of a package: eight hexadecimal digits."""
     digest = hashlib.sha256()
     for folder, folders, files in os.walk(package, followlinks=True):
         folders.sort()
@@ -130,7 +130,7 @@ def find_complaints(folder: Path, environment: dict[str, str]) -> list[str]:
 
     Args:
         folder: the output folder of the training.
-        environment: ``os.environ``.
+        environment: the environment variables of this process.
     """
     complaints = []
     interfaces = psutil.net_if_addrs()

@@ -1,4 +1,4 @@
-"""Measure the links between nodes over plain TCP, as gloo and NCCL's sockets use it.
+"""Measurement of the links between nodes over plain TCP, as gloo and NCCL's sockets use it.
 
 One process of each node takes part.  A closed port is an error, not a hang.
 """
@@ -26,7 +26,7 @@ _REPEAT = 3
 
 @dataclass
 class Link:
-    """One direction between two nodes.
+    """The measured link from node ``source`` to node ``target``.
 
     Args:
         source, target: indices of nodes.
@@ -77,7 +77,7 @@ class Connection:
 
 
 class Listener:
-    """The port of a node for measurements."""
+    """A TCP port of this node, at which it answers measurements of links."""
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -85,7 +85,7 @@ class Listener:
         self.port = int(self._socket.getsockname()[1])
 
     def receive(self, link: Link) -> Link:
-        """Answer the source of a link, which measures; return the link, with its error if any."""
+        """Answer the measurement by the link's source; return the link, with the error if any."""
         deadline = time.monotonic() + _ACCEPT_SECONDS
         try:
             while True:
@@ -107,7 +107,7 @@ class Listener:
 
 
 def send(link: Link, address: str, port: int) -> Link:
-    """Connect to the target of a link, and return the link with its measurements."""
+    """Connect to the link's target, measure, and return the link with the measurements or error."""
     timed_out = "no answer (a firewall, or the wrong interface)"
     try:
         with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as connection:

@@ -1,4 +1,4 @@
-"""Processes meet in a key-value store, and give up on the ones that do not come.
+"""Messages between processes through a key-value store, with time limits for missing processes.
 
 The store is PyTorch's, at the endpoint of the training: to reach it is a check in itself.  All
 waits poll, so that at their end they can name the missing processes.
@@ -27,17 +27,18 @@ class MeetingError(ValueError):
 
 @dataclass(frozen=True)
 class Party:
-    """The processes that meet, and this one among them.
+    """The processes that check together, and the place of this process among them.
 
     Attributes:
-        head: of the store; None for a process on its own.
-        rank: of this process; None to get the next free one.
-        size: of the party.
-        node: number or name of this node, if known.
-        processes: per node of the training, if known.
+        head: the endpoint of the store; None for a process on its own.
+        rank: the rank of this process; None to get the next free rank.
+        size: the number of processes.
+        node: the number or name of this node, if known.
+        processes: the number of processes per node in the training, if known.
         hosts: whether this process hosts the store, and so must leave last.
         speaks: whether this process prints problems even if it is not rank 0.
-        process: its launcher environment; without a launcher where nodes are started by hand.
+        process: the launcher environment of this process; its launcher is None if nodes are started
+            by hand.
     """
 
     head: Endpoint | None = None
@@ -51,7 +52,7 @@ class Party:
 
     @property
     def member(self) -> str:
-        """The name of a process in messages."""
+        """The noun for a process in messages: "rank" under a launcher, else "node"."""
         return "rank" if self.process.launcher else "node"
 
 
@@ -62,7 +63,7 @@ def find_party(
     nproc: int | None,
     environment: Mapping[str, str],
 ) -> Party:
-    """Return the party of the options or of the launcher.
+    """Return the processes that check together, from the options or from the launcher.
 
     Raises:
         ValueError: for several nodes without a head, and for options that the launcher has set.
@@ -100,7 +101,7 @@ def find_party(
 
 
 class Meeting:
-    """Messages between the processes of a party, as JSON in a shared store."""
+    """The exchange of messages between the processes of a party, as JSON in a shared store."""
 
     def __init__(self, store: Any, party: Party, rank: int) -> None:
         self.store = store
@@ -110,13 +111,13 @@ class Meeting:
         self._hosts = party.hosts
 
     def tell(self, what: str, value: Any) -> None:
-        """Send a message to all processes."""
+        """Send a message with the name ``what`` to all processes."""
         self.store.set(f"{what}/{self.rank}", json.dumps(value))
 
     def hear(
         self, what: str, ranks: Iterable[int], seconds: float
     ) -> tuple[dict[int, Any], list[int]]:
-        """Return the messages of some ranks, by rank, and the ranks without one after the time."""
+        """Return the messages ``what`` by rank, and the ranks without one after ``seconds``."""
         missing, heard = list(ranks), {}
         deadline = time.monotonic() + seconds
         while True:
@@ -134,14 +135,14 @@ class Meeting:
             time.sleep(_POLL_SECONDS)
 
     def hear_rank_0(self, what: str, seconds: float) -> Any:
-        """Return the message of rank 0."""
+        """Return the message ``what`` of rank 0; raise ``MeetingError`` after ``seconds``."""
         heard, missing = self.hear(what, [0], seconds)
         if missing:
             raise MeetingError(f"{self.member} 0 has not answered for {seconds:g} s")
         return heard[0]
 
     def leave(self, seconds: float = 10.0) -> None:
-        """End; the host of the store waits until the others have read their messages."""
+        """End this process's part; the store's host waits until all others have ended theirs."""
         self.tell("leaves", True)
         if self._hosts:
             came = [r for r in range(self.size) if self.store.check([f"facts/{r}"])]
@@ -149,15 +150,15 @@ class Meeting:
 
 
 def meet(party: Party, seconds: float, origin: str) -> Meeting:
-    """Find the store, or host it.
+    """Connect to the store, or host it, and return the exchange of messages in it.
 
     Args:
         party: the processes.
-        seconds: to wait for a store that is elsewhere.
+        seconds: the longest time to wait for a store on another machine.
         origin: the address of this machine, for messages.
 
     Raises:
-        MeetingError: if the port is taken here, or nothing answers there.
+        MeetingError: if the port is in use on this machine, or no store answers at the head.
     """
     head = party.head
     if head is None:
@@ -197,5 +198,5 @@ def meet(party: Party, seconds: float, origin: str) -> Meeting:
 
 
 def prefixed(prefix: str, store: Any) -> Any:
-    """Return a store with keys of its own in another store."""
+    """Return a view of a store in which all keys have a prefix."""
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Find problems in facts and measurements: one line each, which names the node."""
+"""The problems in the nodes' facts and measurements: one line each, with the node's name."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from comm_hooks.launchers.preflight.links import Link
 from comm_hooks.launchers.rates import format_rate
 
 _SLOW = 0.5
-"""A slow link carries less than this part of the median link."""
+"""The share of the median link's rate below which a link is slow."""
 
 _FAST = 4e9
 """Bits per second above which one connection of one process measures the CPU, not the link."""
@@ -87,9 +87,9 @@ def find_link_problems(
 
 
 def slow_links(nodes: Sequence[Facts], links: Sequence[Link], least: float | None) -> list[Link]:
-    """Return the links that carry less than ``least``, or less than half of the median link.
+    """Return the links with a rate below ``least``, or if None below half of the median rate.
 
-    Links inside a machine, for several nodes on one, are never slow.
+    Links between two nodes on one machine are never slow.
     """
     limit = least if least is not None else min(_FAST, _SLOW * median_rate(links))
     return [
@@ -102,13 +102,13 @@ def slow_links(nodes: Sequence[Facts], links: Sequence[Link], least: float | Non
 
 
 def median_rate(links: Sequence[Link]) -> float:
-    """Return the median of the bits per second; of two links the faster one."""
+    """Return the median of the links' bits per second; of two links the higher rate."""
     rates = [link.bits_per_second for link in links if link.bits_per_second]
     return statistics.median_high(rates) if rates else 0.0
 
 
 def describe_difference(names: Sequence[str], values: Sequence[str]) -> str | None:
-    """Return the nodes of each value in words, or None if all values are the same.
+    """Return the values and their nodes in words, or None if all values are the same.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Print the tables of a preflight without problems."""
+"""The printed tables of a preflight without problems."""
 
 from collections.abc import Sequence
 
@@ -17,9 +17,9 @@ def print_report(nodes: Sequence[Facts], links: Sequence[Link], met: int) -> Non
     """Print the nodes, their versions, and the slowest links.
 
     Args:
-        nodes: the facts about each.
-        links: between them.
-        met: the number of processes.
+        nodes: the facts about each node.
+        links: the measured links between the nodes.
+        met: the number of processes that took part.
     """
     console = make_console()
     table = Table("node", "host", "address", "interface", "processes", "GPUs")

@@ -1,4 +1,4 @@
-"""Client-level privacy: rounds of local work that protect every client as a whole."""
+"""Client-level privacy: rounds of local steps that protect all data of a client together."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ from comm_hooks.optim.rounds.turns import own_gradients
 from comm_hooks.requirements import require_callable, require_positive, require_within
 
 _PLACE = "clients"
-"""The placement of the noise, as the ledger has it."""
+"""The placement of the noise in the ledger's entries."""
 
 
 @dataclass
@@ -65,20 +65,20 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
     Algorithm 1, with Poisson sampling and the clipping moved behind the compressor.
 
     Args:
-        clients: n; client c always runs on rank c mod N.
-        sample_rate: q, in (0, 1].
-        noise_multiplier: sigma.
+        clients: n, the number of clients; client c always runs on rank c mod N of N ranks.
+        sample_rate: q, the probability of a client to be drawn in a round, in (0, 1].
+        noise_multiplier: sigma, the standard deviation of the noise divided by ``max_norm``.
         max_norm: C, in units of the delta (learning rate times gradient).
-        enter: called at the start of every round: the ledger's entry.
+        enter: called at the start of every round to enter it into the ledger.
             :class:`~comm_hooks.optim.private.PrivacyEngine` sets it.
         join: called once, before the first round, with the transport.
 
     Attributes:
-        releases: the releases in the rounds' state.
+        releases: the counts of releases on which the rounds' state depends.
 
     Raises:
         ValueError: for settings out of range.
-        PrivacyError: for settings that are changed; in ``load_state_dict()`` of the rounds, for
+        PrivacyError: for a change of settings; in ``load_state_dict()`` of the rounds, for
             states of rounds that were not private; in the next round, if the ledger lacks some of
             the releases in the state.
 
@@ -137,7 +137,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         exchange.state.provenance = self.releases
 
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
-        """Enter a round into the ledger, draw its clients and return those of each rank."""
+        """Enter a round into the ledger, draw its clients, and return the turns of the ranks."""
         if self._secret is None:
             self.join(transport)
             parts = transport.perform(AllGatherObject(os.urandom(32).hex()))
@@ -151,7 +151,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
 
     @contextmanager
     def turn(self, client: int, inner: Optimizer, server: Optimizer) -> Iterator[None]:
-        """Check that a client leaves nothing but its delta.
+        """Return the context of a client's steps, which checks that only its delta remains.
 
         Raises:
             PrivacyError: in the end, for buffers of statistics, gradients that no step has used,
@@ -177,7 +177,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
             )
 
     def collection(self, exchange: Exchange, delta: Named, statistics: Named) -> Collection:
-        """Return the collection of the round that was just drawn.
+        """Return the collection of the round that ``turns()`` has drawn last.
 
         Raises:
             PrivacyError: for an exchange that would not be private.
@@ -205,7 +205,7 @@ def _settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _PrivateCollection(Collection):
-    """Collects a round's messages: a guard clips them, adds them up and noises the sum."""
+    """A collection of a round's messages; a guard clips them, adds them up and noises the sum."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class _ClientGuard(NoiseHook):
     Noise in one message would not be enough: the last digits of the others would show in float32.
 
     Attributes:
-        noise_std: of the round's last message; None until then.
+        noise_std: the noise's standard deviation, to be set before a round's last message.
     """
 
     def __init__(self, place: Place, max_norm: float, stream: Stream) -> None:

@@ -1,4 +1,4 @@
-"""An optimizer around an ordinary one, which steps on noised gradients."""
+"""An optimizer that wraps an ordinary one and gives it clipped and noised gradients."""
 
 import warnings
 import weakref
@@ -29,11 +29,11 @@ _stepping: ContextVar[Optimizer | None] = ContextVar("stepping", default=None)
 
 
 class DPOptimizer(Settled, WrappingOptimizer):
-    """Turns the step of any optimizer into a private one.
+    """A wrapper of any optimizer that makes its steps differentially private.
 
     :class:`~comm_hooks.optim.private.PrivacyEngine` makes it.  A step
 
-    1. takes the clipped sum of per-sample gradients of this rank's batch: the next one that the
+    1. takes the clipped sum of per-sample gradients of this rank's batch: the next batch that the
        loader has drawn, whole, and used in no step before;
     2. enters itself into the ledger, before anything is released;
     3. has the mechanism add noise and exchange the sums: a mean that is the same on all ranks;
@@ -43,16 +43,16 @@ class DPOptimizer(Settled, WrappingOptimizer):
     private as well.
 
     Args:
-        inner: an optimizer over the same parameters.
-        gradients: the source of clipped sums.
-        mechanism: adds noise to them.
-        enter: called at the start of every step; raises if the budget is spent.
-        tickets: those of the loader; without them the caller is responsible for the batches.
+        inner: the wrapped optimizer, over the parameters of ``gradients``.
+        gradients: the source of clipped sums of per-sample gradients.
+        mechanism: the mechanism that adds noise to the sums and exchanges them.
+        enter: called in every step to enter it into the ledger; raises if the budget is spent.
+        tickets: the loader's record of drawn batches; if None, batches are not checked.
 
     Attributes:
         not_finite: the number of this rank's samples that were left out so far, because their
             gradients were not finite.  Private, like the loss.
-        releases: the releases in the inner optimizer's state.
+        releases: the counts of releases on which the inner optimizer's state depends.
 
     Raises:
         ValueError: for an inner optimizer with steps that need a closure.
@@ -114,7 +114,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         return hyperparameters_of(self.param_groups)
 
     def replica(self) -> Sequence[torch.Tensor]:
-        """Return the parameters: the tensors that are equal on all ranks before every step."""
+        """Return the parameters, which must be equal on all ranks before every step."""
         return self.gradients.parameters
 
     def names(self) -> Collection[str]:
@@ -132,7 +132,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
                 have none.
 
         Raises:
-            PrivacyError: for any other batch, and after ``loss.backward()``, which discards its
+            PrivacyError: for any other batch, and after ``loss.backward()``, discarding its
                 gradients.
         """
         self._raw.refuse()
@@ -149,9 +149,9 @@ class DPOptimizer(Settled, WrappingOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and discard the batch that was passed to :meth:`backward`, if any.
 
-        It cannot be used again: draw the next one.  Whether a batch is discarded must not depend on
+        That batch cannot be used again.  Whether a batch is discarded must not depend on
         its content, the loss for example: epsilon is computed from the rate at which samples are
-        drawn, not released.  The first time warns.
+        drawn, not released.  Warns the first time.
         """
         if self._batch.has_begun and not self._has_discarded:
             self._has_discarded = True
@@ -167,7 +167,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self._batch.discard()
 
     def _require_same_trained(self) -> None:
-        """Raise ``ValueError`` if parameters were frozen, or unfrozen, after this was made."""
+        """Raise ``ValueError`` if parameters were frozen or unfrozen since construction."""
         changed: list[torch.Tensor] = [p for p in self.gradients.parameters if not p.requires_grad]
         changed += [p for p in self._frozen if p.requires_grad]
         if changed:
@@ -209,10 +209,10 @@ class DPOptimizer(Settled, WrappingOptimizer):
             _stepping.reset(token)
 
     def change(self, **settings: float) -> None:
-        """Change settings of the coming steps, for ``PrivacyEngine.change``, which compares ranks.
+        """Change settings of the coming steps; called by ``PrivacyEngine.change`` on all ranks.
 
         Args:
-            settings: ``noise_multiplier``, ``max_grad_norm``, ``expected_batch_size``.
+            settings: any of ``noise_multiplier``, ``max_grad_norm``, ``expected_batch_size``.
 
         Raises:
             PrivacyError: between ``backward()`` and :meth:`step`.
@@ -235,10 +235,10 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self.releases.adopt(found)
 
     def release_state_dict(self) -> dict[str, Any]:
-        """Return the state that the guarantee covers and that may be published with the model.
+        """Return the inner optimizer's state, which may be published with the model.
 
-        It is the inner optimizer's state, which is computed from noised gradients alone.  Residuals
-        of ranks (``exchange.state_dict()``) are not in it: with placement ``"shares"`` they carry
+        It is computed from noised gradients alone, so the guarantee covers it.  It does not have
+        the ranks' residuals (``exchange.state_dict()``), which with placement ``"shares"`` carry
         less noise, see ``observer="checkpoint"`` of
         :meth:`~comm_hooks.optim.private.PrivacyEngine.get_epsilon`.
         """
@@ -257,7 +257,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
             )
 
     def _set_transform(self) -> None:
-        """Get the transform of per-sample gradients from the inner optimizer, once per step."""
+        """Copy the inner optimizer's transform of per-sample gradients to ``self.gradients``."""
         if self._transform_is_due and isinstance(self.inner, NoisedOptimizer):
             transform = self.inner.transform()
             if transform is not None:
@@ -269,7 +269,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
 
 
 class _RawGradients:
-    """Detects gradients that ``loss.backward()`` adds to ``p.grad``: not clipped, not noised."""
+    """A detector of gradients in ``p.grad`` from ``loss.backward()``: not clipped, not noised."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
@@ -284,7 +284,7 @@ class _RawGradients:
         self._found = False
 
     def refuse(self) -> None:
-        """Raise ``PrivacyError`` if there are any, and clear them."""
+        """Raise ``PrivacyError`` if there are such gradients, and clear them."""
         found, self._found = self._found, False
         if found and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters):
             for parameter in self._parameters:
@@ -297,10 +297,10 @@ class _RawGradients:
 
 
 def releases_into(optimizer: Optimizer) -> Releases:
-    """Return the releases in the state of an optimizer that is, or will be, inside a private one.
+    """Return the counts of releases on which the state of a private step's inner optimizer depends.
 
     Raises:
-        PrivacyError: if it has taken steps that were not private.
+        PrivacyError: if the optimizer has taken steps that were not private.
     """
     # Some optimizers (Adagrad) have a state before their first step.
     steps = (state.get("step", 1) for state in optimizer.state.values() if state)
@@ -314,7 +314,7 @@ def releases_into(optimizer: Optimizer) -> Releases:
 
 
 def _refuse_other_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise ``PrivacyError`` unless a :class:`DPOptimizer` steps the optimizer inside it."""
+    """Raise ``PrivacyError`` unless the step is taken by the surrounding :class:`DPOptimizer`."""
     if _stepping.get() is not optimizer:
         raise PrivacyError(
             f"this {type(optimizer).__name__} is inside a DPOptimizer, and a step of its own would "

@@ -1,4 +1,4 @@
-"""The privacy engine: makes training private and accounts for its cost."""
+"""The privacy engine: makes training differentially private, and computes epsilon."""
 
 import os
 import sys
@@ -51,10 +51,10 @@ class PrivacyEngine:
 
     Args:
         accountant: ``"rdp"``, ``"pld"`` (tighter, needs dp-accounting) or an ``Accountant``.
-        ledger: a file, outside of checkpoints, into which every release is entered before it is
-            made; it is continued if it exists.  Without it, releases before a restart are lost:
-            then save :meth:`state_dict`, which does not count steps that were rolled back.  The
-            first rank of those that train together opens it, when it is needed.
+        ledger: the path of a file, outside of checkpoints, to which every release is written before
+            it is made; an existing file is continued.  Without it, releases before a restart are
+            lost: then save :meth:`state_dict`, which does not count steps that were rolled back.
+            Only the first rank of a training opens the file, when it is needed.
 
     Raises:
         ValueError: for an unknown accountant; when the ledger is needed, if it cannot be read.
@@ -125,22 +125,23 @@ class PrivacyEngine:
         """Return a model, an optimizer and a loader for private training; call it on all ranks.
 
         Args:
-            module: the model, the same on all ranks, or one in ``DistributedDataParallel``, which
-                then averages nothing.  It is returned.
-            optimizer: over the model's parameters; it receives noised gradients.
-            data_loader: over the whole dataset, the same on all ranks.  Of its samples rank i of N
-                gets those at i, i + N, ...; every step draws each of them with ``sample_rate``.
+            module: the model, the same on all ranks; if it is in ``DistributedDataParallel``, DDP
+                averages nothing.  The same object is returned.
+            optimizer: the optimizer of the model's parameters; it receives noised gradients.
+            data_loader: a loader of the whole dataset, the same on all ranks.  Rank i of N
+                gets samples i, i + N, ...; every step draws each of them with ``sample_rate``.
             noise_multiplier: sigma, the standard deviation of the noise over ``max_grad_norm``.
             max_grad_norm: C, the norm to which every sample's gradient is clipped.
-            sample_rate: q.  Public: do not compute it from the exact number of private samples.
+            sample_rate: q, the probability of a sample to be in a step.  Public: do not compute it
+                from the exact number of private samples.
             expected_batch_size: B, the divisor of sums over all ranks; public.
             loss_function: ``loss_function(model, batch)`` returns the loss of each sample,
                 ``(B,)``, independent of the other samples.  ``"functorch"`` passes one sample at a
                 time, and accepts a mean over them as well.
             placement: where noise is added; see
                 :class:`~comm_hooks.optim.private.GaussianMechanism`.
-            noise: ``"gaussian"`` or ``"discrete"``; see the same.
-            exchange: by default without compression.
+            noise: ``"gaussian"`` or ``"discrete"``; see ``GaussianMechanism``, too.
+            exchange: the exchange of the noised sums; by default without compression.
             grad_sample_mode: the source of per-sample gradients: ``"functorch"``, by
                 ``torch.func``; ``"hooks"``, by Opacus.
             micro_batch_size: the number of samples that the loss function receives at a time.
@@ -202,13 +203,13 @@ class PrivacyEngine:
         sample_rate: float,
         **settings: Any,
     ) -> tuple[nn.Module, DPOptimizer, DataLoader[Any]]:
-        """Call :meth:`make_private` with the least noise that keeps a budget.
+        """Call :meth:`make_private` with the least noise that stays within a privacy budget.
 
         Earlier releases in the ledger count against the budget.  A step that would exceed it
         raises.
 
         Args:
-            target_epsilon, target_delta: the budget.
+            target_epsilon, target_delta: the privacy budget.
             steps: the number of steps to be taken (``epochs / sample_rate``).
             sample_rate: see :meth:`make_private`.
             settings: the other arguments of :meth:`make_private`.
@@ -251,9 +252,9 @@ class PrivacyEngine:
         To change ``sample_rate``, the exchange or the placement, call :meth:`make_private` anew.
 
         Args:
-            optimizer: from :meth:`make_private`.
-            noise_multiplier, max_grad_norm, expected_batch_size: see there; None for no change.
-                They must depend on public data and releases only.
+            optimizer: the optimizer that :meth:`make_private` returned.
+            noise_multiplier, max_grad_norm, expected_batch_size: see :meth:`make_private`; None
+                for no change.  They must depend on public data and releases only.
 
         Raises:
             PrivacyError: between ``backward()`` and ``step()``.
@@ -281,7 +282,7 @@ class PrivacyEngine:
         noise_multiplier: float,
         max_norm: float,
     ) -> PrivateParticipation:
-        """Return a participation for private rounds of clients, with entries in the ledger.
+        """Return the draw of clients for private rounds; every round is entered into the ledger.
 
         Args:
             clients, sample_rate, noise_multiplier, max_norm: see
@@ -319,7 +320,7 @@ class PrivacyEngine:
         self._steps_left.clear()
 
     def get_epsilon(self, delta: float, *, observer: str = "model") -> float:
-        """Return epsilon for all releases so far, by this run and before it.
+        """Return epsilon for all releases in the ledger, by this run and before it.
 
         Args:
             delta: less than one over the number of samples (or clients): to publish one of them at
@@ -347,7 +348,7 @@ class PrivacyEngine:
         noise_multiplier: float,
         sample_rate: float,
     ) -> int:
-        """Return the number of such steps that may still be taken with epsilon <= the target."""
+        """Return the largest number of further steps after which epsilon is still <= the target."""
         return max_steps(
             target_epsilon,
             target_delta,
@@ -362,9 +363,9 @@ class PrivacyEngine:
         return {"events": [asdict(event) for event in self._history()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Add the releases that a checkpoint counts and the ledger lacks.
+        """Add the releases that are in a saved :meth:`state_dict` but not in the ledger.
 
-        Warns if they differ.  Call it on all ranks, before the first step.
+        Warns if the two differ.  Call it on all ranks, before the first step.
 
         Raises:
             ValueError: for anything that :meth:`state_dict` has not returned.
@@ -380,7 +381,7 @@ class PrivacyEngine:
         self._steps_left.clear()
 
     def _know_units(self, count: int) -> None:
-        """Take note of the number of samples or clients, and check the delta of the budget."""
+        """Record the number n of samples or clients; check that the budget's delta is below 1/n."""
         self._most_units = max(self._most_units, count)
         if self._budget is not None:
             self._require_small(self._budget[1])
@@ -396,14 +397,14 @@ class PrivacyEngine:
         return self._opened().events()
 
     def _opened(self) -> Ledger:
-        """Return the ledger; until the ranks of the training are known, rank 0 opens the file."""
+        """Return the ledger; the first call opens it: rank 0 the file, others one in memory."""
         if self._ledger is None:
             is_first = not dist.is_initialized() or dist.get_rank() == 0
             self._ledger = Ledger(self._path if is_first else None)
         return self._ledger
 
     def _share_history(self, transport: Transport) -> None:
-        """Send the history in the first rank's file to all ranks, so that all count the same."""
+        """Send the releases in the first rank's ledger to all ranks, so that all have the same."""
         if self._ledger is None and transport.rank:
             self._ledger = Ledger(None)
         history, problem = [], None
@@ -434,13 +435,13 @@ class PrivacyEngine:
         event_of_step: Callable[[], GaussianEvent],
         continued: Iterable[Releases],
     ) -> Callable[[], None]:
-        """Return a function that enters a release, or raises if the budget is spent.
+        """Return a function that enters a release into the ledger, or raises without budget.
 
         Args:
-            event_of_step: returns the event to enter.
-            continued: the counts of releases to which this one is added, all in the ledger.  (Not
-                their owner: it has this function, and the cycle would outlive its last user, and
-                with it the lock of the ledger.)
+            event_of_step: a function that returns the event to enter.
+            continued: the release counts of states that are continued; the ledger must have them.
+                (Not their owner: it has this function, and the cycle would outlive its last user,
+                and with it the lock of the ledger.)
         """
 
         def enter() -> None:
@@ -475,7 +476,7 @@ def clipped_gradients(
     grad_sample_mode: str,
     micro_batch_size: int | None,
 ) -> ClippedGradients:
-    """Return clipped sums of per-sample gradients of a model, computed in the given mode."""
+    """Return the source of clipped sums of a model's per-sample gradients for a mode."""
     kind: Callable[..., ClippedGradients] = PerSampleGradients
     if grad_sample_mode == "hooks":
         from comm_hooks.optim.private.gradients.opacus import OpacusGradients

@@ -1,10 +1,10 @@
-"""Refusals where the guarantee would not hold."""
+"""Errors for requests with which the privacy guarantee would not hold."""
 
 from typing import Any, ClassVar
 
 
 class PrivacyError(ValueError):
-    """Raised for a request that would not give the guarantee that it claims.
+    """Raised for a request with which the claimed privacy guarantee would not hold.
 
     The message names the broken rule and a valid alternative.  Raised before any private data has
     been used.
@@ -12,13 +12,13 @@ class PrivacyError(ValueError):
 
 
 class Settled:
-    """Refuses changes of settings after they have been made.
+    """A base class with attributes that cannot be changed once they are set.
 
-    The cost of a step is written down before the step, from these settings: a changed value would
-    change the noise, or the influence of one sample, and not the ledger.
+    The cost of a step is written to the ledger before the step, from these settings: a changed
+    value would change the noise, or the influence of one sample, and not the ledger.
 
     Attributes:
-        settled: the names of the settings.
+        settled: the names of these attributes.
     """
 
     settled: ClassVar[frozenset[str]] = frozenset()
@@ -34,5 +34,5 @@ class Settled:
 
 
 def resettle(settled: object, name: str, value: Any) -> None:
-    """Change a setting nevertheless; the caller updates the ledger."""
+    """Change an attribute of a :class:`Settled` object; the caller must update the ledger."""
     object.__setattr__(settled, name, value)

@@ -1,4 +1,4 @@
-"""Random states: try something without an effect on later random numbers."""
+"""A context that leaves no trace in the states of random number generators."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def random_states_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Restore the generators of Python, NumPy and PyTorch at the end.
+    """Restore the random number generators of Python, NumPy and PyTorch at the end of the context.
 
     Args:
         devices: accelerators of one kind, in addition to the CPU; CPUs are ignored.

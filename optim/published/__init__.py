@@ -1,4 +1,5 @@
-"""Published algorithms that own their exchange, each with its source and its differences to it.
+"""Optimizers from papers that own an exchange, with their sources and the differences to these.
 
-To choose one, see :mod:`comm_hooks.optim.registry`; all of them are in :mod:`comm_hooks.optim`.
+For their names and options see :mod:`comm_hooks.optim.registry`; import them from
+:mod:`comm_hooks.optim`.
 """

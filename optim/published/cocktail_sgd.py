@@ -1,4 +1,4 @@
-"""SGD on aggregates that are compressed on both ways, and may arrive a step late."""
+"""SGD on mean gradients that are compressed in both directions, and may be applied a step late."""
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -11,7 +11,7 @@ from comm_hooks.requirements import require_flag
 
 
 class CocktailSGD(ExchangingOptimizer):
-    r"""SGD with error feedback at ranks and at owners of shards, one step late if asked.
+    r"""SGD with error feedback at ranks and at owners of shards, with optional one-step delay.
 
     CocktailSGD (Wang et al., ICML 2023, section 3), with C = :class:`~comm_hooks.Cocktail`
     (random subset, top-k within it, 4 bits).  Per step t:
@@ -19,12 +19,12 @@ class CocktailSGD(ExchangingOptimizer):
     1. each rank: a_i = g_i + e_i; it sends C(a_i) and keeps e_i = a_i - C(a_i);
     2. the owner of each shard: b = mean_i C(a_i) + s; it sends C(b) to all and keeps s = b - C(b);
     3. A_t = all C(b) together;
-    4. with ``delayed`` A = A_{t-1}, A_0 = 0; else A = A_t;
+    4. with ``delayed`` A = A_{t-1}, and A_0 = 0; else A = A_t;
     5. u = momentum u + A;
     6. theta = (1 - lr weight_decay) theta - lr u.
 
-    Steps 1 to 3 are the exchange's, with ``collective="sharded"``; with ``"all_gather"`` step 2 is
-    left out.  Exempt parameters arrive exactly, and late like the others.
+    The exchange takes steps 1 to 3, with ``collective="sharded"``; with ``"all_gather"`` step 2 is
+    left out.  Exempt parameters are averaged exactly, and delayed like the others.
 
     ``delayed`` is the algorithm of the one-step asynchronous scheme, in which the communication of
     a step overlaps with the next one's forward and backward pass; this optimizer still waits for
@@ -32,14 +32,14 @@ class CocktailSGD(ExchangingOptimizer):
     momentum, it must be below 1/L instead of 2/L.
 
     Differences to the authors' code: here the gradient is compressed, there the
-    difference between the local and the shared model; the momentum is the receiver's; for the
-    compressor's see :class:`~comm_hooks.Cocktail`.
+    difference between the local and the shared model; momentum is applied after the exchange; for
+    the compressor's differences see :class:`~comm_hooks.Cocktail`.
 
     Args:
         params, lr, momentum, weight_decay: see
             :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
-        exchange: as above, with error feedback unless the compressor is unbiased.
-        delayed: apply the aggregate of the step before.
+        exchange: the exchange of steps 1 to 3, with error feedback unless C is unbiased.
+        delayed: whether to apply the aggregate of the step before.
 
     State per parameter: with momentum ``momentum_buffer`` (u), with ``delayed`` ``pending`` (A_t).
 

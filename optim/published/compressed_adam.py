@@ -1,4 +1,4 @@
-"""Exchange the momentum; freeze the shape of the second moment, not its scale."""
+"""Adam that exchanges compressed momenta, and freezes the shape of v but not its scale."""
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -54,7 +54,7 @@ class CompressedAdam(FreezingOptimizer):
         freeze_step: the last step with exact gradients, at least 1: the end of the learning rate's
             warm-up will do.
         scaled: exchange m_i / s.  Better for sparse compressors; not needed for ``Sign``.
-        total_steps: the length of the run, if known: a ``freeze_step`` beyond it is refused.
+        total_steps: the number of steps of the run, if known, which must exceed ``freeze_step``.
 
     State per parameter: ``exp_avg``, ``exp_avg_sq`` (v, then u), ``power`` (p), and until
     ``freeze_step`` ``shape``.
@@ -128,7 +128,7 @@ class CompressedAdam(FreezingOptimizer):
                 self._freeze()
 
     def _own_momenta(self, gradients: Tensors, states: States) -> Tensors:
-        """Put this rank's gradients into the shared momenta, and scale them if asked to."""
+        """Return this rank's momenta m_i, divided by s if ``scaled`` (steps 1 and 2)."""
         new = list(gradients)
         self._set_momenta(new, states)
         if self.scaled:
@@ -156,7 +156,7 @@ class CompressedAdam(FreezingOptimizer):
         average_(values(states, "power"), power, beta2)
 
     def _freeze(self) -> None:
-        """Turn ``exp_avg_sq`` from v into u; once, so a loop over parameters will do."""
+        """Replace v in ``exp_avg_sq`` by its frozen shape u, once, after ``freeze_step`` steps."""
         for group, parameter in ((g, p) for g in self.param_groups for p in held(g)):
             state = self.state[parameter]
             shape = state.pop("shape")

@@ -1,4 +1,4 @@
-"""Signs of a mean of momenta; each rank sends the fast-moving part of its own."""
+"""Steps along signs; each rank sends the fast-moving part of its own momentum."""
 
 from dataclasses import asdict, replace
 
@@ -16,7 +16,7 @@ from comm_hooks.requirements import require_choice
 
 
 class DeMo(ExchangingOptimizer):
-    r"""Decoupled momentum: each rank sends the largest part of its own and keeps the rest.
+    r"""Decoupled momentum: each rank sends the largest part of its momentum and keeps the rest.
 
     DeMo (Peng, Quesnelle & Kingma, 2024, section 3).  A rank's momentum delta_i is the exchange's
     residual, with the momentum's decay.  Per step and parameter:
@@ -41,11 +41,11 @@ class DeMo(ExchangingOptimizer):
 
     Args:
         params, weight_decay: see :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
-        exchange: with DCTTopK (or TopK) and ErrorFeedback(decay=0.999), 0.999 being the authors'.
+        exchange: an exchange with DCTTopK (or TopK) and ErrorFeedback(decay=0.999), as published.
         lr: learning rate, of the size of AdamW's, since steps are signs.
-        mean: of a coefficient over its ``"senders"`` or all ``"ranks"``.
+        mean: whether a coefficient's mean is over its ``"senders"`` or all ``"ranks"``.
 
-    State: none but the exchange's, which has the momenta.
+    State: none in the optimizer; the exchange holds the momenta.
 
     Example::
 
@@ -92,10 +92,9 @@ class DeMo(ExchangingOptimizer):
 
 
 class _MeanOfSenders(DCTTopK):
-    """DCTTopK with the mean over a coefficient's senders, times the number of ranks, as its sum.
+    """DCTTopK that sums each coefficient as the mean over its senders, times the number of ranks.
 
-    For signs of the mean only: as a hook's compressor it would weigh some coefficients more than
-    others.
+    Only for the signs of a mean: as a hook's compressor it would weigh coefficients unequally.
     """
 
     def decode_sum(

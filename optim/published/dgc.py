@@ -1,4 +1,4 @@
-"""SGD behind momentum correction."""
+"""Deep Gradient Compression: SGD with momentum correction and a warm-up of the density."""
 
 import dataclasses
 import math
@@ -24,9 +24,8 @@ DENSITIES = 5
 class DGC(ExchangingOptimizer):
     r"""SGD on the largest elements of each rank's accumulated momentum.
 
-    Deep Gradient Compression (Lin, Han, Mao, Wang & Dally, ICLR 2018).  Momentum and residual are
-    the exchange's :class:`~comm_hooks.memory.MomentumCorrection`; its output is applied as it
-    is.  Per step:
+    Deep Gradient Compression (Lin, Han, Mao, Wang & Dally, ICLR 2018).  The exchange's
+    :class:`~comm_hooks.memory.MomentumCorrection` holds momentum and residual.  Per step:
 
     1. each rank clips g_i, all parameters together, to the norm clip_norm / sqrt(N);
     2. each rank: u = momentum u + g_i; e = e + u; it sends the largest elements c of e; e = e - c,
@@ -44,9 +43,9 @@ class DGC(ExchangingOptimizer):
 
     Args:
         params, lr, weight_decay: see :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
-        exchange: with TopK or RandomK(unbiased=False), and with MomentumCorrection, which has the
-            momentum.
-        warmup_steps: steps with more density than the compressor's; 0 for none.
+        exchange: an exchange with TopK or RandomK(unbiased=False), and with MomentumCorrection,
+            which has the momentum.
+        warmup_steps: the number of steps with a higher density than the compressor's; may be 0.
         clip_norm: the norm to which the mean gradient is to be clipped; None for no clipping.
 
     State per exempt parameter: ``momentum_buffer``.
@@ -112,14 +111,14 @@ class DGC(ExchangingOptimizer):
         count_step(states)
 
     def _clip(self, gradients: Tensors, clip_norm: float) -> None:
-        """Clip this rank's gradients, in place, so that the mean of N has at most the norm."""
+        """Clip this rank's gradients in place to the norm clip_norm / sqrt(number of ranks)."""
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         limit = clip_norm / math.sqrt(self.exchange.transport.world_size)
         # A norm that overflows would clip to zero; as NaN it makes all ranks skip the step.
         torch._foreach_mul_(gradients, (limit / norm).clamp_(max=1).add_(norm - norm))
 
     def _sparser(self, step: int) -> Compressor | Literal[True]:
-        """Return the compressor of a step; True for the exchange's own."""
+        """Return the denser compressor of a warm-up step, or True for the exchange's compressor."""
         ratio = self._compressor.density / FIRST_DENSITY
         if step >= self.warmup_steps or ratio >= 1:
             return True
@@ -127,7 +126,7 @@ class DGC(ExchangingOptimizer):
         return dataclasses.replace(self._compressor, density=FIRST_DENSITY * ratio**passed)
 
     def _with_momentum(self, aggregates: Tensors, states: States) -> Tensors:
-        """Return the updates: momentum of exempt parameters; the others' is in the aggregates."""
+        """Return the updates: momenta of exempt parameters, and the aggregates of all others."""
         exempt = [i for i, a in enumerate(aggregates) if self.exchange.settings.exempts(a.shape)]
         if not exempt:
             return aggregates

@@ -12,17 +12,17 @@ from comm_hooks.optim.moments import adamw_, averages_, count_step, values
 
 
 class DifferencesOptimizer(ExchangingOptimizer):
-    """An optimizer over an aggregate of gradients that the exchange keeps up to date.
+    """An optimizer over an estimate of the mean gradient, updated by compressed changes.
 
-    Each rank's :class:`~comm_hooks.Differences` holds the others' estimate of its gradient
+    Each rank's :class:`~comm_hooks.Differences` holds the other ranks' estimate of its gradient
     and sends the compressed change.  The aggregate is the sum of the mean changes; for
     parameters that the exchange exempts from compression it is the mean of the gradients itself.
     As gradients converge, their changes and so the compression error vanish, but only if they do:
     mini-batches keep them from it, large batches suit it.
 
     Args:
-        exchange: its memory must be ``Differences()``, which has the ranks' estimates h_i and the
-            residuals of owners of shards.
+        exchange: an exchange with the memory ``Differences()``, which holds the ranks' estimates
+            h_i and the residuals of owners of shards.
 
     State per parameter: ``aggregate`` (g), and the tensors that a subclass lists.
 
@@ -45,7 +45,7 @@ class DifferencesOptimizer(ExchangingOptimizer):
         super().__init__(params, exchange, defaults, **settings)
 
     def _aggregate(self, gradients: Tensors, states: States) -> bool:
-        """Bring ``aggregate`` up to date in every state; return whether all ranks were finite."""
+        """Update ``aggregate`` in every state; return whether all ranks' messages were finite."""
         if not self._average(self._named(gradients)):
             return False
         exempt = [self.exchange.settings.exempts(gradient.shape) for gradient in gradients]

@@ -1,4 +1,4 @@
-"""Momentum and error feedback inside a sketch."""
+"""FetchSGD: ranks send sketches of gradients; momentum and residual are sketches as well."""
 
 import math
 
@@ -22,7 +22,7 @@ SKETCH = "<sketch of all gradients>"
 
 
 class FetchSGD(ExchangingOptimizer):
-    r"""Top-k SGD with momentum; ranks send a sketch and keep nothing.
+    r"""Top-k SGD with momentum; ranks send sketches of gradients, and keep no residuals.
 
     FetchSGD (Rothchild et al., ICML 2020, algorithm 1).  All parameters that are not exempt are one
     vector w of d elements, and sk is the exchange's compressor with one key for all steps, because
@@ -35,9 +35,9 @@ class FetchSGD(ExchangingOptimizer):
     5. S_e = S_e - sk(Delta); with ``masking`` instead S_e = S_u = 0 wherever sk(Delta) is not 0;
     6. w = (1 - lr weight_decay) w - Delta.
 
-    With ``rows`` r the sketch is r independent ones, and unsk is the median of their estimates.
+    With ``rows`` r, sk is r independent sketches, and unsk is the median of their estimates.
 
-    Exempt parameters arrive exactly and take steps of SGD with the same momentum.
+    Exempt parameters are averaged exactly and take steps of SGD with the same momentum.
 
     What to choose: step 5 as published can diverge, as its authors say in their code, which masks.
     In a Count-Sketch of one row all elements of a cell have the same estimate; they are among the
@@ -56,13 +56,13 @@ class FetchSGD(ExchangingOptimizer):
         params, lr, momentum, weight_decay: see
             :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`; groups share ``lr`` and
             ``momentum``, since they share a sketch.
-        exchange: with CountSketch, SRHT, GaussianSketch or Identity; without memory.
+        exchange: an exchange with CountSketch, SRHT, GaussianSketch or Identity, without memory.
         density: the fraction of elements that is updated in a step, in (0, 1].
-        rows: independent sketches of ``ratio`` each; 3 or 5 for CountSketch.
-        masking: zero the touched cells; for CountSketch and Identity.
+        rows: the number of independent sketches of ``ratio`` each; 3 or 5 for CountSketch.
+        masking: whether step 5 zeroes the touched cells; for CountSketch and Identity.
 
     State: of the first parameter that is not exempt ``sketch_momentum`` (S_u) and ``sketch_error``
-    (S_e), float32 (rows, width of a sketch); of each exempt one ``momentum_buffer``.
+    (S_e), float32 (rows, width of a sketch); of each exempt parameter ``momentum_buffer``.
 
     Cost: one all-reduce per step, whatever the exchange's ``collective`` and ``exempt_bits`` are.
     Temporary memory: rows + 3 float32 per element.
@@ -150,13 +150,13 @@ class FetchSGD(ExchangingOptimizer):
             self._update_exempt(list(exempt.values()), lr, momentum)
 
     def _largest(self, sketches: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return the largest elements of the estimated vector, as a dense vector."""
+        """Return Delta of step 4, a dense vector: the largest elements of unsk(``sketches``)."""
         estimate = self._unsketch(sketches, numel)
         places = estimate.abs().topk(math.ceil(self.density * numel), sorted=False).indices
         return torch.zeros_like(estimate).index_copy_(0, places, estimate[places])
 
     def _remove(self, delta: torch.Tensor, u: torch.Tensor, e: torch.Tensor) -> None:
-        """Remove the update of the parameters from momentum and error, in place."""
+        """Take step 5 of the class docstring, in place: remove Delta from S_u and S_e."""
         sent = self._sketch(delta)
         if self.masking:
             touched = sent != 0
@@ -169,7 +169,7 @@ class FetchSGD(ExchangingOptimizer):
         return [p for p in self._parameters() if not self.exchange.settings.exempts(p.shape)]
 
     def _sketch_state(self, sketch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return S_u and S_e, made at first with zeros."""
+        """Return S_u and S_e, zeros in the first step."""
         state = self.state[self._sketched()[0]]
         for key in ("sketch_momentum", "sketch_error"):
             if key not in state:
@@ -200,7 +200,7 @@ class FetchSGD(ExchangingOptimizer):
         )
 
     def _shared(self, name: str) -> float:
-        """Return a hyperparameter that all groups must share."""
+        """Return a hyperparameter's value; raise ``ValueError`` if it differs between groups."""
         values = {group[name] for group in self.param_groups}
         if len(values) > 1:
             raise ValueError(
@@ -210,7 +210,7 @@ class FetchSGD(ExchangingOptimizer):
         return values.pop()
 
     def _count_saved(self, elements: int) -> None:
-        """Count the elements that the exchange, which sees a sketch, does not see."""
+        """Count the bytes that uncompressed gradients take beyond a sketch, for ``stats()``."""
         ranks = self.exchange.transport.world_size
         self.exchange.count_traffic(0, 2 * (ranks - 1) * elements * 4 // ranks)
 
@@ -218,7 +218,7 @@ class FetchSGD(ExchangingOptimizer):
 def median(estimates: list[torch.Tensor]) -> torch.Tensor:
     """Return the median of tensors, element by element; of an even number the middle two's mean.
 
-    They are overwritten.  A sorting network (odd-even transposition) of whole tensors takes a
+    Overwrites the tensors.  A sorting network (odd-even transposition) of whole tensors takes a
     quarter of the time of ``torch.median``, which reads rows that lie far apart in memory.
     """
     count = len(estimates)

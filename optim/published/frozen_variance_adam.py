@@ -1,4 +1,4 @@
-"""1-bit Adam's update for gradients that something else has averaged: a hook, or ZeRO."""
+"""1-bit Adam's update for gradients that a comm hook or ZeRO has averaged."""
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -37,7 +37,7 @@ class FrozenVarianceAdam(BatchedOptimizer):
         lr, betas, eps, weight_decay: as in :class:`~comm_hooks.optim.Adam`.
         freeze_step: the last step with a gradient that enters v, at least 1.  The authors of 1-bit
             Adam advise 15 to 25 % of all steps.
-        total_steps: the length of the run, if known: a ``freeze_step`` beyond it is refused.
+        total_steps: the number of steps of the run, if known, which must exceed ``freeze_step``.
 
     State per parameter: ``step``, a float32 number on the CPU, and in the parameter's shape
     ``exp_avg`` (m) and ``exp_avg_sq`` (v), float32 or wider.

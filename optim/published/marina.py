@@ -1,4 +1,4 @@
-"""Exact gradients now and then; in between, compressed differences."""
+"""MARINA: exact gradients at random steps; at all others, compressed differences of gradients."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ COIN = "<coin>"
 
 
 class Marina(ExchangingOptimizer):
-    r"""SGD with an estimate of the gradient that compressed differences keep up to date.
+    r"""SGD along an estimate of the gradient, which is updated by compressed differences.
 
     MARINA (Gorbunov et al., ICML 2021, algorithm 1; on minibatches: VR-MARINA's online form, except
     that exact steps take the closure's minibatch, not a larger one).  Differences of gradients
@@ -25,7 +25,7 @@ class Marina(ExchangingOptimizer):
     :class:`~comm_hooks.PermK` (Szlendak et al., ICLR 2022) it costs 1/N of the elements and no
     indices, and is exact where the ranks' differences agree.
 
-    g is the estimate, the same on all ranks.  The first step finds g = mean_i grad_i(x), exactly,
+    g is the estimate, the same on all ranks.  The first step sets g = mean_i grad_i(x), exactly,
     and leaves x where it is.  Every later step, on its minibatch:
 
     1. x' = (1 - lr weight_decay) x - lr g;
@@ -46,8 +46,8 @@ class Marina(ExchangingOptimizer):
 
     Args:
         params, weight_decay: see :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
-        exchange: with an unbiased compressor (PermK, RandomK, Quantize(stochastic=True), sketches,
-            Identity), without memory.
+        exchange: an exchange with an unbiased compressor (PermK, RandomK, sketches, Identity,
+            Quantize(stochastic=True)), without memory.
         lr: learning rate.  Theory: 1 / (L (1 + sqrt((1 - p) omega / (p N)))), with omega the
             compressor's relative mean squared error.
         p: the probability of an exact gradient, in (0, 1].  The traffic of both kinds of steps is
@@ -134,9 +134,9 @@ class Marina(ExchangingOptimizer):
         """Update the estimate from the gradients at x', or return to x.
 
         Args:
-            gradients: at x'; overwritten.
-            old: at x; None for an exact step.
-            before: x itself; None if x' is x.
+            gradients: the gradients at x', which are overwritten.
+            old: the gradients at x; None for an exact step.
+            before: the parameters x; None if x' is x.
         """
         if old is not None:
             torch._foreach_sub_(gradients, old)
@@ -157,7 +157,7 @@ class Marina(ExchangingOptimizer):
         return bool(random_unit([key], 1)[0, 0] < self.p)
 
     def _evaluate(self, closure: Callable[[], float]) -> tuple[float, Tensors]:
-        """Return the loss and this rank's gradients at the present parameters."""
+        """Return the closure's loss and this rank's gradients at the present parameters."""
         self.zero_grad()
         with torch.enable_grad():
             loss = closure()

@@ -1,4 +1,4 @@
-"""Adam with moments that are rebuilt from the last few sparse aggregates."""
+"""MicroAdam: Adam with moments that are rebuilt in each step from the last few sparse gradients."""
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -15,7 +15,7 @@ from comm_hooks.requirements import require_choice, require_positive
 # Elements that are rebuilt at a time: 12 bytes of temporary memory each.
 BATCH = 1 << 24
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""A parameter and its aggregate."""
+"""A parameter and the mean message for it."""
 
 
 class MicroAdam(ExchangingOptimizer):
@@ -23,8 +23,8 @@ class MicroAdam(ExchangingOptimizer):
 
     MicroAdam (Modoranu et al., NeurIPS 2024, algorithm 1) keeps no moments, only the last
     ``window`` sparsified gradients and the residual, in 4 bits.  There the gradient is exact and
-    sparsified to save memory; here each rank sparsifies its own, and the sparse vectors are also
-    all that travels.  Per step and parameter:
+    sparsified to save memory; here each rank sparsifies its own gradient, and only the sparse
+    vectors are sent.  Per step and parameter:
 
     1. a_i = g_i + e_i on each rank;
     2. each rank sends T_i, the largest elements of each block of a_i, and keeps e_i = Q(a_i - T_i)
@@ -42,14 +42,14 @@ class MicroAdam(ExchangingOptimizer):
     Their residual is rounded to nearest; ``ErrorFeedback(bits=4, stochastic=True)`` rounds without
     bias, as their theory assumes.  Places take 2 + log2(1/density) bits instead of 16.
 
-    Exempt parameters arrive densely and have Adam's ordinary moments.
+    Exempt parameters are averaged densely and have Adam's ordinary moments.
 
     Args:
         params, lr, betas, eps, weight_decay: see
             :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
-        exchange: with TopK, with error feedback (``bits=4`` unless memory does not matter), and
-            with ``collective="all_gather"`` or ``"sharded"``.
-        window: rows, at least 1.
+        exchange: an exchange with TopK, error feedback (``bits=4`` unless memory does not matter),
+            and ``collective="all_gather"`` or ``"sharded"``.
+        window: the number of rows of the window, at least 1.
         bias_correction: ``"window"`` or ``"published"``, see step 4.
 
     State per compressed parameter: ``step`` and ``window``, uint8 (window, bytes of a row); per
@@ -157,7 +157,7 @@ class MicroAdam(ExchangingOptimizer):
                     self._update_compressed(members[first : first + count], numel, group)
 
     def _update_compressed(self, members: list[Pair], numel: int, group: Group) -> None:
-        """Update parameters of one length: push their aggregates, rebuild m and v, step."""
+        """Update parameters of ``numel`` elements each: store aggregates, rebuild m and v, step."""
         parameters = [parameter for parameter, _ in members]
         code = self._code(numel)
         states = [self.state[p] for p in parameters]
@@ -171,7 +171,7 @@ class MicroAdam(ExchangingOptimizer):
         descend_(parameters, shaped, group)
 
     def _update_exempt(self, members: list[Pair], group: Group) -> None:
-        """Update parameters by AdamW."""
+        """Update exempt parameters by AdamW."""
         states = [self.state[parameter] for parameter, _ in members]
         count_step(states)
         m, v = averages_(states, [aggregate for _, aggregate in members], group["betas"])
@@ -188,7 +188,7 @@ class MicroAdam(ExchangingOptimizer):
         )
 
     def _prepare_states(self) -> None:
-        """Make empty states at first, and refuse loaded ones that are of another size."""
+        """Make missing states, and raise ``ValueError`` for a loaded window of another shape."""
         nbytes: dict[int, int] = {}
         for parameter in self._parameters():
             state = self.state[parameter]

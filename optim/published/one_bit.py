@@ -14,7 +14,7 @@ from comm_hooks.optim.moments import descend_, roots, values
 SIGNS = block(
     compressor="sign", block_size=None, scale="rms", memory="error_feedback", collective="sharded"
 )
-"""The exchange of 1-bit Adam: signs and one scale per tensor, on both ways."""
+"""The settings of 1-bit Adam's exchange: signs and one scale per tensor, in both directions."""
 
 # Far below the root of the smallest float32, so that it changes no denominator but zero.
 TINY = 1e-30
@@ -26,7 +26,7 @@ class FreezingOptimizer(ExchangingOptimizer):
     Args:
         params, exchange, defaults, settings: see :class:`ExchangingOptimizer`.
         freeze_step: the last step with exact gradients, at least 1.
-        total_steps: the length of the run, if known.
+        total_steps: the number of steps of the run, if known.
 
     Raises:
         ValueError: for a ``freeze_step`` beyond ``total_steps``.
@@ -53,18 +53,18 @@ class FreezingOptimizer(ExchangingOptimizer):
         return int(states[0]["step"]) < self.freeze_step
 
     def _set_momenta(self, gradients: Tensors, states: States) -> None:
-        """Put this rank's momenta in place of its gradients."""
+        """Replace this rank's gradients, in the list, by its momenta; see :func:`momenta`."""
         for own, group in self._groups():
             gradients[own] = momenta(gradients[own], states[own], group)
 
 
 def momenta(gradients: Tensors, states: States, group: Group) -> Tensors:
-    """Return the momenta that follow from this rank's gradients; the state stays."""
+    """Return beta1 ``exp_avg`` + (1 - beta1) gradient, without a change of the state."""
     return list(torch._foreach_lerp(values(states, "exp_avg"), gradients, 1 - group["betas"][0]))
 
 
 def denominators(v: Tensors, group: Group) -> Tensors:
-    """Return sqrt(v) + eps, never 0."""
+    """Return sqrt(v) + eps, with a tiny number for an eps of 0, so that no element is 0."""
     return roots(v, max(group["eps"], TINY))
 
 

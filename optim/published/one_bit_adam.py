@@ -1,4 +1,4 @@
-"""1-bit Adam: Adam for a while, then compressed momenta over a frozen second moment."""
+"""1-bit Adam: Adam for ``freeze_step`` steps, then compressed momenta and a frozen variance."""
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -10,7 +10,7 @@ from comm_hooks.optim.published.one_bit import SIGNS, FreezingOptimizer, step_
 
 
 class OneBitAdam(FreezingOptimizer):
-    """1-bit Adam: exact gradients for ``freeze_step`` steps, then momenta of one bit an element.
+    """1-bit Adam: exact gradients for ``freeze_step`` steps, then momenta of one bit per element.
 
     Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
     Speed", ICML 2021, Algorithm 1; the optimizer that DeepSpeed had under the same name.  g_i is
@@ -22,7 +22,7 @@ class OneBitAdam(FreezingOptimizer):
     2. m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2;
     3. theta = theta - lr (m / (sqrt(v) + eps) + weight_decay theta).
 
-    From then on v stays as it is, and
+    From then on (the switch is in the base class ``FreezingOptimizer``) v stays the same, and
 
     1. each rank forms m_i = beta1 m + (1 - beta1) g_i, m being the same on all ranks;
     2. m = the exchange's mean of m_i, error feedback included;
@@ -30,13 +30,12 @@ class OneBitAdam(FreezingOptimizer):
 
     The exchange that was published is ``Exchange(Sign(block_size=None, scale="rms"),
     ErrorFeedback(), collective="sharded")``: every rank sends signs and one scale per tensor,
-    averages the signs it gets for its shard and sends the signs and one scale of that, with error
-    feedback on both ways.  Any other exchange will do, too.  With a scale per block, ``Sign()``,
-    parameters with parts of different magnitude move otherwise: learning rates do not carry over.
+    averages the signs it gets for its shard, and sends the signs and one scale of that mean, with
+    error feedback in both directions.  Any other exchange works, too.  With ``Sign()``, a scale per
+    block, tensors with parts of different magnitude need other learning rates.
 
     The price is in the word frozen: v belongs to the first steps, with gradients that are larger
-    and
-    scaled otherwise than later ones, so the longer the run, the further it falls behind Adam.
+    and scaled otherwise than later ones, so the longer the run, the further it falls behind Adam.
     :class:`~comm_hooks.optim.CompressedAdam` is the same scheme without this: it freezes the shape
     of v but keeps its scale alive, corrects the bias and can let coordinates compete in the units
     of the step (``scaled``).  Use OneBitAdam to compare with published results or to go on from
@@ -55,7 +54,7 @@ class OneBitAdam(FreezingOptimizer):
             :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
         freeze_step: the last step with exact gradients, at least 1.  The authors advise 15 to 25 %
             of all steps.
-        total_steps: the length of the run, if known: a ``freeze_step`` beyond it is refused.
+        total_steps: the number of steps of the run, if known, which must exceed ``freeze_step``.
 
     State per parameter: ``exp_avg``, ``exp_avg_sq``.
 

@@ -1,4 +1,4 @@
-"""1-bit LAMB: LAMB for a while, then compressed momenta and trust ratios that are kept."""
+"""1-bit LAMB: LAMB for ``freeze_step`` steps, then compressed momenta and frozen trust ratios."""
 
 from collections.abc import Sequence
 
@@ -63,11 +63,11 @@ class OneBitLamb(FreezingOptimizer):
         params, exchange, lr, betas, eps, weight_decay: see
             :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
         freeze_step: the last step with exact gradients, at least 1.
-        total_steps: the length of the run, if known: a ``freeze_step`` beyond it is refused.
-        max_coeff, min_coeff: bounds of c.
-        coeff_beta: decay of the average of c, in [0, 1).
-        factor_max, factor_min: bounds of r.
-        factor_threshold: by which share r may change in a step.
+        total_steps: the number of steps of the run, if known, which must exceed ``freeze_step``.
+        max_coeff, min_coeff: the bounds of c.
+        coeff_beta: the decay rate of the average of c, in [0, 1).
+        factor_max, factor_min: the bounds of r.
+        factor_threshold: the largest relative change of r in a step.
 
     State per parameter: ``exp_avg`` (m), ``exp_avg_sq`` (v), ``exp_avg_sq_fresh`` (f), of its
     shape; ``lamb_coeff`` (c_avg), ``last_factor`` (r), ``scaling_coeff`` (s), scalars.
@@ -198,7 +198,7 @@ class OneBitLamb(FreezingOptimizer):
         return True
 
     def _recover(self, mean: Tensors, states: States, group: Group) -> Tensors:
-        """Store the new momenta; return the second moment of the gradients that made them."""
+        """Take steps 3 and 4 of the compressed steps: store m', and return the updated f."""
         beta1, beta2 = group["betas"]
         m, fresh = values(states, "exp_avg"), values(states, "exp_avg_sq_fresh")
         # m becomes the gradient, and then the mean.
@@ -216,12 +216,12 @@ class OneBitLamb(FreezingOptimizer):
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of each, (n,) float32."""
+    """Return the Euclidean norm of each of the n tensors, (n,) float32."""
     return torch.stack(torch._foreach_norm(list(tensors), dtype=torch.float32))
 
 
 def _scales(states: States) -> torch.Tensor:
-    """Return the factors that give all momenta one magnitude, (n,)."""
+    """Return s of the class docstring for each of the n layers, (n,)."""
     m = values(states, "exp_avg")
     sizes = torch.tensor([t.numel() for t in m], device=m[0].device, dtype=torch.float32)
     magnitudes = norms(m) / sizes.sqrt()
@@ -229,7 +229,7 @@ def _scales(states: States) -> torch.Tensor:
 
 
 def _freeze(states: States, scales: torch.Tensor) -> None:
-    """Make the state of the compressed steps."""
+    """Add the entries that compressed steps need to the states: s, r = 1 and f = v."""
     _keep(states, "scaling_coeff", scales)
     _keep(states, "last_factor", torch.ones_like(scales))
     for state in states:
@@ -247,6 +247,6 @@ def _move_(parameters: Tensors, updates: Tensors, rates: torch.Tensor, group: Gr
 
 
 def _keep(states: States, key: str, scalars: torch.Tensor) -> None:
-    """Store one scalar in each state."""
+    """Store the i-th of ``scalars`` under ``key`` in the i-th state."""
     for state, scalar in zip(states, scalars.clone().unbind(), strict=True):
         state[key] = scalar

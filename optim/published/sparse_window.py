@@ -1,4 +1,4 @@
-"""A window of sparse vectors, at a few bits for each element that is not zero."""
+"""The last few sparse messages of MicroAdam, stored in a few bits per nonzero element."""
 
 import math
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from comm_hooks.wire.values import ValueCode
 
 @dataclass(frozen=True)
 class SparseWindow:
-    """A code for means of :class:`~comm_hooks.TopK`, and the moments of the last few.
+    """A code for means of :class:`~comm_hooks.TopK` messages, and moments of coded vectors.
 
     Such a mean is sparse: each block of each shard holds a bounded number of elements that are not
     zero.  It is stored as ``nbytes`` bytes: places in Elias-Fano codes, 2 + log2(1/density) bits
-    each, and values in ``value_bits``.  By those, there come back as they were
+    each, and values in ``value_bits``.  The values that are stored exactly are, by ``value_bits``,
 
     * 32: all values;
     * 16: bfloat16 numbers, which include the values of TopK with 1, 2 and 3 bits;
@@ -30,11 +30,11 @@ class SparseWindow:
       (1/256) of each other may be rounded once more.
 
     Args:
-        numel: elements of a vector.
+        numel: the number of elements of a vector.
         shards: the number of equal ranges in which the vector was compressed.
         block_size: the largest block of a shard.
-        capacity: how many elements of a block may differ from zero.
-        value_bits: 4, 16 or 32.
+        capacity: the largest number of nonzero elements in a block.
+        value_bits: the bits of a stored value: 4, 16 or 32.
 
     Example::
 
@@ -54,7 +54,7 @@ class SparseWindow:
 
     @classmethod
     def of(cls, top_k: TopK, numel: int, ranks: int, *, sharded: bool = False) -> "SparseWindow":
-        """Return the code for means over ``ranks`` that were all-gathered, or else sharded."""
+        """Return the code for means over ``ranks`` ranks, all-gathered or else ``sharded``."""
         shards = ranks if sharded else 1
         size = Blocks(-(-numel // shards), top_k.block_size).size
         # Sharded, the mean was compressed again; all-gathered, every rank may have sent others.
@@ -67,7 +67,7 @@ class SparseWindow:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that one vector takes."""
+        """The number of bytes in which one vector is stored."""
         return self._values_nbytes + word_aligned(self._places.nbytes(self._sets))
 
     def encode(self, vectors: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class SparseWindow:
     def decode(self, octets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places, int64, and the values, float32, of bytes (n, nbytes): (n, k) each.
 
-        Places that several elements share hold zeros in all but one.
+        If a place is listed several times, all but one of its values are zero.
         """
         split = self._values_nbytes
         values = self._values.decode(octets[:, :split], self._sets, self.capacity)
@@ -105,13 +105,13 @@ class SparseWindow:
 
     @staticmethod
     def weights(beta: float, steps: int, rows: int, bias_correction: str) -> list[float]:
-        """Return the weights in a mean of the last vectors in a ring of rows, beta^age over a sum.
+        """Return the weights of the vectors in a ring buffer, beta^age over a sum, in row order.
 
         Args:
-            beta: decay.
-            steps: how many vectors there have been, at least 1; the newest, of age 0, is in row
+            beta: the decay rate.
+            steps: the number of vectors so far, at least 1; the newest, of age 0, is in row
                 ``(steps - 1) % rows``.
-            rows: of the ring; of ``min(steps, rows)`` of them, in order, are the weights.
+            rows: the number of rows of the ring; there are ``min(steps, rows)`` weights.
             bias_correction: the sum is of beta^age over the rows that are left (``"window"``), or,
                 as published, over all steps, (1 - beta^steps) / (1 - beta) (``"published"``).
         """
@@ -127,8 +127,8 @@ class SparseWindow:
         """Return the weighted sums of vectors and of their squares, (n, numel) each.
 
         Args:
-            history: bytes (n, m, nbytes) of the last m of n vectors.
-            weights, square_weights: m numbers each.
+            history: bytes (n, m, nbytes) of the last m vectors of each of n parameters.
+            weights, square_weights: the weights of the m vectors, and of their squares.
         """
         count, rows, _ = history.shape
         places, values = self.decode(history.reshape(count * rows, -1))
@@ -151,7 +151,7 @@ class SparseWindow:
         eps: float,
         bias_correction: str,
     ) -> torch.Tensor:
-        """Return m / (sqrt(v) + eps), (n, numel), of n rings of rows after so many steps."""
+        """Return m / (sqrt(v) + eps), (n, numel), from the windows of n parameters at ``steps``."""
         history = torch.stack([window[:steps] for window in windows])
         rows = len(windows[0])
         weights = [self.weights(beta, steps, rows, bias_correction) for beta in betas]

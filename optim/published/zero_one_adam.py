@@ -1,4 +1,4 @@
-"""0/1 Adam: a second moment that is updated ever more rarely, and local steps in between."""
+"""0/1 Adam: a second moment that is updated ever more rarely, and steps without communication."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from comm_hooks.requirements import require_positive
 
 
 class ZeroOneAdam(ExchangingOptimizer):
-    """0/1 Adam: one bit an element at some steps, none at the others.
+    """0/1 Adam: one bit per element at some steps, no communication at the others.
 
     Lu, Li, Zhang, De Sa & He, "Maximizing Communication Efficiency for Large-scale Training via 0/1
     Adam", ICLR 2023, Algorithm 1; the optimizer that DeepSpeed had under the same name.  g_i is
@@ -57,7 +57,7 @@ class ZeroOneAdam(ExchangingOptimizer):
     * Where v is zero no step is taken, see :class:`~comm_hooks.optim.OneBitAdam`, also for which
       parameters are exempt from compression and the price of a frozen v.
 
-    The exchange of DeepSpeed is ``Exchange(Sign(block_size=None, scale="rms"), ErrorFeedback(),
+    DeepSpeed's exchange is ``Exchange(Sign(block_size=None, scale="rms"), ErrorFeedback(),
     collective="sharded")``, see :class:`~comm_hooks.optim.OneBitAdam`.
 
     **Between synchronizations replicas differ**, in x as well as in the optimizer's state.  Look at
@@ -79,16 +79,16 @@ class ZeroOneAdam(ExchangingOptimizer):
             :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`; lr may change at any step.
         var_freeze_step: the last step at which v may be updated, at least 1; the authors take the
             end of the learning rate's warm-up.  Local steps begin after it.
-        var_update_scaler: kappa, variance steps until their distance doubles.
-        local_step_scaler: steps until the interval doubles; the authors take the number in which
-            the learning rate halves.
+        var_update_scaler: kappa, the number of variance steps until their distance doubles.
+        local_step_scaler: the number of steps until the interval doubles; the authors take the
+            number in which the learning rate halves.
         local_step_clipper: H, the longest interval; with 1 there are no local steps.
 
     State per parameter: ``exp_avg`` and ``exp_avg_sq``, equal on all ranks while synchronized;
     between synchronizations also ``mean_exp_avg`` (u_i / s), float32, and ``anchor`` (x_s).  Per
     group ``steps_since_sync`` and ``lr_since_sync`` (s).
 
-    Not supported: changing parameters by other means between synchronizations, which forget it.
+    Not supported: writing to parameters between synchronizations, which drop such a change.
 
     Example::
 
@@ -154,11 +154,11 @@ class ZeroOneAdam(ExchangingOptimizer):
         return not any("anchor" in state for state in self.state.values())
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the settings of the next exchange, and whether it ends a step."""
+        """Return the settings of the next exchange, and whether :meth:`synchronize` starts it."""
         return {**super().hyperparameters(), "off schedule": self._is_off_schedule}
 
     def replica(self) -> Sequence[torch.Tensor]:
-        """Return the start of the local steps, which is the same on all ranks."""
+        """Return x_s, the parameters at the last synchronization, the same on all ranks."""
         return [self.state[p].get("anchor", p) for p in self._parameters()]
 
     def is_variance_step(self, t: int) -> bool:
@@ -171,7 +171,7 @@ class ZeroOneAdam(ExchangingOptimizer):
         return (t - before) % 2**phase == 0
 
     def synchronization_interval(self, t: int) -> int:
-        """Return the largest distance of step t = 1, 2, ... to the last synchronization."""
+        """Return the number of steps between two synchronizations at step t = 1, 2, ...."""
         if t <= self.var_freeze_step:
             return 1
         doublings = (t - self.var_freeze_step - 1) // self.local_step_scaler
@@ -182,7 +182,7 @@ class ZeroOneAdam(ExchangingOptimizer):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Synchronize now, off schedule; all ranks must call it."""
+        """End the local steps now, outside of the schedule: exchange mean momenta on all ranks."""
         if self.is_synchronized:
             return
         states = self._states("exp_avg", "exp_avg_sq")
@@ -247,7 +247,7 @@ class ZeroOneAdam(ExchangingOptimizer):
         return True
 
     def _mean_momenta(self, new: Tensors, states: States, group: Group) -> Tensors:
-        """Return the means, weighted by lr, of the momenta since the last synchronization."""
+        """Return u_i / s, the lr-weighted means of momenta since the last synchronization."""
         if "anchor" not in states[0]:
             return new
         total = group["lr_since_sync"] + group["lr"]
@@ -255,7 +255,7 @@ class ZeroOneAdam(ExchangingOptimizer):
         return list(torch._foreach_lerp(values(states, "mean_exp_avg"), new, share))
 
     def _advance(self, states: States) -> None:
-        """Add the learning rate of this step to the sum, and decay the start of the step."""
+        """Add the learning rate to s, and apply the weight decay to x_s."""
         for own, group in self._groups():
             origins = [s.get("anchor", p) for s, p in zip(states[own], held(group), strict=True)]
             decay_(origins, group)
@@ -263,7 +263,7 @@ class ZeroOneAdam(ExchangingOptimizer):
             group["lr_since_sync"] += group["lr"]
 
     def _agree(self, means: Tensors, states: States) -> None:
-        """Let all ranks go on from the mean momenta that they have agreed on."""
+        """Take steps 3 and 4 of a synchronization, from the mean momenta over ranks."""
         for own, group in self._groups():
             self._move(means[own], states[own], group)
             torch._foreach_copy_(values(states[own], "exp_avg"), means[own])
@@ -273,7 +273,7 @@ class ZeroOneAdam(ExchangingOptimizer):
                 state.pop("mean_exp_avg", None)
 
     def _move(self, means: Tensors, states: States, group: Group) -> None:
-        """Set the parameters to where these mean momenta lead from the last synchronization."""
+        """Set the parameters to x_s - s mean / (sqrt(v) + eps)."""
         if "anchor" in states[0]:
             torch._foreach_copy_(held(group), values(states, "anchor"))
         v = values(states, "exp_avg_sq")

@@ -35,11 +35,11 @@ class FedAvg(LocalRounds):
     :class:`LocalRounds` with SGD inside and SGD of ``server_lr`` (1: the average) as the server.
 
     Args:
-        exchange: any; with ``Identity()`` this is FedAvg as published.
+        exchange: any exchange; with ``Identity()`` this is FedAvg as published.
         lr: the clients' learning rate.
-        momentum: the clients'.
-        weight_decay: the clients', coupled (as in ``torch.optim.SGD``).
-        server_lr, server_momentum: the server's; with momentum this is FedAvgM.
+        momentum: the clients' momentum.
+        weight_decay: the clients' weight decay, coupled (as in ``torch.optim.SGD``).
+        server_lr, server_momentum: the settings of the server's SGD; with momentum, FedAvgM.
 
     Example::
 
@@ -85,16 +85,16 @@ class FedAvg(LocalRounds):
 
 
 class DiLoCo(LocalRounds):
-    """Local AdamW and outer Nesterov momentum.
+    """Local steps of AdamW, and outer steps with Nesterov momentum.
 
     Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
     Algorithm 1; with ``fragments`` > 1 Streaming DiLoCo (2025), without its overlap.
     :class:`LocalRounds` with AdamW inside and SGD with Nesterov momentum as the server.
 
     Args:
-        exchange: any; with ``Identity()`` this is DiLoCo as published.
-        lr, betas, eps, weight_decay: of the inner AdamW.
-        outer_lr, outer_momentum: the server's.  With 1 and 0 it is the plain average.
+        exchange: any exchange; with ``Identity()`` this is DiLoCo as published.
+        lr, betas, eps, weight_decay: the settings of the inner AdamW.
+        outer_lr, outer_momentum: the settings of the server's SGD; 1 and 0 take the plain average.
 
     Example::
 
@@ -134,15 +134,15 @@ class DiLoCo(LocalRounds):
 
 
 class LocalAdamW(LocalRounds):
-    """Local AdamW and the average of sparse, one-bit deltas, with outer momentum if asked.
+    """Local steps of AdamW, and the average of sparse, one-bit deltas, with optional momentum.
 
     :class:`LocalRounds` with AdamW inside and SGD as the server.
 
     Args:
-        exchange: any.
-        lr, betas, weight_decay: of the inner AdamW.
+        exchange: any exchange.
+        lr, betas, weight_decay: the settings of the inner AdamW.
         fragments, look_ahead: see :class:`LocalRounds`.
-        outer_lr, outer_momentum: the server's.
+        outer_lr, outer_momentum: the settings of the server's SGD.
 
     Example::
 
@@ -187,7 +187,7 @@ class LocalAdamW(LocalRounds):
 
 
 class LocalLaProp(LocalAdamW):
-    """:class:`LocalAdamW` with :class:`~comm_hooks.optim.LaProp` inside."""
+    """:class:`LocalAdamW` with :class:`~comm_hooks.optim.LaProp` as the inner optimizer."""
 
     _make_inner = LaProp
 
@@ -197,7 +197,7 @@ def _nesterov(members: Any, lr: float, momentum: float) -> SGD:
 
 
 class MuLoCo(LocalRounds):
-    """Local Muon, outer Nesterov momentum, and deltas in two bits with a residual that decays.
+    """Local steps of Muon, outer Nesterov momentum, two-bit deltas, and a residual that decays.
 
     MuLoCo (Therien et al., arXiv 2505.23725, 2025).  Every H = 30 steps, per rank:
 
@@ -214,12 +214,12 @@ class MuLoCo(LocalRounds):
     learning rate; the two bits are those of :class:`~comm_hooks.TopK`.
 
     Args:
-        exchange: any.
-        lr, betas, eps, momentum, weight_decay: of the inner :class:`~comm_hooks.optim.MuonAdamW`.
-        outer_lr, outer_momentum: the server's.
+        exchange: any exchange.
+        lr, betas, eps, momentum, weight_decay: settings of :class:`~comm_hooks.optim.MuonAdamW`.
+        outer_lr, outer_momentum: the settings of the server's SGD.
 
     Raises:
-        ValueError: also if there is no hidden matrix, or nothing else.
+        ValueError: also if there are no hidden matrices, or no other parameters.
 
     Example::
 
@@ -264,7 +264,7 @@ class MuLoCo(LocalRounds):
 
 
 class SparseLoCo(LocalRounds):
-    """Local AdamW, and sparse, quantized deltas with a residual that decays.
+    """Local steps of AdamW, and sparse, quantized deltas with a residual that decays.
 
     SparseLoCo (Sarfi et al., 2025).  Every H steps, per rank:
 
@@ -280,8 +280,8 @@ class SparseLoCo(LocalRounds):
     coordinate; the learning rate is applied once; two bits are two bits on the wire.
 
     Args:
-        exchange: with an ErrorFeedback that decays.
-        lr, betas, eps, weight_decay: of the inner AdamW.
+        exchange: an exchange with an ErrorFeedback that decays.
+        lr, betas, eps, weight_decay: the settings of the inner AdamW.
         outer_lr: the server's learning rate.
 
     Raises:
@@ -334,7 +334,7 @@ class SparseLoCo(LocalRounds):
 
 
 class FedAMS(LocalRounds):
-    """Local AMSGrad with a shared v_hat, averaged every K steps; FED-LAMB calls it Fed-AMS.
+    """Local steps of AMSGrad with a shared v_hat, averaged every K steps: FED-LAMB's Fed-AMS.
 
     Chen, Li & Li, FODS 2020.  (Another algorithm has the same name: Wang, Lin & Chen, ICML 2022,
     local SGD with AMSGrad on the server: ``LocalRounds(SGD(...), exchange, AMSGrad(...))``.)
@@ -349,8 +349,8 @@ class FedAMS(LocalRounds):
     ``bias_correction=True, bound="client"`` steps have the length of Adam's from the first on.
 
     Args:
-        exchange: for the deltas; v always travels as float32.
-        lr, betas, eps, weight_decay, bias_correction, bound: the clients'.
+        exchange: the exchange of deltas; v is always sent as float32.
+        lr, betas, eps, weight_decay, bias_correction, bound: the settings of the clients' AMSGrad.
 
     Example::
 
@@ -385,9 +385,9 @@ class FedAMS(LocalRounds):
 class FedLAMB(LocalRounds):
     """Layerwise and dimensionwise local adaptive steps: FED-LAMB.
 
-    Karimi, Li & Li, UAI 2023, Algorithm 2.  As :class:`FedAMS`, with lengths of local
-    steps that are set layer by layer: ``theta = theta - lr phi(|theta|) (p + lambda theta) / |p +
-    lambda theta|``;
+    Karimi, Li & Li, UAI 2023, Algorithm 2.  As :class:`FedAMS`, with lengths of local steps that
+    are set layer by layer:
+    ``theta = theta - lr phi(|theta|) (p + lambda theta) / |p + lambda theta|``;
     see :class:`~comm_hooks.optim.rounds.shared_moments.LocalLAMB`.
 
     Differences to the paper's listing: the corrections of lines 9 and 11 do not overwrite m and
@@ -400,11 +400,12 @@ class FedLAMB(LocalRounds):
 
     Args:
         params: the model's parameters, better named; each tensor is a layer.
-        exchange: for the deltas; v always travels as float32.
-        lr, betas, eps, bound: the clients'.
+        exchange: the exchange of deltas; v is always sent as float32.
+        lr, betas, eps, bound: the settings of the clients' optimizer.
         weight_decay: lambda; the paper tries 0, 0.01, 0.1.
-        phi: scale of a layer's step by its norm, stacked (layers,) -> (layers,), positive; the
-            identity by default.  The theory wants it bounded: ``lambda n: n.clamp(0.01, 10)``.
+        phi: a function from the norms of the layers to the lengths of their steps, both (layers,)
+            and positive; by default the identity.  Theory wants it bounded, as is
+            ``lambda n: n.clamp(0.01, 10)``.
 
     Raises:
         ValueError: if phi is not positive.
@@ -455,13 +456,13 @@ class SAFL(LocalRounds):
     travel exactly (``min_numel=1, min_ndim=1`` exempts none).
 
     Args:
-        exchange: with a sketch: :class:`~comm_hooks.CountSketch`, :class:`~comm_hooks.SRHT` or
-            :class:`~comm_hooks.GaussianSketch`, of the whole model at once, as in the paper
-            (``granularity="parameter"``: of each parameter).
+        exchange: an exchange with :class:`~comm_hooks.CountSketch`, :class:`~comm_hooks.SRHT` or
+            :class:`~comm_hooks.GaussianSketch`, which sketches the whole model at once, as in the
+            paper (``granularity="parameter"``: each parameter by itself).
         lr: the server's learning rate (kappa).
-        local_lr: the clients' (eta).  The adaptive server is blind to its scale: it matters
-            for K > 1 only.
-        betas, eps, weight_decay: the server's.
+        local_lr: the clients' learning rate (eta).  The adaptive server is blind to its scale: it
+            matters for K > 1 only.
+        betas, eps, weight_decay: the settings of the server's optimizer.
         amsgrad: False for Adam on the server.
 
     Raises:

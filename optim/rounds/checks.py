@@ -1,4 +1,4 @@
-"""The settings of rounds of local steps that are refused before anything is sent."""
+"""Checks of the settings of rounds of local steps, before anything is sent."""
 
 from torch.optim import SGD, Adagrad, Optimizer, RMSprop
 
@@ -18,7 +18,7 @@ from comm_hooks.requirements import (
 from comm_hooks.shards import is_held_by_all, require_part_for_all, whole
 
 _COUPLED = (SGD, RMSprop, Adagrad)
-"""Optimizers with weight decay in the gradient, and without a setting that says so."""
+"""Optimizers that add weight decay to the gradient, without a group setting that says so."""
 
 
 def check_rounds(
@@ -34,7 +34,7 @@ def check_rounds(
     look_ahead: float,
     shared_decay: bool,
 ) -> None:
-    """Raise ``ValueError`` for rounds that cannot work; all arguments are those of LocalRounds."""
+    """Raise ``ValueError`` if ``LocalRounds`` cannot work with these arguments."""
     require_kind(owner, "inner", inner, Optimizer)
     members = parameters_of(inner.param_groups)
     parameters = [p for p in members if trains(p)]
@@ -74,7 +74,7 @@ def check_rounds(
         "moments that stay with each client, such as AdamW": participation is not None
         and not participation.averages_statistics
         and isinstance(inner, SharesStatistics),
-        "local_steps is needed: the steps between two exchanges": local_steps is None
+        "local_steps is needed: the number of steps between two exchanges": local_steps is None
         and not has_clients,
         "fragments cannot be combined with participation": fragments > 1 and has_clients,
         f"{fragments} fragments cannot each have a step of their own in {local_steps} local steps: "

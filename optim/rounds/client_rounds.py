@@ -1,4 +1,4 @@
-"""Rounds in which every rank plays several clients in turn."""
+"""Rounds of federated learning, in which every rank plays several clients in turn."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,9 +14,9 @@ class ClientRounds:
     """Lets the clients of each round take their turns, and exchanges their progress.
 
     Args:
-        round_exchange: one exchange.
-        participation: draws the clients.
-        averaging: compares the first steps of several ranks.
+        round_exchange: the exchange of a round's progress.
+        participation: the sampling that draws the clients.
+        averaging: the check that DDP and FSDP have not averaged the gradients.
         server: the optimizer of the shared model.
     """
 
@@ -34,10 +34,10 @@ class ClientRounds:
         self._server = server
 
     def play(self, conclude: Callable[..., None]) -> Iterator[int]:
-        """Yield each client of this rank in one round; its steps are taken before the next.
+        """Yield the number of each client of this rank in one round; the caller takes its steps.
 
         Args:
-            conclude: called with the places of all parameters and the round's aggregate.
+            conclude: a function of the indices of all parameters and the round's aggregate.
         """
         state = self._state
         state.is_round_open = True

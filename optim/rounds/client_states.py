@@ -11,7 +11,7 @@ from comm_hooks.memory.base import Memory
 
 
 class ClientStates:
-    """The residual and the inner optimizer's state of every client played by this rank.
+    """The residual and the inner optimizer's state of every client that this rank plays.
 
     A round works on copies, which replace the states at its end (:meth:`commit`), or are dropped
     (:meth:`discard`): so a saved or loaded state stays as it was.
@@ -19,7 +19,7 @@ class ClientStates:
     Args:
         inner: the optimizer that all clients share; its state is swapped.
         memory: the template of each client's memory; None for no memory.
-        keep_inner: whether the inner state lasts from turn to turn.
+        keep_inner: whether a client's inner state lasts from one of its turns to the next.
     """
 
     def __init__(self, inner: Optimizer, memory: Memory | None, *, keep_inner: bool) -> None:
@@ -32,19 +32,19 @@ class ClientStates:
         self._new_memories: dict[int, Memory] = {}
 
     def enter(self, client: int) -> None:
-        """Give the inner optimizer this client's state."""
+        """Replace the inner optimizer's state by a copy of this client's."""
         kept = self._states.get(client, {})
         self._inner.state.clear()
         self._inner.state.update({p: _copied(state, p.device) for p, state in kept.items()})
 
     def leave(self, client: int, *, keep: bool) -> None:
-        """Take the inner optimizer's state away, and keep it as this client's if it is to last."""
+        """Move the inner optimizer's state to this client's; drop it unless ``keep``."""
         self._new_states[client] = dict(self._inner.state) if self._keep_inner and keep else {}
         # Between turns the optimizer must not show the last client's.
         self._inner.state.clear()
 
     def memory(self, client: int) -> Memory | None:
-        """Return this client's memory, for the round that is under way."""
+        """Return this client's memory, which holds its residual, for the current round, or None."""
         if self._template is None:
             return None
         if client not in self._new_memories:
@@ -53,14 +53,14 @@ class ClientStates:
         return self._new_memories[client]
 
     def commit(self) -> None:
-        """Keep the states after a round."""
+        """Store the states that the clients have at the end of a round."""
         self._memories.update(self._new_memories)
         self._states.update(self._new_states)
         self._states = {client: state for client, state in self._states.items() if state}
         self._end_round()
 
     def discard(self) -> None:
-        """Return to the states before the round."""
+        """Drop the states of the current round, and keep those before it."""
         self._inner.state.clear()
         self._end_round()
 
@@ -68,7 +68,7 @@ class ClientStates:
         self._new_states, self._new_memories = {}, {}
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
-        """Return per client its inner state, by the parameters' places, and its memory's state."""
+        """Return a dict from client to its inner state, by parameter index, and memory's state."""
         places = {p: place for place, p in enumerate(self._parameters())}
         return {
             client: {
@@ -105,7 +105,7 @@ class ClientStates:
 
 
 def _copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return a copy of a parameter's state on its device, but for numbers: they stay on the CPU."""
+    """Return a copy of a parameter's state on ``device``; scalars stay on their own device."""
     return {
         key: value.to(device, copy=True)
         if isinstance(value, torch.Tensor) and value.dim()

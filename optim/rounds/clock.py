@@ -5,19 +5,19 @@ from collections.abc import Iterable, Sequence
 
 
 class FragmentClock:
-    """Tells which fragment of a model is exchanged after which local step.
+    """A counter of local steps that tells the fragment of a model to exchange after each of them.
 
     The parameters are dealt into F fragments of nearly equal size.  Fragment f is exchanged after
     the steps t with t mod K = floor(f K / F), so every K steps.
 
     Args:
-        sizes: elements of each parameter.
-        fragments: F.
-        local_steps: K, at least F; None where clients end their rounds themselves.
+        sizes: the number of elements of each parameter.
+        fragments: F, the number of fragments.
+        local_steps: K, at least F; None if clients end their rounds themselves.
 
     Attributes:
-        steps: local steps so far.
-        exchanged_at: for each fragment the step after which it was exchanged last.
+        steps: the number of local steps so far.
+        exchanged_at: for each fragment, the number of local steps at its last exchange.
 
     Example::
 
@@ -35,7 +35,7 @@ class FragmentClock:
         self.exchanged_at = [0] * fragments
 
     def tick(self) -> list[int]:
-        """Count a local step and return the fragments that are due after it: one or none."""
+        """Count a local step; return the list of fragments (0 or 1) to exchange after it."""
         self.steps += 1
         period, count = self._local_steps, len(self._fragments)
         if period is None:
@@ -48,11 +48,11 @@ class FragmentClock:
         return [f for f, step in enumerate(self.exchanged_at) if step != self.steps]
 
     def places(self, fragments: Iterable[int]) -> list[int]:
-        """Return the places of the parameters of fragments, ascending."""
+        """Return the indices of the parameters in these fragments, ascending."""
         return sorted(place for f in fragments for place in self._fragments[f])
 
     def note_exchange(self, fragments: Iterable[int]) -> None:
-        """Note that fragments have been exchanged after the last step."""
+        """Record that these fragments were exchanged after the last local step."""
         for f in fragments:
             self.exchanged_at[f] = self.steps
 
@@ -73,7 +73,7 @@ def cut(sizes: Sequence[int], count: int) -> list[list[int]]:
     The largest first, each to the smallest part: the parts differ by one item's size at most.
 
     Args:
-        sizes: of the items; at least ``count`` of them.
+        sizes: the sizes of the items; at least ``count`` items.
 
     Returns:
         The indices in each part, ascending.

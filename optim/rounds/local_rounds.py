@@ -1,4 +1,4 @@
-"""Rounds of local steps: several on each rank, then one exchange of the progress."""
+"""Rounds of local steps: several steps on each rank, then one exchange of their displacement."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -62,22 +62,22 @@ class LocalRounds(WrappingOptimizer):
     rank adds its clients' deltas up before it compresses; otherwise every client's payload crosses.
 
     A client with a delta (or shared second moment) that is not finite, or of a norm above 2^50, is
-    left out of the round: the others are averaged by the right divisor, all ranks warn and
+    left out of the round: the mean is over the other clients, all ranks warn and
     name it, its residual stays and its inner state is forgotten.
 
     Args:
         inner: the optimizer of the local steps.
-        exchange: how deltas are averaged.
+        exchange: the exchange that averages deltas over ranks.
         server: an optimizer over the same parameters that sees D as their gradient; by default
             x = x - D, plain averaging.
-        local_steps: K.  With ``participation`` the loop above decides.
-        fragments: F, at most K.
-        participation: the clients, if there are more than ranks.
+        local_steps: K, the steps between exchanges; with ``participation`` the loop above decides.
+        fragments: F, the number of fragments, at most K.
+        participation: the draw of the clients, if there are more clients than ranks.
         client_state: with ``participation``: ``"keep"`` each client's inner state until it is drawn
             again, or ``"reset"`` it at the start of every turn.
         look_ahead: the share of its residual that a rank subtracts from the shared model at the
             start: x_i = x - look_ahead e_i. A residual waits for many rounds, and gradients at x
-            know nothing of it: they ask for the same again, and too much arrives. With a server
+            do not include it: they ask for the same again, and too much arrives. With a server
             that multiplies D by eta, look_ahead = eta / N takes each rank to the shared model of
             the time when this rank's residual has arrived. (Step-Ahead Error Feedback, Xu, Huo and
             Huang, AAAI 2021, subtracts all of it.)
@@ -93,8 +93,8 @@ class LocalRounds(WrappingOptimizer):
     every client played here.
     Every rank saves its own :meth:`state_dict`, which has its model's parameters too:
     ``save_rank_file(rounds, folder)``.  Where clients are private, only its ``"released"`` part may
-    be published (:meth:`release_state_dict`): all else, :meth:`stats` and :attr:`steps` tell of
-    single clients.  A framework's checkpoint of rank 0 serves the others as well: they start from
+    be published (:meth:`release_state_dict`): all else, :meth:`stats` and :attr:`steps` reveal
+    single clients.  Other ranks can load a framework's checkpoint of rank 0: they start from
     the shared model, and warn of their lost residuals.
 
     It is an optimizer like any other, with the groups and the state of ``inner``: schedulers set
@@ -105,7 +105,7 @@ class LocalRounds(WrappingOptimizer):
         ValueError: for settings that cannot work; nothing has been sent.
 
     Parameters of the inner optimizer that are frozen (``requires_grad=False``) when the rounds are
-    made are left out, and missed if they train later on.
+    made are left out; a step raises an error if they train later on.
 
     Not supported: weights for clients of different size; ``fragments`` with ``participation``;
     buffers (batch norm statistics stay each rank's own); parameters added later; copies; for
@@ -126,10 +126,10 @@ class LocalRounds(WrappingOptimizer):
     """
 
     published: ClassVar[Mapping[str, Any]]
-    """The exchange that a kind of rounds was published with."""
+    """The authors' settings of the exchange, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
 
     needs: ClassVar[tuple[str, ...]] = ()
-    """Keys of :attr:`published` without which no exchange can be used."""
+    """Keys of :attr:`published` with settings that any exchange of this optimizer must have."""
 
     # GradScaler then calls step() on every rank, also on one that overflowed: its step does not
     # count for the parameters, but it does for when to exchange.
@@ -197,7 +197,7 @@ class LocalRounds(WrappingOptimizer):
 
     @property
     def participation(self) -> ClientSampling | None:
-        """The clients; None where every rank is one client."""
+        """The draw of the clients; None if every rank is one client."""
         return self._participation
 
     @property
@@ -207,24 +207,24 @@ class LocalRounds(WrappingOptimizer):
 
     @property
     def model_parallel_groups(self) -> list[dist.ProcessGroup]:
-        """Groups of ranks that hold other parts of the model, and do not exchange."""
+        """The process groups over which the model itself is sharded: they never exchange."""
         return shard_groups(self.parameters)
 
     @property
     def steps(self) -> int:
-        """The number of local steps of this rank."""
+        """The number of local steps that this rank has taken."""
         return self.round_state.clock.steps
 
     @property
     def round_index(self) -> int:
-        """The number of exchanges, each of a fragment."""
+        """The number of exchanges so far; each is of one fragment."""
         return self.round_state.round_index
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the settings of the next exchange, which it compares between ranks.
+        """Return the settings that the next exchange compares between ranks.
 
-        Those of the inner optimizer are compared unless there are clients, which may have their
-        own.
+        The inner optimizer's hyperparameters are among them unless there are clients, which may
+        have their own.
         """
         found: dict[str, Any] = {"local step": self.steps, "round": self.round_index}
         if self.participation is not None:
@@ -244,11 +244,11 @@ class LocalRounds(WrappingOptimizer):
         return self.round_state.model.values
 
     def names(self) -> Sequence[str]:
-        """Return the names of the parameters."""
+        """Return the names of the exchanged parameters."""
         return self.round_state.names
 
     def _take_step(self) -> None:
-        """Take one local step and, where one is due, exchange: then all ranks must be here."""
+        """Take one local step and, if an exchange is due, exchange together with all ranks."""
         self._require_own_model("step()")
         self.round_state.begin()
         self._frozen.check()
@@ -284,7 +284,7 @@ class LocalRounds(WrappingOptimizer):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Exchange now all outstanding progress, so that replicas agree; all ranks must call it."""
+        """Exchange all outstanding progress, so that replicas agree; all ranks must call it."""
         state = self.round_state
         outstanding = state.clock.outstanding
         with state.model.hidden():
@@ -299,14 +299,14 @@ class LocalRounds(WrappingOptimizer):
     def restart(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Continue from the live parameters, after all ranks have set them to equal values.
 
-        Anything else that writes to parameters between steps counts as progress of this rank, of
-        which the exchange may send little.  The progress of this rank since the last exchange is
+        Any other write to parameters between steps counts as progress of this rank, and the
+        exchange may send little of it.  The progress of this rank since the last exchange is
         given up; momenta and residuals stay.  After ``register(model, rounds)``
-        ``model.load_state_dict()`` does it by itself.  Sends nothing; all ranks must call it
+        ``model.load_state_dict()`` calls this by itself.  Sends nothing; all ranks must call it
         between the same steps.
 
         Args:
-            parameters: that have been set; by default all.
+            parameters: the parameters that have been set; by default all.
 
         Example::
 
@@ -323,9 +323,9 @@ class LocalRounds(WrappingOptimizer):
     def stats(self) -> dict[str, float]:
         """Return the traffic of this rank since the start; see :meth:`~comm_hooks.Exchange.stats`.
 
-        The reference is an all-reduce of the gradients at every local step: ``steps`` counts these,
-        ``bytes_uncompressed`` is their traffic, ``compression_ratio`` that over the bytes sent.
-        ``rounds`` counts the exchanges, each of a fragment.
+        The reference is an all-reduce of the gradients at every local step: ``steps`` counts local
+        steps, ``bytes_uncompressed`` is the reference's traffic, ``compression_ratio`` is that
+        traffic over the bytes sent.  ``rounds`` counts the exchanges, each of one fragment.
         """
         stats = self.exchange.stats()
         uncompressed, sent = self.round_state.bytes_uncompressed, stats["bytes_sent"]
@@ -338,18 +338,18 @@ class LocalRounds(WrappingOptimizer):
         }
 
     def server_parameters(self) -> AbstractContextManager[None]:
-        """Put the shared model in place of this rank's for a while.
+        """Return a context in which the live parameters have the values of the shared model.
 
         Local progress comes back afterwards.  Sends nothing; :meth:`step` raises within.  After
-        ``register(model, rounds)`` evaluation mode does it by itself.
+        ``register(model, rounds)``, ``model.eval()`` does it by itself.
         """
         self.round_state.begin()
         return self.round_state.model.shown()
 
     def clients(self) -> Iterator[int]:
-        """Play one round: yield each client of this rank in turn, to take its steps.
+        """Play one round: yield the number of each client of this rank; the loop takes its steps.
 
-        The model is the shared one at the start of each turn.  When the loop is over the round's
+        The model is the shared one at the start of each turn.  When the loop is over, the round's
         deltas have been exchanged and the server has taken its step.  All ranks must run the loop
         to its end; should all leave it early, which warns, or fail in it, the model and the states
         of the clients are as before the round.
@@ -371,11 +371,11 @@ class LocalRounds(WrappingOptimizer):
         yield from rounds.play(self._conclude)
 
     def _conclude(self, places: Sequence[int], aggregate: Aggregate) -> None:
-        """Move the shared model by the aggregate of a round of clients."""
+        """Let the server step along the mean of a round of clients; subclasses may refuse it."""
         self._round.conclude(places, aggregate)
 
     def release_state_dict(self) -> dict[str, Any]:
-        """Return the state that rounds of private clients may publish: their guarantee covers it.
+        """Return the part of the state that may be published if clients are private.
 
         That is the shared ``model`` by name, the ``server``'s state and the ``round_index``.
         Residuals, inner states of clients, the number of steps and this rank's own values are not
@@ -386,12 +386,12 @@ class LocalRounds(WrappingOptimizer):
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the states of *all* ranks that :meth:`state_dict` returned, in rank order.
 
-        On as many ranks as then, in the same nodes, each loads its own.  Otherwise all begin at the
-        model that they shared, with the local moments of one of those ranks, and on another number
-        of ranks the server keeps the hyperparameters that it was made with here.  The local
-        progress of the saved ranks joins their residuals, where these are in float32; else each
-        rank begins with the mean of it.  The mean over ranks still has to receive the same as
-        before.
+        On the same number of ranks in the same nodes, each rank loads its own state.  Otherwise all
+        begin at the saved shared model, with the local moments of one of the saved ranks, and on
+        another number of ranks the server keeps the hyperparameters that it was made with here.
+        The local progress of the saved ranks is added to their residuals, where these are in
+        float32; else each rank begins with its mean.  So the mean over ranks of progress plus
+        residuals stays the same.
 
         Raises:
             ValueError: if states are missing, out of order or of different steps; where ranks

@@ -1,4 +1,4 @@
-"""The clients of a round: their draw, the ranks that play them, and their mean."""
+"""The clients of a round: their random draw, the ranks that play them, and their mean delta."""
 
 import math
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from comm_hooks.warnings import warn_program
 
 Named = dict[str, torch.Tensor]
 Turn = Sequence[int | None]
-"""One client per rank; None where a rank sits out."""
+"""The numbers of the clients that the ranks play at one time; None for a rank without one."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Contribution:
     """The result of one client's turn.
 
     Attributes:
-        client: its number.
-        delta: how far it has come, one tensor per parameter; may be overwritten.
-        statistics: other tensors that its inner optimizer shares, by name.
+        client: the client's number.
+        delta: start minus end of its local steps, one tensor per parameter; may be overwritten.
+        statistics: other tensors to average, of its inner optimizer, by name.
     """
 
     client: int
@@ -44,8 +44,8 @@ class Aggregate:
     """The mean of a round, the same on all ranks.
 
     Attributes:
-        delta: the mean; None if there is no contribution.
-        statistics: means, by name.
+        delta: the mean delta, one tensor per parameter; None if there is no contribution.
+        statistics: the means of the contributions' statistics, by name.
         missing: the drawn clients without a contribution.
         contributors: the number of contributions.
     """
@@ -58,11 +58,11 @@ class Aggregate:
 
 @dataclass(eq=False)
 class Collection(ABC):
-    """Collects one round.  All ranks call :meth:`add` equally often, then :meth:`finish`.
+    """Averages the contributions of one round; all ranks call :meth:`add` equally often.
 
     Args:
-        exchange: how deltas travel.
-        total: zeros, by parameter name; where deltas are added up.
+        exchange: the exchange that averages deltas over ranks.
+        total: zeros, by parameter name, to which deltas are added.
         statistics: zeros, by name; the same names and shapes on all ranks.
     """
 
@@ -75,22 +75,22 @@ class Collection(ABC):
         """Add the contribution of this rank's client.
 
         Args:
-            turn: one client per rank; None where a rank sits out.
-            contribution: None if this rank sits out or its client's delta is not finite.
-            memory: of this rank's client.
+            turn: one client per rank; None for a rank without one.
+            contribution: the client's result; None without a client, or if it is not finite.
+            memory: the memory of this rank's client.
         """
 
     @abstractmethod
     def finish(self) -> Aggregate:
-        """Return the mean."""
+        """Return the mean over all contributions; call once, on all ranks, after all turns."""
 
 
 @dataclass(eq=False)
 class PlainCollection(Collection):
-    """Averages over the clients with finite contributions.
+    """A collection that takes the plain mean over the clients with finite contributions.
 
     Without a memory and with a linear compressor a rank adds its clients' deltas up before it
-    compresses; otherwise every client's payload crosses.
+    compresses; otherwise every client's payload is sent.
     """
 
     _scheduled: list[int | None] = field(default_factory=list, init=False)
@@ -132,7 +132,7 @@ class PlainCollection(Collection):
         return Aggregate(list(self.total.values()), self.statistics, missing, count)
 
     def _sum(self, delta: list[torch.Tensor], turn: Turn, memory: Memory | None) -> None:
-        """Replace ``delta`` by its sum over ranks, and note the clients of ``turn`` in it."""
+        """Replace ``delta`` by its sum over ranks, and record the clients that are in the sum."""
         own = [float(client in self._own) for client in turn]
         flags = torch.tensor(own, device=delta[0].device, dtype=torch.float32)
         message = dict(zip(self.total, delta, strict=True))
@@ -153,19 +153,19 @@ class ClientSampling(ABC):
     """Whether a collection takes statistics (second moments) in addition to deltas."""
 
     def prepare(self, exchange: Exchange) -> None:  # noqa: B027
-        """Prepare for an exchange, before anything is sent."""
+        """Set up state that depends on the exchange of the rounds; called once, sends nothing."""
 
     @abstractmethod
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
-        """Return for each turn one client per rank, None where a rank sits out."""
+        """Return the turns of a round: for each turn one client per rank, or None for no client."""
 
     def turn(
         self, client: int, inner: Optimizer, server: Optimizer
     ) -> AbstractContextManager[None]:
-        """Return the context of a client's steps.
+        """Return the context in which a client takes its local steps.
 
         Args:
-            client: its number.
+            client: the client's number.
             inner, server: the optimizers of the rounds.
         """
         return own_gradients(
@@ -190,11 +190,11 @@ class Participation(ClientSampling):
     """Draws the clients of each round, the same on all ranks, without communication.
 
     Args:
-        clients: their number; they are numbered from 0.  Client c is always played by rank
+        clients: the number of clients; they are numbered from 0.  Client c is always played by rank
             c mod N, so that its state never has to move.
-        fraction: of them that take part in each round, in (0, 1]; ``ceil(fraction * clients)``,
-            drawn without replacement.
-        seed: equal on all ranks.
+        fraction: the share of clients that take part in each round, in (0, 1]:
+            ``ceil(fraction * clients)``, drawn without replacement.
+        seed: the seed of the draws, equal on all ranks.
 
     Raises:
         ValueError: if no client could be drawn.
@@ -231,7 +231,7 @@ class Participation(ClientSampling):
 
 
 def deal(clients: Sequence[int], world_size: int) -> list[list[int | None]]:
-    """Return the turns in which the ranks play these clients; at least one, even if empty."""
+    """Return the turns, at least one, in which rank c mod N plays client c; None for no client."""
     hands = [[c for c in clients if c % world_size == rank] for rank in range(world_size)]
     return [
         [hand[turn] if turn < len(hand) else None for hand in hands]

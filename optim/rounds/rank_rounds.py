@@ -1,4 +1,4 @@
-"""Rounds in which every rank is one client: fragments are exchanged by the step."""
+"""Rounds in which every rank is one client: each fragment is exchanged after fixed local steps."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ from comm_hooks.optim.rounds.round_exchange import RoundExchange
 
 
 class RankRounds:
-    """Exchanges a rank's progress on each fragment when its time comes.
+    """Counts local steps, and exchanges the fragment that is due after each.
 
     Args:
-        round_exchange: one exchange.
-        frozen: warns of parameters that were frozen meanwhile.
-        shared_decay: take the weight decay at the shared model; see
+        round_exchange: the exchange of the progress on some parameters.
+        frozen: the check that warns of parameters that are frozen later.
+        shared_decay: whether to take the weight decay at the shared model; see
             :class:`~comm_hooks.optim.LocalRounds`.
     """
 
@@ -39,7 +39,7 @@ class RankRounds:
             self.exchange(due)
 
     def exchange(self, fragments: Sequence[int]) -> None:
-        """Exchange this rank's progress on fragments, and move the shared model there."""
+        """Exchange this rank's progress on fragments, and move these parts of the shared model."""
         state, exchange = self._state, self._round.exchange
         places = state.clock.places(fragments)
         self._frozen.check_later(
@@ -61,9 +61,9 @@ class RankRounds:
         state.clock.note_exchange(fragments)
 
     def _decay(self, is_skipped: bool) -> None:
-        """Note the decay of a local step; take it where the inner optimizer has not stepped.
+        """Record the weight decay of a local step; apply it where the inner optimizer has not.
 
-        All ranks take it at the shared model, and do not know which had no gradient.
+        All ranks must apply the same decay, although some may have had no gradient.
         """
         state = self._state
         of_groups = [
@@ -76,7 +76,7 @@ class RankRounds:
         )
 
     def _shrink(self, places: Sequence[int], factors: np.ndarray) -> None:
-        """Multiply the live parameters at these places, as far as they train, by factors."""
+        """Multiply the live parameters at these indices, except for frozen ones, by ``factors``."""
         parameters = self._state.parameters
         places = [i for i in places if trains(parameters[i])]
         if places:
@@ -84,7 +84,7 @@ class RankRounds:
             torch._foreach_mul_(live, factors[places].tolist())
 
     def _decay_shared(self, places: Sequence[int]) -> None:
-        """Shrink the shared model by the decay of the local steps since the last exchange."""
+        """Apply the weight decay of the local steps since the last exchange to the shared model."""
         state = self._state
         trained = [i for i in places if trains(state.parameters[i])]
         if trained:

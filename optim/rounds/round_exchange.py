@@ -1,4 +1,4 @@
-"""One exchange of local progress, the common part of rounds of ranks and rounds of clients."""
+"""One exchange of local progress: the common part of rounds of ranks and rounds of clients."""
 
 from collections.abc import Sequence
 
@@ -26,10 +26,10 @@ class RoundExchange:
 
     Args:
         inner: the optimizer of the local steps.
-        exchange: averages the deltas.
-        state: of the rounds.
-        participation: the clients; None where every rank is one client.
-        look_ahead: the share of the residual by which a rank begins ahead of the shared model.
+        exchange: the exchange that averages deltas over ranks.
+        state: the state of the rounds.
+        participation: the draw of the clients; None if every rank is one client.
+        look_ahead: the share of its residual that a rank subtracts from its start.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class RoundExchange:
         self.look_ahead = look_ahead
 
     def contribution(self, client: int, places: Sequence[int]) -> Contribution | None:
-        """Return a client's progress since the last exchange at these places.
+        """Return a client's progress since the last exchange, for the parameters at ``places``.
 
-        None if it is not finite, or so large that a sum over clients would not be.
+        None if it is not finite, or so large that a sum over clients would not be finite.
         """
         delta, statistics = self.state.model.progress(places), {}
         if isinstance(self.inner, SharesStatistics):
@@ -59,7 +59,7 @@ class RoundExchange:
         return Contribution(client, delta, statistics)
 
     def collection(self, places: Sequence[int]) -> Collection:
-        """Return an empty collection for one exchange at these places."""
+        """Return an empty collection for one exchange of the parameters at ``places``."""
         names, values = self.state.names, self.state.model.values
         delta = {names[i]: torch.zeros_like(values[i]) for i in places}
         statistics = {}
@@ -70,7 +70,7 @@ class RoundExchange:
         return self.participation.collection(self.exchange, delta, statistics)
 
     def conclude(self, places: Sequence[int], aggregate: Aggregate) -> None:
-        """Warn of missing clients, and move the shared model by the mean."""
+        """Warn of clients without a contribution, and let the server step along the mean delta."""
         state = self.state
         if aggregate.missing:
             warn_program(
@@ -94,7 +94,7 @@ class RoundExchange:
 
 
 def is_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether sums of thousands of such tensors are finite, and so are their norms.
+    """Return whether the tensors are finite, and so small that sums of thousands of them are.
 
     Reads one number back from the device.
     """

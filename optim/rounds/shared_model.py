@@ -1,4 +1,4 @@
-"""The model that all ranks share while each of them works on its own."""
+"""The model that all ranks share while each rank takes local steps on its live parameters."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,12 @@ class SharedModel:
     """A copy of the parameters at the last exchange, and the optimizer that moves it.
 
     The optimizer is an ordinary one over the live parameters: for its step the shared values take
-    their place, with the round's mean delta for a gradient.
+    their place, with the round's mean delta for a gradient.  "Places" are indices in
+    ``parameters``.
 
     Args:
-        parameters: the live ones, on which the ranks do their local steps.
-        optimizer: over the same parameters.
+        parameters: the live parameters, on which this rank takes its local steps.
+        optimizer: the server's optimizer, over the same parameters.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
@@ -34,7 +35,7 @@ class SharedModel:
 
     @property
     def values(self) -> Tensors:
-        """The shared values, on the devices of the live parameters: frameworks move a model."""
+        """The shared values, moved to the devices of the live parameters, which frameworks move."""
         self._values = self._moved(self._values)
         return self._values
 
@@ -56,12 +57,12 @@ class SharedModel:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the live parameters have the shared values for a while."""
+        """Whether the live parameters temporarily have the shared values (:meth:`shown`)."""
         return self._hidden is not None
 
     @property
     def is_written_to(self) -> bool:
-        """Whether something else has changed the live parameters since :meth:`note`."""
+        """Whether code outside of the rounds has changed the live parameters since :meth:`note`."""
         if self._noted == self._versions():
             return False
         # Values that stood there for a while, such as a moving average, may be gone again.
@@ -72,14 +73,14 @@ class SharedModel:
 
     @property
     def overwritten(self) -> list[int]:
-        """The places where something else has put other values while the shared ones are shown."""
+        """The places that outside code has written to while the shared values are shown."""
         if self._hidden is None or not self.is_written_to:
             return []
         pairs = zip(self._parameters, self.values, strict=True)
         return [place for place, pair in enumerate(pairs) if not torch.equal(*pair)]
 
     def note(self) -> None:
-        """Take all changes of the live parameters so far for the rounds' own."""
+        """Record that all changes of the live parameters so far are the rounds' own."""
         self._noted = self._versions()
 
     def begin_at_live(self) -> None:
@@ -94,8 +95,8 @@ class SharedModel:
         """Set the shared values, the values at which local steps began, and this rank's values.
 
         Args:
-            values, own: one tensor per parameter.
-            starts: the same; None if local steps began at the shared values.
+            values, own: the shared and this rank's values, one tensor per parameter.
+            starts: the values at the start, likewise; None if they are the shared values.
         """
         with self.hidden():
             torch._foreach_copy_(self.values, list(values))
@@ -107,7 +108,7 @@ class SharedModel:
         self.note()
 
     def adopt(self, places: Sequence[int]) -> None:
-        """Set the shared values at these places to the live ones, and begin there."""
+        """Set the shared values at these places to the live ones, and begin local steps there."""
         shared, live = self.values, self._live(places)
         torch._foreach_copy_([shared[i] for i in places], live)
         if self._hidden is not None:
@@ -116,7 +117,7 @@ class SharedModel:
         self._begin_at_shared(places)
 
     def progress(self, places: Sequence[int]) -> Tensors:
-        """Return the local progress at these places: start minus live."""
+        """Return the local progress at these places: the start minus the live values."""
         starts = self.starts
         return list(torch._foreach_sub([starts[i] for i in places], self._live(places)))
 
@@ -126,7 +127,7 @@ class SharedModel:
             torch._foreach_mul_([values[i] for i in places], list(factors))
 
     def restore(self, places: Sequence[int] | None = None) -> None:
-        """Put the shared values in place of the live ones, everywhere by default."""
+        """Set the live values at these places (by default all) to the shared ones."""
         shared = self.values
         places = self._all if places is None else places
         torch._foreach_copy_(self._live(places), [shared[i] for i in places])
@@ -140,9 +141,9 @@ class SharedModel:
         Costs a copy of all parameters from the first time on.
 
         Args:
-            places: in the parameters.
-            residuals: for each of them (numel,); None for none.
-            share: of the residual.
+            places: the indices of the parameters.
+            residuals: the residual of each of these parameters, (numel,); None if it has none.
+            share: the share of the residuals to subtract.
         """
         if self._starts is None:
             self._starts = [value.clone() for value in self.values]
@@ -155,7 +156,7 @@ class SharedModel:
             torch._foreach_copy_(self._live([*found]), begun)
 
     def step(self, places: Sequence[int], mean: Sequence[torch.Tensor]) -> None:
-        """Take the step of the optimizer at these places; the live values follow."""
+        """Let the optimizer step at these places along ``mean``; shared and live values follow."""
         self.restore(places)
         members = parameters_of(self._optimizer.param_groups)
         with local_gradients(members):
@@ -173,7 +174,7 @@ class SharedModel:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Put the shared values in place of the live ones for a while."""
+        """Give the live parameters the shared values within the context."""
         if self._hidden is not None:
             yield
             return
@@ -189,7 +190,7 @@ class SharedModel:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Put this rank's values back for a while, if the shared ones are shown."""
+        """Give the live parameters this rank's values within the context, even in :meth:`shown`."""
         if self._hidden is None:
             yield
             return
@@ -220,7 +221,7 @@ class SharedModel:
             torch._foreach_copy_([starts[i] for i in places], [shared[i] for i in places])
 
     def _moved(self, tensors: Sequence[torch.Tensor]) -> Tensors:
-        """Return tensors on the devices of the live parameters."""
+        """Return the tensors, one per parameter, on the parameters' devices and in their dtypes."""
         return [each.to(p) for each, p in zip(tensors, self._parameters, strict=True)]
 
     def _live(self, places: Sequence[int]) -> Tensors:

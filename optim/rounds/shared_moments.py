@@ -1,4 +1,4 @@
-"""The local optimizers of Fed-AMS and FED-LAMB: local moments, a shared bound on the second."""
+"""The local optimizers of Fed-AMS and FED-LAMB: local moments, and a shared maximum of v."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -14,13 +14,13 @@ from comm_hooks.requirements import require_choice
 
 @runtime_checkable
 class SharesStatistics(Protocol):
-    """An inner optimizer that averages more tensors at the end of a round than the parameters."""
+    """An inner optimizer with tensors that are averaged over clients at the end of a round."""
 
     def statistics(self) -> dict[str, torch.Tensor]:
-        """Return this client's tensors; the same names and shapes on all clients."""
+        """Return this client's tensors to average; names and shapes are equal on all clients."""
 
     def set_statistics(self, mean: Mapping[str, torch.Tensor]) -> None:
-        """Take the mean over the round's clients."""
+        """Replace these tensors by their mean over the round's clients."""
 
 
 def check_clients(owner: object, *, bound: str = "server", **hyperparameters: Any) -> None:
@@ -53,9 +53,9 @@ class LocalAMSGrad(BatchedOptimizer):
     Args:
         params: parameters, better named.
         lr: learning rate.
-        betas: decay of the moments.
+        betas: decay rates of the first and the second moment, each in [0, 1).
         eps: added *under* the root, where v starts too.
-        weight_decay: lambda, decoupled.
+        weight_decay: decoupled weight decay, as in AdamW.
         bias_correction: see steps 1 and 2.
         bound: ``"server"`` or ``"client"``, see step 3.
 
@@ -99,7 +99,7 @@ class LocalAMSGrad(BatchedOptimizer):
 
     @property
     def _maxima(self) -> dict[torch.Tensor, torch.Tensor]:
-        """v_hat on the devices of the parameters: frameworks move a model after its optimizer."""
+        """v_hat by parameter, on its device: frameworks move a model after making its optimizer."""
         self._v_hat = {p: v.to(p.device) for p, v in self._v_hat.items()}
         return self._v_hat
 
@@ -112,7 +112,7 @@ class LocalAMSGrad(BatchedOptimizer):
         self._move(parameters, directions, group)
 
     def statistics(self) -> dict[str, torch.Tensor]:
-        """Return this client's v', under the places of the parameters."""
+        """Return this client's v' as ``{"v.0": ..., "v.1": ...}``, by parameter index."""
         own = {
             p: moment
             for group in self.param_groups
@@ -123,12 +123,12 @@ class LocalAMSGrad(BatchedOptimizer):
         return {f"v.{place}": own[p].clone() for place, p in enumerate(self._v_hat)}
 
     def set_statistics(self, mean: Mapping[str, torch.Tensor]) -> None:
-        """Raise v_hat to the mean of the clients' v' where that is larger."""
+        """Set v_hat to the maximum of v_hat and the mean of the clients' v'."""
         means = [mean[f"v.{place}"] for place in range(len(self._v_hat))]
         torch._foreach_maximum_(list(self._maxima.values()), means)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the client's state and v_hat."""
+        """Return the state of torch's optimizers, and v_hat as a list of tensors."""
         return {**super().state_dict(), "v_hat": [v.clone() for v in self._v_hat.values()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ class LocalAMSGrad(BatchedOptimizer):
         return directions
 
     def _second_moments(self, parameters: Tensors, group: Group) -> Tensors:
-        """Return this client's v'; before its first step that is eps."""
+        """Return this client's v' (step 2 of the class docstring), which is eps before any step."""
         states = self._states(parameters, group)
         v = values(states, "exp_avg_sq")
         if not self.bias_correction:
@@ -190,8 +190,8 @@ class LocalLAMB(LocalAMSGrad):
     LAMB): with phi(0) = 0 a bias that starts at zero would otherwise never move.
 
     Args:
-        phi: maps a 0-dim tensor per layer, stacked to (layers,), to positive scales of that shape;
-            the identity by default.
+        phi: a function from the layers' norms to the positive lengths of their steps, (layers,) to
+            (layers,); by default the identity.
         params, lr, betas, eps, weight_decay, bound: see :class:`LocalAMSGrad`.
 
     Raises:

@@ -29,21 +29,21 @@ class RoundsState:
     wrapper and the optimizer must count together.
 
     Args:
-        owner: the class of the rounds, for messages.
+        owner: the name of the rounds' class, for messages.
         inner, exchange, server: see :class:`~comm_hooks.optim.LocalRounds`.
         fragments, local_steps: see :class:`FragmentClock`.
-        keep_inner: whether a client's inner state lasts from turn to turn.
+        keep_inner: whether a client's inner state lasts from one of its turns to the next.
 
     Attributes:
         parameters: the exchanged parameters: trained when the rounds were made, and not empty here.
-        names: the names of these.
-        groups: the parameter group of each, (P,).
+        names: the names of :attr:`parameters`.
+        groups: the index of each parameter's group, (P,) for P parameters.
         model: the shared model.
-        clock: local steps, and when each fragment is exchanged.
+        clock: the counter of local steps, which tells when each fragment is exchanged.
         clients: the residuals and inner states of the clients that this rank plays.
         decay: the factor by which each parameter has decayed since its exchange, float64, (P,).
-        round_index: exchanges so far, each of a fragment.
-        bytes_uncompressed: the bytes of an all-reduce of the gradients at each local step.
+        round_index: the number of exchanges so far, each of one fragment.
+        bytes_uncompressed: the bytes of an all-reduce of the gradients at each local step so far.
         is_round_open: whether clients are taking their turns.
     """
 
@@ -78,16 +78,16 @@ class RoundsState:
 
     @property
     def is_written_to(self) -> bool:
-        """Whether something else has written to parameters since the rounds did."""
+        """Whether code outside of the rounds has written to parameters since the rounds did."""
         return self.model.is_written_to
 
     @property
     def overwritten(self) -> list[torch.Tensor]:
-        """The parameters that something else has changed while the shared model is shown."""
+        """The parameters that outside code has changed while the shared model is shown."""
         return [self.parameters[place] for place in self.model.overwritten]
 
     def places_of(self, parameters: Iterable[torch.Tensor]) -> list[int]:
-        """Return the places in :attr:`parameters` of a model's parameters, or this rank's parts."""
+        """Return the indices in :attr:`parameters` of a model's parameters or of their shards."""
         chosen = {id(p) for p in parameters}
         return [i for i, part in enumerate(self.parameters) if id(whole(part)) in chosen]
 
@@ -99,14 +99,14 @@ class RoundsState:
 
     @torch.no_grad()
     def adopt(self, places: Sequence[int], own: Sequence[torch.Tensor] | None = None) -> None:
-        """Continue from the values that something else has written at these places.
+        """Continue from the values that outside code has written to the parameters at ``places``.
 
-        A checkpoint has the shared model as well.  Where it is loaded after the state of the rounds
-        it brings nothing new, and the local progress of this rank comes back.
+        A model's checkpoint may hold the shared model itself.  If it is loaded after the state of
+        the rounds, nothing changes, and the local progress of this rank comes back.
 
         Args:
-            places: in :attr:`parameters`.
-            own: this rank's values before; None to give them up.
+            places: indices in :attr:`parameters`.
+            own: this rank's values before the write; None to give them up.
         """
         if places:
             live = [self.parameters[i].detach() for i in places]
@@ -125,12 +125,12 @@ class RoundsState:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Before any work, start at the live parameters: a model may have been loaded meanwhile."""
+        """Before the first step, copy the live parameters to the shared model: they may be new."""
         if self.clock.steps == self.round_index == 0:
             self.model.begin_at_live()
 
     def require_no_round(self, call: str) -> None:
-        """Raise ``ValueError`` while clients take their turns: their progress is no state."""
+        """Raise ``ValueError`` within a round of clients; ``call`` is the refused call's name."""
         if self.is_round_open:
             raise ValueError(
                 f"{self._owner}: {call} in the middle of a round of clients: let the loop over "
@@ -148,7 +148,7 @@ class RoundsState:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank: plain numbers and tensors."""
+        """Return the state of this rank, made of plain numbers and tensors."""
         self.require_no_round("state_dict()")
         shared = self.model.values
         own, starts = (
@@ -179,8 +179,8 @@ class RoundsState:
         local progress, lest they be counted twice.
 
         Args:
-            state: of a rank.
-            is_merging: leave residuals and local progress out in any case.
+            state: the result of :meth:`state_dict` on a rank.
+            is_merging: whether to leave residuals and local progress out in any case.
 
         Raises:
             ValueError: if the state is not one of rounds, is damaged, or has other parameters.
@@ -226,14 +226,14 @@ class RoundsState:
         self._is_resumed = True
 
     def load_merged(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the states of all former ranks on other ranks than those.
+        """Restore the states of all saved ranks on another number of ranks, or in other nodes.
 
-        1. Start at the model that they shared, with the inner state of one of them.
+        1. Start at the saved shared model, with the inner state of one of the saved ranks.
         2. Add the local progress of each to its residual, where it has a whole one in float32.
         3. Let the exchange divide the residuals.
         4. Start each rank with the mean of the remaining progress.
 
-        So the mean over ranks still has to receive the same as before.
+        So the mean over ranks of progress plus residuals stays the same.
 
         Raises:
             ValueError: where ranks played clients.
@@ -261,7 +261,7 @@ class RoundsState:
         self._loaded_from = None
 
     def warn_of_losses(self) -> None:
-        """Warn, once, of the parts of a loaded state that are lost with the next step."""
+        """Warn, once after loading, of residuals or local progress that the next step loses."""
         is_resumed, self._is_resumed = self._is_resumed, False
         if is_resumed and self.is_written_to:
             warn_program(
@@ -280,7 +280,7 @@ class RoundsState:
             )
 
     def _checked(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """Return the rounds' part of a state and the inner optimizer's, or raise ``ValueError``."""
+        """Return the rounds' and the inner optimizer's part of a state, or raise ``ValueError``."""
         rounds = state.get("rounds")
         if not isinstance(rounds, Mapping):
             raise ValueError(
@@ -307,7 +307,7 @@ class RoundsState:
 
     @torch.no_grad()
     def _start_with_mean(self, progress: Sequence[Tensors]) -> bool:
-        """Give every rank the mean of the ranks' progress; return whether there is any."""
+        """Move every rank's live parameters by the ranks' mean progress; return if there is any."""
         found = {name for of_one in progress for name in of_one}
         with self.model.hidden():
             for name, parameter in zip(self.names, self.parameters, strict=True):
@@ -318,10 +318,10 @@ class RoundsState:
         return bool(found)
 
     def _with_progress(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensors]:
-        """Return a rank's state with its local progress added to its residuals, and the rest.
+        """Return a rank's state with local progress added to residuals, and the remaining progress.
 
-        The rest is the progress of parameters without a residual, with one of their elements in
-        part, or with one of another dtype; by name, (numel,), float32.
+        That is the progress of parameters without a residual, or with one that is incomplete or of
+        another dtype; a float32 tensor (numel,) by name.
         """
         released, private = (state["rounds"][key] for key in ("released", "private"))
         memory, rest = dict(state.get("memory", {})), {}

@@ -1,4 +1,4 @@
-"""The gradients of a client's turn: none may reach the next one."""
+"""The gradients of a client's turn, which must not reach the next client."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ _TAKEN = "_comm_hooks_taken"  # attribute of a gradient: its version when a step
 
 
 def mark_taken(parameters: Iterable[torch.Tensor]) -> None:
-    """Note that a step has used the gradients as they are."""
+    """Record that a step has used the present gradients."""
     for parameter in parameters:
         if parameter.grad is not None:
             setattr(parameter.grad, _TAKEN, parameter.grad._version)

@@ -59,11 +59,11 @@ class Accountant(ABC):
 
     @abstractmethod
     def _epsilon(self, steps: dict[tuple[float, float], int], delta: float) -> float:
-        """Return epsilon for the steps of each (noise multiplier, sample rate)."""
+        """Return one epsilon for all steps, counted for each (noise multiplier, sample rate)."""
 
 
 class RDPAccountant(Accountant):
-    """Sums Renyi divergences, order by order, and takes the order with the smallest epsilon.
+    """Sums the steps' Renyi divergences per order, and takes the order with the smallest epsilon.
 
     Divergences of steps add up (Mironov, "Renyi Differential Privacy", CSF 2017); those of one step
     are in :func:`~comm_hooks.optim.private.accounting.renyi.renyi_divergences`.  With R(a) the sum
@@ -72,8 +72,8 @@ class RDPAccountant(Accountant):
     as in Opacus.  The bound holds for any list of orders; more orders make it tighter.
 
     Args:
-        orders: all greater than 1.  By default Opacus's and 128, 256, 512 and 1024
-            (:data:`DEFAULT_ORDERS`); :data:`OPACUS_ORDERS` reproduce the figures of Opacus.
+        orders: the orders of the divergences, all greater than 1.  By default Opacus's and 128,
+            256, 512 and 1024 (:data:`DEFAULT_ORDERS`); :data:`OPACUS_ORDERS` reproduce Opacus.
 
     Raises:
         ValueError: for orders of 1 or less.

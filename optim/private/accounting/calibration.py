@@ -1,4 +1,4 @@
-"""Calibration: the noise that a budget requires, and the steps that it lasts."""
+"""Calibration: the noise that a privacy budget requires, and the steps that it allows."""
 
 import math
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ _MOST_STEPS = 10**15
 
 
 def build_accountant(accountant: Accountant | str) -> Accountant:
-    """Return the accountant of that name, ``"rdp"`` or ``"pld"``; an accountant unchanged.
+    """Return the accountant named ``"rdp"`` or ``"pld"``; return an ``Accountant`` unchanged.
 
     Raises:
         ValueError: for an unknown name.  There is no ``"gdp"``: the central limit theorem
@@ -51,7 +51,7 @@ def noise_multiplier_for(
     """Return the smallest noise multiplier with which the steps stay within the budget.
 
     Args:
-        target_epsilon, target_delta: the budget.
+        target_epsilon, target_delta: the privacy budget.
         sample_rate: the probability that a sample is in a batch, from above 0 to 1.
         steps: the number of steps to be taken.
         accountant: ``"rdp"``, ``"pld"`` or an :class:`Accountant`.
@@ -121,9 +121,9 @@ def max_steps(
     """Return the largest number of further steps after which epsilon is still <= the target.
 
     Args:
-        target_epsilon, target_delta: the budget.
-        noise_multiplier: of the steps to come.
-        sample_rate: of the steps to come, from above 0 to 1.
+        target_epsilon, target_delta: the privacy budget.
+        noise_multiplier: the noise multiplier of the further steps.
+        sample_rate: the sample rate of the further steps, from above 0 to 1.
         accountant: ``"rdp"``, ``"pld"`` or an :class:`Accountant`.
         spent: earlier releases, with any noise and sampling.
 

@@ -1,4 +1,4 @@
-"""The guarantee of a plan or of a history, against each kind of observer."""
+"""The epsilon of planned or taken steps, against each kind of observer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ class Claim:
 
     Attributes:
         epsilon: against an observer of the model at every step.
-        checkpoint_epsilon: against one that also reads the checkpoints of single ranks; None for
-            no protection.
-        rank_epsilon: against one that reads the messages of single ranks; None for no protection.
+        checkpoint_epsilon: against an observer that also reads the checkpoints of single ranks;
+            None for no protection.
+        rank_epsilon: against an observer of the messages of single ranks; None for no protection.
         delta: the probability with which each epsilon may fail to hold.
-        steps: the number of steps.
+        steps: the number of steps in total.
     """
 
     epsilon: float
@@ -33,10 +33,10 @@ def claim(events: Sequence[GaussianEvent], delta: float, accountant: Accountant)
 
     Args:
         events: the steps, with the multipliers of their placement:
-            :meth:`~comm_hooks.optim.private.Verdict.recorded` adds those to a planned event, and a
-            ledger has them.
+            :meth:`~comm_hooks.optim.private.Verdict.recorded` adds them to a planned event, and a
+            ledger's events have them.
         delta: see :meth:`Accountant.epsilon`.
-        accountant: bounds the cost.
+        accountant: the accountant that computes epsilon.
 
     Raises:
         ValueError: for a history without events and a delta out of range.

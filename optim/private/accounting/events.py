@@ -10,7 +10,7 @@ from comm_hooks.optim.private.errors import PrivacyError
 
 @dataclass(frozen=True)
 class GaussianEvent:
-    """Describes steps of the Gaussian mechanism with Poisson sampling.
+    """One or more steps of the Gaussian mechanism with Poisson sampling, all with equal settings.
 
     In each step every sample (or client) is in the batch with probability ``sample_rate``,
     independently of all others (Poisson sampling), and changes a sum by at most C in Euclidean
@@ -19,11 +19,11 @@ class GaussianEvent:
     Attributes:
         noise_multiplier: the noise's standard deviation divided by C; positive.
         sample_rate: the probability, from 0 to 1.  1 is no sampling at all; at 0 the batches are
-            empty and nothing is spent.
+            empty and epsilon does not grow.
         steps: the number of such steps, at least 1.
-        placement: where the noise was added, in a word; None: not known.
+        placement: where the noise was added, in a word; None if it is not known.
         checkpoint_multiplier: the part of the noise multiplier that protects from observers of
-            single ranks' checkpoints, from 0 (nothing) to 1; None: not known.
+            single ranks' checkpoints, from 0 (nothing) to 1; None if it is not known.
         rank_multiplier: the same for observers of single ranks' messages.
 
     Raises:
@@ -71,17 +71,17 @@ class GaussianEvent:
 
     @property
     def mechanism(self) -> tuple[float, float]:
-        """The noise multiplier and the sample rate."""
+        """The pair (noise multiplier, sample rate)."""
         return self.noise_multiplier, self.sample_rate
 
     @property
     def one(self) -> "GaussianEvent":
-        """One of the steps."""
+        """The event of a single one of these steps: a copy with ``steps=1``."""
         return replace(self, steps=1)
 
 
 def merged(events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
-    """Return a history in which neighbours that differ only in ``steps`` are one event.
+    """Return the history with consecutive events that differ only in ``steps`` joined into one.
 
     Example::
 
@@ -99,7 +99,7 @@ def merged(events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
 
 
 def steps_per_mechanism(events: Iterable[GaussianEvent]) -> dict[tuple[float, float], int]:
-    """Return the number of steps of each (noise multiplier, sample rate): a budget's input."""
+    """Return the number of steps of each (noise multiplier, sample rate): an accountant's input."""
     steps: dict[tuple[float, float], int] = {}
     for event in events:
         steps[event.mechanism] = steps.get(event.mechanism, 0) + event.steps
@@ -107,7 +107,7 @@ def steps_per_mechanism(events: Iterable[GaussianEvent]) -> dict[tuple[float, fl
 
 
 def steps_of_each(events: Iterable[GaussianEvent]) -> dict[GaussianEvent, int]:
-    """Return the number of steps of each kind; the keys are events of one step."""
+    """Return the number of steps of each kind; the keys are events with ``steps=1``."""
     steps: dict[GaussianEvent, int] = {}
     for event in events:
         steps[event.one] = steps.get(event.one, 0) + event.steps
@@ -115,15 +115,15 @@ def steps_of_each(events: Iterable[GaussianEvent]) -> dict[GaussianEvent, int]:
 
 
 def seen_by(observer: str, events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
-    """Return a history with the noise that protects from an observer.
+    """Return the events with the noise multipliers that protect from an observer.
 
     Args:
         observer: ``"model"`` sees the model at every step; ``"checkpoint"`` also the saved states
             of single ranks; ``"rank"`` the messages of single ranks.
-        events: each with the multipliers of its own placement.
+        events: the history, with the multipliers of each event's placement.
 
     Raises:
-        PrivacyError: if the protection from the observer is zero or unknown for one of them.
+        PrivacyError: if the protection from the observer is zero or unknown for an event.
     """
     if observer == "model":
         return list(events)

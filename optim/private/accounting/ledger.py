@@ -1,4 +1,4 @@
-"""A file of releases, written before each release: outside the checkpoint, and append-only."""
+"""An append-only file of releases, outside of checkpoints, written before each release."""
 
 import fcntl
 import hashlib
@@ -53,8 +53,8 @@ class Ledger:
     detected before the next entry.
 
     Args:
-        path: the file, which is continued where it exists; None for memory only, which forgets the
-            releases of a rolled-back run: for tests, and for the ranks that do not write.
+        path: the file, which is continued if it exists; None for a ledger in memory, which forgets
+            the releases of a rolled-back run: for tests, and for the ranks that do not write.
 
     Raises:
         ValueError: if another process has the ledger open, if the file is not a ledger, or if a
@@ -127,7 +127,7 @@ class Ledger:
         self._history[-1:] = merged([*self._history[-1:], event])
 
     def events(self) -> list[GaussianEvent]:
-        """Return everything that was recorded, by this process and before it, in order."""
+        """Return all recorded events, by this process and before it, in order."""
         return list(self._history)
 
     def reconcile(self, checkpoint_events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
@@ -143,7 +143,7 @@ class Ledger:
         before the first step.
 
         Args:
-            checkpoint_events: the history that was saved.
+            checkpoint_events: the history in the checkpoint.
         """
         saved = steps_of_each(checkpoint_events)
         ours = steps_of_each(self._history)
@@ -264,13 +264,13 @@ class Ledger:
             self._history.append(replace(kind, steps=sum(steps for _, steps in group)))
 
     def _sealed(self, before: bytes, after: bytes) -> bytes:
-        """Return the next line, with its seal between these."""
+        """Return the next line of the file: the seal between ``before`` and ``after``."""
         digest = hashlib.blake2b(self._seal + before + after, digest_size=8)
         self._seal = digest.hexdigest().encode()
         return before + self._seal + after + b"\n"
 
     def _require_untouched(self) -> None:
-        """Raise ``PrivacyError`` unless the file is there and as this ledger left it."""
+        """Raise ``PrivacyError`` if the file was deleted, replaced or changed by others."""
         if self._fd is None:
             raise ValueError(f"ledger {self.path} is closed: nothing can be recorded")
         own = os.fstat(self._fd)
@@ -302,24 +302,24 @@ class Ledger:
 
 
 def _is_torn_header(content: bytes) -> bool:
-    """Return whether a line without an end is the beginning of a header, or all of it."""
+    """Return whether a file without an end of line holds a header, or the beginning of one."""
     begins = (content + _HEADER_START[len(content) :]).startswith(_HEADER_START)
     # Text after a seal means that the ends of lines were removed.
     return begins and not re.search(rb'"seal": "[0-9a-f]{16}"}.', content, re.DOTALL)
 
 
 def _object(content: Mapping[str, Any]) -> tuple[bytes, bytes]:
-    """Return the text before and after the seal in a line of settings."""
+    """Return the text before and after the seal in a JSON line with ``content``."""
     return json.dumps(content)[:-1].encode() + b', "seal": "', b'"}'
 
 
 def _several(steps: int) -> tuple[bytes, bytes]:
-    """Return the text before and after the seal in a line of several steps."""
+    """Return the text before and after the seal in a line that counts several steps."""
     return f'[{steps}, "'.encode(), b'"]'
 
 
 def _most_steps_in(torn: bytes) -> int:
-    """Return the largest number of steps that a torn line can have had."""
+    """Return the largest number of steps that an incomplete last line can have counted."""
     if not torn.startswith(b"["):
         return 1
     number = re.match(rb"\[(\d{1,4}),", torn)

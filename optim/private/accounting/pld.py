@@ -1,4 +1,4 @@
-"""Privacy loss distributions: a tighter accountant, through dp-accounting."""
+"""An accountant by privacy loss distributions: tighter than RDP, needs dp-accounting."""
 
 import functools
 from typing import Any
@@ -22,7 +22,7 @@ class PLDAccountant(Accountant):
     :class:`RDPAccountant` at every step.
 
     Args:
-        interval: the grid of the privacy loss.  A finer one is tighter and slower.
+        interval: the spacing of the grid of privacy losses.  A finer grid is tighter and slower.
 
     Raises:
         ImportError: if dp-accounting is missing.

@@ -1,4 +1,4 @@
-"""The releases behind a saved state, and whether the ledger has them all."""
+"""Counts of the releases on which a saved state depends, to compare with the ledger."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,14 +12,14 @@ _Kind = tuple[str, float]
 
 
 class Releases:
-    """Counts the releases behind a state: residuals of an exchange, moments of an optimizer.
+    """Counts of the releases on which a state depends: an exchange's residuals, or moments.
 
     The counts are saved with the state.  A state without counts was not saved by private training,
     and may hold gradients without noise; with more releases than the ledger has, epsilon would be
     too small.
 
     Args:
-        only: the placement that a loaded state must have been saved with; None: any.
+        only: the placement that a loaded state must have been saved with; None for any.
 
     Attributes:
         steps: the number of releases by placement and noise multiplier.
@@ -43,12 +43,12 @@ class Releases:
         self._must_be_counted = False
 
     def add(self, placement: str, noise_multiplier: float) -> None:
-        """Count one release."""
+        """Count one more release with this placement and noise multiplier."""
         kind = placement, float(noise_multiplier)
         self.steps[kind] = self.steps.get(kind, 0) + 1
 
     def saved(self) -> dict[str, Any]:
-        """Return the counts as plain values."""
+        """Return the counts as plain values, to save with the state."""
         return {"steps": [[*kind, steps] for kind, steps in self.steps.items()]}
 
     def check(self, found: object) -> None:
@@ -76,7 +76,7 @@ class Releases:
             )
 
     def adopt(self, found: object) -> None:
-        """Take over the counts of a loaded state, which :meth:`check` has let pass."""
+        """Continue from the counts of a loaded state, which :meth:`check` has accepted."""
         for kind, steps in _steps_in(found).items():
             self.steps[kind] = max(steps, self.steps.get(kind, 0))
         self._must_be_counted = True
@@ -85,7 +85,7 @@ class Releases:
         """Raise ``PrivacyError`` if a state was loaded and a ledger lacks some of its releases.
 
         Args:
-            history: returns the events of the ledger.
+            history: a function that returns the events of the ledger.
         """
         if not self._must_be_counted:
             return

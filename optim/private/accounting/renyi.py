@@ -1,4 +1,4 @@
-"""Renyi divergence of the Poisson-sampled Gaussian mechanism."""
+"""The Renyi divergence of a step of the Poisson-sampled Gaussian mechanism."""
 
 import functools
 import math
@@ -39,13 +39,13 @@ def renyi_divergences(
     Everything is in logarithms, in float64.
 
     Args:
-        noise_multiplier: positive; below 1e-6 it counts as no noise, which costs infinity, and
-            above 1e6 as 1e6.
-        sample_rate: from 0 to 1.
-        orders: all greater than 1.
+        noise_multiplier: sigma, positive; below 1e-6 it counts as no noise, which costs infinity,
+            and above 1e6 as 1e6.
+        sample_rate: q, from 0 to 1.
+        orders: the orders a, all greater than 1.
 
     Returns:
-        float64, one per order, read-only: it is cached.
+        A float64 array with one divergence per order; read-only, because it is cached.
 
     Example::
 

@@ -1,1 +1,1 @@
-"""Which samples are in a step: Poisson sampling, and one use of every batch."""
+"""The samples of a step: Poisson sampling, and checks that every batch is used once."""

@@ -32,21 +32,21 @@ Collate = Callable[[list[Any]], Any]
 
 
 class PoissonSampler(Settled, Unrepeatable, Sampler[list[int]]):
-    """Yields batches with each index in them with probability q, independently of all others.
+    """Yields batches; each index is in each batch with probability q, independently of all others.
 
-    Batches have about ``q num_samples`` indices, some have none, and those are steps like all
-    others.
+    Batches have about ``q num_samples`` indices; some are empty, and an empty batch is a step like
+    all others.
 
-    The drawn samples must be secret.  So every batch is drawn from a stream of its own of a
+    The drawn samples must be secret.  So every batch is drawn from its own stream of a
     :class:`~comm_hooks.optim.private.Secret`, not from PyTorch's generators: ranks that have set
     the same seed sample independently, and a resumed process samples anew.
 
     Args:
         num_samples: the number of indices to choose from.
-        sample_rate: q; public.
+        sample_rate: q, the probability of an index to be in a batch; public.
         steps: the number of batches per iteration; public.
         secret: the source of randomness; by default a new one.
-        rank: distinguishes ranks that share a secret.
+        rank: the number of this rank, which distinguishes ranks that share a secret.
 
     Raises:
         ValueError: if ``sample_rate`` is not in (0, 1], or ``num_samples`` or ``steps`` is not
@@ -90,7 +90,7 @@ class PoissonSampler(Settled, Unrepeatable, Sampler[list[int]]):
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield lists of indices in increasing order."""
+        """Yield one list of increasing indices for each of ``steps`` batches."""
         for _ in range(self.steps):
             stream = self._secret.stream("poisson sampling", rank=self._rank, step=self._drawn)
             self._drawn += 1
@@ -105,15 +105,15 @@ class PoissonLoader(DataLoader[Any]):
     An empty batch has the tensors of any other batch, with no rows.
 
     Args:
-        dataset: with a length; the same on all ranks.
-        sample_rate: q: the probability of each sample to be in a step's batches; public.
+        dataset: a dataset with a length, the same on all ranks.
+        sample_rate: q, the probability of each sample to be in a step's batches; public.
         steps: the number of batches per iteration; public, and the same on all ranks.
         collate_fn: makes a batch of a list of samples: tensors with a leading dimension of samples,
             in tuples, lists and dicts.  By default PyTorch's.
-        rank: of this process.
+        rank: the number of this process, below ``world_size``.
         world_size: the number of ranks that share the dataset.
         secret: see :class:`PoissonSampler`.
-        **options: of :class:`torch.utils.data.DataLoader`: ``num_workers``, ``pin_memory``, ...
+        **options: other options of ``torch.utils.data.DataLoader``, such as ``num_workers``.
 
     Attributes:
         tickets: one for every drawn batch, for :class:`~comm_hooks.optim.private.DPOptimizer`.
@@ -176,7 +176,7 @@ class PoissonLoader(DataLoader[Any]):
         self.tickets = Tickets()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield batches, each with a ticket for one step."""
+        """Yield batches, and add each to ``tickets``, so that one step may use it."""
         self.tickets.start()
         for batch in super().__iter__():
             self.tickets.issue(batch)
@@ -198,8 +198,8 @@ def private_loader(
     ``drop_last``, shuffling and a ``DistributedSampler`` are replaced by the arguments here.
 
     Args:
-        data_loader: over a dataset with a length.
-        sample_rate: q.
+        data_loader: the loader of a dataset with a length.
+        sample_rate: q, the probability of each sample to be in a step's batches; public.
         steps: the number of batches per iteration; by default the integer nearest to 1 / q, so
             that a sample is drawn once on average.
         rank, world_size, secret: see :class:`PoissonLoader`.
@@ -255,7 +255,7 @@ def private_loader(
 
 
 class _Shard(Dataset[Any]):
-    """A rank's share of a dataset."""
+    """A rank's share of a dataset: every ``world_size``-th sample from ``rank`` on."""
 
     def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
         if len(dataset) < world_size:
@@ -282,7 +282,7 @@ class _Shard(Dataset[Any]):
 
 
 class _CollateAlsoNothing:
-    """A collate function that also accepts an empty list.  Pickled for workers, so no closure."""
+    """A collate function that also accepts an empty list; a class, since workers pickle it."""
 
     def __init__(self, collate: Collate, nothing: Any) -> None:
         self._collate = collate
@@ -323,7 +323,7 @@ def _require_apart(collate: Collate, first: Any, second: Any) -> None:
 
 
 def _without_rows(batch_of_one: Any) -> Any:
-    """Return the empty batch of the same structure."""
+    """Return a batch without samples, with the structure, dtypes and shapes of a batch of one."""
     for leaf in pytree.tree_leaves(batch_of_one):
         what = type(leaf).__name__
         if isinstance(leaf, torch.Tensor):

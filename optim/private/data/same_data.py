@@ -1,4 +1,4 @@
-"""Comparison of the ranks' data sets."""
+"""A check that all ranks have the same data set."""
 
 import hashlib
 import os
@@ -78,7 +78,7 @@ def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
 
 
 def _digests(dataset: Any, place: int, key: bytes) -> dict[str, str | None]:
-    """Return digests of the parts of a sample, by their paths; None for what cannot be compared."""
+    """Return digests of the parts of a sample by path; None for parts that cannot be compared."""
     first, second = ({p: _digest(v, key) for p, v in _parts(dataset[place])} for _ in range(2))
     return {path: value if second.get(path) == value else None for path, value in first.items()}
 

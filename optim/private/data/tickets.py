@@ -1,4 +1,4 @@
-"""Tickets: every step uses one batch that the loader has drawn, whole and once."""
+"""Checks that every step uses one batch of the Poisson loader: the next, whole, and once."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from comm_hooks.optim.private.errors import PrivacyError
 
 @dataclass(eq=False)
 class Ticket:
-    """A batch that was drawn, good for one release.
+    """A record of a batch that a loader has drawn and that one step may use.
 
     Attributes:
-        loader: the tickets of the loader that drew it.
-        rows: the number of its samples.
+        loader: the tickets of the loader that drew the batch.
+        rows: the number of samples in the batch.
     """
 
     loader: "Tickets"
@@ -45,7 +45,7 @@ class Tickets:
         self._waiting: deque[Ticket] = deque()
 
     def start(self) -> None:
-        """Begin another iteration, and drop the unused batches of the last one."""
+        """Begin another iteration of the loader, and drop the tickets of unused batches."""
         self._waiting.clear()
 
     def issue(self, batch: Any) -> Ticket:
@@ -57,14 +57,14 @@ class Tickets:
         return ticket
 
     def next(self, leaves: list[torch.Tensor], rows: int) -> Ticket:
-        """Return the next ticket, for a batch of these tensors.
+        """Return the next ticket, after a check that it belongs to a batch of these tensors.
 
         Args:
-            leaves: those of the batch; none for an empty one that was not passed on.
-            rows: of the batch.
+            leaves: the tensors of the batch; [] for an empty batch that was not passed on.
+            rows: the number of samples in the batch.
 
         Raises:
-            PrivacyError: for another batch than the next one.
+            PrivacyError: if the batch is not the next one.
         """
         turn = self._waiting[0] if self._waiting else None
         known = [ticket for leaf in leaves if (ticket := _ticket_of.get(leaf)) is not None]
@@ -93,7 +93,7 @@ class Tickets:
         return turn
 
     def spend(self, ticket: Ticket) -> None:
-        """Make sure that a batch is not used again."""
+        """Remove a ticket, so that its batch is not used again."""
         if ticket in self._waiting:
             self._waiting.remove(ticket)
 
@@ -102,7 +102,7 @@ class StepBatch:
     """Keeps the ticket of the batch that a step has used.
 
     Args:
-        tickets: those of the loader; None if the caller is responsible for the batches.
+        tickets: the tickets of the loader; None if the caller is responsible for the batches.
     """
 
     def __init__(self, tickets: Tickets | None) -> None:
@@ -141,7 +141,7 @@ class StepBatch:
         _mark(leaves, self._ticket)
 
     def discard(self) -> None:
-        """Give up the batch; nothing of it is released."""
+        """Give up the batch without a release, so that no step can use it."""
         if self._tickets is not None and self._ticket is not None:
             self._tickets.spend(self._ticket)
         self.restart()
@@ -152,13 +152,13 @@ class StepBatch:
             self.admit(0)
 
     def spend(self, samples: int) -> None:
-        """Use up the batch.
+        """End the step, and remove the batch's ticket.
 
         Args:
             samples: the number of samples in the sum that is to be released.
 
         Raises:
-            PrivacyError: if it is not the number of samples of the batch.
+            PrivacyError: if the batch has another number of samples.
         """
         ticket = self._ticket
         self.restart()

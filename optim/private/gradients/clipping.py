@@ -1,4 +1,4 @@
-"""Clipped sums of per-sample gradients, for every way to compute them."""
+"""Clipping of per-sample gradients and their sums, common to all ways to compute them."""
 
 import math
 import warnings
@@ -36,12 +36,12 @@ _SMALLEST_NORM = 1e-10
 class PublicTransform:
     """A transform of every sample's gradient before it is clipped: g -> scale g + shift.
 
-    Both must be public: from public data, or from releases.  One tensor per trainable parameter,
+    Both must be computed from public data or from releases.  One tensor per trainable parameter,
     shaped like it.
 
     Attributes:
-        scale: elementwise factors.
-        shift: added afterwards; None for nothing.
+        scale: the elementwise factors.
+        shift: the elementwise summands; None for no summand.
     """
 
     scale: Sequence[torch.Tensor]
@@ -54,8 +54,8 @@ class ClippedSum:
 
     Attributes:
         tensors: float32, one per trainable parameter, shaped like it; zeros for an empty batch.
-        samples: the number of samples in it.
-        not_finite: the number of samples that were left out, with a gradient that is not finite.
+        samples: the number of samples in the sum.
+        not_finite: the number of samples left out because their gradient is not finite.
     """
 
     tensors: list[torch.Tensor]
@@ -64,15 +64,15 @@ class ClippedSum:
 
 
 class ClippedGradients(ABC):
-    """Computes clipped sums of per-sample gradients.
+    """A source of clipped sums of per-sample gradients: the base of all implementations.
 
     One sample changes a sum by at most ``max_grad_norm``, in Euclidean norm over all parameters.
 
     Attributes:
-        parameters: the trainable ones, in the order of all lists of tensors.
-        max_grad_norm: C, after the transform.
-        transform: applied to every sample's gradient before clipping; None for none.  Set before
-            the first sample of a step.
+        parameters: the trainable parameters, in the order of all lists of tensors.
+        max_grad_norm: C, the norm to which each sample's gradient is clipped after the transform.
+        transform: the transform of every sample's gradient before clipping, or None.  Set it
+            before the first sample of a step.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -80,23 +80,23 @@ class ClippedGradients(ABC):
     transform: PublicTransform | None = None
 
     def samples_in(self, batch: Any) -> int:
-        """Return the number of samples that :meth:`backward` would add.
+        """Return the number of samples in a batch for :meth:`backward`.
 
         Raises:
-            ValueError: if it is not defined.
+            ValueError: if the batch does not define this number.
         """
         return len(batch)
 
     @abstractmethod
     def backward(self, batch: Any) -> torch.Tensor:
-        """Add the clipped gradients of a batch; return its mean loss, detached."""
+        """Add the clipped gradients of a batch to the sum; return its mean loss, detached."""
 
     @abstractmethod
     def take(self) -> ClippedSum:
-        """Return the sum since the last call, and start a new one."""
+        """Return the sum of the clipped gradients since the last call, and reset it to zero."""
 
     def discard(self) -> None:
-        """Forget the sum since the last :meth:`take`."""
+        """Reset the sum of the clipped gradients to zero."""
         self.take()
 
 
@@ -104,7 +104,7 @@ def sample_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the Euclidean norm of each sample's gradient over all parameters.
 
     Args:
-        gradients: float32, one ``(B, ...)`` per parameter.
+        gradients: the samples' gradients, float32, one ``(B, ...)`` per parameter.
 
     Returns:
         float64, ``(B,)``; infinite where float32 cannot hold the squares, so elements of 1e18 and
@@ -127,13 +127,13 @@ def _rows(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def clip_factors(norms: torch.Tensor, max_grad_norm: float) -> torch.Tensor:
-    """Return the factor of each sample's gradient: float32, ``(B,)``; 0 if not finite."""
+    """Return the factors that clip samples' gradients, float32, ``(B,)``; 0 for infinite norms."""
     factors = (max_grad_norm * (1 - _ROUNDING) / norms).clamp(max=1.0)
     return torch.where(norms.isfinite(), factors, 0.0).float()
 
 
 class SampleClipper(Settled, ClippedGradients):
-    """Clips per-sample gradients and adds them up.
+    """The arithmetic of clipping: clips per-sample gradients and adds them up.
 
     1. g <- scale g + shift, if there is a transform
     2. n <- the norm of g over all parameters; samples where it is not finite are left out
@@ -144,8 +144,8 @@ class SampleClipper(Settled, ClippedGradients):
     than n^2 2^-24 C, and in practice a few 2^-24 of the norm of the sum.
 
     Args:
-        parameters: the trainable ones.
-        max_grad_norm: C.
+        parameters: the trainable parameters.
+        max_grad_norm: C, the norm to which each sample's gradient is clipped.
 
     Raises:
         ValueError: if there are no parameters, or C is not a finite number of at least 1e-10.
@@ -169,13 +169,13 @@ class SampleClipper(Settled, ClippedGradients):
         self._start()
 
     def take(self) -> ClippedSum:
-        """Return the sum since the last call, and start a new one."""
+        """Return the sum of the clipped gradients since the last call, and reset it to zero."""
         taken = ClippedSum(self._sums, self._samples, self._not_finite)
         self._start()
         return taken
 
     def discard(self) -> None:
-        """Forget the sum since the last call of :meth:`take`."""
+        """Reset the sum of the clipped gradients to zero."""
         self._start()
 
     def _start(self) -> None:
@@ -186,7 +186,7 @@ class SampleClipper(Settled, ClippedGradients):
         self._not_finite = 0
 
     def _add_samples(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Clip gradients of samples, one ``(B, ...)`` per parameter, and add them to the sum."""
+        """Clip samples' gradients, one ``(B, ...)`` per parameter, and add them to the sum."""
         if len(gradients[0]) == 0:
             return
         gradients = [gradient.detach().float() for gradient in gradients]
@@ -236,7 +236,7 @@ class BatchClipper(SampleClipper):
     """Clips the gradients of a batch's samples and adds them up, one micro-batch after the other.
 
     Args:
-        model: the one that is trained.
+        model: the model that is trained.
         loss_function: ``loss_function(model, batch)`` returns the loss of each sample, ``(B,)``.
         parameters, max_grad_norm: see :class:`SampleClipper`.
         micro_batch_size: the number of samples that the loss function receives at a time; by
@@ -269,7 +269,7 @@ class BatchClipper(SampleClipper):
         self.micro_batch_size = micro_batch_size
 
     def samples_in(self, batch: Any) -> int:
-        """Return the common leading dimension of a batch's tensors."""
+        """Return the number of samples in a batch: the common leading dimension of its tensors."""
         leaves = pytree.tree_leaves(batch)
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):

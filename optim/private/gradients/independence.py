@@ -1,4 +1,4 @@
-"""A test that the samples of a batch are independent of each other, as clipping requires."""
+"""A check that a sample's loss does not depend on other samples, as clipping requires."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ def sample_losses(
     """Return the loss of each sample of a batch.
 
     Raises:
-        ValueError: if it is not one number for each.
+        ValueError: if the loss function does not return one number per sample.
         PrivacyError: if the forward pass writes to the model; its buffers are restored.
     """
     with unwritten_buffers(model):
@@ -64,11 +64,11 @@ class IndependenceProbe:
     TF32 for float32): 0.00035 for float32 on a CPU, 0.09 for bfloat16.
 
     Args:
-        model: as the loss function takes it.  Its buffers may not change.
+        model: the first argument of the loss function.  Its buffers may not change.
         loss_function: ``loss_function(model, batch)`` returns the loss of each sample, ``(B,)``.
 
     Attributes:
-        epsilon: of the coarsest dtype that occurred so far.
+        epsilon: the machine epsilon of the coarsest dtype that occurred so far.
 
     Not detected: dependence that this batch does not show, such as a margin that none of its
     samples reaches, or below the tolerance; in a random model, dependence in training only on
@@ -101,14 +101,14 @@ class IndependenceProbe:
                 self.epsilon = max(self.epsilon, 2.0**-10)  # TF32
 
     def look(self, batch: Any) -> bool:
-        """Test a batch, unless one has been tested; return whether one has been.
+        """Test a batch, unless a batch has been tested before; return whether one has been tested.
 
         Args:
             batch: tensors with a common leading dimension, in tuples, lists and dicts.
 
         Raises:
             PrivacyError: if samples depend on each other.
-            ValueError: if the loss is not one number for each.
+            ValueError: if the loss function does not return one number per sample.
         """
         leaves, self._structure = pytree.tree_flatten(batch)
         if self._has_seen or len(leaves[0]) < 2:
@@ -170,7 +170,7 @@ class IndependenceProbe:
     def _seen(
         self, leaves: list[torch.Tensor], kept: Sequence[int], *, draws_before: int = 0
     ) -> "_Seen":
-        """Return losses and gradient of some rows of a batch, with the present random states."""
+        """Return the losses of the ``kept`` rows, and the gradient of their weighted sum."""
         size = len(leaves[0])
         weights = 1 + torch.rand(size, generator=torch.Generator().manual_seed(0))
         with (
@@ -214,14 +214,14 @@ class IndependenceProbe:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Losses of some samples of a batch, and the gradient of their sum with random weights."""
+    """The losses of some samples of a batch, and the gradient of their sum with random weights."""
 
     losses: Sequence[torch.Tensor]
     gradient: Sequence[torch.Tensor]
 
 
 def _splits(rows: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the numbers of rows in two parts, so that each pair is in different ones, both ways."""
+    """Yield splits (kept, others) of row numbers; for all i and j, one keeps i without j."""
     for bit in range((rows - 1).bit_length()):
         parts = [[row for row in range(rows) if row >> bit & 1 == value] for value in (0, 1)]
         yield parts[0], parts[1]
@@ -250,7 +250,7 @@ def _extreme(leaves: list[torch.Tensor], others: list[int], sign: float) -> list
 
 @contextmanager
 def _evaluated(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put modules, but not those inside of them, into the mode of ``eval()`` for a while."""
+    """Put modules, without their submodules, into ``eval()`` mode within the context."""
     modes = [(module, module.training) for module in modules]
     for module in modules:
         module.training = False

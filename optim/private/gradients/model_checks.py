@@ -1,4 +1,4 @@
-"""Checks that clipping bounds the influence of a sample on a model."""
+"""Checks of models: clipping must bound the influence of a sample on the model."""
 
 import math
 import sys
@@ -22,7 +22,7 @@ def check_model(model: nn.Module) -> None:
     """Refuse a model that cannot be trained privately, before any sample is used.
 
     Args:
-        model: as it is trained, that is, possibly in ``DistributedDataParallel``.
+        model: the model to train, possibly in ``DistributedDataParallel``.
 
     Raises:
         PrivacyError: for modules that mix the samples of a batch or keep statistics of them (batch
@@ -63,7 +63,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def refuse_later_hooks(model: nn.Module) -> None:
-    """Make ``register_comm_hook`` raise on every DDP module of a model that is now private."""
+    """Make ``register_comm_hook`` raise ``PrivacyError`` on every DDP module inside a model."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             module.register_comm_hook = _refuse_later_hook  # type: ignore[method-assign]
@@ -81,7 +81,7 @@ def unchanged_buffers() -> Iterator[None]:
     """Refuse changes of the buffers of all modules that are called inside the context.
 
     Raises:
-        PrivacyError: in the end, if there is such a buffer.
+        PrivacyError: at the end of the context, if a buffer has changed.
     """
     before: dict[nn.Module, dict[str, torch.Tensor]] = {}
 
@@ -115,7 +115,7 @@ def unwritten_buffers(model: nn.Module) -> Iterator[None]:
     """Refuse writes to a model's buffers or parameters inside the context; restore the buffers.
 
     Raises:
-        PrivacyError: in the end, if something was written.
+        PrivacyError: at the end of the context, if a buffer or parameter was written to.
     """
     before = [
         (module, name, buffer, buffer._version, buffer.clone())
@@ -160,12 +160,12 @@ def replace_batch_norm(model: nn.Module, groups: int = 32) -> nn.Module:
     one that was trained with group normalization.
 
     Args:
-        model: changed in place.  Make the optimizer afterwards.
-        groups: the number of groups; where it does not divide the number of channels, their
-            greatest common divisor.
+        model: the model, which is changed in place.  Make the optimizer afterwards.
+        groups: the number of groups; if it does not divide the number of channels, the greatest
+            common divisor of both is taken.
 
     Returns:
-        The model; another module only where the model itself is a batch normalization.
+        The same model; a new module only if the model itself is a batch normalization.
 
     Raises:
         ValueError: if ``groups`` is not positive.

@@ -37,7 +37,7 @@ _COMPOUND: dict[type[nn.Module], str] = {
     nn.LSTM: "DPLSTM",
     nn.MultiheadAttention: "DPMultiheadAttention",
 }
-"""Layers of several matrices, and their replacements in Opacus."""
+"""Layers of several matrices, which Opacus's hooks cannot take, and Opacus's replacements."""
 
 
 class OpacusGradients(BatchClipper):
@@ -142,7 +142,7 @@ class OpacusGradients(BatchClipper):
         self._is_compared = True
 
     def _require_rows(self, found: list[Any], size: int) -> None:
-        """Make sure that every layer has seen every sample once, and in one row."""
+        """Raise ``ValueError`` unless every layer has seen every sample once, in one row."""
         for name, layer in self._model.named_modules():
             if vars(layer).get("activations"):
                 raise ValueError(
@@ -170,7 +170,7 @@ class OpacusGradients(BatchClipper):
             self._hooks.disable_hooks()
 
     def _forget(self) -> None:
-        """Remove Opacus's state of a batch, also after a pass that failed half way."""
+        """Remove Opacus's per-batch state from layers and parameters, also after a failed pass."""
         for layer in self._hooks.iterate_submodules(self._model):
             vars(layer).pop("activations", None)
             vars(layer).pop("max_batch_len", None)
@@ -204,7 +204,7 @@ def _hooks_of(module: "nn.Module | AbstractGradSampleHooks") -> Any:
 
 
 def detach(module: nn.Module) -> None:
-    """Remove Opacus's hooks from a model, which could not be called under ``vmap`` with them."""
+    """Remove Opacus's hooks from a model: with them it could not be called under ``vmap``."""
     hooks = [hook for layer in module.modules() for hook in layer._forward_hooks.values()]
     for owner in [getattr(hook, "__self__", None) for hook in hooks]:
         if isinstance(owner, AbstractGradSampleHooks):

@@ -1,4 +1,4 @@
-"""Per-sample gradients by torch.func."""
+"""Clipped sums of per-sample gradients, computed by ``torch.func``."""
 
 import copy
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class PerSampleGradients(BatchClipper):
     2. g <- scale g + shift, if :attr:`transform` is set
     3. sum <- sum + min(1, C / norm of g) g, in float32, the norm over all parameters
 
-    as in DP-SGD (Abadi et al. 2016).  A sample whose gradient is not finite, or whose norm
+    as in DP-SGD (Abadi et al. 2016).  A sample with a gradient that is not finite, or a norm that
     overflows, is left out and counted; the first time with a warning.
 
     Parameters that modules share get one gradient, the sum over all uses.  In a half-precision
@@ -35,12 +35,12 @@ class PerSampleGradients(BatchClipper):
     ``DistributedDataParallel`` the wrapped model is called, so that DDP averages nothing.
 
     Args:
-        model: its parameters with ``requires_grad`` at this moment are trained.  Not changed: a
-            forward pass gets copies of the buffers.
+        model: the model; its parameters with ``requires_grad`` at this moment are trained.  Not
+            changed: a forward pass gets copies of the buffers.
         loss_function: ``loss_function(model, batch)`` returns the loss of each sample, ``(B,)``.
             Its batches are of one sample, so it may return their mean, a scalar, as well.  It gets
             the unwrapped model.
-        max_grad_norm: C.
+        max_grad_norm: C, the norm to which each sample's gradient is clipped.
         micro_batch_size: the number of samples that are differentiated at once, with as many copies
             of the gradient; by default the whole batch.
 
@@ -98,7 +98,7 @@ class PerSampleGradients(BatchClipper):
         return losses.detach()
 
     def _look_at(self, batch: Any, size: int) -> None:
-        """Check the loss function with the first batches, before anything is added up."""
+        """Check the loss function with the first batches, before any gradient is added up."""
         first, last = (
             pytree.tree_map(lambda tensor, of=place: tensor[of : of + 1], batch)
             for place in (0, size - 1)
@@ -127,7 +127,7 @@ class PerSampleGradients(BatchClipper):
         return {name: buffer.clone() for name, buffer in self._loss.named_buffers()}
 
     def _check(self, batch_of_one: Any) -> None:
-        """Raise ``ValueError`` for losses, buffers and parameters that ``vmap`` does not check."""
+        """Raise ``ValueError`` for a wrong loss shape, written buffers or unused parameters."""
         buffers = self._buffers()
         with torch.enable_grad():
             loss = functional_call(self._loss, buffers, (batch_of_one,))
@@ -151,11 +151,11 @@ class PerSampleGradients(BatchClipper):
 
 
 class _Carry:
-    """Tests whether a module keeps anything of a sample in an attribute that is no buffer.
+    """A test whether a module keeps anything of a sample in an attribute that is no buffer.
 
     Args:
-        loss: of a sample; its module has not been called under ``vmap`` yet.
-        sample: one, as a batch.
+        loss: the loss module; it has not been called under ``vmap`` yet.
+        sample: a batch of one sample.
     """
 
     def __init__(self, loss: nn.Module, sample: Any) -> None:
@@ -167,7 +167,7 @@ class _Carry:
             self._losses = None
 
     def check(self, sample: Any) -> bool:
-        """Raise ``ValueError`` if a sample's loss depends on the sample before.
+        """Raise ``ValueError`` if a sample's loss depends on the sample of the call before.
 
         Returns:
             Whether the test was made; it needs a sample that differs from the first.
@@ -195,7 +195,7 @@ class _Carry:
 
 
 class _Loss(nn.Module):
-    """A loss function as a module, so that all calls of the model get the given parameters."""
+    """A loss function as a module, so that ``functional_call`` can replace model parameters."""
 
     def __init__(self, model: nn.Module, loss_function: LossFunction) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def require_used(names: list[str], gradients: Any, prefix: str = "") -> None:
-    """Raise ``ValueError`` naming parameters that have no gradient."""
+    """Raise ``ValueError``, with the names of all parameters that have no gradient."""
     unused = [
         name.removeprefix(prefix)
         for name, gradient in zip(names, gradients, strict=True)

@@ -1,1 +1,1 @@
-"""Noise: its placement, its distribution and its randomness."""
+"""The noise of private training: its placement, its distribution and its source of randomness."""

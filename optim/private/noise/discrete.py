@@ -1,4 +1,4 @@
-"""Discrete Gaussian noise: exact, so that the low bits of a sum reveal nothing."""
+"""Exact discrete Gaussian noise, with which the low bits of a sum reveal nothing."""
 
 import math
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ _LARGEST_SCALE = 2.0**30
 
 @dataclass(frozen=True)
 class Grid:
-    """Multiples of a power of two, and noise on them.
+    """The multiples of a power of two to which sums are rounded, and the scale of noise on them.
 
     Attributes:
-        spacing: g.
-        scale: s: noise is g times N_Z(0, s^2), whose variance is at most (g s)^2.
+        spacing: g, the power of two.
+        scale: s; the noise is g times the discrete Gaussian N_Z(0, s^2), of variance <= (g s)^2.
     """
 
     spacing: float
@@ -53,12 +53,12 @@ class Grid:
 
     @property
     def std(self) -> float:
-        """Return g s."""
+        """The bound g s of the noise's standard deviation."""
         return self.spacing * self.scale
 
 
 def add_discrete_noise_(tensors: Sequence[torch.Tensor], grid: Grid, stream: Stream) -> None:
-    """Round every element to the grid and add independent noise of the grid, in place.
+    """Round every element to the grid and add independent noise on the grid, in place.
 
     The sum on the grid is exact in float64, up to 2^53 spacings; rounding it to the tensor's type
     afterwards is post-processing.
@@ -75,7 +75,7 @@ def add_discrete_noise_(tensors: Sequence[torch.Tensor], grid: Grid, stream: Str
 
 
 def discrete_gaussian(count: int, scale: int, generator: np.random.Generator) -> Integers:
-    """Return integers y with probability proportional to exp(-y^2 / (2 scale^2)), exactly.
+    """Return ``count`` integers y, of probability proportional to exp(-y^2 / (2 scale^2)) exactly.
 
     Canonne, Kamath & Steinke, NeurIPS 2020, Algorithms 1 to 3, on whole arrays, with t = scale:
     a discrete Laplace variable of scale t is taken with probability
@@ -91,7 +91,7 @@ def discrete_gaussian(count: int, scale: int, generator: np.random.Generator) ->
 
 
 def _discrete_laplace(candidates: int, scale: int, generator: np.random.Generator) -> Integers:
-    """Return the accepted candidates y, with probabilities proportional to exp(-|y| / scale)."""
+    """Return up to ``candidates`` integers y, of probability proportional to exp(-|y| / scale)."""
     low = generator.integers(0, scale, candidates)
     low = low[_happens(low, scale, generator)]
     high = np.zeros_like(low)
@@ -107,7 +107,7 @@ def _discrete_laplace(candidates: int, scale: int, generator: np.random.Generato
 
 
 def _accepted(laplace: Integers, scale: int, generator: np.random.Generator) -> Integers:
-    """Return y with probability exp(-a^2 / (2 scale^2)) each, where a = ||y| - scale|.
+    """Return each y of ``laplace`` with probability exp(-a^2 / (2 scale^2)), a = ||y| - scale|.
 
     With a = k scale + r the exponent is k^2 / 2 + k r / scale + r^2 / (2 scale^2), and each of
     these terms, k^2 of the first and k of the second kind, is an event of its own.
@@ -131,7 +131,7 @@ def _accepted(laplace: Integers, scale: int, generator: np.random.Generator) -> 
 def _happens(
     numerators: Integers, denominator: int, generator: np.random.Generator
 ) -> npt.NDArray[np.bool_]:
-    """Return events of probability exp(-numerator / denominator), for fractions of at most 1.
+    """Return whether events of probability exp(-numerator / denominator) happen; fractions <= 1.
 
     Of independent events of probability x / 1, x / 2, x / 3, ... the first that does not happen
     has an odd number with probability exp(-x) (von Neumann).

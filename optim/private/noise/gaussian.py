@@ -1,4 +1,4 @@
-"""Gaussian noise on tensors, from streams that cannot be guessed."""
+"""Gaussian noise on tensors, drawn from secret streams."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

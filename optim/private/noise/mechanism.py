@@ -1,4 +1,4 @@
-"""The Gaussian mechanism on several ranks: from clipped sums to one noised mean."""
+"""The Gaussian mechanism on several ranks: makes one noised mean of the ranks' clipped sums."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +26,12 @@ _SETTINGS = ("noise_multiplier", "max_grad_norm", "expected_batch_size", "noise"
 
 @dataclass(frozen=True)
 class Released:
-    """A released noised mean, the same on all ranks.
+    """A noised mean that was released, the same on all ranks.
 
     Attributes:
-        tensors: by name, float32.
-        noise_variance: of the noise in one coordinate; None where compression made it unknown.
+        tensors: the mean by parameter name, float32.
+        noise_variance: the variance of the noise in one coordinate; None if compression makes it
+            unknown.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -56,24 +57,24 @@ class GaussianMechanism(Settled, Unrepeatable):
     of each.
 
     Args:
-        exchange: the compressor, the memory and the transport.
-        place: one of the four.
-        noise_multiplier: sigma.
-        max_grad_norm: C.
-        expected_batch_size: B, over all ranks.
+        exchange: the exchange, with the compressor, the memory and the transport.
+        place: where noise is added: one of the four placements above.
+        noise_multiplier: sigma, the standard deviation of the noise over ``max_grad_norm``.
+        max_grad_norm: C, the norm to which each sample's gradient was clipped.
+        expected_batch_size: B, the public divisor, for the samples of all ranks.
         noise: ``"gaussian"``: normal numbers, in float64; ``"discrete"``: sums are rounded to a
             fine grid, and the noise is an exact discrete Gaussian on it (Canonne, Kamath & Steinke,
             NeurIPS 2020); its low bits reveal nothing about the sum.  Its standard deviation is up
             to 0.1 % larger, to cover the rounding; it takes some 30 times as long, and does not go
             with ``"shares"``.
-        secret: the source of the noise; a new one by default.
+        secret: the source of the noise; a new secret by default.
 
     Attributes:
-        releases: the releases in the residuals of the exchange.
+        releases: the counts of releases on which the residuals of the exchange depend.
 
     Raises:
         PrivacyError: for a combination that would not be private, and for an exchange with
-            residuals; later, for settings that are changed.
+            residuals; later, for a change of settings.
         ValueError: for settings that cannot work.
 
     Example::
@@ -157,8 +158,8 @@ class GaussianMechanism(Settled, Unrepeatable):
         """Return the noised mean; all ranks call this together, each with its own clipped sums.
 
         Args:
-            sums: by parameter name, float32, the same names and shapes on all ranks; may be
-                overwritten.  Zeros on a rank whose batch is empty.
+            sums: this rank's clipped sums by parameter name, float32, the same names and shapes on
+                all ranks; zeros for an empty batch.  They may be overwritten.
 
         Raises:
             ConfigMismatchError: in the first release, if ranks are configured differently.
@@ -166,7 +167,7 @@ class GaussianMechanism(Settled, Unrepeatable):
         return self.exchange.transport.run(self.round(sums))
 
     def round(self, sums: Mapping[str, torch.Tensor]) -> Round[Released]:
-        """Return a round that releases; see :meth:`release`, and ``Exchange.round``."""
+        """Return :meth:`release` as a round: a generator of requests, as ``Exchange.round`` is."""
         self.require_unchanged()
         exchange = self.exchange
         ranks = exchange.transport.world_size
@@ -216,7 +217,7 @@ class GaussianMechanism(Settled, Unrepeatable):
     def _add_noise_(
         self, tensors: Sequence[torch.Tensor], sensitivity: float, elements: int, stream: Stream
     ) -> None:
-        """Add noise to some elements of a vector with this sensitivity."""
+        """Add noise in place to all or some of the ``elements`` of a vector of this sensitivity."""
         if self.noise == "discrete":
             grid = Grid.of(self.noise_multiplier, sensitivity, elements)
             add_discrete_noise_(tensors, grid, stream)
@@ -227,12 +228,12 @@ class GaussianMechanism(Settled, Unrepeatable):
         return self._secret.stream(purpose, rank=self.exchange.transport.rank, step=self._step)
 
     def scheme(self, norm_bound: float | None = None) -> Scheme:
-        """Return the order of noise and compression, for the rules of placement."""
+        """Return the description of this mechanism for :func:`~comm_hooks.optim.private.judge`."""
         return Scheme.of(self.exchange, self.place, norm_bound=norm_bound)
 
 
 def _parts_of(exchange: Exchange) -> dict[str, Any]:
-    """Return the parts of an exchange that a verdict depends on.
+    """Return the settings and parts of an exchange on which a privacy verdict depends, by name.
 
     Memories and transports are compared by identity.
     """
@@ -256,7 +257,7 @@ def require_nothing_remembered(exchange: Exchange) -> None:
 
 
 class _NoiseOnSum(NoiseHook):
-    """Noise on the sum of vectors that were clipped before: by a shard's owner, or on payloads."""
+    """A hook that adds noise to a sum of clipped vectors: at a shard's owner, or to payloads."""
 
     def __init__(self, place: hooks.Place, add_noise_: AddNoise) -> None:
         self.place = place
@@ -270,7 +271,7 @@ class _NoiseOnSum(NoiseHook):
 
 
 def require_owners(exchange: Exchange) -> None:
-    """Raise ``ValueError`` for an exchange without a sharded collective."""
+    """Raise ``ValueError`` if an exchange cannot use the sharded collective."""
     possible = exchange.settings.carriers()
     if "sharded" not in possible or exchange.settings.collective not in ("auto", "sharded"):
         raise ValueError(

@@ -27,7 +27,7 @@ PLACES: tuple[Place, ...] = ("central", "shares", "local", "aggregate")
 
 @dataclass(frozen=True)
 class Scheme:
-    """Describes the order of noise, clipping and compression.
+    """A description of a private step: where and in which order it clips, noises and compresses.
 
     Attributes:
         unit: the protected unit: a ``"sample"``, or a ``"client"`` with all of its data.
@@ -35,17 +35,17 @@ class Scheme:
             sigma C / sqrt(N) on each rank; ``"local"``, all of sigma C on each rank;
             ``"aggregate"``, to the sum of the compressed messages; ``"rank_0"``, all of it on one
             rank, as Opacus does.
-        compressor: of the vectors.
+        compressor: the compressor of parameters that are not exempt.
         exempt: the compressor of exempt parameters.
-        feedback: where residuals are kept: ``"before_noise"``, of clean vectors, ``"after_noise"``,
-            of noised ones, or ``"none"``.
+        feedback: the vectors of which residuals are kept: ``"before_noise"``, clean vectors;
+            ``"after_noise"``, noised vectors; or ``"none"``.
         feedback_linear: whether residuals are kept in full; each rank rounds 4 or 16 bits anew.
-        world_size: N.
+        world_size: N, the number of ranks.
         clipping: the vector that is clipped to C: ``"unit"``, one sample's gradient or one client's
             delta; ``"message"``, after compression (and, unless linear, decompression);
             ``"micro_batch"``, the mean of several samples.
-        divisor: of the sum: ``"public"``, or ``"actual"``, the number of units that were drawn.
-        weights: of clients: ``"uniform"``, or ``"examples"``, the number of examples of each.
+        divisor: the divisor of the sum: ``"public"``, or ``"actual"``, the number of drawn units.
+        weights: the clients' weights: ``"uniform"``, or ``"examples"``, their numbers of examples.
         scaling: the statistics by which per-sample gradients are scaled before clipping:
             ``"none"``, ``"public"`` (also earlier releases) or ``"private"``.
         norm_bound: the largest norm of a message over that of its vector; by default the
@@ -78,7 +78,7 @@ class Scheme:
 
     @classmethod
     def of(cls, exchange: Exchange, place: Place, unit: Unit = "sample", **stated: Any) -> "Scheme":
-        """Return the scheme of an exchange in this library, with some fields stated otherwise.
+        """Return the scheme of an exchange of this library; ``stated`` overrides fields.
 
         Residuals of clients are of clean deltas, and those under ``"aggregate"`` of clean
         gradients; elsewhere they are noised already.
@@ -101,7 +101,7 @@ class Scheme:
 
     @property
     def rounds_feedback(self) -> bool:
-        """Whether each rank adds a residual that is no linear function of vectors."""
+        """Whether residuals are rounded, and so no linear function of the vectors."""
         return self.feedback != "none" and not self.feedback_linear
 
 
@@ -110,15 +110,15 @@ class Verdict:
     """The guarantee of a valid scheme, in multiples of sigma and sigma C.
 
     Attributes:
-        rule: its number in the documentation.
+        rule: the number of the applied rule in the documentation.
         multiplier: the accountant's noise multiplier over sigma, for observers of the model at
             every step.
-        peer_multiplier: the same for observers of single ranks' messages; 0: no protection.
-        std: of the noise over sigma C, in each vector to which it is added.
-        variance_of_sum: of the noise in a coordinate of the sum over ranks, over (sigma C)^2; None
-            where compression makes it differ from coordinate to coordinate.
+        peer_multiplier: the same for observers of single ranks' messages; 0 for no protection.
+        std: the standard deviation of the noise in each vector to which it is added, over sigma C.
+        variance_of_sum: the variance of the noise in a coordinate of the sum over ranks, over
+            (sigma C)^2; None if compression makes it differ from coordinate to coordinate.
         checkpoint_multiplier: the same as ``multiplier`` for observers of single ranks' saved
-            states, residuals included; 0: no protection.
+            states, residuals included; 0 for no protection.
     """
 
     rule: int
@@ -129,7 +129,7 @@ class Verdict:
     checkpoint_multiplier: float = 1.0
 
     def recorded(self, event: GaussianEvent, placement: str) -> GaussianEvent:
-        """Return an event with its placement and the multipliers of all observers."""
+        """Return the event with ``placement`` and this verdict's multipliers for all observers."""
         return replace(
             event,
             placement=placement,
@@ -143,7 +143,7 @@ def _refuse(rule: int, problem: str, instead: str) -> NoReturn:
 
 
 def judge(scheme: Scheme) -> Verdict:
-    """Return the guarantee of a scheme.
+    """Return the guarantee of a scheme, after a check of all rules of noise placement.
 
     Raises:
         PrivacyError: for a scheme that is not private; the message names the rule and a valid
@@ -173,7 +173,7 @@ def judge(scheme: Scheme) -> Verdict:
 
 
 def require_known_variance(optimizer: type, scheme: Scheme) -> None:
-    """Raise :class:`PrivacyError` if an optimizer class needs an unknown noise variance."""
+    """Raise ``PrivacyError`` if an optimizer class needs the noise variance of a scheme without."""
     needs = issubclass(optimizer, NoisedOptimizer) and optimizer.needs_noise_variance
     if needs and judge(scheme).variance_of_sum is None:
         raise PrivacyError(

@@ -1,4 +1,4 @@
-"""Secret randomness for the noise and for sampling, which cannot be repeated."""
+"""Secret random numbers for noise and sampling, which no other process can repeat."""
 
 import hashlib
 import math
@@ -13,7 +13,7 @@ from comm_hooks.requirements import require_kind
 
 
 class Unrepeatable:
-    """Refuses to be pickled or copied: a copy would draw the same numbers from a secret."""
+    """A base class that cannot be pickled or copied: a copy would draw the same secret numbers."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -39,8 +39,8 @@ class Secret(Unrepeatable):
     keeps 32 bits of a seed: one released step tells which.)
 
     Args:
-        key: any bytes; by default 32 from :func:`os.urandom`.  Ranks that must draw alike share
-            one.
+        key: any bytes; by default 32 from :func:`os.urandom`.  Ranks that must draw the same
+            numbers share a key.
 
     Example::
 
@@ -57,7 +57,7 @@ class Secret(Unrepeatable):
         _secrets.add(self)
 
     def stream(self, purpose: str, *, rank: int, step: int) -> "Stream":
-        """Return the stream of one purpose, rank and step: the same for the same three.
+        """Return the stream of random numbers for a purpose, rank and step.
 
         Raises:
             PrivacyError: in a process that was forked off after the secret was drawn.
@@ -66,7 +66,7 @@ class Secret(Unrepeatable):
         return Stream(self, f"{len(purpose)} {purpose} {rank:d} {step:d}")
 
     def seeds(self, label: str) -> tuple[int, int]:
-        """Return a generator's key and the upper half of its counter, 128 bits each."""
+        """Return the Philox key and the upper half of the counter for a label, 128 bits each."""
         if not self._key:
             raise PrivacyError(
                 "this process was forked off after its secret had been drawn, and would repeat "
@@ -80,7 +80,7 @@ class Secret(Unrepeatable):
 
 
 class Stream:
-    """Random numbers for one purpose, rank and step, in pieces that may be drawn in parallel."""
+    """Random numbers for one purpose, rank and step, in independent pieces, one per generator."""
 
     def __init__(self, secret: Secret, label: str) -> None:
         self._secret = secret
@@ -88,16 +88,16 @@ class Stream:
         self._pieces = 0
 
     def seeds(self) -> tuple[int, int]:
-        """Return Philox's key, 128 bits, and its counter, 256, for the next piece.
+        """Return Philox's key, 128 bits, and its counter, 256 bits, for the next piece.
 
-        The lower half of the counter is 0, and the piece's own: 2^130 numbers.
+        The lower half of the counter is 0: it counts within the piece, up to 2^130 numbers.
         """
         key, start = self._secret.seeds(f"{self._label} {self._pieces}")
         self._pieces += 1
         return key, start << 128
 
     def generator(self) -> np.random.Generator:
-        """Return a generator for the next piece, independent of the others."""
+        """Return a NumPy generator for the next piece, independent of all other pieces."""
         key, counter = self.seeds()
         return np.random.Generator(np.random.Philox(key=key, counter=counter))
 

@@ -1,1 +1,1 @@
-"""The optimizers on noised gradients."""
+"""Optimizers for private training, which step along noised gradients."""

@@ -1,4 +1,4 @@
-"""AdaDPS: gradients are preconditioned by side information before they are clipped."""
+"""AdaDPS: per-sample gradients are divided by public side information before clipping."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -46,8 +46,8 @@ class AdaDPS(Descent):
 
     Args:
         params, lr, momentum, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
-        public_gradients: called once per step, in :meth:`transform`; returns the mean gradient of a
-            batch of public data at the present parameters, by parameter name or in the order of the
+        public_gradients: a function, called once per step by :meth:`transform`, that returns the
+            mean gradient of a batch of public data, by parameter name or in the order of the
             groups; see :class:`~comm_hooks.optim.private.PublicGradients`.
         side_information: A for all steps, in place of public gradients: positive tensors that
             broadcast to the parameters' shapes, by name (A = 1 for the others) or in order; see

@@ -1,4 +1,4 @@
-"""Optimizers on noised gradients: their contract with the mechanism, descent and preconditioner."""
+"""Base classes of optimizers on noised gradients: interface, descent step and preconditioner."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
@@ -32,10 +32,10 @@ from comm_hooks.requirements import require_callable
 _HYPERPARAMETERS = ("lr", "betas", "eps", "momentum", "nesterov", "weight_decay")
 
 Factors = tuple[Tensors, Tensors | None]
-"""Scale and shift of gradients; without a shift nothing is added."""
+"""The scales and shifts of gradients, one tensor per parameter; None for no shifts."""
 
 PublicTensors = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
-"""One for each parameter: by name, or in the order of the parameter groups."""
+"""A tensor for each parameter: by name, or in the order of the parameter groups."""
 
 Accumulator = Literal["rmsprop", "adam", "adagrad"]
 
@@ -43,7 +43,7 @@ Accumulator = Literal["rmsprop", "adam", "adagrad"]
 class NoisedOptimizer(ExactStateOptimizer):
     """An optimizer for a noised mean of clipped per-sample gradients in ``p.grad``.
 
-    Its state is post-processing of released gradients, so it may be saved and shown, as long as
+    Its state is post-processing of released gradients, so it may be saved and published, as long as
     :class:`~comm_hooks.optim.private.PrivacyEngine` (or your own code) noises the gradients.  Any
     :class:`torch.optim.Optimizer` can take its place; this class is for optimizers that
 
@@ -57,10 +57,10 @@ class NoisedOptimizer(ExactStateOptimizer):
         params: parameters, named parameters or parameter groups; a group may have its own value of
             any number below.
         lr: learning rate.
-        betas: decay of moments, each in [0, 1).
+        betas: decay rates of the moments, each in [0, 1).
         eps: added to the denominator.
-        momentum: heavy ball, in [0, 1).
-        weight_decay: decoupled (AdamW), times ``lr``.  It depends on the parameters, not on the
+        momentum: decay rate of the heavy-ball momentum, in [0, 1).
+        weight_decay: decoupled as in AdamW, times ``lr``.  It depends on the parameters, not on the
             data: it costs no privacy, and is neither clipped nor noised.
 
     State per parameter: the tensors that a class lists, shaped like the parameter, float32 or
@@ -75,9 +75,9 @@ class NoisedOptimizer(ExactStateOptimizer):
     parameters (DTensors).  Gradients are not checked for NaN and infinity.
 
     Attributes:
-        noise_variance: of the noise in one coordinate of ``p.grad``, set before every step; None
-            where compression made it unknown.
-        needs_noise_variance: whether a step requires it.
+        noise_variance: the variance of the noise in one coordinate of ``p.grad``, set before every
+            step; None if compression makes it unknown.
+        needs_noise_variance: whether a step raises without :attr:`noise_variance`.
     """
 
     needs_noise_variance: ClassVar[bool] = False
@@ -93,7 +93,7 @@ class NoisedOptimizer(ExactStateOptimizer):
 
 
 class Preconditioner:
-    """Scales gradients by public knowledge: A, and M where it is computed as in Adam.
+    """Scales gradients by public knowledge: divides them by A, and with "adam" mixes them with m.
 
     With ghat a public gradient, v = beta2 v + (1 - beta2) ghat^2 ("adagrad": v = v + ghat^2),
     m = beta1 m + (1 - beta1) ghat, and A = sqrt(v) + eps; or A is the side information.  A
@@ -101,9 +101,9 @@ class Preconditioner:
 
     Args:
         owner: the optimizer, for error messages.
-        public_gradients: returns gradients of public data at the present parameters.
-        side_information: A, the same for all steps.
-        accumulator: how A and m follow from public gradients.
+        public_gradients: a function that returns gradients of public data; None for no gradients.
+        side_information: A, the same for all steps; in place of public gradients.
+        accumulator: the way in which A and m follow from public gradients, as above.
 
     State per parameter: ``public_exp_avg_sq`` (v), ``public_exp_avg`` (m) for "adam".
     """
@@ -127,7 +127,7 @@ class Preconditioner:
         self._fixed: dict[torch.Tensor, torch.Tensor] = {}
 
     def attach(self, optimizer: BatchedOptimizer) -> None:
-        """Assign side information to the parameters of an optimizer.
+        """Match side information with the parameters of an optimizer.
 
         Raises:
             ValueError: for side information that does not fit the parameters, or is not positive.
@@ -143,7 +143,7 @@ class Preconditioner:
                 )
 
     def observe(self, optimizer: BatchedOptimizer) -> dict[torch.Tensor, torch.Tensor]:
-        """Update A and m by public gradients at the present parameters; return those gradients."""
+        """Update v and m with new public gradients, and return these gradients by parameter."""
         if self._public_gradients is None:
             return {}
         public = in_order(optimizer, "public_gradients", self._public_gradients())
@@ -160,7 +160,7 @@ class Preconditioner:
         return public
 
     def factors(self, optimizer: BatchedOptimizer, parameters: Tensors, group: Group) -> Factors:
-        """Return scale and shift for parameters of one group."""
+        """Return the scales and shifts of gradients of these parameters, all of one group."""
         if self._fixed:
             return [1 / self._fixed[p] for p in parameters], None
         divisors = roots(buffers(optimizer, parameters, "public_exp_avg_sq"), group["eps"])
@@ -185,8 +185,8 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
 
     Args:
         params: parameters, named parameters or parameter groups.
-        preconditioner: computes the scaling from public knowledge.
-        **defaults: hyperparameters of the groups.
+        preconditioner: the scaling of gradients by public knowledge; None for no scaling.
+        **defaults: default hyperparameters of the groups.
     """
 
     _beta_count: ClassVar[int] = 2
@@ -230,15 +230,15 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
             self._preconditioner.observe(self)
 
     def _factors(self, parameters: Tensors, group: Group) -> Factors | None:
-        """Return scale and shift for parameters of one group; None for no scaling."""
+        """Return scales and shifts of gradients of one group's parameters; None for no scaling."""
         if self._preconditioner is None:
             return None
         return self._preconditioner.factors(self, parameters, group)
 
     def _directions(self, parameters: Tensors, gradients: Tensors, group: Group) -> Tensors:
-        """Return the directions of parameters of one group, device and dtype.
+        """Return the directions of the step for parameters of one group, device and dtype.
 
-        ``gradients`` are float32 or wider, and not to be overwritten.
+        ``gradients`` are float32 or wider, and must not be overwritten.
         """
         factors = None if self._scales_before_clipping else self._factors(parameters, group)
         if factors is None:
@@ -284,11 +284,11 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
         self._is_observed = False
 
     def _steps(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the number of a parameter's steps, a tensor on the CPU."""
+        """Return the number of steps that a parameter has taken, a tensor on the CPU."""
         return self.state[parameter].setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
     def _count(self, parameters: Tensors) -> list[int]:
-        """Count a step, and return the number of steps of each parameter."""
+        """Add 1 to the number of steps of each parameter, and return these numbers."""
         counts = [self._steps(p) for p in parameters]
         torch._foreach_add_(counts, 1)
         return [int(count) for count in counts]
@@ -303,13 +303,13 @@ def check_positive(owner: object, **values: Any) -> None:
 
 
 def require_accumulator(owner: object, name: object, known: Sequence[str]) -> None:
-    """Raise ``ValueError`` for an unknown name of a preconditioner."""
+    """Raise ``ValueError`` for a preconditioner's name that is not in ``known``."""
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"{type(owner).__name__}: {unknown('preconditioner', name, known)}")
 
 
 def require_public_gradients(owner: object, public_gradients: object) -> None:
-    """Raise ``ValueError`` unless public gradients can be computed anew in every step."""
+    """Raise ``ValueError`` if ``public_gradients`` is not callable."""
     why = ": gradients change with the parameters"
     require_callable(owner, "public_gradients", public_gradients, why)
 
@@ -317,7 +317,7 @@ def require_public_gradients(owner: object, public_gradients: object) -> None:
 def buffers(
     optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor], name: str
 ) -> Tensors:
-    """Return a tensor of each parameter's state; zeros at first."""
+    """Return ``state[name]`` of each parameter, after adding zeros where it is missing."""
     found = []
     for parameter in parameters:
         dtype = state_dtype(parameter.dtype)
@@ -335,11 +335,11 @@ def in_order(
     """Return a public tensor for each parameter, in its shape and dtype and on its device.
 
     Args:
-        optimizer: of the parameters.
+        optimizer: the optimizer of the parameters.
         what: the name of the values in messages.
-        values: by parameter name, or in the order of the parameter groups; their shapes must
-            broadcast to those of the parameters.
-        default: fills the tensors of parameters that are not named; None to require all names.
+        values: public tensors by parameter name, or in the order of the parameter groups; their
+            shapes must broadcast to those of the parameters.
+        default: the value for parameters that are not named; None to require all names.
 
     Raises:
         ValueError: for values that do not fit the parameters, or are not finite.

@@ -1,4 +1,4 @@
-"""DP^2: a delayed preconditioner, which has less noise."""
+"""DP^2: a preconditioner from averages over many noised gradients, which have less noise."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Literal
@@ -51,10 +51,11 @@ class DP2(Descent):
     Args:
         params, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
         lr: learning rate of the first phase.
-        lr_ratio: that of the second over ``lr``, so that a scheduler changes both; positive.
+        lr_ratio: the learning rate of the second phase over ``lr``, positive; a scheduler of ``lr``
+            changes both.
         clip_ratio: the clipping norm of the second phase over that of the first; positive.
-        sgd_steps: the length of the first phase (the paper's s_1), at least 1.
-        preconditioned_steps: that of the second (s_2), at least 1.
+        sgd_steps: the number of steps of the first phase (the paper's s_1), at least 1.
+        preconditioned_steps: the number of steps of the second phase (s_2), at least 1.
         preconditioner: "rmsprop" or "adagrad".
         betas: one number, beta, in [0, 1).
         eps: added to sqrt(v); positive.
@@ -110,7 +111,7 @@ class DP2(Descent):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _place(self) -> int:
-        """Return how many steps of the present pair of phases have been taken."""
+        """Return the number of steps taken since the start of the present pair of phases."""
         taken = max(int(self._steps(p)) for p in self._parameters())
         return taken % (self.sgd_steps + self.preconditioned_steps)
 

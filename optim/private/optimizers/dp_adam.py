@@ -1,4 +1,4 @@
-"""Adam on noised gradients, with and without the noise's share in the second moment."""
+"""Adam on noised gradients, with and without a correction of the second moment for the noise."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _SMALLEST_GAMMA = 1e-16
 
 
 class MomentsOptimizer(Descent):
-    """Adam's step; a subclass may use another divisor."""
+    """Adam's step on noised gradients; a subclass may replace the divisor (:meth:`_divisors`)."""
 
     _positive: ClassVar[tuple[str, ...]] = ()
 
@@ -28,10 +28,10 @@ class MomentsOptimizer(Descent):
         """Turn v / (1 - beta2^t), in place, into the divisor of m / (1 - beta1^t).
 
         Args:
-            seconds: one tensor per parameter of ``members``.
-            steps: t of each.
-            members: the parameters.
-            group: theirs.
+            seconds: v / (1 - beta2^t), one tensor per parameter of ``members``.
+            steps: t, the number of steps of each parameter.
+            members: the parameters, all of one group.
+            group: the parameters' group.
         """
         torch._foreach_sqrt_(seconds)
         torch._foreach_add_(seconds, group["eps"])
@@ -232,7 +232,7 @@ class DPAdamBC(MomentsOptimizer):
 def suggested_gamma(
     noise_variance: float, beta2: float = 0.999, *, steps: int | None = None, alpha: float = 0.05
 ) -> float:
-    r"""Return a bound of the noise in DP-AdamBC's second moment in one coordinate.
+    r"""Return a bound of the noise in one coordinate of DP-AdamBC's second moment.
 
     With a lower floor the noise decides the size of steps.  After t steps with the variance Phi,
     v_hat - Phi is off by less than the bound with a probability of at least 1 - alpha:
@@ -249,9 +249,9 @@ def suggested_gamma(
     noise, which need a floor).  Its two cases are the two arguments of max.
 
     Args:
-        noise_variance: Phi.
-        beta2: the second moment's decay, in [0, 1).
-        steps: t; None for many.
+        noise_variance: Phi, the variance of the noise in one coordinate of the gradient.
+        beta2: the decay rate of the second moment, in [0, 1).
+        steps: t, the number of steps; None for the limit of many.
         alpha: the probability of a larger deviation, in (0, 1).
 
     Raises:

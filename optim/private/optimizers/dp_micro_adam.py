@@ -18,10 +18,10 @@ from comm_hooks.randomness import Draw, derive_keys
 from comm_hooks.requirements import require_choice, require_positive
 
 _RESIDUALS: dict[int, Compressor] = {4: Quantize(bits=4, stochastic=True), 32: Identity()}
-"""The format of the residual, by ``residual_bits``."""
+"""The compressor in which the residual is stored, by ``residual_bits``."""
 
 _LAYOUT = ("density", "window", "value_bits", "residual_bits", "block_size", "min_numel")
-"""The settings without which a state cannot be read."""
+"""The settings that determine how a state is stored, so that it cannot be read without them."""
 
 
 class DPMicroAdam(MomentsOptimizer):
@@ -76,13 +76,13 @@ class DPMicroAdam(MomentsOptimizer):
         params, lr, betas, eps, weight_decay: see
             :class:`~comm_hooks.optim.private.NoisedOptimizer`.
         density: the fraction of elements that is kept of each block, in (0, 1].
-        window: rows, at least 1.
+        window: the number of rows of the window, at least 1.
         bias_correction: ``"window"`` or ``"published"``, see step 4.
-        value_bits: of each value in the window: 4, 16 (bfloat16) or 32 (float32).  The rounding
-            error goes into the residual.
-        residual_bits: of each element of the residual: 4, or 32 (float32), which rounds nothing.
-        block_size: the largest block, 1 to 65536 elements.
-        min_numel: parameters with fewer elements have dense moments.
+        value_bits: the bits of each value in the window: 4, 16 (bfloat16) or 32 (float32).  The
+            rounding error goes into the residual.
+        residual_bits: the bits of each element of the residual: 4, or 32 (float32), not rounded.
+        block_size: the number of elements of the largest block, 1 to 65536.
+        min_numel: the number of elements below which parameters have dense moments.
 
     State per parameter that is sparsified: ``step``, ``window``, uint8 (window, bytes of a row),
     and ``residual``, uint8; per other parameter that of ``DPAdam``.  A checkpoint brings its
@@ -201,7 +201,7 @@ class DPMicroAdam(MomentsOptimizer):
     def _move_sparsified(
         self, x: Tensors, gradients: Tensors, members: Tensors, steps: int, group: Group
     ) -> None:
-        """Update parameters of one length that have taken as many steps, by the algorithm above."""
+        """Update parameters of equal ``numel`` and equal ``steps`` by the class's algorithm."""
         states = [self.state[p] for p in members]
         windows, residuals = values(states, "window"), values(states, "residual")
         code, residual = _code(members[0].numel(), group), _RESIDUALS[group["residual_bits"]]
@@ -224,7 +224,7 @@ class DPMicroAdam(MomentsOptimizer):
         descend_(x, shaped, group)
 
     def _places(self, members: Tensors) -> tuple[str, ...]:
-        """Return the places of parameters among all of the optimizer, as names."""
+        """Return the indices of parameters among all parameters of the optimizer, as text."""
         place = {parameter: index for index, parameter in enumerate(self._parameters())}
         return tuple(str(place[member]) for member in members)
 

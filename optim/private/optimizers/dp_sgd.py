@@ -25,7 +25,7 @@ class DPSGD(Descent):
 
     Args:
         params, lr, momentum, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
-        nesterov: look ahead; only with momentum.
+        nesterov: whether to step along g + momentum b (step 3); only with momentum.
 
     State per parameter: with momentum ``momentum_buffer`` (b); no ``step``.
 

@@ -1,4 +1,4 @@
-"""Other uses of public gradients: the methods with which AdaDPS is compared."""
+"""Other private optimizers that use public gradients: baselines for AdaDPS."""
 
 import math
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from comm_hooks.requirements import require_positive, require_within
 
 
 class DPRPub(Descent):
-    r"""DP-R-Pub: RMSProp on noised gradients, with a preconditioner from public ones.
+    r"""DP-R-Pub: RMSProp on noised gradients, with a preconditioner from public gradients.
 
-    AdaDPS in the other order, noise first.  With g the noised mean in ``p.grad`` and ghat the
-    gradient of a public batch:
+    AdaDPS in the other order: noise first, then the division.  With g the noised mean in ``p.grad``
+    and ghat the gradient of a public batch:
 
     1. v = beta v + (1 - beta) ghat^2;
     2. theta = (1 - lr weight_decay) theta - lr b, with b = momentum b + g / (sqrt(v) + eps).
@@ -35,7 +35,7 @@ class DPRPub(Descent):
     Args:
         params, lr, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
         public_gradients: called once per step; see :class:`~comm_hooks.optim.private.AdaDPS`.
-        beta: decay of v, in [0, 1).
+        beta: the decay rate of v, in [0, 1).
         eps: added to sqrt(v); positive.
 
     State per parameter: that of AdaDPS.
@@ -73,7 +73,7 @@ class DPRPub(Descent):
 
 
 class DPAdamPub(Descent):
-    r"""DP-Adam-Pub: Adam on a mixture of noised and public gradients, divided by public ones.
+    r"""DP-Adam-Pub: Adam on a mixture of noised and public gradients, with v of the public ones.
 
     With g the noised mean in ``p.grad`` and ghat the gradient of a public batch:
 

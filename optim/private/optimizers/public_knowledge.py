@@ -1,4 +1,4 @@
-"""Public knowledge: gradients of public data, and scales of features."""
+"""Public knowledge for AdaDPS: gradients of public data, and scales from token statistics."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from comm_hooks.requirements import require_callable, require_kind, require_with
 
 
 def token_frequency(counts: torch.Tensor, *, floor: float = 0.01) -> torch.Tensor:
-    """Return A for tokens of these frequencies: proportional to them, 1 for the most frequent.
+    """Return AdaDPS's divisors A from token frequencies: proportional, 1 for the most frequent.
 
     A_j = max(counts_j / max counts, floor).  Gradients are divided by A, so rare tokens get the
     larger steps.  For option 2 (i) of AdaDPS (Li et al., ICML 2022, Section 4).
@@ -45,7 +45,7 @@ def token_frequency(counts: torch.Tensor, *, floor: float = 0.01) -> torch.Tenso
 
 
 def tf_idf(scores: torch.Tensor, *, floor: float = 0.01) -> torch.Tensor:
-    """Return A for tokens of these TF-IDF scores: inversely proportional to them.
+    """Return AdaDPS's divisors A from tokens' TF-IDF scores: inversely proportional to them.
 
     A_j = min(1, floor max scores / scores_j): ``floor`` for the highest score, and 1 for all below
     ``floor`` times that.  The higher a token scores, the larger its steps.  For option 2 (ii) of
@@ -56,7 +56,7 @@ def tf_idf(scores: torch.Tensor, *, floor: float = 0.01) -> torch.Tensor:
     from public documents.
 
     Args:
-        scores: one for each of V tokens, shape (V,), not negative.
+        scores: the score of each of V tokens, shape (V,), not negative.
         floor: the least A, in (0, 1].
 
     Returns:
@@ -78,14 +78,14 @@ def tf_idf(scores: torch.Tensor, *, floor: float = 0.01) -> torch.Tensor:
 
 
 def mean_tf_idf(documents: torch.Tensor) -> torch.Tensor:
-    """Return each token's TF-IDF, in the mean over public documents.
+    """Return each token's TF-IDF score, the mean over public documents.
 
     The term frequency is a token's share of a document's tokens, the inverse document frequency
     ln(D / documents that have it), as in the published code of AdaDPS (but for the base of the
     logarithm, a factor).
 
     Args:
-        documents: counts, shape (D, V).
+        documents: the count of each of V tokens in each of D documents, shape (D, V).
 
     Returns:
         float32, shape (V,); zero for tokens that occur nowhere, or everywhere.
@@ -110,7 +110,7 @@ def mean_tf_idf(documents: torch.Tensor) -> torch.Tensor:
 
 
 def _relative(what: str, values: torch.Tensor) -> torch.Tensor:
-    """Return a vector over its largest element."""
+    """Return a vector divided by its largest element; raise if it is not a vector of counts."""
     if values.ndim != 1 or not len(values):
         raise ValueError(f"{what} must be a vector, got shape {tuple(values.shape)}")
     _require_counts(what, values)
@@ -126,19 +126,19 @@ def _require_counts(what: str, values: torch.Tensor) -> None:
 
 
 class PublicGradients:
-    """Computes the mean gradient of one public batch after the other, without end.
+    """A function that returns the mean gradient of the next public batch, without end.
 
     Pass it as ``public_gradients`` of :class:`~comm_hooks.optim.private.AdaDPS` or a baseline,
     which call it once per step.  ``p.grad`` and the hooks of DDP are left alone.
 
-    Ranks must see the same batches: let the loader shuffle with a generator whose seed they share.
+    Ranks must see the same batches: let the loader shuffle with a generator of a common seed.
     The data must be public, and similar to the private data; 1 % as much is enough in the paper's
     experiments (Li et al., ICML 2022, Table 10).
 
     Args:
-        model: the one that is trained; may be a ``DistributedDataParallel``.
-        loss_function: of the model, unwrapped, and a batch; returns the loss of each sample, or
-            their mean.
+        model: the model that is trained; may be a ``DistributedDataParallel``.
+        loss_function: a function of the unwrapped model and a batch that returns the loss of each
+            sample, or their mean.
         batches: public batches; iterated over again when they end.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Scale-then-privatize: clip and add noise in the space of Adam's steps."""
+"""Scale-then-privatize: Adam that scales gradients before they are clipped and noised."""
 
 import math
 import warnings
@@ -44,7 +44,7 @@ class ScaleThenPrivatize(Descent):
 
     Args:
         params, lr, betas, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
-        eps: Adam's, in step 5; positive.
+        eps: Adam's eps in step 5; positive.
         scale_eps: added to sqrt(v_hat) in step 1; positive.
 
     State per parameter: ``step``, ``exp_avg`` (m), ``exp_avg_sq`` (v).
@@ -94,13 +94,13 @@ class ScaleThenPrivatize(Descent):
             )
 
     def _unscales(self, parameters: Tensors, group: Group) -> Tensors:
-        """Return 1 / s, from the moments before the step."""
+        """Return 1 / s = sqrt(v_hat) + scale_eps, with v_hat before the step."""
         unscales = self._roots(parameters, group)
         torch._foreach_add_(unscales, group["scale_eps"])
         return unscales
 
     def _roots(self, parameters: Tensors, group: Group) -> Tensors:
-        """Return sqrt(v_hat), new tensors."""
+        """Return sqrt(v_hat) in new tensors."""
         steps = [max(1, int(self._steps(p))) for p in parameters]
         found = corrected(buffers(self, parameters, "exp_avg_sq"), group["betas"][1], steps)
         torch._foreach_sqrt_(found)
