@@ -1,4 +1,4 @@
-"""Requests over an MPI communicator, for training loops without torch.distributed."""
+"""A transport over an MPI communicator, for training loops without torch.distributed."""
 
 import ctypes
 import os
@@ -159,7 +159,7 @@ class MPITransport(Transport):
         return future
 
     def _part(self, group: Group | None) -> "MPI.Intracomm":
-        """Return the communicator of a subgroup, made collectively at the first call."""
+        """Return the communicator of a subgroup; the first call makes it, collectively."""
         if group is None:
             return self._comm
         if group not in self._parts:
@@ -170,7 +170,7 @@ class MPITransport(Transport):
         return self._parts[group]
 
     def _readable(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return the payload contiguous, in readable memory and complete, for MPI."""
+        """Return the payload as a contiguous tensor that MPI can read at once."""
         device = payload.device
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"MPITransport: MPI cannot read tensors on {device}")
