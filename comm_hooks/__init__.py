@@ -63,7 +63,7 @@ _HOMES = ("compressors", "errors", "exchange", "frameworks.ddp.hook", "memory")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: ``comm-hooks --help`` does without PyTorch."""
+    """Import a public name at its first use, so that ``comm-hooks --help`` needs no PyTorch."""
     if name in __all__:
         for home in _HOMES:
             module = importlib.import_module(f"comm_hooks.{home}")

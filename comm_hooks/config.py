@@ -1,4 +1,4 @@
-"""Names and objects: one registry for Python, JSON configurations and the command line."""
+"""Make compressors and memories from names and options, as in JSON or on the command line."""
 
 import difflib
 import inspect
@@ -46,7 +46,7 @@ MEMORIES: dict[str, type[Memory]] = {
 
 
 Spec = str | Mapping[str, Any]
-"""A named thing with options: ``"name:option=value"`` or ``{"type": name, option: value}``."""
+"""A specification: ``"name:option=value"`` or ``{"type": name, option: value}``."""
 
 
 def parse_spec(spec: object, kind: str = "specification") -> tuple[str, dict[str, Any]]:
@@ -55,11 +55,11 @@ def parse_spec(spec: object, kind: str = "specification") -> tuple[str, dict[str
     A specification is the text ``name:option=value:option=value`` or the mapping
     ``{"type": name, option: value}``.  A value of the text is ``true``, ``false``, ``none``, a
     number, a fraction such as ``1/64``, or else a word.  An option with a dot is an option of the
-    thing before the dot: ``memory=error_feedback:memory.bits=4``.
+    memory or compressor before the dot: ``memory=error_feedback:memory.bits=4``.
 
     Args:
         spec: the specification.
-        kind: what it specifies, for messages.
+        kind: the kind of the specified object, for messages.
 
     Raises:
         ValueError: for text or a mapping without a name, for an option without a value, and for
@@ -99,7 +99,7 @@ def parse_spec(spec: object, kind: str = "specification") -> tuple[str, dict[str
 
 
 def _set(options: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set the option at a path; a name that is there already becomes the ``type`` of a mapping."""
+    """Set the nested option at a path; a name on the way becomes the ``type`` of a mapping."""
     first, *rest = path
     if not rest:
         options[first] = value
@@ -131,15 +131,15 @@ def build(
     kind: Literal["memory"], spec: object, *, compressor: Compressor, **options: Any
 ) -> Memory | None: ...
 def build(kind: str, spec: Any, *, compressor: Compressor | None = None, **options: Any) -> Any:
-    """Return the compressor or memory of a specification; an object and None as they are.
+    """Return the compressor or memory of a specification; objects and None are returned as such.
 
     Args:
-        kind: ``"compressor"``; ``"downlink"``, the compressor of the way back; or ``"memory"``.
+        kind: ``"compressor"``; ``"downlink"``, the compressor of the means; or ``"memory"``.
         spec: see :func:`parse_spec`, with a key of :data:`COMPRESSORS` or :data:`MEMORIES` for a
             name.  A memory may be ``"auto"``, error feedback where the compressor is biased and
             tolerates it, or ``"none"``.
-        compressor: of a memory, for ``"auto"``.
-        options: more options.
+        compressor: the compressor that a memory works with, for ``"auto"``.
+        options: more options of the compressor or memory.
 
     Raises:
         ValueError: for an unknown name or option, with the nearest known one, and for values that
@@ -183,20 +183,20 @@ def check_options(owner: str, options: Iterable[str], known: Iterable[str]) -> N
 
 
 def option_names(name: object) -> list[str]:
-    """Return the names of the options of a compressor, given its own name."""
+    """Return the names of the options of a compressor, given the compressor's name."""
     if not isinstance(name, str) or name not in COMPRESSORS:
         raise ValueError(unknown("compressor", name, COMPRESSORS))
     return list(inspect.signature(COMPRESSORS[name]).parameters)
 
 
 def instead_of(missing: str, keys: Iterable[object]) -> str:
-    """Return the end of a message about a missing key: the most similar key that is there."""
+    """Return the end of a message about a missing key: a hint to a similar key, if there is one."""
     similar = difflib.get_close_matches(missing, map(str, keys), n=1, cutoff=0.6)
     return f". There is {similar[0]!r}: did you mean {missing!r}?" if similar else ""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:
-    """Return the message for an unknown name, with the nearest known one."""
+    """Return an error message about an unknown name, with the nearest known name."""
     known = list(known)
     written = name if isinstance(name, str) else in_one_line(name)
     nearest = difflib.get_close_matches(written, known, n=1, cutoff=0.5)

@@ -8,12 +8,12 @@ the exchange of a hook runs in a thread of its own, which the profiler must be t
 from torch.profiler import record_function
 
 COMPRESS = "comm_hooks::compress"
-"""Encoding vectors into payloads, the memory included."""
+"""The range of encoding vectors into payloads, the memory included."""
 SEND = "comm_hooks::send"
-"""A collective, from its start to its end; on a GPU: until it is queued."""
+"""The range of a collective, from its start to its end; on a GPU: until it is queued."""
 WAIT = "comm_hooks::wait"
-"""The wait of a finished backward pass for its exchanges."""
+"""The range in which a finished backward pass waits for its exchanges."""
 DECODE = "comm_hooks::decode"
-"""Decoding payloads into their mean."""
+"""The range of decoding payloads into their mean."""
 
 __all__ = ["COMPRESS", "DECODE", "SEND", "WAIT", "record_function"]

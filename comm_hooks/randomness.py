@@ -22,7 +22,7 @@ _MULTIPLIER_2 = 0x94D049BB133111EB
 _PIECE = 1 << 14
 
 Keys = Sequence[int] | npt.NDArray[np.uint64]
-"""One key per row; those of many parameters or ranks are an array, (n,)."""
+"""Random keys, one per row: integers, or an array (n,)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +30,8 @@ class Draw:
     """The source of a compressor's random numbers: equal arguments give equal numbers.
 
     Args:
-        keys: one for each row, the same on all ranks.
-        rank, world_size: of the sender, for compressors that use them.
+        keys: the random keys, one for each row, the same on all ranks.
+        rank, world_size: the sender's rank and the number of ranks, for compressors that use them.
     """
 
     keys: Keys
@@ -106,7 +106,7 @@ def as_array(keys: Keys) -> npt.NDArray[np.uint64]:
 
 
 def fork(keys: Keys, stream: int) -> npt.NDArray[np.uint64]:
-    """Return keys of an independent stream: one for rotations, one for signs, one for a rank."""
+    """Return keys of an independent random stream, for instance one for signs, or for a rank."""
     return fork_all(keys, range(stream, stream + 1))[0]
 
 
@@ -147,7 +147,7 @@ def random_below(
 def stratified_indices(
     keys: Keys, numel: int, count: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Draw one index from each of ``count`` equal strata of ``range(numel)``.
+    """Draw one index from each of ``count`` strata of ``range(numel)``, equal up to one element.
 
     A subset without replacement at O(count) cost, where a random permutation costs O(numel).  An
     index of stratum j is drawn with probability exactly ``1 / sizes[j]``.

@@ -1,4 +1,4 @@
-"""Checks of arguments, with errors of one line: the problem, its place, and the remedy."""
+"""Checks of arguments.  Error messages have one line: the argument, the rule and the value."""
 
 import sys
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ def in_one_line(value: object) -> str:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """Return the first name, and the number of the others, for a message."""
+    """Return text with the first name and the number of the other names, for a message."""
     return f"{names[0]!r}" + (f" and {len(names) - 1} more" if names[1:] else "")
 
 
 def _refuse(owner: object, name: str, requirement: str, value: object, why: str = "") -> NoReturn:
-    """Raise the error of an owner, given by name or object, about one of its arguments."""
+    """Raise ``ValueError`` about an argument of ``owner``, a name or an object of the class."""
     who = owner if isinstance(owner, str) else type(owner).__name__
     raise ValueError(f"{who}: {name} {requirement}, got {in_one_line(value)}{why}")
 
@@ -42,7 +42,7 @@ def require_within(owner: object, name: str, value: float, interval: str) -> Non
 
 
 def require_kind(owner: object, name: str, value: object, *kinds: type) -> None:
-    """Raise ``ValueError`` unless ``value`` is of one of the classes."""
+    """Raise ``ValueError`` unless ``value`` is an instance of one of the classes."""
     if not isinstance(value, kinds):
         names = [kind.__name__ for kind in kinds]
         listed = " or ".join(f"an {n}" if n[0] in "AEIOU" else f"a {n}" for n in names)
@@ -64,7 +64,7 @@ def require_fraction(owner: object, name: str, value: float) -> None:
 def require_choice(owner: object, name: str, value: object, choices: Sequence[object]) -> None:
     """Raise ``ValueError`` unless ``value`` equals one of ``choices`` and has its type.
 
-    True and 1.0 equal 1, but are refused for an integer.
+    True and 1.0 equal 1, but are refused if the choice is an integer.
     """
     fits = any(isinstance(value, type(choice)) and value == choice for choice in choices)
     if isinstance(value, bool) or not fits:
@@ -80,7 +80,7 @@ def require_positive(owner: object, name: str, value: int) -> None:
 
 
 def require_integer(owner: object, name: str, value: int, what: str = "an integer") -> None:
-    """Raise ``ValueError`` unless ``value`` is an integer; ``what`` describes it."""
+    """Raise ``ValueError`` unless ``value`` is an integer; ``what``: the words in the message."""
     if isinstance(value, bool) or not isinstance(value, int):
         _refuse(owner, name, f"must be {what}", value)
 

@@ -48,8 +48,8 @@ def require_part_for_all(owner: object, parameters: Iterable[torch.Tensor]) -> N
     """Raise ``ValueError`` on all ranks if one of them holds no element of a sharded model.
 
     Args:
-        owner: names its class in the message.
-        parameters: of the model, or this rank's parts of them.
+        owner: the optimizer; its class is named in the message.
+        parameters: the parameters of the model, or this rank's parts of them.
     """
     wholes = [whole(parameter) for parameter in parameters]
     if any(map(is_sharded, wholes)) and not any(map(is_held_by_all, wholes)):
@@ -75,7 +75,7 @@ class _Part(nn.Parameter):
 
     Attributes:
         whole: the DTensor.
-        is_local: whether :attr:`grad` is that of this part; else it is that of the DTensor.
+        is_local: whether :attr:`grad` is the gradient of this part; else it is the DTensor's.
     """
 
     whole: Any
@@ -122,10 +122,10 @@ def is_held_by_all(parameter: Any) -> bool:
 
 
 def shard_groups(parameters: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
-    """Return the groups of this rank with the ranks that hold other parts of the model.
+    """Return the process groups of this rank over which the model is sharded.
 
     Args:
-        parameters: or this rank's parts of them, on one mesh.
+        parameters: the parameters of the model, or this rank's parts of them, on one mesh.
     """
     for parameter in map(whole, parameters):
         if is_sharded(parameter):
@@ -139,12 +139,12 @@ def shard_groups(parameters: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the DTensor of a local part; other tensors as they are."""
+    """Return the DTensor of a local part; other tensors are returned as they are."""
     return parameter.whole if isinstance(parameter, _Part) else parameter
 
 
 def like_whole(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return values of a local part as a DTensor, if its parameter is one."""
+    """Return a local value as a DTensor like that of ``part``; as it is if there is none."""
     parameter: Any = whole(part)
     if parameter is part:
         return value
@@ -160,10 +160,11 @@ def like_whole(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def local_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Give local parts the present memory and the local gradient of their DTensors, in a context.
+    """Within this context, local parts have the local gradient of their DTensors.
 
-    Outside of it their gradient is that of the DTensor, so that ``GradScaler`` and
-    ``clip_grad_norm_`` compute the same on all model-parallel ranks.
+    Outside of it their gradient is the whole DTensor's, so that ``GradScaler`` and
+    ``clip_grad_norm_`` compute the same on all model-parallel ranks.  The memory of the parts is
+    renewed at the beginning, as FSDP may have moved it.
 
     Args:
         parameters: parts and ordinary parameters.
@@ -186,7 +187,7 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def nominal_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of a parameter; for a DTensor the size of an even part, as one dimension.
+    """Return the shape of a parameter; for a DTensor ``(n,)``, the size of an even part.
 
     It is equal on all ranks, though their parts may differ by a row.
     """

@@ -1,4 +1,4 @@
-"""The shared model of rounds: evaluation mode and ``state_dict()`` show it, on all ranks alike.
+"""Let evaluation mode and ``state_dict()`` show the model that all ranks of rounds share.
 
 Between exchanges each rank trains a model of its own.
 """
@@ -17,7 +17,7 @@ from comm_hooks.warnings import warn_program
 
 
 def attach_shared_model(module: nn.Module, rounds: Any) -> None:
-    """Show the shared model in evaluation mode and in ``state_dict()``.
+    """Let evaluation mode and ``state_dict()`` of a module show the model that ranks share.
 
     1. ``module.eval()`` puts the shared values in place of this rank's, ``module.train()`` puts
        this rank's values back, except for parameters that were written to in between; the rounds
@@ -37,7 +37,7 @@ def attach_shared_model(module: nn.Module, rounds: Any) -> None:
     Args:
         module: the module with the parameters of the rounds, without a wrapper, so that ``train()``
             of any of its wrappers reaches it.
-        rounds: :class:`~comm_hooks.optim.LocalRounds` over its parameters, or some of them.
+        rounds: :class:`~comm_hooks.optim.LocalRounds` over parameters of the module.
 
     Example::
 
@@ -72,7 +72,7 @@ def attach_shared_model(module: nn.Module, rounds: Any) -> None:
 
 
 def show_model(module: nn.Module, *, shared: bool) -> None:
-    """Show the shared model, or this rank's own one, without changing modes.
+    """Put the shared values, or this rank's own values, into a module without changing its mode.
 
     As ``module.eval()`` and ``module.train()`` do.  For frameworks that restore the mode of each
     module without calling ``train()``, or that begin a stage by sending rank 0's parameters to all.
@@ -95,7 +95,7 @@ def show_model(module: nn.Module, *, shared: bool) -> None:
 
 
 class _View:
-    """The shared model of rounds, shown or hidden."""
+    """Switches the parameters of a module between this rank's values and the shared values."""
 
     def __init__(self, rounds: Any) -> None:
         self._hooks: list[Any] = []
@@ -140,7 +140,7 @@ class _View:
             self._warn()
 
     def switch(self, is_training: bool) -> bool:
-        """Show this rank's model or the shared one; return whether the parameters changed."""
+        """Show this rank's values or the shared ones; return whether the parameters changed."""
         if is_training and self._shown is not None:
             self._close(self._rounds.round_state.overwritten)
             return True
@@ -154,7 +154,7 @@ class _View:
         return True
 
     def end(self) -> None:
-        """Detach the modules, which keep their present values."""
+        """Detach the rounds from the modules, which keep their present values."""
         for hook in self._hooks:
             hook.remove()
         for part in [part for part, view in _VIEWS.items() if view is self]:
@@ -164,7 +164,7 @@ class _View:
             self._close(self._rounds.parameters)
 
     def _close(self, kept: Sequence[torch.Tensor]) -> None:
-        """Hide the shared model, but keep the present values of some parameters."""
+        """Put this rank's values back, but keep the present values of the parameters ``kept``."""
         values = [(p.detach(), p.detach().clone()) for p in kept]
         shown, self._shown = self._shown, None
         assert shown is not None
@@ -174,7 +174,7 @@ class _View:
                 parameter.copy_(value)
 
     def values(self) -> dict[int, torch.Tensor]:
-        """Return copies of the shared values by the ids of the parameters.
+        """Return copies of the shared values by ``id()`` of the parameter.
 
         Empty if something else has written to the parameters.
         """
@@ -200,7 +200,7 @@ _VIEWS: WeakKeyDictionary[nn.Module, _View] = WeakKeyDictionary()
 
 
 class _Train:
-    """``train()`` of a module, which also its ``eval()`` and the ``train()`` of wrappers call."""
+    """Replaces ``train()`` of a module, which ``eval()`` and the wrappers' ``train()`` call."""
 
     def __init__(self, module: nn.Module, view: _View) -> None:
         self._module = module
@@ -211,7 +211,7 @@ class _Train:
         return type(self._module).train(self._module, mode)
 
     def show(self, own: bool) -> None:
-        """Show this rank's model or the shared one."""
+        """Show this rank's own values, or else the shared values."""
         if self._view.switch(own):
             for module in self._module.modules():
                 if reshard := getattr(module, "reshard", None):

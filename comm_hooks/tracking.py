@@ -1,4 +1,4 @@
-"""Records of ``stats()``, written to a tracker or a file, or as one line."""
+"""Write ``stats()`` of an exchange to an experiment tracker, a file or a progress line."""
 
 import json
 import time
@@ -29,8 +29,9 @@ class StatsLogger:
         writer: a TensorBoard ``SummaryWriter``; a W&B run; a Lightning logger, or the module
             ``mlflow``; a function of ``(values, step)``; the path of a file to which a line of JSON
             per record is added; or None, for :meth:`line` alone.  Give one to rank 0 only.
-        every: steps between records.
-        prefix: of the names in TensorBoard, W&B, MLflow and Lightning; a file has the bare names.
+        every: the number of steps between records.
+        prefix: the prefix of the names in TensorBoard, W&B, MLflow and Lightning; a file has the
+            bare names.
 
     Raises:
         ValueError: for a writer that is none of these, and for ``every`` below 1.
@@ -70,19 +71,19 @@ class StatsLogger:
 
         Args:
             step: the training loop's own count.
-            metrics: more values of the record, ``loss`` for instance.
+            metrics: more values for the record, such as ``loss``.
         """
         if step % self.every == 0:
             self.write(step, **metrics)
 
     def write(self, step: int, **metrics: float) -> None:
-        """Write a record; see :meth:`log`."""
+        """Write a record at any step; see :meth:`log`."""
         values = self.collect()
         self._line = progress_line(values, step)
         self._write({**metrics, **{self.prefix + k: v for k, v in values.items()}}, step)
 
     def collect(self) -> dict[str, float]:
-        """Return the values of a record."""
+        """Return the values of a new record by name; see the class."""
         stats = self.state.stats()
         steps = stats["steps"] - self._last["steps"]
         sent = stats["bytes_sent"] - self._last["bytes_sent"]
@@ -96,7 +97,7 @@ class StatsLogger:
 
 
 def progress_line(values: Mapping[str, float], step: int) -> str:
-    """Return a record as one line."""
+    """Return the values of a record as one line of text."""
     return (
         f"step {step:,}: {_bytes(values['sent_per_step'])} sent per step, "
         f"1/{values['compression_ratio']:.3g} of uncompressed, "
@@ -113,7 +114,7 @@ def _bytes(number: float) -> str:
 
 
 def _writing(writer: Any) -> Write:
-    """Return the function that writes values to a writer."""
+    """Return a function of (values, step) that writes to a writer of any supported kind."""
     if writer is None:
         return lambda values, step: None
     if isinstance(writer, (str, PathLike)):

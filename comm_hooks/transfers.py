@@ -4,9 +4,9 @@ from torch import Tensor, device
 
 
 def to_device(values: Tensor, target: device) -> Tensor:
-    """Return a copy on a device, queued in its order of work.
+    """Return a copy of CPU values on a device, queued behind the device's earlier work.
 
-    From CPU memory that is not pinned, a driver may wait for all of that work first.
+    Values are pinned first: copying from other memory, a driver may wait for the earlier work.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Warnings at the program's own line, and the warning about compressors in front of Adam."""
+"""Warn at a line of the user's program, and warn of compressors that mislead Adam."""
 
 import sys
 import sysconfig
@@ -27,7 +27,7 @@ _ADAPTIVE = ("adam", "amsgrad", "lamb", "rmsprop", "adagrad", "adafactor")
 
 
 def warn_program(message: str) -> None:
-    """Warn at the innermost line that belongs to no library.
+    """Warn at the innermost line of the call stack that belongs to no library.
 
     The depth of the stack varies: a learning rate scheduler, Accelerate and a trainer may stand
     between the program and the step, and some of them filter warnings at each other's lines.
@@ -58,7 +58,7 @@ def misleads(compressor: Compressor, optimizer: Optimizer) -> str | None:
 
 
 def warn_if_misled(compressor: Compressor, optimizer: Optimizer) -> None:
-    """Warn if a compressor misleads an optimizer."""
+    """Warn if compressed gradients mislead an optimizer; see :func:`misleads`."""
     if reason := misleads(compressor, optimizer):
         warn_program(
             f"{type(compressor).__name__} in front of {type(optimizer).__name__} can end worse "
@@ -68,12 +68,12 @@ def warn_if_misled(compressor: Compressor, optimizer: Optimizer) -> None:
 
 
 _compressors: Any = WeakIdKeyDictionary()
-"""Compressors by the parameters before their first optimizer step."""
+"""The compressor of each parameter that no optimizer has stepped yet."""
 _handles: list[object] = []
 
 
 def warn_at_first_step(compressor: Compressor, parameters: Iterable[torch.Tensor]) -> None:
-    """Warn once, at the first step of an optimizer of these parameters, if it is misled."""
+    """Warn once, at an optimizer's first step of the parameters, if it is misled."""
     if _is_sparse(compressor) or isinstance(compressor, Sign):
         _compressors.update(dict.fromkeys(parameters, compressor))
         if not _handles:
@@ -91,5 +91,5 @@ def _check(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _is_sparse(compressor: Compressor) -> bool:
-    """Return whether most elements wait for later steps."""
+    """Return whether a compressor leaves most elements to later steps."""
     return isinstance(compressor, _SPARSE) and getattr(compressor, "density", 0.0) < _DENSE

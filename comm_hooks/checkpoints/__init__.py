@@ -1,1 +1,1 @@
-"""Checkpoints of the state of each rank: one protocol, files and DCP storage."""
+"""Save and load a state of its own on every rank: a protocol, rank files and DCP checkpoints."""

@@ -18,8 +18,8 @@ from comm_hooks.checkpoints.restoring import Storage, entry_of, restore
 class RankStates:
     """Adds the state of every rank to a distributed checkpoint.
 
-    A checkpoint keeps one copy of each name, so residuals under one name would all be those of one
-    rank.  Here the state of each rank is one tensor of bytes under a name of its own.
+    A checkpoint keeps one tensor under each name, so residuals under one name would be those of a
+    single rank.  Here the state of each rank is a tensor of bytes under a name of its own.
 
     Args:
         state: a :class:`~comm_hooks.CompressionState`, an :class:`~comm_hooks.Exchange`, or rounds
@@ -67,7 +67,7 @@ class RankStates:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise ``ValueError``: see :meth:`load`."""
+        """Raise ``ValueError``, since ``dcp.load`` calls it: use :meth:`load` instead."""
         raise ValueError(
             "dcp.load() cannot load the states of single ranks: call RankStates(state).load() "
             "with the name and the checkpoint"
@@ -76,12 +76,12 @@ class RankStates:
     def load(self, name: str, checkpoint: str | os.PathLike[str] | StorageReader) -> None:
         """Restore the states of all ranks; every rank must call it.
 
-        Among the same ranks as then, each restores its own state; otherwise each rank reads those
-        of all former ranks and merges them.
+        On the same ranks as at the save, each rank restores its own state; otherwise each rank
+        reads the states of all former ranks and merges them.
 
         Args:
-            name: under which this object was given to ``dcp.save``.
-            checkpoint: a folder or a reader.
+            name: the key under which this object was given to ``dcp.save``.
+            checkpoint: the folder of the checkpoint, or a reader of it.
 
         Raises:
             ValueError: on all ranks alike, if states are missing, damaged, or do not fit.

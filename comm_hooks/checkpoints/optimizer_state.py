@@ -1,4 +1,4 @@
-"""The state that every rank saves of an optimizer with an exchange."""
+"""The state of an optimizer with an exchange that every rank saves for itself."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,12 +17,12 @@ class OptimizerState:
 
     All of the optimizer's state differs where ranks hold parts of the parameters (FSDP2).  Save the
     model and the optimizer's ``state_dict()``, equal on all ranks, once, and load them *before*
-    this: a checksum compares them with those of the save.
+    this state: a checksum compares them with the model and the optimizer at the save.
 
     Args:
         optimizer: a :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
-        set_parameters: copies values of the optimizer's parameters to the model; by default they
-            are the model's parameters.
+        set_parameters: copies values of the optimizer's parameters to the model; by default the
+            optimizer's parameters are the model's.
 
     Example::
 
@@ -51,22 +51,22 @@ class OptimizerState:
         return self.optimizer.exchange
 
     def stats(self) -> dict[str, float]:
-        """Return what this rank moved; see :meth:`~comm_hooks.Exchange.stats`."""
+        """Return the traffic of this rank; see :meth:`~comm_hooks.Exchange.stats`."""
         stats: dict[str, float] = self.exchange.stats()
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank as plain values and tensors."""
+        """Return the exchange's state and this rank's part of the optimizer's state."""
         return {**self.exchange.state_dict(), "optimizer": self._part()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that this rank saved, or raise ``ValueError``; no collective."""
+        """Restore the state that this rank saved, or raise ``ValueError``.  Not collective."""
         self._check([state["optimizer"]])
         self.exchange.load_state_dict(state)
         self._load([state["optimizer"]])
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore from the states of any number of former ranks; no collective.
+        """Restore the states of all former ranks, on any number of ranks.  Not collective.
 
         On another number of ranks the tensors that differ between ranks start from their mean.
         """
@@ -78,7 +78,7 @@ class OptimizerState:
         self._load(parts)
 
     def _part(self) -> dict[str, Any]:
-        """Return the state that differs between ranks, and a checksum of the rest."""
+        """Return the optimizer's state that differs between ranks, and a checksum of its rest."""
         optimizer = self.optimizer
         state: dict[str, Any] = {"type": type(optimizer).__name__, "checksum": self._checksum()}
         if not optimizer.is_synchronized:
@@ -92,7 +92,7 @@ class OptimizerState:
         return state
 
     def _load(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Restore this rank's :meth:`_part`, or those of another number of ranks, in rank order."""
+        """Restore a :meth:`_part`: this rank's, or the mean of those of all former ranks."""
         first = parts[0]
         if "optimizer" in first:
             self.optimizer.load_state_dict(first["optimizer"])
@@ -107,14 +107,14 @@ class OptimizerState:
         """Raise ``ValueError`` unless the parts were saved with this model and this optimizer."""
         here = type(self.optimizer).__name__
         if others := sorted({str(part.get("type")) for part in parts} - {here}):
-            raise ValueError(f"it was saved by {', '.join(others)}, not by {here}")
+            raise ValueError(f"the state was saved by {', '.join(others)}, not by {here}")
         if "parameters" in parts[0] and len(parts) == 1:
             return  # it has the parameters and the optimizer
         if any("parameters" in part for part in parts):
             raise ValueError(
-                f"it was saved between synchronizations, when its {len(parts)} ranks had different "
-                "parameters: load it on as many ranks, call synchronize() on the optimizer, and "
-                "save"
+                f"the state was saved between synchronizations, when its {len(parts)} ranks had "
+                "different parameters: load it on as many ranks, call synchronize() on the "
+                "optimizer, and save"
             )
         checksum = self._checksum()
         first = self.exchange.transport.rank if len(parts) == 1 else 0
@@ -129,11 +129,11 @@ class OptimizerState:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _has_shards(self) -> bool:
-        """Return whether parameters are parts of DTensors."""
+        """Return whether any of the optimizer's parameters is the local part of a DTensor."""
         return any(whole(p) is not p for p in self._parameters())
 
     def _checksum(self) -> int:
-        """Return a fingerprint of the tensors that ranks share; they are loaded before this."""
+        """Return a fingerprint of the parameters and the optimizer's state that ranks share."""
         parameters = self._parameters()
         tensors = [p.detach() for p in parameters]
         for parameter in [] if self._has_shards() else parameters:

@@ -1,4 +1,4 @@
-"""The protocol of every object that saves a state of its own on every rank."""
+"""The protocol of objects with a state that every rank saves for itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RankState(Protocol):
 
     :class:`~comm_hooks.Exchange`, :class:`~comm_hooks.CompressionState`,
     :class:`~comm_hooks.optim.LocalRounds` and
-    :class:`~comm_hooks.checkpoints.optimizer_state.OptimizerState` offer it.  None of the three
+    :class:`~comm_hooks.checkpoints.optimizer_state.OptimizerState` implement it.  None of the three
     methods uses a collective.
     """
 
@@ -25,19 +25,19 @@ class RankState(Protocol):
         """Restore the state that this rank saved, or raise ``ValueError``."""
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], /) -> None:
-        """Restore from the states of all former ranks, in rank order, or raise ``ValueError``."""
+        """Restore the states of all former ranks, given in rank order, or raise ``ValueError``."""
 
 
 class SavedExchange(RankState, Protocol):
-    """The exchange of a :class:`RankState`: it knows the ranks."""
+    """The exchange of a :class:`RankState`: it knows the ranks that exchange."""
 
     @property
     def transport(self) -> Transport:
-        """Connects the ranks."""
+        """The transport between the ranks that exchange."""
 
     @property
     def owner(self) -> Any:
-        """The optimizer or hook that exchanges, or None."""
+        """The optimizer or hook that uses the exchange, or None."""
 
     def continues(self, states: Sequence[Mapping[str, Any]], /) -> bool:
         """Return whether each rank can load the state that it saved itself."""
@@ -49,23 +49,23 @@ def exchange_of(state: Any) -> Any:
 
 
 def has_clients(state: Any) -> bool:
-    """Return whether ranks play several clients in turn, and may take different steps."""
+    """Return whether ranks play several clients in turn, so that their step counts may differ."""
     return getattr(state, "participation", None) is not None
 
 
 def local_steps(state: Any) -> int | None:
-    """Return the number of local steps of rounds; None if ranks may have taken different ones."""
+    """Return the number of local steps of rounds; None if it may differ between ranks."""
     return None if has_clients(state) else getattr(state, "steps", None)
 
 
 def gather_findings(state: RankState, finding: Any) -> list[Any]:
-    """Return the findings of all ranks of the run, in the same order on all of them.
+    """Return the values that all ranks of the run pass as ``finding``, in the same order on all.
 
     Ranks that hold other parts of a sharded model (``model_parallel_groups`` of the state or of the
     owner of its exchange) are included: a checkpoint is restored as a whole or not at all.
 
     Args:
-        finding: of this rank, as plain values.
+        finding: the plain values of this rank.
     """
     exchange: SavedExchange = exchange_of(state)
     owner = state if hasattr(state, "model_parallel_groups") else exchange.owner

@@ -31,10 +31,10 @@ def save_rank_file(
     Args:
         state: a :class:`~comm_hooks.CompressionState`, the exchange of an optimizer, or
             :class:`~comm_hooks.optim.LocalRounds`.
-        folder: is created if needed.  Nodes must share it only if the run is to continue on another
-            number of ranks.
-        write: replaces :func:`torch.save` and gets the path as a string: for filesystems that are
-            not local.
+        folder: the folder of the files, created if needed.  Nodes must share it only if the run is
+            to continue on another number of ranks.
+        write: replaces :func:`torch.save`, for filesystems that are not local; it receives the
+            entry to save and the path as a string.
 
     Raises:
         ValueError: on all ranks, if any of them cannot write its file.
@@ -67,14 +67,15 @@ def load_rank_files(
 ) -> bool:
     """Restore the states that :func:`save_rank_file` wrote.  Every rank must call it.
 
-    Among the same ranks as then, each restores its own state; otherwise each rank reads the files
-    of all former ranks and merges them.
+    On the same ranks as at the save, each rank restores its own state; otherwise each rank reads
+    the files of all former ranks and merges them.
 
     Args:
         state: an object of the saved kind, with any number of ranks.
-        folder: of the files.
-        step: the number of exchanges at the save, if it is known.
-        read: replaces :func:`torch.load`; raises ``FileNotFoundError``.
+        folder: the folder of the files.
+        step: if given, a state that was saved after another number of exchanges is refused.
+        read: replaces :func:`torch.load`; returns the entry at a path, or raises
+            ``FileNotFoundError``.
 
     Returns:
         Whether there were files.  If not, a warning says so and nothing is changed.

@@ -22,11 +22,11 @@ _MISSING = "is missing"
 
 @dataclass(frozen=True)
 class Storage:
-    """The place of the entries of all ranks.
+    """A place with one entry, a saved state, for each rank.
 
     Args:
-        name: of all of it, for messages.
-        name_of: returns the name of a rank's entry.
+        name: the name of the storage, for messages.
+        name_of: returns the name of a rank's entry, for messages.
         read: returns the entry of a rank; raises ``FileNotFoundError`` if there is none.
     """
 
@@ -35,7 +35,7 @@ class Storage:
     read: Callable[[int], Mapping[str, Any]]
 
     def entry(self, rank: int) -> dict[str, Any] | str:
-        """Return the entry of a rank, or the problem with it in words."""
+        """Return the entry of a rank, or, if it cannot be used, the reason as text."""
         try:
             entry = self.read(rank)
             kinds = {_STATE: Mapping, _RANKS: list}
@@ -52,7 +52,7 @@ class Storage:
 
 
 def entry_of(state: RankState) -> dict[str, Any]:
-    """Return the entry that this rank stores: its state, the ranks, and a seal."""
+    """Return the entry that this rank stores: its state, the ranks that exchange, a checksum."""
     ranks = list(exchange_of(state).transport.ranks)
     return sealed({_STATE: state.state_dict(), _RANKS: ranks, _LOCAL_STEPS: local_steps(state)})
 
@@ -60,14 +60,14 @@ def entry_of(state: RankState) -> dict[str, Any]:
 def restore(state: RankState, storage: Storage, *, step: int | None = None) -> bool:
     """Restore the states that all ranks stored.  Every rank must call it.
 
-    1. Every rank reads its own entry, and all ranks compare them, those that hold other parts of a
-       sharded model as well.
-    2. Among the same ranks as then, each restores its own state.
-    3. Among other ranks, or if the state of one of them does not fit the settings, each rank reads
-       the entries of all former ranks (``load_state_dicts``).
+    1. Every rank reads its own entry, and all ranks compare them, the ranks that hold other parts
+       of a sharded model as well.
+    2. On the same ranks as at the save, each rank restores its own state.
+    3. On other ranks, or if the state of a rank does not fit the settings, each rank reads the
+       entries of all former ranks (``load_state_dicts``).
 
     Args:
-        step: the number of exchanges at the save, if it is known.
+        step: if given, a state that was saved after another number of exchanges is refused.
 
     Returns:
         Whether there were entries.  If not, nothing is changed.
@@ -96,9 +96,9 @@ def restore(state: RankState, storage: Storage, *, step: int | None = None) -> b
             raise ValueError(other)
     if len({saved_step for _, saved_step in outcomes}) > 1:
         raise ValueError(
-            f"{storage.name} has files of all ranks of some parts of the sharded model, and "
-            "of others none, or those of another step: all are needed, or none (remove the folder "
-            "to start residuals from zero)"
+            f"{storage.name} has the files of some parts of the sharded model, but no files of "
+            "others, or files of another step: all are needed, or none (remove the folder to start "
+            "residuals from zero)"
         )
     if saved is None:
         return False
@@ -123,25 +123,25 @@ def restore(state: RankState, storage: Storage, *, step: int | None = None) -> b
 
 
 def raise_together(state: RankState, problem: str | None) -> None:
-    """Raise ``ValueError`` on all ranks if one of them has a problem."""
+    """Raise ``ValueError`` on all ranks if any rank passes a problem (text) instead of None."""
     for other in gather_findings(state, problem):
         if other is not None:
             raise ValueError(other)
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of the message of an error."""
+    """Return the first line of an error's message; its ``repr`` if the message is empty."""
     return (str(error) or repr(error)).splitlines()[0]
 
 
 def _saved(
     found: list[Any], ranks: list[int], storage: Storage, step: int | None
 ) -> tuple[list[int], int] | None:
-    """Return the ranks and the step of a checkpoint; None if there is none.
+    """Return the ranks and the step of a saved checkpoint; None if no rank has an entry.
 
     Args:
-        found: the finding of each rank about its own entry.
-        ranks: that exchange now.
+        found: each rank's :func:`_finding` about its own entry.
+        ranks: the ranks that exchange now.
 
     Raises:
         ValueError: if the entries are of different checkpoints, or of another step.
@@ -155,7 +155,7 @@ def _saved(
     if step is not None and saved_step != step:
         raise ValueError(
             f"{storage.name} was saved after {saved_step} exchanges, but the checkpoint after "
-            f"{step}: it belongs to another one"
+            f"{step}: it belongs to another checkpoint"
         )
     if saved_ranks == ranks:
         _require_all(found, found[0], storage)
@@ -164,11 +164,11 @@ def _saved(
 
 
 def _require_one_partition(group: Sequence[int], others: Iterable[Sequence[int]]) -> None:
-    """Raise ``ValueError`` if ranks of several former groups are mixed now.
+    """Raise ``ValueError`` if ranks that exchanged in different groups exchange together now.
 
     Args:
-        group: the former group of the first rank.
-        others: the former groups of the other ranks.
+        group: the ranks of the first rank's former group.
+        others: the ranks of the other ranks' former groups.
     """
     for other in others:
         if set(other).isdisjoint(group):
@@ -180,17 +180,17 @@ def _require_one_partition(group: Sequence[int], others: Iterable[Sequence[int]]
 
 
 def _finding(entry: dict[str, Any] | str) -> Any:
-    """Return the plain values that ranks compare of an entry, or the problem with it."""
+    """Return the values of an entry that ranks compare (ranks and steps), or the problem."""
     if isinstance(entry, str):
         return entry
     return [entry[_RANKS], entry[_STATE]["step"], entry.get(_LOCAL_STEPS)]
 
 
 def _require_all(findings: list[Any], expected: list[Any], storage: Storage) -> None:
-    """Raise ``ValueError`` unless the entries of all ranks of one checkpoint are there.
+    """Raise ``ValueError`` unless the entries of all ranks are there, of one checkpoint.
 
     Args:
-        findings: one for each rank.
+        findings: the :func:`_finding` about the entry of each former rank.
         expected: the finding about the first rank's entry.
     """
     ranks = expected[0]

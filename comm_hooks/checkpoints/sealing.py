@@ -1,4 +1,4 @@
-"""Seal a saved state with a digest, so that a damaged or mixed state is not loaded."""
+"""Add a digest (a seal) to saved states, so that a damaged or mixed state is not loaded."""
 
 import hashlib
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ SEAL = "seal"
 
 
 def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with a digest of its content.
+    """Return a state with a digest of its content under the key ``SEAL``.
 
     Args:
         state: plain values, tensors, and mappings and sequences of these.
@@ -31,7 +31,7 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_seal(state: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` unless the content of a state fits its seal, on any device."""
+    """Raise ``ValueError`` unless the content of a state fits its digest, on any device."""
     if not isinstance(state.get(SEAL), str):
         raise ValueError("the state has no seal: it was not saved by state_dict(), or not whole")
     try:
@@ -49,7 +49,7 @@ def _digest(value: Any) -> str:
 
 
 def _add(digest: "hashlib.blake2b", value: Any) -> None:
-    """Add a value, with its kind and size, so that different values differ."""
+    """Feed a value to a digest, with its kind and size, so that different values differ."""
     if isinstance(value, torch.Tensor):
         digest.update(f"tensor {value.dtype} {tuple(value.shape)} ".encode())
         octets = value.detach().cpu().contiguous().flatten().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The contract of transports, which carry out requests."""
+"""The interface of transports, which carry out the collectives that a round requests."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from comm_hooks.profiling import SEND, record_function
 
 
 class Transport(ABC):
-    """One rank's access to a group of ranks."""
+    """One rank's access to a group of ranks: runs the collectives that rounds request."""
 
     @property
     @abstractmethod
@@ -23,12 +23,12 @@ class Transport(ABC):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The global numbers of all ranks, in order."""
+        """The global ranks of all members of the group, in the order of their group ranks."""
         return range(self.world_size)
 
     @property
     def own_name(self) -> int:
-        """The global number of this rank."""
+        """The global rank of this process."""
         return self.ranks[self.rank]
 
     @property
@@ -38,26 +38,26 @@ class Transport(ABC):
 
     @abstractmethod
     def perform(self, request: Request) -> Any:
-        """Run a collective to its end and return the reply."""
+        """Run a collective, blocking, and return its reply: the result on this rank."""
 
     @abstractmethod
     def start(self, request: Request) -> torch.futures.Future[Any]:
-        """Begin a collective; the future holds the reply."""
+        """Start a collective and return a future of its reply."""
 
     def compute_once(
         self, what: str, reply: torch.Tensor, compute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Return ``compute()``, a function of a reply that is equal on all ranks.
+        """Return ``compute()``, which depends only on a reply that is equal on all ranks.
 
-        A transport that simulates several ranks may compute it for one of them.
+        A transport that simulates several ranks may call ``compute`` once for all of them.
 
         Args:
-            what: a name for the result, if several are computed from one reply.
+            what: the name of the result, because several may be computed from one reply.
         """
         return compute()
 
     def run(self, round_: Round[Result]) -> Result:
-        """Run a round to its end, blocking, and return its result."""
+        """Run a round, a generator of requests, to its end, blocking, and return its result."""
         try:
             request = next(round_)
             while True:
@@ -66,10 +66,10 @@ class Transport(ABC):
             return stop.value
 
     def advance(self, round_: Round[Result], request: Request) -> Request:
-        """Carry out a round's request and return the next one; an error arises inside the round.
+        """Carry out a round's request and return the next request; raise errors inside the round.
 
         Raises:
-            StopIteration: with the result, at the end of the round.
+            StopIteration: at the end of the round; its value is the round's result.
         """
         try:
             with record_function(SEND):
@@ -87,8 +87,8 @@ class Transport(ABC):
         in the thread of the future's callback.
 
         Args:
-            round_: on an accelerator it must return a tensor.
-            device: where the tensors of the round are; None: the CPU.
+            round_: the round; on an accelerator it must return a tensor.
+            device: the device of the round's tensors; None: the CPU.
         """
         try:
             request = next(round_)
@@ -101,19 +101,19 @@ class Transport(ABC):
         return future.then(lambda done: finish(round_, done.value))
 
     def begin_round(self) -> int:
-        """Return the number of a new round, for :meth:`report`."""
+        """Begin a round and return its number, an argument of :meth:`report`."""
         return 0
 
     def report(self, error: BaseException, round_number: int) -> None:
-        """Tell the other ranks, which may be waiting, the error of a round on this one.
+        """Tell the other ranks, which may be waiting, the error that ended a round on this rank.
 
-        By default a transport has no way to do it.
+        Does nothing by default.
         """
         return
 
 
 def finish(round_: Round[Result], reply: Callable[[], Any]) -> Result:
-    """Send the final reply or throw its error into the round; return the round's result."""
+    """Send ``reply()`` into a round, or raise its error there; return the round's result."""
     try:
         try:
             value = reply()
@@ -123,11 +123,11 @@ def finish(round_: Round[Result], reply: Callable[[], Any]) -> Result:
             round_.send(value)
     except StopIteration as stop:
         return stop.value
-    raise AssertionError("a round asked for more after its final request")
+    raise AssertionError("a round made another request after its final one")
 
 
 def completed(value: Any) -> torch.futures.Future[Any]:
-    """Return a completed future of ``value``."""
+    """Return a future that is already completed, with ``value`` as its result."""
     is_accelerated = isinstance(value, torch.Tensor) and value.device.type != "cpu"
     future: torch.futures.Future[Any] = torch.futures.Future(
         devices=[value.device] if is_accelerated else None
@@ -139,7 +139,7 @@ def completed(value: Any) -> torch.futures.Future[Any]:
 def after_all(
     futures: Sequence[torch.futures.Future[Result]], device: torch.device
 ) -> torch.futures.Future[Result]:
-    """Return a future of the last round's result that waits for all rounds."""
+    """Return a future that completes after all rounds, with the result of the last round."""
     if len(futures) == 1 or device.type != "cpu":
         # On an accelerator they are on one stream, one after the other.
         return futures[-1]

@@ -27,7 +27,7 @@ _SOURCE = re.compile(r"\[\S+\.\w+:\d+\] ")
 
 @dataclass
 class Progress:
-    """Counts the rounds of this process in a group, over all its exchanges.
+    """Counts the rounds of this process in a process group, over all exchanges.
 
     Messages between ranks carry the number of their round: a rank that catches an error and
     continues must not take an old failure for a new one.
@@ -36,8 +36,9 @@ class Progress:
         generation: the number of earlier groups of the same name in this process; their messages
             are still in the store.
         begun: the number of rounds that have begun, the present one included.
-        forgiven: the last round that had failed here when the present round or comparison began.
-        notices: comparisons within the present round.
+        forgiven: the number of the last round that had failed on this rank when the present round
+            or comparison began.
+        notices: the number of comparisons of settings within the present round.
     """
 
     generation: int = 0
@@ -47,20 +48,20 @@ class Progress:
     _failed: int = -1
 
     def begin(self) -> int:
-        """Begin a round; return its number."""
+        """Count a new round; return its number, from 1."""
         self.begun += 1
         self.notices = 0
         self.forgiven = self._failed
         return self.begun
 
     def compare(self) -> str:
-        """Begin a comparison; return its name, which is the same on all ranks."""
+        """Count a new comparison of settings; return a name for it, the same on all ranks."""
         self.notices += 1
         self.forgiven = self._failed
         return f"{self.begun}.{self.notices}"
 
     def fail(self, number: int) -> None:
-        """Note that a round has failed here."""
+        """Record that the round of this number has failed on this rank."""
         self._failed = max(self._failed, number)
 
 
@@ -69,7 +70,7 @@ _of_group: WeakKeyDictionary[dist.ProcessGroup, Progress] = WeakKeyDictionary()
 
 
 def progress_of(group: dist.ProcessGroup) -> Progress:
-    """Return the progress of this process in a group, shared by all its transports."""
+    """Return the round counter of this process in a process group, shared by all transports."""
     if group not in _of_group:
         name = group.group_name
         _of_group[group] = Progress(_generations[name])
@@ -79,7 +80,7 @@ def progress_of(group: dist.ProcessGroup) -> Progress:
 
 @dataclass(frozen=True)
 class _Signature:
-    """The round, the time and the collective in which a rank has given up."""
+    """A rank's note in the store: the round, the time and the collective in which it gave up."""
 
     round: int
     at: float
@@ -90,16 +91,16 @@ class FailureDetector:
     """Finds the ranks that made a collective fail, through the store of the process group.
 
     An error of a network library names an address and a port at best, a different one on every
-    rank.  Here every rank that notices a failure signs in the store with the collective that it was
-    in, and waits some seconds for the others; the error names the ranks that did not sign, or were
-    in another collective.
+    rank.  Here every rank that notices a failure writes its collective to the store, and waits some
+    seconds for the notes of the others; the error names the ranks without a note, or in another
+    collective.
 
     Args:
-        store: of these ranks.
-        ranks: the global numbers of all of them.
-        own: the global number of this rank.
-        timeout: of a collective.
-        progress: of this process in the group.
+        store: the key-value store of these ranks.
+        ranks: the global ranks of all members of the group.
+        own: the global rank of this process.
+        timeout: the timeout of a collective.
+        progress: the round counter of this process in the group.
     """
 
     def __init__(
@@ -118,13 +119,13 @@ class FailureDetector:
         self._reason = ""
 
     def report(self, error: BaseException, round_number: int) -> None:
-        """Tell the other ranks, which may be waiting, the error of this rank."""
+        """Write the error of this rank to the store, for the other ranks, which may be waiting."""
         self._progress.fail(round_number)
         failure = {"round": round_number, "error": f"{type(error).__name__}: {_line(error)}"}
         _within(_LONGEST_SECONDS, lambda: self._say("failure", failure))
 
     def has_failed(self, ranks: Sequence[int]) -> bool:
-        """Return whether one of these ranks has failed or given up since the last failure."""
+        """Return whether any of these ranks failed in a later round than this rank last failed."""
         kinds = ("signed", "failure")
         return any(self._said(kind, rank) for kind in kinds for rank in ranks)
 
@@ -132,18 +133,18 @@ class FailureDetector:
         self._store.set(f"{kind} {self._own}", json.dumps(said))
 
     def _said(self, kind: str, rank: int) -> dict[str, Any] | None:
-        """Return the message of a rank about a round that is not an old failure here."""
+        """Return a rank's note; None if there is none, or only one about an old failure."""
         if not self._store.check([f"{kind} {rank}"]):
             return None
         said: dict[str, Any] = json.loads(self._store.get(f"{kind} {rank}"))
         return said if said["round"] > self._progress.forgiven else None
 
     def explain(self, error: BaseException, request: Request) -> PeerError:
-        """Return the error to raise instead of one of the network; takes some seconds at most.
+        """Return an error that names the ranks at fault; wait some seconds for their notes.
 
         Args:
-            error: of the network.
-            request: the collective.
+            error: the error of the network library.
+            request: the collective that failed.
         """
         cause = _line(error)
         if self._reason:
@@ -182,10 +183,10 @@ class FailureDetector:
         return PeerError(f"an exchange failed because {reason} ({cause})")
 
     def _told(self, signed: Mapping[int, "_Signature"], failures: Mapping[int, str]) -> str:
-        """Return the reason, given the signatures and the failures of ranks."""
+        """Return in words why a collective failed, given the notes and the errors of the ranks."""
         if failures:
             rank, failure = next(iter(failures.items()))
-            return f"rank {rank} did: {failure}"
+            return f"rank {rank} failed: {failure}"
         timeout = f"{self._timeout.total_seconds():g} s"
         absent = [rank for rank in self._ranks if rank not in signed]
         if absent:
@@ -205,12 +206,12 @@ class FailureDetector:
         if different := different_requests({r: signed[r].request for r in self._ranks}):
             reasons.append(different)
         if not reasons:
-            return "a connection was lost, although all ranks are there"
+            return "a connection was lost, although all ranks are running"
         return "; ".join(reasons)
 
 
 def different_requests(requests: Mapping[int, str]) -> str:
-    """Return a description of the collective of each rank; empty if all are in the same.
+    """Return in words which ranks wait for which collective; empty if all wait for the same.
 
     Example::
 
@@ -235,7 +236,7 @@ def _line(error: BaseException) -> str:
 
 
 def _within(seconds: float, call: Any) -> bool:
-    """Call a function in another thread; return whether it came to its end in time."""
+    """Call a function in another thread; return whether it returned in time, without an error."""
     done = threading.Event()
 
     def run() -> None:

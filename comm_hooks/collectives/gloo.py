@@ -1,4 +1,4 @@
-"""A gloo transport outside of the process groups of ``torch.distributed``."""
+"""A transport over gloo connections that belong to no process group of ``torch.distributed``."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,10 +30,10 @@ class GlooRanks(Transport):
     ``use_local_synchronization`` hangs unless its members belong to equally many other groups.
 
     Args:
-        store: of these ranks alone.
-        rank, world_size: among these ranks.
-        timeout: of a collective.
-        explain: returns the error to raise instead of one of the network.
+        store: a key-value store that only these ranks use.
+        rank, world_size: the rank of this process among these ranks, and their number.
+        timeout: the timeout of a collective; None: torch's default.
+        explain: returns the error to raise instead of a network error during a request.
 
     Not supported: tensors on accelerators.
     """
@@ -71,7 +71,7 @@ class GlooRanks(Transport):
         return Rings(context, self._rank, self._world_size)
 
     def connect(self, request: Request) -> None:
-        """Make the connections of a round that begins with this request, if there are none.
+        """Make the connections for a round that begins with this request, if there are none yet.
 
         Call it in the main thread: a wait in a store blocks all its other threads, so that two
         ranks could wait for each other.
@@ -126,6 +126,6 @@ class GlooRanks(Transport):
 
 
 def _alone(request: Request) -> torch.Tensor:
-    """Return the reply of a collective of one rank."""
+    """Return the reply of a collective in a group of a single rank."""
     payload: torch.Tensor = request.payload
     return payload[None] if isinstance(request, AllGather) else payload

@@ -1,4 +1,4 @@
-"""Collectives with model-parallel ranks, which hold other parts of the model."""
+"""Collectives that include the model-parallel ranks, which hold other parts of the same model."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,14 +14,15 @@ from comm_hooks.collectives.torch_distributed import TorchDistributed
 def gather_from_all(
     transport: Transport, model_parallel_groups: Iterable[dist.ProcessGroup], finding: Any
 ) -> list[Any]:
-    """Return the findings of all ranks, in the same order on all of them.
+    """Return the values that all ranks pass as ``finding``, in the same order on all ranks.
 
     Collective over the ranks of the transport and the model-parallel ranks.
 
     Args:
-        transport: between the ranks that exchange.
-        model_parallel_groups: groups across them, one for each dimension of the model's division.
-        finding: of this rank, as plain values.
+        transport: connects the ranks that average gradients.
+        model_parallel_groups: the groups of this rank over which the model is divided, one for each
+            dimension of the division.
+        finding: the plain values of this rank.
     """
     found: list[Any] = transport.perform(AllGatherObject(finding))
     for group in model_parallel_groups:
@@ -31,11 +32,11 @@ def gather_from_all(
 
 
 def found_by_all(model_parallel_groups: Iterable[Transport], finding: torch.Tensor) -> torch.Tensor:
-    """Return whether the finding is true on all model-parallel ranks.
+    """Return whether ``finding`` is true on all model-parallel ranks: a boolean tensor, ().
 
     Args:
         model_parallel_groups: one transport for each dimension of the model's division.
-        finding: a boolean, ().
+        finding: a boolean tensor, ().
     """
     missing = (~finding).float().view(1)
     for transport in model_parallel_groups:

@@ -1,4 +1,4 @@
-"""Requests over an MPI communicator, for training loops without torch.distributed."""
+"""A transport over an MPI communicator, for training loops without torch.distributed."""
 
 import sys
 import warnings
@@ -139,7 +139,7 @@ class MPITransport(Transport):
         return getattr(comm, (prefix + name).capitalize())(sent, reply), reply
 
     def _part(self, group: Group | None) -> "MPI.Intracomm":
-        """Return the communicator of a subgroup, made collectively at the first call."""
+        """Return the communicator of a subgroup; the first call makes it, collectively."""
         if group is None:
             return self._comm
         if group not in self._parts:

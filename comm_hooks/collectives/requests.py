@@ -36,7 +36,7 @@ class Group:
     ranks_per_node: int
 
     def members(self, rank: int, world_size: int) -> range:
-        """Return the ranks of the group of this kind that includes ``rank``, ascending."""
+        """Return the ranks, ascending, of the group of this kind that includes ``rank``."""
         place = rank % self.ranks_per_node
         if self.kind == "node":
             return range(rank - place, rank - place + self.ranks_per_node)
@@ -45,10 +45,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Request:
-    """One collective.
+    """A collective that a round requests.
 
-    ``final`` marks the last one of a round; only arithmetic follows.  ``group`` restricts it to
-    some ranks; None: all ranks.
+    ``final`` marks the last collective of a round, which only arithmetic follows.  ``group``
+    restricts the collective to some ranks; None: all ranks.
     """
 
     payload: Any
@@ -57,7 +57,7 @@ class Request:
     _name: ClassVar[str]
 
     def traffic(self, world_size: int) -> int:
-        """Return the bytes that each rank sends, and receives, without transport headers.
+        """Return the number of bytes that each rank sends and receives, without transport headers.
 
         Args:
             world_size: the number of participating ranks.
@@ -85,7 +85,7 @@ class AllReduce(Request):
 
 @dataclass(frozen=True)
 class AllGather(Request):
-    """Give every rank all payloads; reply: (N, nbytes), uint8, in rank order."""
+    """Give every rank the payloads of all N ranks; reply: (N, nbytes), uint8, in rank order."""
 
     payload: torch.Tensor
     _name: ClassVar[str] = "all-gather"
@@ -96,7 +96,7 @@ class AllGather(Request):
 
 @dataclass(frozen=True)
 class AllToAll(Request):
-    """Give rank j row j of every rank's payload (N, nbytes); reply: (N, nbytes) in rank order."""
+    """Give rank j row j of all ranks' payloads (N, nbytes); reply: these rows, in rank order."""
 
     payload: torch.Tensor
     _name: ClassVar[str] = "all-to-all"
@@ -109,11 +109,11 @@ class AllToAll(Request):
 class AllGatherObject(Request):
     """Give every rank the plain values of all ranks; reply: a list in rank order.
 
-    Values are sent as JSON, never pickled: tuples come back as lists.  For settings, before the
-    first gradient; not counted as traffic.
+    Values are sent as JSON, never pickled: tuples come back as lists.  For comparisons of settings
+    before the first exchange of gradients; not counted as traffic.
 
-    ``about``: names the comparison in errors.  ``may_be_alone``: perhaps only some ranks are in
-    this comparison, such as one that has made its optimizer again, so a network might hang.
+    ``about`` names the compared values in errors.  ``may_be_alone``: perhaps only some ranks make
+    this comparison (a rank has made its optimizer again), so that a collective might hang.
     """
 
     final: bool = False
@@ -128,41 +128,42 @@ class AllGatherObject(Request):
 
 
 def ask(request: Request) -> Round[Any]:
-    """Return a round of one request; its result is the reply."""
+    """Return a round that makes this request alone; the result of the round is the reply."""
     return (yield request)
 
 
 def encoded(value: Any) -> torch.Tensor:
-    """Return plain values as bytes, 1-D uint8."""
+    """Return plain values as JSON text in a 1-D uint8 tensor."""
     return torch.frombuffer(bytearray(encoded_text(value)), dtype=torch.uint8)
 
 
 def encoded_text(value: Any) -> bytes:
-    """Return plain values as bytes."""
+    """Return plain values as JSON text."""
     return json.dumps(value).encode()
 
 
 def decoded(octets: torch.Tensor) -> Any:
-    """Return the values in bytes of :func:`encoded`.
+    """Return the values that :func:`encoded` turned into a tensor.
 
     Raises:
-        PayloadError: if they are damaged.
+        PayloadError: if the bytes are damaged.
     """
     return decoded_text(bytes(octets.cpu().numpy()))
 
 
 def decoded_text(text: bytes) -> Any:
-    """Return the values in bytes of :func:`encoded_text`.
+    """Return the values that :func:`encoded_text` turned into bytes.
 
     Raises:
-        PayloadError: if they are damaged.
+        PayloadError: if the bytes are damaged.
     """
     try:
         return json.loads(text)
     except ValueError:
         raise PayloadError(
-            "the settings that a rank sent cannot be read: all ranks must take part in the "
-            "same round"
+            "a rank sent settings that cannot be read: probably ranks are in different calls, or "
+            "run different versions. Make all ranks call the exchange equally often and in the "
+            "same order"
         ) from None
 
 
@@ -171,15 +172,15 @@ def gather_objects(perform: Callable[[Request], torch.Tensor], own: torch.Tensor
 
     Args:
         perform: carries out an :class:`AllGather` among the ranks.
-        own: the value of this rank, :func:`encoded`, on a device that the network reads.
+        own: the value of this rank from :func:`encoded`, on a device that the network reads.
     """
     length = torch.tensor([own.numel()], device=own.device).view(torch.uint8)
     lengths = perform(AllGather(length)).view(torch.int64).flatten().tolist()
     longest = max(lengths)
     if not all(0 < length <= _MOST_OBJECT_BYTES for length in lengths):
         raise PayloadError(
-            "ranks did not all compare their settings at the same time: all must take part in the "
-            "same round"
+            "ranks did not all compare their settings at the same time: make all ranks call the "
+            "exchange equally often and in the same order"
         )
     padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
     rows = perform(AllGather(padded))

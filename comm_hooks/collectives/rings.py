@@ -26,8 +26,8 @@ class Rings:
     """Collectives in a ring: each rank receives from its left and sends to its right neighbour.
 
     Args:
-        context: ``ProcessGroupGloo`` of these ranks, for this object alone.
-        rank, world_size: among them.
+        context: a ``ProcessGroupGloo`` of these ranks that only this object uses.
+        rank, world_size: the rank of this process among these ranks, and their number.
     """
 
     def __init__(self, context: Any, rank: int, world_size: int) -> None:
@@ -36,13 +36,13 @@ class Rings:
         self._world_size = world_size
 
     def all_reduce_(self, payload: torch.Tensor) -> None:
-        """Sum a 1-D payload over ranks, in place; bit-identical on all of them.
+        """Sum a 1-D payload over ranks, in place; the sum is bit-identical on all ranks.
 
         1. Cut it into N chunks.  Chunk c starts at rank c and goes round the ring once; every rank
-           adds its own.
+           adds its own values of it.
         2. The complete chunks go round once more.
 
-        Every rank sends 2 (N - 1) chunks of N.
+        Every rank sends 2 (N - 1) chunks, each an N-th of the payload.
         """
         ranks, rank = self._world_size, self._rank
         reducing, gathering = _tag("reduce", payload), _tag("gather sums", payload)
@@ -75,7 +75,7 @@ class Rings:
         self._pass_on(complete, gathering, sends)
 
     def all_gather(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return the payloads of all ranks, (N, n): each goes round the ring.
+        """Return the payloads of all ranks, (N, n); each payload goes round the ring once.
 
         Every rank sends N - 1 payloads.
         """
@@ -92,7 +92,7 @@ class Rings:
         return reply
 
     def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
-        """Send row j to rank j; return the rows that come from all ranks, (N, n)."""
+        """Send row j of ``rows`` to rank j; return the rows received from all ranks, (N, n)."""
         ranks, rank = self._world_size, self._rank
         reply = torch.empty_like(rows, memory_format=torch.contiguous_format)
         reply[rank] = rows[rank]
@@ -105,7 +105,7 @@ class Rings:
         return reply
 
     def _pass_on(self, steps: Sequence[_Segments], tag: int, sends: list[Any]) -> None:
-        """Send arriving segments on, except in the last step of the ring."""
+        """Pass arriving segments to the right neighbour, except in the last step of the ring."""
         for index, step in enumerate(steps):
             for segment, receive in step:
                 receive.wait()
@@ -127,5 +127,5 @@ def _segments(chunk: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _tag(kind: str, payload: torch.Tensor) -> int:
-    """Return the tag of the messages of a collective: 31 bits."""
+    """Return the tag of a collective's messages: 31 bits of its kind and the payload's size."""
     return zlib.crc32(f"{kind} {payload.nbytes}".encode()) >> 1

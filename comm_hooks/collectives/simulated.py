@@ -61,18 +61,18 @@ class Simulated:
 
     def __getitem__(self, rank: int) -> "SimulatedRank":
         if not 0 <= rank < self.world_size:
-            raise IndexError(f"rank {rank} of a simulated world of {self.world_size}")
+            raise IndexError(f"there is no rank {rank} in a simulated world of {self.world_size}")
         return SimulatedRank(self, rank)
 
     def run(self, rounds: Sequence[Round[Result]]) -> list[Result]:
-        """Drive one round per rank, in rank order, to the end; return their results.
+        """Run one round per rank to the end, in lockstep; return the results in rank order.
 
         Raises:
             ValueError: if there is not one round per rank.
             RuntimeError: if ranks ask for different collectives, where a real world would hang.
         """
         if len(rounds) != self.world_size:
-            raise ValueError(f"{len(rounds)} rounds for a world of {self.world_size} ranks")
+            raise ValueError(f"got {len(rounds)} rounds for {self.world_size} simulated ranks")
         results: dict[int, Result] = {}
         replies: Sequence[Any] = [None] * self.world_size
         while len(results) < self.world_size:
@@ -104,7 +104,7 @@ class Simulated:
 
 
 def _reply(requests: Sequence[Request]) -> Sequence[Any]:
-    """Carry out a collective, given the request of each of its ranks in order."""
+    """Return each rank's reply to a collective, given the requests of its ranks in rank order."""
     payloads = [request.payload for request in requests]
     if isinstance(requests[0], AllGatherObject):
         # As over a real network: no rank gets an object of another rank.

@@ -17,7 +17,7 @@ _POLL_SECONDS = 0.05
 
 
 class StoreGather:
-    """Gathers the plain values of all ranks through their store.
+    """Gathers a plain value of every rank through the key-value store of the process group.
 
     A collective would hang if only some ranks take part, such as one that has made its optimizer
     again while the others exchange, and needs connections.  Instead
@@ -27,11 +27,11 @@ class StoreGather:
     3. it reads the values with other digests than its own.
 
     Args:
-        store: of these ranks.
-        group: of the ranks.
-        timeout_seconds: of the wait for other ranks.
-        is_over: returns whether the wait for the absent ranks, by their numbers within the group,
-            is in vain.
+        store: the key-value store of these ranks.
+        group: the process group of these ranks.
+        timeout_seconds: the longest time to wait for other ranks.
+        is_over: returns whether it is useless to wait longer for the absent ranks, given their
+            ranks within the group.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StoreGather:
         """Return the values of all ranks, in rank order.
 
         Raises:
-            PeerError: on all ranks, if they gather different things.
+            PeerError: on all ranks, if ranks compare different things (settings, tensors).
             TimeoutError: if the value of a rank does not arrive in time.
         """
         value = request.payload
@@ -82,6 +82,6 @@ class StoreGather:
         while not self._store.check(list(places)):
             absent = [rank for rank, place in enumerate(places) if not self._store.check([place])]
             if absent and (time.monotonic() > until or self._is_over(absent)):
-                raise TimeoutError(f"{len(absent)} of {len(places)} ranks do not compare theirs")
+                raise TimeoutError(f"{len(absent)} of {len(places)} ranks have sent no values")
             time.sleep(poll)
             poll = min(2 * poll, _POLL_SECONDS)

@@ -11,10 +11,10 @@ from comm_hooks.collectives.requests import Group, Request, Result, Round
 
 
 class Subgroup(Transport):
-    """A subgroup of the ranks of a transport, with ranks from 0.
+    """A transport among a subgroup of another transport's ranks, renumbered from 0.
 
     Args:
-        transport: of all ranks.
+        transport: the transport of all ranks.
         group: the subgroup.
 
     Example::
@@ -51,7 +51,7 @@ class Subgroup(Transport):
         return self._transport.start(replace(request, group=self._group))
 
     def within(self, round_: Round[Result]) -> Round[Result]:
-        """Return a round of the subgroup as a part of a round of all ranks."""
+        """Return a round with its requests restricted to the subgroup, for use in another round."""
         try:
             request = next(round_)
             while True:

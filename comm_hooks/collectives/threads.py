@@ -30,7 +30,7 @@ def run_ranks(function: Callable[[Transport], Result], world_size: int) -> list[
     enabled, no autocast).
 
     Args:
-        function: gets its rank's transport, for ``Exchange(..., transport=transport)``.
+        function: receives its rank's transport, for ``Exchange(..., transport=transport)``.
         world_size: the number of ranks.
 
     Returns:
@@ -63,14 +63,14 @@ def run_ranks(function: Callable[[Transport], Result], world_size: int) -> list[
 
 
 class _Ended(BaseException):
-    """Raised at a rank's collective when the world has ended.
+    """Raised in a rank's thread, at its next collective, when the simulated world has ended.
 
     Not an Exception, so that code with an ``except Exception`` does not continue.
     """
 
 
 class _ThreadRank(Transport, Generic[Result]):
-    """A transport for the function of a rank, and a round for the world."""
+    """One rank in a thread: the transport for its function, and a round for the world."""
 
     def __init__(self, function: Callable[[Transport], Result], rank: int, world_size: int) -> None:
         self._function = function
@@ -101,7 +101,7 @@ class _ThreadRank(Transport, Generic[Result]):
         return completed(self.perform(request))
 
     def round(self) -> Round[Result]:
-        """Run the thread of the rank whenever this generator runs."""
+        """Return a round that makes the requests of the rank's thread, which runs in between."""
         thread = threading.Thread(
             target=self._live, name=f"rank {self._rank} of {self._world_size}", daemon=True
         )

@@ -1,4 +1,4 @@
-"""Requests over a ``torch.distributed`` process group."""
+"""A transport over a ``torch.distributed`` process group."""
 
 import os
 import uuid
@@ -108,7 +108,7 @@ class TorchDistributed(Transport):
         return self._ask(dist.get_process_group_ranks)
 
     def _ask(self, about: Callable[[dist.ProcessGroup], Result]) -> Result:
-        """Return a property of the group, or raise ``ValueError`` if it was destroyed."""
+        """Return ``about(group)``; raise ``ValueError`` if the process group was destroyed."""
         try:
             return about(self._group)
         except (ValueError, KeyError):
@@ -128,7 +128,7 @@ class TorchDistributed(Transport):
         return _gloo_of[self._group]
 
     def _gloo_ranks(self) -> GlooRanks:
-        """Return the same ranks with connections of their own.  Collective."""
+        """Return a transport among the same ranks over new gloo connections.  Collective."""
         # Unique for this group and moment: the store outlives both.
         name = f"{uuid.uuid4().hex} {self._progress.begun}.{self._progress.notices}"
         names = self._compare(AllGatherObject(name, about="connections"))
@@ -172,7 +172,7 @@ class TorchDistributed(Transport):
 
     @property
     def _device(self) -> torch.device:
-        """A device whose memory this group can send."""
+        """The device of tensors that this process group can send: the CPU if it has a choice."""
         if "cpu" in self._backends:
             return torch.device("cpu")
         kind = next(iter(self._backends))
@@ -229,7 +229,7 @@ class TorchDistributed(Transport):
     def _run_on_stream(
         self, round_: Round[Result], device: torch.device
     ) -> torch.futures.Future[Result]:
-        """Queue all of a round on a side stream; the future orders its readers.
+        """Queue a whole round on a side stream; readers of the future's value wait for that stream.
 
         One stream for everything: the memory of a round is then used and freed on the stream that
         it belongs to.  Waiting for a collective blocks that stream only.
@@ -247,9 +247,9 @@ class TorchDistributed(Transport):
             return completed(result)
 
     def _part(self, part: Group | None) -> dist.ProcessGroup:
-        """Return the process group of a part of the ranks, made at the first call.
+        """Return the process group of a part of the ranks.
 
-        Collective among its members.
+        The first call makes it, collectively among its members.
         """
         if part is None:
             return self._group
@@ -283,7 +283,7 @@ class TorchDistributed(Transport):
 
 
 def _new_group(ranks: list[int], backend: str, *, like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Make a group, collectively among its ranks only, with the timeout of another."""
+    """Make a process group, collectively among ``ranks`` only, with the timeout of ``like``."""
     unsorted: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     group = dist.new_group(
         ranks,
@@ -312,10 +312,10 @@ def _ranks_per_node(group: dist.ProcessGroup) -> int | None:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of a group; None if torch does not tell.
+    """Return the timeout of a process group; None if torch does not tell.
 
-    Groups made without one, as those of a device mesh, have torch's default of half an hour even if
-    ``init_process_group`` was given another timeout, which then applies.
+    A group made without a timeout (by a device mesh, for instance) reports torch's default, even if
+    ``init_process_group`` was given another.  In that case return the world group's timeout.
     """
     timeout = _own_timeout(group)
     if timeout in (dist.default_pg_timeout, default_pg_nccl_timeout):

@@ -17,19 +17,19 @@ _SECONDS_TO_END = 5.0
 
 
 class RoundWorker:
-    """Runs rounds from their first request to their end, in the order of submission.
+    """A thread that runs rounds to their end, one after the other, in the order of submission.
 
     On gloo one thread must issue all collectives of a group, in the same order on all ranks:
-    collectives of callbacks would meet the wrong partners.  So one thread, with a group of its own,
-    finishes each round before it begins the next.
+    collectives that callbacks issue would be matched with the wrong ones.  So one thread, with a
+    group of its own, finishes each round before it begins the next.
 
     A round that fails before its final collective leaves the other ranks waiting in the middle of
-    it.  Later rounds of this rank would meet theirs, so all of them fail.
+    it.  Later rounds would be matched with that round, so all of them fail.
 
     The thread ends with this object, or with the process.  It does not exist after a fork.
 
     Args:
-        transport: used by this thread alone.
+        transport: a transport that only this thread uses.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -44,7 +44,7 @@ class RoundWorker:
         weakref.finalize(self, _end, self._jobs, thread)
 
     def submit(self, round_: Round[Result], request: Request) -> torch.futures.Future[Result]:
-        """Run a round that has yielded ``request``; return a future of its result.
+        """Queue a round that has yielded ``request``; return a future of the round's result.
 
         Futures are completed by the thread, in the order of the calls.
 
@@ -71,7 +71,7 @@ class _Job:
 
 
 class _OutOfStepError(RuntimeError):
-    """This rank stopped in the middle of a round, where the others may wait."""
+    """This rank stopped in the middle of a round, where the other ranks may wait for it."""
 
 
 # Not a method: a thread that held its object would keep it alive forever.

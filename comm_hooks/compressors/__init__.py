@@ -1,4 +1,4 @@
-"""Vector to payload and back: pure math, no state, no communication."""
+"""Compressors: from a vector to a payload and back, without state and communication."""
 
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.cocktail import Cocktail

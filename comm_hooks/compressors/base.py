@@ -1,4 +1,4 @@
-"""The contract of compressors: from a vector to a payload and back."""
+"""The interface of compressors: from a vector to a payload and back."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,15 +18,15 @@ Granularity = Literal["parameter", "bucket"]
 class Compressor(ABC):
     """Turns a vector into a payload of known size and back.  Pure: no state, no communication.
 
-    A compressor works on ``rows``: a float32 matrix (n, numel) of n equally long vectors, one key
-    each, because layers repeat and one batched operation beats n small ones.  A subclass provides
-    :meth:`payload_nbytes`, :meth:`encode`, :meth:`decode` and the properties ``unbiased`` and
-    ``contractive``; everything else is derived from them.
+    A compressor works on ``rows``: a float32 matrix (n, numel) of n equally long vectors, with one
+    random key each: layers repeat, and one batched operation beats n small ones.  A subclass
+    provides :meth:`payload_nbytes`, :meth:`encode`, :meth:`decode` and the properties ``unbiased``
+    and ``contractive``; everything else is derived from them.
 
     Class attributes state guarantees for callers:
 
-    * ``linear``: payloads may be summed on the wire; the sum decompresses to the sum.  Such
-      payloads are float32, and ``compress`` is a linear map that depends on public state only.
+    * ``linear``: payloads may be summed on the wire; the sum of payloads decompresses to the sum of
+      vectors.  Payloads are float32, and ``compress`` is a linear map that depends on the key only.
     * ``unbiased``: the mean of ``decompress(compress(v))`` over keys is ``v``.
     * ``contractive``: ``|v - decompress(compress(v))|`` is below ``|v|`` (in mean square for
       compressors that draw), so that residuals of error feedback stay bounded.
@@ -55,46 +55,47 @@ class Compressor(ABC):
 
     @property
     def adds_up(self) -> bool:
-        """Whether :meth:`decode_sum` is the sum of :meth:`decode` over ranks."""
+        """Whether :meth:`decode_sum` writes the sum of the ranks' decoded vectors."""
         return True
 
     @abstractmethod
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
-        """Return the size of a payload in bytes: a multiple of 4, a function of these arguments."""
+        """Return the bytes of the payload of a vector of ``numel`` elements, a multiple of 4."""
 
     @abstractmethod
     def encode(self, rows: Tensor, draw: Draw) -> Tensor:
-        """Return the payloads of ``rows`` (n, numel), float32; rows do not change.
+        """Return the payloads of ``rows`` (n, numel), float32, which do not change.
 
         Returns:
-            (n, payload_nbytes / 4) float32 if ``linear``; else that, or (n, payload_nbytes) uint8.
+            The payloads: (n, payload_nbytes / 4) float32, or, unless the compressor is ``linear``,
+            also (n, payload_nbytes) uint8.
         """
 
     @abstractmethod
     def decode(
         self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
-        """Write ``alpha`` times the decompressed payloads to ``out``, with :func:`write`.
+        """Write ``alpha`` times the decompressed payloads to ``out``, or add them to it.
 
         Args:
             out: (n, numel), float32.
             payloads: (n, payload_nbytes), uint8, each aligned to 4 bytes; read only.
-            draw: of :meth:`encode`.
-            alpha: the factor.
-            add: whether to add to ``out`` instead.
+            draw: the random draw that was given to :meth:`encode`.
+            alpha: a factor of the decompressed vectors.
+            add: whether to add to ``out`` instead of overwriting it.
         """
 
     def extract(self, rows: Tensor, draw: Draw, residual: Residual | None = None) -> Tensor:
         """Add the residual to ``rows``, encode them, and leave the new residual in ``rows``.
 
-        Override it if that takes fewer passes over memory than adding, encoding and decoding.
+        Override it if one pass can do more than adding, encoding and decoding one by one.
 
         Args:
             rows: (n, numel), float32, changed in place.
-            residual: added to the rows first, if given.
+            residual: the residual to be added to the rows first; None: nothing is added.
 
         Returns:
-            The payloads, as :meth:`encode` does.
+            The payloads, as :meth:`encode` returns them.
         """
         if residual:
             residual.add_to(rows)
@@ -105,30 +106,30 @@ class Compressor(ABC):
     def decode_sum(self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0) -> None:
         """Write ``alpha`` times the sum, in rank order, of all ranks' payloads to ``out``.
 
-        Compressors without :attr:`adds_up` write a replacement of the sum.  Override it if that is
-        faster than decoding one payload after the other.
+        Compressors without :attr:`adds_up` write something else than the sum.  Override it if there
+        is a faster way than to decode one payload after the other.
 
         Args:
             out: (n, numel), float32.
             payloads: (N, n, payload_nbytes), uint8, of N ranks.
-            draw: that of any rank.
+            draw: the random draw of any of the ranks.
         """
         for rank, octets in enumerate(payloads):
             self.decode(out, octets, replace(draw, rank=rank), alpha=alpha, add=rank > 0)
 
     def for_shards(self, rows: Tensor, owners: int) -> "Compressor":
-        """Return the compressor of the shards of ``rows`` (n, numel), as (owners * n, width).
+        """Return the compressor for the shards, (owners * n, width), of ``rows`` (n, numel).
 
-        Override it if a part of a payload belongs to a row as a whole.  The returned compressor
-        writes payloads that this compressor reads.
+        Override it if a part of a payload, such as a scale, depends on the whole row.  The returned
+        compressor writes payloads that this compressor reads.
         """
         return self
 
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
         """Return the largest possible ``|compress(v)| / |v|``; infinite if there is none.
 
-        Only meaningful for linear maps.  Clipping a vector to C bounds its payload by
-        ``norm_bound * C``, which is the sensitivity that private training needs.
+        Only meaningful for linear compressors.  Clipping a vector to norm C bounds the norm of its
+        payload by ``norm_bound * C``, the sensitivity that private training needs.
         """
         return math.inf
 
@@ -138,7 +139,8 @@ class Compressor(ABC):
         Args:
             vector: 1-D, floating point, finite, any device.
             key: drawn from (seed, step, parameter); the same on all ranks.
-            rank, world_size: of the sender; only :class:`PermK` and stochastic rounding use them.
+            rank, world_size: the sender's rank and the number of ranks; only :class:`PermK` and
+                stochastic rounding use them.
 
         Raises:
             ValueError: if ``vector`` is not a non-empty 1-D floating-point tensor.
@@ -163,8 +165,8 @@ class Compressor(ABC):
         """Return the decompressed float32 vector of ``numel`` elements.
 
         Args:
-            payload: from :meth:`compress` with the same ``key``, ``rank`` and ``world_size``, or,
-                for linear compressors, a sum of such payloads.
+            payload: the result of :meth:`compress` with the same ``key``, ``rank`` and
+                ``world_size``, or, for linear compressors, a sum of such payloads.
 
         Raises:
             PayloadError: if the size of the payload is not ``payload_nbytes(numel)``, or no
@@ -199,7 +201,7 @@ class Compressor(ABC):
 
 
 def write(out: Tensor, values: Tensor, alpha: float, add: bool) -> None:
-    """Write ``alpha * values`` to ``out``, or add it."""
+    """Write ``alpha * values`` to ``out``; with ``add``, add it to ``out``."""
     if add:
         out.add_(values, alpha=alpha)
     else:

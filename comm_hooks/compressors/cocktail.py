@@ -1,4 +1,4 @@
-"""A random subset, its largest elements, and a few bits for each of them."""
+"""The compressor of CocktailSGD: the largest elements of a random subset, in a few bits each."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +23,7 @@ class Cocktail(Compressor):
 
     1. cut the vector into m = mask x d equal strata and draw one element of each (from the key,
        as :class:`~comm_hooks.RandomK` does);
-    2. keep the ``density`` largest in magnitude of these m, block by block;
+    2. keep a fraction ``density`` of these m, the largest in magnitude, block by block;
     3. send their places among the m, and their values in ``value_bits`` bits
        (:class:`~comm_hooks.TopK` does 2 and 3).
 
@@ -35,7 +35,7 @@ class Cocktail(Compressor):
 
     Args:
         mask: m/d, the fraction of elements that may be sent in a step, in (0, 1].
-        density: the fraction of these that is sent, in (0, 1].
+        density: the fraction of the drawn elements that is sent, in (0, 1].
         value_bits: 1, 2, 3, 4, 16 or 32, as in :class:`~comm_hooks.TopK`.
         block_size: the largest block of the subset, 1 to 65536 elements.
 

@@ -1,4 +1,4 @@
-"""Top-k in the frequency domain."""
+"""The compressor of DeMo: top-k of the coefficients of a cosine transform."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ class DCTTopK(Compressor):
        zeros, and see each as a square X;
     2. Y = D X D^T with the orthonormal DCT-II, D[k, j] = sqrt(2 / chunk) cos(pi (2 j + 1) k /
        (2 chunk)), and D[0, j] = 1 / sqrt(chunk);
-    3. send the ``density`` largest in magnitude of each Y, as :class:`~comm_hooks.TopK` does;
+    3. send the fraction ``density`` of each Y, largest in magnitude, by :class:`~comm_hooks.TopK`;
     4. decode by D^T Y D, and drop the padding.
 
     A vector of fewer than chunk^2 elements is one smaller chunk: the smallest square that holds it.
@@ -71,7 +71,7 @@ class DCTTopK(Compressor):
     contractive = True
 
     def _plan(self, numel: int) -> tuple[int, int, TopK]:
-        """Return the side of a chunk, the number of elements with padding, and the selection."""
+        """Return the side of a chunk, the padded length of a vector, and the top-k compressor."""
         side = min(self.chunk, math.isqrt(numel - 1) + 1)
         padded = -(-numel // side**2) * side**2
         return side, padded, TopK(self.density, side**2, self.value_bits)
@@ -95,7 +95,7 @@ class DCTTopK(Compressor):
         self.write_vectors(out, self.coefficients(payloads, out.shape[1], draw), alpha, add)
 
     def coefficients(self, payloads: Tensor, numel: int, draw: Draw) -> Tensor:
-        """Return the coefficients (n, padded) in payloads (n, nbytes); others are zero."""
+        """Return the DCT coefficients (n, padded) in payloads (n, nbytes), zero where not sent."""
         _, padded, top_k = self._plan(numel)
         coefficients = torch.empty(
             len(payloads), padded, device=payloads.device, dtype=torch.float32
@@ -104,7 +104,7 @@ class DCTTopK(Compressor):
         return coefficients
 
     def write_vectors(self, out: Tensor, coefficients: Tensor, alpha: float, add: bool) -> None:
-        """Write ``alpha`` times the vectors of these coefficients to ``out``, or add them."""
+        """Write ``alpha`` times the inverse DCT of the coefficients to ``out``, or add it."""
         numel = out.shape[1]
         side, padded, _ = self._plan(numel)
         matrix = dct_matrix(side, out.device)

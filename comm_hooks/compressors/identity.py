@@ -1,4 +1,4 @@
-"""No compression: the control for comparisons, and the format of small parameters."""
+"""A compressor that drops nothing: the control in comparisons, and used for small parameters."""
 
 import math
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from comm_hooks.wire.sections import join, word_aligned
 class Identity(Compressor):
     """Sends every element, as float32 or rounded to bfloat16.
 
-    With ``collective="all_reduce"`` this is plain averaging through the code of all compressors:
-    the control for comparisons.
+    With ``collective="all_reduce"`` this is plain averaging through the code path of all
+    compressors: the control in comparisons.
 
     Args:
-        bits: 32 (float32) or 16 (bfloat16, whose payloads cannot be summed on the wire).
+        bits: 32 (float32) or 16 (bfloat16; such payloads cannot be summed on the wire).
 
     Shapes: vector (d,) -> payload (d,) float32, or uint8 of 2 d bytes.
 

@@ -34,7 +34,8 @@ class Sign(Compressor):
     Args:
         block_size: the number of elements that share a scale (float32); the last block may be
             smaller.  None: the whole vector, also if its shards go to several owners: each owner
-            gets the scale of the whole, and sends one of its own for its shard.
+            gets the scale of the whole vector, and sends the mean of its shard with a scale of its
+            own.
         scale: ``"mean"``, or ``"rms"`` for the root mean square, which keeps the vector's norm.  It
             is contractive only if ``|x|_1`` is at least ``sqrt(c) |x|_2 / 2``, so not for sparse
             blocks; residuals stay bounded anyway.
@@ -101,7 +102,7 @@ class Sign(Compressor):
         return mean_magnitudes(rows, size, power=1 if self.scale == "mean" else 2)
 
     def _per_piece(self, scales: Tensor, numel: int) -> tuple[Tensor, int]:
-        """Return scales (..., blocks) for pieces that fit into a cache, and their size."""
+        """Return the scales (..., pieces) of pieces that fit into a cache, and a piece's size."""
         if self.block_size:
             return scales, self.block_size
         pieces = -(-numel // _PIECE)
@@ -124,7 +125,7 @@ class Sign(Compressor):
 
 @dataclass(frozen=True, eq=False)
 class _SignOfShards(Sign):
-    """Compresses shards with the scales (owners * n, 1) of their whole vectors."""
+    """Compresses shards with the scales, (owners * n, 1), of the vectors that they are cut from."""
 
     scales: Tensor = field(kw_only=True)
 
@@ -146,7 +147,7 @@ class Quantize(Compressor):
     Args:
         bits: 1, 2, 4 or 8.
         block_size: the number of elements that share a range; the last block may be smaller.
-        stochastic: unbiased rounding; the draws are independent across ranks.
+        stochastic: whether to round at random, without bias, independently on each rank.
 
     Shapes: vector (d,) -> payload uint8, about d x bits / 8 + d / 32 bytes.
     Not supported: summing payloads.

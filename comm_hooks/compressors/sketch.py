@@ -25,7 +25,7 @@ from comm_hooks.transfers import to_device
 
 @dataclass(frozen=True)
 class _Sketch(Compressor):
-    """The base of the three sketches: a ratio, float32 payloads, linearity, no bias.
+    """The base class of the three sketches: linear, unbiased, with float32 payloads.
 
     The default granularity is a bucket: a sketch spreads its noise evenly over its vector.  Layers
     with large gradients (embeddings) stand out of the noise of a bucket; with a sketch per layer
@@ -70,7 +70,7 @@ class CountSketch(_Sketch):
     the (d - 1)/b of independent hashes, and <R v, R h> has the variance of a Count-Sketch.
 
     Args:
-        ratio: b/d, the fraction of the bytes that is sent, in (0, 1].
+        ratio: b/d, the size of the sketch relative to the vector, in (0, 1].
 
     Shapes: vector (d,) float32 -> payload (b,) float32, b = round(ratio x d), at least 1.
     Cost: one pass over the vector each way.
@@ -165,7 +165,8 @@ class GaussianSketch(_Sketch):
 
     Args:
         ratio: b/d, in (0, 1].
-        block_size: elements per block; larger blocks concentrate better and cost more.
+        block_size: the number of elements per block; in larger blocks the error varies less, at
+            more cost.
 
     Shapes: vector (d,) float32 -> payload (b,) float32.
     Not supported: error feedback (not contractive); ranks of different device types (the matrix

@@ -51,15 +51,15 @@ class TopK(Compressor):
         value_bits: 32 (float32), 16 (bfloat16), or the sign and 0, 1, 2 or 3 bits of magnitude: 1,
             2, 3 or 4 (:class:`~comm_hooks.wire.values.ValueCode`), which cost little with error
             feedback.
-        index_code: ``"elias_fano"`` has room for any places; ``"rice"`` takes half a bit less each
-            and has room for those of random and most other vectors: elements that do not fit, of
-            the last blocks in an order drawn for every key, are left out.  If more than about a
-            quarter is kept, both are a bitmap.
+        index_code: the code of the places: ``"elias_fano"`` has room for any places; ``"rice"``
+            takes half a bit less each and has room for the places of random and most other vectors:
+            elements that do not fit, of the last blocks in an order drawn for every key, are left
+            out.  If more than about a quarter is kept, both are a bitmap.
         overlap: p, in [0, 1]: the sum of an element that c ranks send is divided by c^p.  0: the
-            sum; exchanges return means over all ranks.  1: the mean over its senders.  1/2: the
+            sum; exchanges return means over all ranks.  1: the mean over the senders.  1/2: the
             size that one rank sends, if ranks send noise, since c terms add up to sqrt(c).  For
-            optimizers with a step that makes up for ranks that did not send: with the sum it would
-            be too long where all ranks send.
+            optimizers with a step that makes up for ranks that did not send: with the sum the step
+            would be too long where all ranks send.
 
     Shapes: vector (d,) -> payload uint8.  Ties in magnitude are broken arbitrarily.
     Use with :class:`~comm_hooks.memory.ErrorFeedback`: without it the other elements are lost.
@@ -121,7 +121,7 @@ class TopK(Compressor):
     def _select(
         self, rows: Tensor, draw: Draw, residual: Residual | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the payloads, and the places in the rows, (n, k), and values in them."""
+        """Return the payloads of rows, and the sent elements: places and values, (n, k)."""
         blocks, code = self._plan(rows.shape[1])
         places, values = block_top_k(rows, blocks.size, code.count, residual)
         codes, present = code.encode(places, _first_blocks(blocks, draw.keys))
@@ -148,7 +148,7 @@ class TopK(Compressor):
     def _decode_ranks(
         self, out: Tensor, payloads: Tensor, keys: Keys, alpha: float, add: bool
     ) -> None:
-        """Write ``alpha`` times the sum of payloads (N, n, nbytes) to ``out``, or add it."""
+        """Write ``alpha`` times the sum of N ranks' payloads, (N, n, nbytes), or add it."""
         blocks, code = self._plan(out.shape[1])
         split = self._values_nbytes(blocks, code)
         octets, all_keys = payloads.flatten(0, 1), np.tile(as_array(keys), len(payloads))
@@ -166,14 +166,14 @@ class TopK(Compressor):
 
 
 def _first_blocks(blocks: Blocks, keys: Keys) -> npt.NDArray[np.int64]:
-    """Return for each row the first block to get room, another for each key."""
+    """Return for each row the block that gets room first in a code, drawn from the row's key."""
     return (fork(keys, 0) % np.uint64(blocks.count)).astype(np.int64)
 
 
 def _in_rows(
     blocks: Blocks, places: Tensor, values: Tensor, present: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return places in rows instead of blocks, (n, k), with zeros for values that are not sent."""
+    """Return places in the row instead of the block, (n, k), and values, zero where not sent."""
     in_rows = (places + blocks.starts(places.device)[:, None]).flatten(1)
     # If fewer elements of the last block than are kept are not zero, some of the places may lie in
     # its padding, where a coarse code turns the zero into something else.
@@ -185,7 +185,7 @@ def _in_rows(
 
 
 def require_selection(owner: object, density: float, block_size: int, value_bits: int) -> None:
-    """Raise ``ValueError`` unless these are arguments of :class:`TopK`."""
+    """Raise ``ValueError`` unless these are valid arguments of :class:`TopK`."""
     require_fraction(owner, "density", density)
     require_positive(owner, "block_size", block_size)
     if block_size > MAX_BLOCK_SIZE:
@@ -206,8 +206,8 @@ class RandomK(Compressor):
     With ``unbiased=False`` it is a projection, which error feedback needs.
 
     Args:
-        density: k/d, in (0, 1].
-        unbiased: scale by d/k.
+        density: k/d, the fraction of elements that is sent, in (0, 1].
+        unbiased: whether elements are scaled by d/k.
 
     Shapes: vector (d,) float32 -> payload (k,) float32, k = round(density x d), at least 1.
 
@@ -285,7 +285,7 @@ class PermK(Compressor):
         return float(world_size)
 
     def _own(self, count: int, draw: Draw, device: torch.device) -> Tensor:
-        """Return this rank's element of each of ``count`` runs, (n, count, 1)."""
+        """Return the index of this rank's element in each of ``count`` runs, (n, count, 1)."""
         shifts = random_below(fork(draw.keys, 0), count, draw.world_size)
         own = (shifts + draw.rank) % draw.world_size
         return to_device(torch.from_numpy(own), device)[..., None]

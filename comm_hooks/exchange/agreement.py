@@ -1,4 +1,4 @@
-"""Compare the settings of all ranks: in words before the first exchange, later by digests."""
+"""Compare the settings of all ranks: by value before the first exchange, later by digests."""
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -20,10 +20,10 @@ class Owner(Protocol):
     """The optimizer or hook that uses an exchange; it must be the same on all ranks."""
 
     def hyperparameters(self) -> Mapping[str, Any]:
-        """Return the settings of the next step as plain values; compared at every exchange."""
+        """Return the next step's hyperparameters as plain values; every exchange compares them."""
 
     def replica(self) -> Sequence[torch.Tensor]:
-        """Return tensors that are bit-identical on all ranks before every exchange: parameters."""
+        """Return the tensors, parameters, that are bit-identical on all ranks at an exchange."""
 
     def names(self) -> Collection[str] | None:
         """Return the names of all tensors that are ever exchanged; None if they are unknown."""
@@ -33,7 +33,7 @@ class Agreement:
     """The settings that the ranks of an exchange compare, and their stamps.
 
     Attributes:
-        settings: of the owner, in addition to those of the exchange.
+        settings: the settings of the owner, in addition to those of the exchange.
         reached: whether ranks have compared all settings.
     """
 
@@ -43,18 +43,18 @@ class Agreement:
         self._owner: weakref.ref[Owner] | None = None
 
     def __copy__(self) -> "Agreement":
-        """Return a copy without an owner: a copy of the exchange has another one."""
+        """Return a copy without an owner: the copy of an exchange gets an owner of its own."""
         duplicate = Agreement()
         duplicate.__dict__.update(self.__getstate__(), settings=dict(self.settings))
         return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the pickled state: all but the owner, a weak reference."""
+        """Return the attributes to pickle: all but the owner, since it is a weak reference."""
         return {**self.__dict__, "_owner": None}
 
     @property
     def owner(self) -> Owner | None:
-        """The optimizer or hook that exchanges, as long as it exists."""
+        """The optimizer or hook that uses the exchange; None without one, or if it was deleted."""
         return self._owner() if self._owner else None
 
     @owner.setter
@@ -63,7 +63,7 @@ class Agreement:
         self._owner = weakref.ref(owner) if owner else None
 
     def add(self, settings: Mapping[str, Any]) -> None:
-        """Add values that ranks compare."""
+        """Add settings, plain values by name, that must be equal on all ranks."""
         self.settings |= settings
 
     def reach(self, config: Mapping[str, Any], ranks: Sequence[int]) -> Round[None]:
@@ -71,16 +71,16 @@ class Agreement:
 
         Args:
             config: the settings of this rank.
-            ranks: the global numbers of all ranks.
+            ranks: the global ranks of all members.
         """
         yield from compare_settings(config, self.owner, ranks)
         self.reached = True
 
     def stamp(self, digest_: int, step: int, loads: int) -> Stamp:
-        """Return the stamp of all payloads of a bucket in a step.
+        """Return the stamp that all payloads of a bucket carry in a step, equal on all ranks.
 
         Args:
-            digest_: of the settings and of the bucket.
+            digest_: the digest of the settings and of the bucket's tensors.
             step, loads: see :class:`~comm_hooks.wire.stamp.Stamp`.
         """
         owner = self.owner
@@ -88,10 +88,10 @@ class Agreement:
         return Stamp(digest_, step, loads, hyperparameters)
 
     def with_fingerprint(self, stamp: Stamp, replica: Sequence[torch.Tensor] | None) -> Stamp:
-        """Return a stamp with the fingerprint of tensors that must be equal on all ranks.
+        """Return the stamp with a fingerprint of the tensors that must be equal on all ranks.
 
         Args:
-            replica: the tensors; None for those of the owner.
+            replica: the tensors; None: the tensors of :meth:`Owner.replica`.
         """
         if replica is None:
             replica = self.owner.replica() if self.owner else ()
@@ -99,7 +99,7 @@ class Agreement:
 
 
 def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the plain values in parameter groups, by readable names.
+    """Return the plain values in an optimizer's parameter groups, by names for error messages.
 
     Tensors on accelerators are left out: reading them would block.
 
@@ -127,7 +127,7 @@ def compare_settings(
     """Return a round that compares the settings of all ranks.
 
     Raises:
-        ConfigMismatchError: on all ranks, naming the settings and the ranks.
+        ConfigMismatchError: on all ranks, naming the settings that differ, and the ranks.
         PeerError: on all ranks, if some of them are about to compare something else.
     """
     own = dict(settings)
@@ -163,11 +163,11 @@ def compare_tensors(segments: Sequence[Segment], ranks: Sequence[int]) -> Round[
 
 
 def check_agreement(configs: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
-    """Raise ``ConfigMismatchError`` if settings differ; it names the settings and the ranks.
+    """Raise ``ConfigMismatchError``, naming settings and ranks, if any settings differ.
 
     Args:
-        configs: settings by name, of each rank.
-        ranks: their global numbers, in the same order.
+        configs: the settings by name, one mapping for each rank.
+        ranks: the global ranks, in the same order.
     """
     found = []
     for setting in dict.fromkeys(key for config in configs for key in config):
@@ -183,7 +183,7 @@ def check_agreement(configs: Sequence[Mapping[str, Any]], ranks: Sequence[int]) 
 
 
 def differences(values: Sequence[str], ranks: Sequence[int]) -> str:
-    """Return a description of the value of each rank.
+    """Return in words which ranks have which value.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""The buckets of an exchange."""
+"""Buckets: sets of tensors that are exchanged together, with their workspaces."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
@@ -11,11 +11,11 @@ from comm_hooks.requirements import require_dense_floats
 
 
 class Bucket:
-    """One bucket: its workspace, its routes, and the state of its comparison.
+    """One bucket: its workspace, its routes, and whether ranks have compared its tensors.
 
     Attributes:
         layout: the workspace.
-        routes: by compressor and place of the noise.
+        routes: the routes used so far, by compressor and by place of the noise hook.
         digest: 32 bits of the settings and tensors, equal on all ranks; None until it is needed.
         compared: whether ranks have compared the names and shapes of the tensors.
     """
@@ -33,8 +33,8 @@ class Buckets:
     A new bucket replaces those that share a parameter with it: DDP rebuilds its buckets.
 
     Args:
-        settings: of the exchange.
-        numels: receives the number of elements of each parameter.
+        settings: the settings of the exchange.
+        numels: a dictionary that receives the number of elements of each compressed parameter.
     """
 
     def __init__(self, settings: ExchangeSettings, numels: dict[str, int]) -> None:
@@ -53,10 +53,10 @@ class Buckets:
         tensors: Mapping[str, torch.Tensor],
         extras: Mapping[str, torch.Tensor] | None = None,
     ) -> Bucket:
-        """Return the bucket of these tensors by name; see :meth:`~comm_hooks.Exchange.average_`.
+        """Return the bucket of these named tensors; see :meth:`~comm_hooks.Exchange.average_`.
 
         Raises:
-            ValueError: if there are none, or one is not dense and floating-point.
+            ValueError: if there are no tensors, or one of them is not dense and floating-point.
         """
         if not tensors:
             raise ValueError("there is nothing to average: no tensors were given")
@@ -76,7 +76,8 @@ class Buckets:
         """Return the bucket of these parameters' gradients.
 
         Args:
-            parameters: their shapes decide on exemption; they must outlive the exchange.
+            parameters: their shapes decide which are exempt from compression; they must outlive
+                the exchange.
             tensors: the gradients, shaped as at the first call.
             name_of: returns a parameter's name.
         """
@@ -90,10 +91,10 @@ class Buckets:
         return self._found[key]
 
     def of_segments(self, segments: Sequence[Segment], device: torch.device) -> Bucket:
-        """Return the bucket of these segments.
+        """Return the bucket of these segments on a device, made at the first call.
 
         Raises:
-            ValueError: if two of them have the same name.
+            ValueError: if two segments have the same name.
         """
         key = (tuple(segments), device)
         if key not in self._found:

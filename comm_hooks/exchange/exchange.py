@@ -54,17 +54,17 @@ class Exchange:
     skip the step, and the memory does not change.
 
     Args:
-        compressor: turns a parameter into a payload; or all of :class:`ExchangeSettings`.
+        compressor: turns a parameter into a payload; or :class:`ExchangeSettings`, all settings.
         memory, collective, seed: see :class:`ExchangeSettings`.  A memory belongs to one exchange;
             to make several, give each a memory of its own, or all the same settings.
         transport: connects the ranks; by default ``torch.distributed`` over ``process_group``.
         process_group: the group to average over; the default group if None.
-        options: more of :class:`ExchangeSettings`, by name.
+        options: further settings of :class:`ExchangeSettings`, by name.
 
     Attributes:
         state: the residuals and the step of this rank.
-        agreement: the settings of the owner that ranks compare.
-        buckets: the workspaces.
+        agreement: the settings that ranks compare, and the owner.
+        buckets: the sets of tensors exchanged so far, with their workspaces.
 
     Memory: a float32 workspace of 4 bytes per element, and the residuals in ``memory``.
 
@@ -103,7 +103,8 @@ class Exchange:
         if isinstance(compressor, ExchangeSettings):
             if (memory, collective, seed, options) != ("auto", "auto", 0, {}):
                 raise ValueError(
-                    "Exchange: settings say everything: change them with dataclasses.replace()"
+                    "Exchange: ExchangeSettings hold all settings, so no other can be passed: "
+                    "change them with dataclasses.replace()"
                 )
             settings = compressor
             own_memory = settings.memory.fresh() if settings.memory else None
@@ -140,11 +141,11 @@ class Exchange:
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> Exchange:
-        """Return an exchange from names of compressors and memories as well as objects.
+        """Return an exchange, given the compressor and the memory as names or as objects.
 
         Args:
             compressor, options: see :meth:`ExchangeSettings.of`.
-            transport, process_group: see above.
+            transport, process_group: see :class:`Exchange`.
 
         Raises:
             ValueError: as :meth:`ExchangeSettings.of`.
@@ -162,7 +163,7 @@ class Exchange:
 
     @property
     def settings(self) -> ExchangeSettings:
-        """The settings, equal on all ranks."""
+        """The settings of this exchange, equal on all ranks."""
         return self._settings
 
     @settings.setter
@@ -172,7 +173,7 @@ class Exchange:
 
     @property
     def owner(self) -> Owner | None:
-        """The optimizer or hook that uses this exchange, as long as it exists."""
+        """The optimizer or hook that uses this exchange; None without one, or if it was deleted."""
         return self.agreement.owner
 
     @owner.setter
@@ -190,7 +191,7 @@ class Exchange:
 
     @property
     def step(self) -> int:
-        """The number of exchanged steps."""
+        """The number of steps exchanged so far."""
         return self.state.step
 
     @step.setter
@@ -205,7 +206,7 @@ class Exchange:
 
     @property
     def ranks_per_node(self) -> int | None:
-        """The number of ranks that share a node; None if it is unknown or does not matter."""
+        """The number of ranks per node; None if it is unknown or collective is not hierarchical."""
         if self.settings.collective != "hierarchical":
             return None
         return self.settings.ranks_per_node or self.transport.ranks_per_node
@@ -295,12 +296,12 @@ class Exchange:
 
         Args:
             tensors: parameter name -> floating-point tensor, the same names and shapes in the same
-                order on all ranks.  Those of :meth:`workspace` are not copied.
+                order on all ranks.  The tensors of :meth:`workspace` are not copied.
             extras: more float32 tensors for the same payload, averaged exactly and never
                 compressed: flags, counts and the like.
             compress: False averages exactly, for warm-up steps; a compressor replaces that of the
                 exchange in this round.
-            memory: replaces that of the exchange, for instance with the memory of another client.
+            memory: replaces the memory of the exchange, for instance with that of another client.
             noise_hook: clips and adds noise, for private training.
 
         Raises:
@@ -338,7 +339,7 @@ class Exchange:
         return dict(zip(tensors, self.buckets.of(tensors).layout.views, strict=True))
 
     def norm_bound(self, layout: Layout) -> float:
-        """Return the largest possible ratio of the norms of a payload and of its vectors.
+        """Return the largest possible ratio of a payload's norm to the norm of its vectors.
 
         See :meth:`~comm_hooks.compressors.base.Compressor.norm_bound`.
         """
@@ -433,7 +434,7 @@ class Exchange:
 
         Args:
             shards: a bucket for each rank's shard, in rank order.
-            tensors: of each bucket; see :meth:`bucket_round`.
+            tensors: the tensors of each bucket; see :meth:`bucket_round`.
             output: receives ``factor`` times the mean of this rank's shard, in its shapes.
             scale: see :meth:`bucket_round`.
         """
@@ -470,13 +471,13 @@ class Exchange:
         """Return whether ranks compare a fingerprint of their replicas in this step.
 
         Args:
-            is_new: whether they have not compared it yet.
+            is_new: whether ranks have not compared this bucket yet.
         """
         every, step = self.settings.verify_every, self.state.step
         return every > 0 and (is_new or step == self.state.loaded_at or step % every == 0)
 
     def _reported(self, round_: Round[None], round_number: int) -> Round[None]:
-        """Return the round, which tells the other ranks if it fails on this one."""
+        """Return ``round_``, extended to tell the other ranks if it fails on this rank."""
         step = self.step
         try:
             yield from round_
@@ -503,7 +504,7 @@ class Exchange:
         No collective, and no tensors needed.
 
         Args:
-            shapes: of the tensors, by name.
+            shapes: the shapes of the tensors, by name.
             extras: shapes of the extras; see :meth:`average_`.
 
         Example::
@@ -528,7 +529,7 @@ class Exchange:
         self._traffic.between_nodes += route.traffic_between_nodes
 
     def count_traffic(self, nbytes: int, uncompressed: int) -> None:
-        """Add the traffic of sparse gradients and others that no compressor sees."""
+        """Add bytes sent, and the bytes of an uncompressed all-reduce, to :meth:`stats`."""
         self._traffic.sent += nbytes
         self._traffic.uncompressed += uncompressed
 
@@ -536,10 +537,10 @@ class Exchange:
         """Return the traffic of this rank since the start, and the norm of its residuals.
 
         Keys: ``steps``; ``bytes_sent`` and ``bytes_received``, without transport headers, by the
-        ring algorithms of gloo and NCCL; ``bytes_uncompressed`` of an all-reduce in the dtype of
-        the gradients; ``compression_ratio``, the latter over the bytes sent; ``residual_norm``.
-        With ``collective="hierarchical"`` also ``bytes_sent_between_nodes``, a part of
-        ``bytes_sent``.
+        ring algorithms of gloo and NCCL; ``bytes_uncompressed``, the bytes of an all-reduce in the
+        dtype of the gradients; ``compression_ratio``, ``bytes_uncompressed`` over ``bytes_sent``;
+        ``residual_norm``.  With ``collective="hierarchical"`` also ``bytes_sent_between_nodes``, a
+        part of ``bytes_sent``.
         """
         self.wait()
         traffic = self._traffic
@@ -556,7 +557,7 @@ class Exchange:
         }
 
     def wait(self) -> None:
-        """Wait until the headers of all payloads are checked, where an accelerator holds them.
+        """Wait until the headers of all payloads on an accelerator have been checked.
 
         The next step's rounds, :meth:`stats` and :meth:`state_dict` call it.
 
@@ -575,7 +576,7 @@ class Exchange:
         return self.state.state_dict(self._position())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that this rank saved; all ranks must load theirs.
+        """Restore the state that this rank saved; all ranks must load their own states.
 
         Raises:
             ValueError: if the state is damaged, or was saved by another rank, on another number of
@@ -587,13 +588,13 @@ class Exchange:
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the states of *all* ranks, on any number of ranks.
 
-        On the same number of ranks each loads its own state.  On another number (or if there were
-        shards and may be none) all ranks start with the mean of all residuals, and add the
-        residuals of the shards: the residual of the mean over ranks stays the same, or that of the
-        sum in private training, since its divisor is public.
+        On the same number of ranks each rank loads its own state.  On another number (or if there
+        were shards and may be none) all ranks start with the mean of all residuals, and add the
+        residuals of the shards: the residual of the mean over ranks stays the same, or the residual
+        of the sum in private training, since its divisor is public.
 
         Args:
-            states: in rank order; the same on all ranks.
+            states: the states in rank order; the same on all ranks.
 
         Raises:
             ValueError: if states are missing, out of order, of different steps or of another kind
@@ -607,7 +608,7 @@ class Exchange:
         """Return whether each rank can load the state that it saved itself.
 
         Args:
-            states: of all former ranks, or some of them.
+            states: the states of all former ranks, or of some of them.
         """
         return self._position().continues(states)
 
@@ -624,7 +625,7 @@ class Exchange:
         return self.owner.names() if self.owner else None
 
     def _require_ranks_per_node(self) -> int:
-        """Return how many ranks share a node.
+        """Return the number of ranks per node.
 
         Raises:
             ValueError: if it is unknown, or does not divide the number of ranks.
@@ -664,7 +665,7 @@ class Exchange:
 
 
 def largest_in(dtype: torch.dtype) -> float | None:
-    """Return the largest number that a dtype can hold; None if float32 has no larger ones.
+    """Return the largest number of a dtype; None if its range is that of float32, as in bfloat16.
 
     A sparse compressor sends the sum of many steps at once: in float16, scaled by a GradScaler, it
     may overflow although no gradient did.

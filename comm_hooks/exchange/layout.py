@@ -1,7 +1,7 @@
 """The layout of the parameters of a bucket in memory, for a round.
 
 A bucket arrives as flat segments, one per parameter.  Small and one-dimensional parameters (norms,
-biases) are exempt from compression: they are a fraction of a percent of the elements and lose
+biases) are exempt from compression: they are a fraction of a percent of the elements and suffer
 most.  The others are grouped by length, so that a compressor sees one matrix per distinct length
 with a parameter in each row, and repeated layers cost one batched operation, not a Python loop.
 
@@ -28,10 +28,11 @@ class Segment:
     """One tensor of a bucket.
 
     Args:
-        name: of the parameter.
-        shape: of the tensor.
-        exempt: whether it is sent uncompressed, in the exchange's ``exempt_bits``.
-        exact: whether it is sent in float32 with any settings: flags, counts and other extras.
+        name: the name of the parameter.
+        shape: the shape of the tensor.
+        exempt: whether the tensor is sent uncompressed, in the exchange's ``exempt_bits``.
+        exact: whether the tensor is sent in float32 with any settings, as flags, counts and other
+            extras are.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Workspace:
         exact: the number of elements sent in float32; None if there are none.
         exempt: the number of elements sent uncompressed otherwise; None if there are none.
         groups: the parameters to compress: for each distinct length, their names and that length.
-        device: of the tensor.
+        device: the device of the tensor.
         granularity: see :class:`~comm_hooks.ExchangeSettings`.
 
     Attributes:
@@ -88,27 +89,27 @@ class Workspace:
             self.compressed = [Rows((digest,), self.work[None, start:])]
 
     def vectors(self) -> list[Rows]:
-        """Return all rows: the uncompressed ones, then the groups."""
+        """Return the workspace as rows: the uncompressed ones, then one matrix for each group."""
         return [*self._plain, *self.groups]
 
     def parts(self) -> list[Rows]:
-        """Return the rows of a payload: the uncompressed ones, then :attr:`compressed`."""
+        """Return the parts of a payload: the uncompressed rows, then :attr:`compressed`."""
         return [*self._plain, *self.compressed]
 
     def compressors(self, compressor: Compressor, exempt: Compressor) -> list[Compressor]:
         """Return the compressor of each of :meth:`parts`.
 
         Args:
-            compressor: of the compressed rows.
-            exempt: of the exempt row.
+            compressor: the compressor of the compressed rows.
+            exempt: the compressor of the exempt row.
         """
         plain = [Identity() if rows is self.exact else exempt for rows in self._plain]
         return [*plain, *[compressor] * len(self.compressed)]
 
     def residuals(self, of_groups: Sequence[Residual | None]) -> list[Residual | None]:
-        """Return the residual to be added to each of :meth:`parts`, given that of each group.
+        """Return the residuals still to be added to :meth:`parts`, given those of the groups.
 
-        If groups share a part, their residuals are added here.
+        If all groups are a single part, their residuals are added here, in place.
         """
         of_compressed = list(of_groups)
         if self.compressed is not self.groups:
@@ -127,7 +128,7 @@ class Layout(Workspace):
         device, granularity: see :class:`Workspace`.
 
     Attributes:
-        names: of all segments.
+        names: the names of all segments.
         views: each segment's part of the workspace, in its shape.
     """
 
@@ -161,7 +162,7 @@ class Layout(Workspace):
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy tensors shaped like the segments (any float dtype) into the workspace.
 
-        Does nothing for :attr:`views` themselves.
+        Does nothing if the tensors are :attr:`views`.
         """
         if not self._are_views(tensors):
             torch._foreach_copy_(self.views, list(tensors))

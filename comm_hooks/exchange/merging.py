@@ -1,4 +1,4 @@
-"""Residuals of all former ranks, put together for another number of ranks or nodes."""
+"""Merge the saved residuals of all former ranks, for another number of ranks or nodes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ Vectors = dict[str, torch.Tensor]
 
 
 def numels_in(states: Sequence[State]) -> dict[str, int]:
-    """Return the number of elements of each parameter in any of the states."""
+    """Return the number of elements of each parameter that occurs in the saved states."""
     return {name: numel for state in states for name, numel in state["numels"].items()}
 
 
@@ -24,12 +24,12 @@ def shard_widths(numels: Mapping[str, int], count: int) -> dict[str, int]:
 def merge_memories(
     states: Sequence[State], memory: Memory, server_memory: ResidualMemory, scale: float
 ) -> Vectors:
-    """Return one state of the memory, from which every new rank starts.
+    """Return the merged state of all former ranks' memories, with which every new rank starts.
 
     Args:
-        states: of all former ranks, in rank order.
-        memory, server_memory: of the saved kind.
-        scale: a factor for the residual of the mean over ranks.
+        states: the saved states of all former ranks, in rank order.
+        memory, server_memory: memories of the saved classes.
+        scale: a factor of the residual of the mean over ranks.
 
     Raises:
         ValueError: if the states are of another kind of memory.
@@ -61,11 +61,11 @@ def cut_memory(
     place: int,
     ranks_per_node: int,
 ) -> Vectors:
-    """Return the part of a merged memory for the rank at ``place`` in each node.
+    """Return the part of a merged memory's state for the rank at ``place`` in each node.
 
     Args:
-        state: from :func:`merge_memories`.
-        memory: of the saved kind.
+        state: the result of :func:`merge_memories`.
+        memory: a memory of the saved class.
         numels: the number of elements of each whole parameter.
         place, ranks_per_node: see :class:`~comm_hooks.exchange.routes.hierarchical.Hierarchical`.
     """
@@ -78,7 +78,7 @@ def cut_memory(
 
 
 def cut_shard(vector: torch.Tensor, place: int, width: int) -> torch.Tensor:
-    """Return one of the shards of a vector, padded with zeros to its width."""
+    """Return shard number ``place`` of a vector, padded with zeros to ``width`` elements."""
     shard = vector[place * width : (place + 1) * width]
     return torch.nn.functional.pad(shard, (0, width - len(shard)))
 
@@ -86,7 +86,7 @@ def cut_shard(vector: torch.Tensor, place: int, width: int) -> torch.Tensor:
 def residuals_of_shards(
     states: Sequence[State], server_memory: ResidualMemory, numels: Mapping[str, int]
 ) -> Vectors:
-    """Return the residuals of the shard owners, joined: (numel,), float32 per parameter."""
+    """Return each parameter's residual, (numel,), float32, joined from those of its shards."""
     # Rank j owned the j-th of as many equal ranges of each parameter.
     widths = shard_widths(numels, len(states))
     shards = [server_memory.vectors(state["server_memory"], widths) for state in states]
@@ -120,10 +120,10 @@ def _parameter(key: str, memory: Memory) -> str:
 def _as_floats(
     state: Mapping[str, torch.Tensor], memory: Memory, numels: Mapping[str, int]
 ) -> Vectors:
-    """Return the rows of a state with one float32 per element of a parameter."""
+    """Return the vectors of a memory's state in float32, one number per parameter element."""
     return memory.vectors(state, numels) if isinstance(memory, ResidualMemory) else dict(state)
 
 
 def _from_floats(rows: Vectors, memory: Memory, numels: Mapping[str, int]) -> Vectors:
-    """Undo :func:`_as_floats`."""
+    """Return float32 vectors in the format of the memory's state: undo :func:`_as_floats`."""
     return memory.merge([], rows, numels) if isinstance(memory, ResidualMemory) else rows

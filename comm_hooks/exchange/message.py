@@ -19,17 +19,17 @@ from comm_hooks.wire.stamp import Stamp
 
 @dataclass(frozen=True)
 class RoundContext:
-    """The settings of one round on one bucket.
+    """The settings and helpers of one round on one bucket.
 
     Attributes:
-        stamp: equal in the payloads of all ranks.
-        memory: keeps the residuals of this rank; None for a round without.
+        stamp: the stamp of the payloads, equal on all ranks.
+        memory: keeps the residuals of this rank; None for a round without residuals.
         scale: the present scale of the vectors (loss scaling).
         verify: whether residuals are checked to be finite, in one more pass.
         limit: the largest element that the dtype of the mean can hold; the excess joins the
             residual.
         noise_hook: clips and adds noise.
-        checks: headers on an accelerator that are still to be checked.
+        checks: the headers on an accelerator that are still to be checked.
     """
 
     stamp: Stamp
@@ -48,20 +48,21 @@ class Message:
     after the vectors are filled in.  Only ``groups`` have residuals.
 
     Args:
-        vectors: of this rank.
-        keys: of each part of the vectors, one key per row.
-        own_key: of this rank and round, for memories that draw random numbers.
-        context: of the round.
+        vectors: the workspace with the vectors of this rank.
+        keys: the random keys of each part of the vectors, one key per row.
+        own_key: a random key of this rank and round, for memories that draw random numbers.
+        context: the settings of the round.
 
     Raises:
         ValueError: if a residual is not finite (only with ``context.verify``): it would make all
             gradients NaN for ever.
 
     Attributes:
-        matrices: of each part of the vectors.
+        matrices: the matrix of each part of the vectors.
         keys: see above.
-        stamp: of the round.
-        residuals: still to be added to each part before it is compressed; None without a memory.
+        stamp: the stamp of the round.
+        residuals: the residuals still to be added to each part before it is compressed; None
+            without a memory.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Message:
 
     @classmethod
     def of(cls, vectors: Workspace, context: RoundContext, *, seed: int, rank: int) -> Message:
-        """Return a message with the keys of a seed, a rank and the step of the context."""
+        """Return a message with random keys derived from seed, step, rank and parameter names."""
         step = context.stamp.step
         keys = [derive_keys(seed, step, part.names) for part in vectors.parts()]
         # Derived now: the owner may be in the next step when the memory draws.
@@ -88,7 +89,7 @@ class Message:
 
     @property
     def health(self) -> torch.Tensor:
-        """0 if all elements were finite, else NaN; float32 scalar, (1,).
+        """0 if all elements were finite before residuals were added, else NaN; float32, ().
 
         A norm that overflows float32 counts as infinite.
         """
@@ -105,7 +106,7 @@ class Message:
             self.residuals = [None] * len(self.residuals)
 
     def commit(self, accept: torch.Tensor) -> None:
-        """Keep the new residuals, which the groups hold after encoding.  Call it once.
+        """Store the new residuals, which the groups hold after encoding, in the memory, once.
 
         Args:
             accept: boolean scalar: whether the vectors of all ranks were finite.
@@ -121,9 +122,9 @@ class Message:
         stays as it is.
 
         Args:
-            ranks: the number of ranks that share this rank's residual of the excess: all of them,
-                if only this rank has the mean.
-            factor: of the mean, applied afterwards.
+            ranks: a factor of the excess in this rank's residual: the number of ranks if only this
+                rank has the mean, else 1.
+            factor: the factor by which the caller multiplies the mean afterwards.
         """
         if self._memory is None or self._limit is None:
             return
@@ -137,7 +138,7 @@ class Message:
                 self._memory.give_back(rows, excess.mul_(ranks), self._scale)
 
     def _row_norms(self) -> list[torch.Tensor]:
-        """Return the norms of the rows of each group, (n, 1), before anything was added."""
+        """Return the norms of the rows of each group, (n, 1), before residuals were added."""
         if self._norms is None:
             self._norms = [row_norms(rows.matrix) for rows in self._vectors.groups]
         return self._norms
@@ -156,12 +157,12 @@ class Message:
 
 
 def row_norms(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each row, (n, 1): zero or not, finite or not, in one pass."""
+    """Return the norm of each row, (n, 1): one pass finds rows that are zero or not finite."""
     return torch.stack(torch._foreach_norm(list(matrix.unbind())))[:, None]
 
 
 def _require_finite(rows: Rows, residual: Residual | None, norm: torch.Tensor) -> None:
-    """Raise ``ValueError`` for a residual that is not finite, of vectors of these norms, (n, 1)."""
+    """Raise ``ValueError`` if a residual is not finite; ``norm``: the vectors' norms, (n, 1)."""
     # A residual that was added is in the vectors, which may not have been finite themselves.
     checked = residual.vectors if residual else rows.matrix
     bad = ~checked.isfinite().all(1)

@@ -1,4 +1,4 @@
-"""The interface of private training to a round."""
+"""The interface by which private training clips messages and adds noise in a round."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class NoiseHook(ABC):
 
     @abstractmethod
     def clip_(self, message: Sequence[torch.Tensor]) -> None:
-        """Scale one rank's message, float32 tensors that make up one vector, in place.
+        """Clip one rank's message in place; its float32 tensors are parts of one vector.
 
         Not called at the place ``"owner"``, where no message arrives whole.
         """

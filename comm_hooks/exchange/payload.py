@@ -27,12 +27,12 @@ from comm_hooks.wire.summed_header import SummedHeader
 
 
 class PayloadFormat:
-    """The offsets of each part in a payload.
+    """The format of a payload, with the offset of each part: encodes and decodes payloads.
 
     Args:
         parts: (compressor, number of rows, elements per row) of each part.
-        ranks: the global numbers of the participating ranks, in order.
-        place: of this rank among them.
+        ranks: the global ranks of the participants, in order.
+        place: the index of this rank among them.
         summed: whether payloads are summed on the wire; all compressors must be linear.
     """
 
@@ -68,8 +68,8 @@ class PayloadFormat:
         With a memory the matrices of the message become, in place, the new residuals.
 
         Args:
-            health: replaces that of the message.
-            out: receives the payload.
+            health: replaces the health of the message.
+            out: a tensor that receives the payload.
         """
         return self.encode_all(
             [matrix[None] for matrix in message.matrices],
@@ -96,13 +96,13 @@ class PayloadFormat:
 
         Args:
             stacks: for each part, contiguous matrices (M, rows, numel).
-            keys: for each part, those of all rows, (M * rows,).
+            keys: for each part, the random keys of all rows, (M * rows,).
             health: float32 scalar, 0 if the matrices are finite, else NaN.
-            stamp: of this rank.
-            residuals: of each part, added to its matrices first; the matrices become, in place, the
-                new residuals.  None: the matrices do not change.
+            stamp: the stamp of this rank.
+            residuals: the residual of each part, added to its matrices first; the matrices become,
+                in place, the new residuals.  None: the matrices do not change.
             wholes: if the M matrices are shards, the matrix of each part that was cut into them.
-            out: receives the payloads.
+            out: a tensor that receives the payloads.
         """
         count = len(stacks[0])
         if out is None:
@@ -125,7 +125,7 @@ class PayloadFormat:
         return payload[self._header.nbytes : self._end].view(torch.float32)
 
     def check(self, payloads: Tensor, context: RoundContext, *, senders: str = "rank") -> Tensor:
-        """Check the headers; return 0 if all ranks' vectors were finite, else NaN.
+        """Check the payloads' headers; return 0 if all ranks' vectors were finite, else NaN.
 
         See :meth:`~comm_hooks.wire.header.Header.check`.
         """
@@ -135,7 +135,7 @@ class PayloadFormat:
     def decode_sum(
         self, matrices: Sequence[Tensor], payloads: Tensor, keys: Sequence[Keys], *, alpha: float
     ) -> None:
-        """Write ``alpha`` times the sum of all ranks' payloads (N, nbytes) to matrices."""
+        """Write ``alpha`` times the sum of N decompressed payloads (N, nbytes) to the matrices."""
         for matrix, (compressor, octets, draw) in zip(
             matrices, self._parts(payloads, keys), strict=True
         ):
@@ -149,7 +149,7 @@ class PayloadFormat:
         keys: Sequence[Keys],
         rank: int,
     ) -> None:
-        """Write the decompressed payload of ``rank`` to matrices."""
+        """Write the decompressed payload of ``rank``, (nbytes,), to the matrices."""
         for matrix, (compressor, octets, draw) in zip(
             matrices, self._parts(payload[None], keys, rank), strict=True
         ):
@@ -157,7 +157,7 @@ class PayloadFormat:
 
     @record_function(DECODE)
     def decode_all(self, stacks: Sequence[Tensor], payloads: Tensor, keys: Sequence[Keys]) -> None:
-        """Write M decompressed payloads (M, nbytes) to stacks; like M calls of :meth:`decode`.
+        """Write M decompressed payloads (M, nbytes) to stacks of M matrices.
 
         Not for compressors that are ``per_rank``.
 
@@ -172,7 +172,7 @@ class PayloadFormat:
     def _parts(
         self, payloads: Tensor, keys: Sequence[Keys], rank: int = 0
     ) -> Iterator[tuple[Compressor, Tensor, Draw]]:
-        """Yield each part's compressor, view (M, rows, nbytes) of the payloads, and draw."""
+        """Yield each part's compressor, view (M, rows, nbytes) of the payloads, and random draw."""
         for compressor, (start, stop, rows), part_keys in zip(
             self._compressors, self._slices, keys, strict=True
         ):

@@ -15,8 +15,8 @@ class Position:
     """The place of a rank among the ranks that exchange; saved with a state.
 
     Args:
-        rank, world_size: of the transport.
-        collective: a setting of the exchange.
+        rank, world_size: the rank and the number of ranks of the transport.
+        collective: the collective in the settings of the exchange.
         ranks_per_node: None unless the collective is ``"hierarchical"``.
         can_shard: whether a round may divide vectors into shards.
     """
@@ -39,7 +39,7 @@ class Position:
         return state
 
     def sends_residuals_of(self, state: State) -> bool:
-        """Return whether later rounds send the residual of the shards in a state.
+        """Return whether later rounds send the residuals of shards that a saved state may hold.
 
         ``"auto"`` and ``"hierarchical"`` do not always divide vectors into shards; an exchange that
         has done it under a setting does it again under the same setting.
@@ -102,12 +102,12 @@ _WITH_MEMORY = ("memory_type", "memory", "server_memory", "numels")
 
 
 def seal_own(state: State) -> dict[str, Any]:
-    """Return a state with a seal on the keys of the exchange."""
+    """Return a state with a seal, a checksum of its values that belong to the exchange."""
     return {**state, SEAL: sealed({key: state[key] for key in _SCHEMA if key in state})[SEAL]}
 
 
 def check_whole(state: object) -> None:
-    """Raise ``ValueError`` unless a state has the keys, types and seal of a saved exchange."""
+    """Raise ``ValueError`` unless a state has the keys, types and checksum of a saved exchange."""
     if not isinstance(state, Mapping):
         raise ValueError(
             f"the state must be what state_dict() returned, got {type(state).__name__}"
@@ -116,7 +116,10 @@ def check_whole(state: object) -> None:
     needed = _ALWAYS + _WITH_MEMORY * ("memory" in state)
     for key, (fits, words) in _SCHEMA.items():
         if key in needed and key not in state:
-            raise ValueError(f"the state is not one of an exchange: it has no {key}")
+            raise ValueError(
+                f"the state is not one of an exchange: it has no {key}; load what state_dict() of "
+                "an exchange, hook or optimizer returned"
+            )
         if key in state and not fits(state[key]):
             raise ValueError(
                 f"the state is not one of an exchange: its {key} must be {words}, got "
@@ -153,7 +156,8 @@ def check_memory(state: State, memory: Memory | None, known: Collection[str] | N
         raise ValueError(
             "the state was saved "
             + ("with" if "memory" in state else "without")
-            + " a memory, but this exchange is configured the other way"
+            + " a memory, but this exchange is configured the other way: give it the memory "
+            "setting with which the state was saved"
         )
     if memory is None:
         return
@@ -196,8 +200,11 @@ def check_complete(states: Sequence[State]) -> None:
         raise ValueError(f"the states were saved with different ranks_per_node: {counts}")
     if any(count and len(states) % count for count in counts):
         raise ValueError(
-            f"the states are of {len(states)} ranks, which nodes of {counts.pop()} cannot have been"
+            f"the states are of {len(states)} ranks, which nodes of {counts.pop()} cannot have "
+            "been: load the states of all ranks of one save"
         )
     steps = [state["step"] for state in states]
     if len(set(steps)) > 1:
-        raise ValueError(f"the states were saved at different steps: {steps}")
+        raise ValueError(
+            f"the states were saved at different steps: {steps}; load those of one step"
+        )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypedDict
 
     class ExchangeOptions(TypedDict, total=False):
-        """The settings that entrances take as further keywords."""
+        """The exchange settings that hooks and optimizers accept as further keywords."""
 
         min_numel: int
         min_ndim: int
@@ -55,15 +55,15 @@ class ExchangeSettings:
             these settings gets a memory of its own.
         collective: moves payloads between ranks: ``"all_reduce"`` (linear compressors only),
             ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one of these that moves the fewest
-            bytes (never shards of what can be summed).  ``"hierarchical"``: averages vectors in
+            bytes (never shards if payloads can be summed).  ``"hierarchical"``: averages vectors in
             full precision inside each node, and compresses only the exchange between nodes, by the
             cheapest of the others.
-        seed: of all random draws.
+        seed: the seed of all random draws.
         min_numel: parameters with fewer elements are not compressed.
         min_ndim: parameters with fewer dimensions (norms and biases) are not compressed either; 1
             compresses them as well, for very slow links.
-        exempt_bits: of uncompressed parameters on the wire: 32 (float32) or 16 (bfloat16, without
-            a residual of the rounding).
+        exempt_bits: the bits per element of uncompressed parameters on the wire: 32 (float32) or 16
+            (bfloat16, without a residual of the rounding).
         granularity: ``"parameter"`` compresses each parameter on its own; ``"bucket"`` the whole
             bucket, or each of its shards, as one vector (random draws then depend on the bucket);
             ``"auto"``: buckets for sketches, parameters for all other compressors.
@@ -161,17 +161,17 @@ class ExchangeSettings:
     def of(
         cls, compressor: Compressor | str | Mapping[str, Any], /, **options: Any
     ) -> ExchangeSettings:
-        """Return settings from names of compressors and memories as well as objects.
+        """Return settings, given compressors and memories as names or as objects.
 
         Args:
-            compressor: an object, or a specification of one and of the settings
+            compressor: a compressor, or a specification of a compressor and of settings
                 (:func:`~comm_hooks.config.parse_spec`).
-            options: the settings above; the compressor's own, if it is a specification;
+            options: the settings above, and the options of a compressor given as a specification;
                 ``memory`` and ``downlink`` may be specifications
                 (:func:`~comm_hooks.config.build`).
 
         Raises:
-            ValueError: for anything unknown, with the nearest that is known, and for values and
+            ValueError: for unknown names, with the nearest known name, and for values and
                 combinations that cannot work.
 
         Example::
@@ -188,7 +188,7 @@ class ExchangeSettings:
         if strangers and not isinstance(compressor, str):
             raise ValueError(
                 f"options {', '.join(strangers)} go with a compressor's name, but {compressor!r} "
-                "is one already: set them there"
+                "is a compressor already: set them in its constructor"
             )
         if strangers:
             kind = f"setting with {compressor}"
@@ -214,10 +214,10 @@ class ExchangeSettings:
 
         Args:
             block: ``compressor``, a specification, and the options of :meth:`of`.
-            path: of the block in the configuration, for messages.
+            path: the path of the block in the configuration, for messages.
 
         Raises:
-            ValueError: as :meth:`of`, with the path.
+            ValueError: as :meth:`of`, with the path in the message.
 
         Example::
 
@@ -260,7 +260,7 @@ class ExchangeSettings:
         Without ``"hierarchical"``, which uses one of these between nodes.
 
         Args:
-            compressor: replaces that of the settings.
+            compressor: replaces the compressor of the settings.
         """
         compressor = compressor or self.compressor
         collectives = ["all_reduce"] if compressor.linear and self.exempt.linear else []
@@ -314,7 +314,7 @@ class ExchangeSettings:
 
 
 def require_gradients(settings: ExchangeSettings, who: str) -> None:
-    """Raise ``ValueError`` unless rounds return means of gradients, not of changes."""
+    """Raise ``ValueError`` if the memory sends changes, so that rounds average no gradients."""
     if settings.memory is not None and settings.memory.sends_changes:
         raise ValueError(
             f"{who}: {settings.memory} sends changes, which an optimizer behind a hook would take "
@@ -323,7 +323,7 @@ def require_gradients(settings: ExchangeSettings, who: str) -> None:
 
 
 class _SettingError(ValueError):
-    """A ``ValueError`` about one setting."""
+    """A ``ValueError`` with the name of the setting that is wrong."""
 
     def __init__(self, message: str, setting: str) -> None:
         super().__init__(message)

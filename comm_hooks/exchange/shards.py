@@ -15,7 +15,7 @@ class Shards:
 
     Args:
         whole: the workspace to divide.
-        owners: their number.
+        owners: the number of owners.
 
     Attributes:
         owned: a workspace for one owner's ranges, with the names of ``whole``.  Ranges that are
@@ -52,7 +52,7 @@ class Shards:
             join_from(shards, vectors)
 
     def _shards_in(self, stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return views of stacks for each of the vectors: (owners, rows, width)."""
+        """Return, for each matrix of vectors, a view of its shards: (owners, rows, width)."""
         if self.owned.compressed is self.owned.groups:
             return list(stacks)
         *plain, bucket = stacks
@@ -62,7 +62,7 @@ class Shards:
 
 
 def shard_width(numel: int, owners: int) -> int:
-    """Return the number of elements of a vector that each owner has."""
+    """Return the number of elements of each owner's shard of a vector, rounded up."""
     return -(-numel // owners)
 
 
@@ -81,7 +81,7 @@ def join_from(shards: torch.Tensor, vectors: torch.Tensor) -> None:
 def _pairs(
     shards: torch.Tensor, vectors: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield all full shards with their elements, then the shorter shard, if there is one."""
+    """Yield views of all full shards and their columns, then of the shorter shard, if any."""
     width = shards.shape[2]
     full = vectors.shape[1] // width if width else 0
     if full:

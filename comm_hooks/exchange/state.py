@@ -30,12 +30,12 @@ from comm_hooks.memory.base import Memory
 
 @dataclass
 class Traffic:
-    """Counts bytes since the start, without transport headers.
+    """The bytes that this rank has exchanged since the start, without transport headers.
 
     Attributes:
-        sent: by this rank, and, by the ring algorithms of gloo and NCCL, received.
+        sent: the bytes sent; the ring algorithms of gloo and NCCL receive as many.
         between_nodes: the part of ``sent`` that left the node.
-        uncompressed: the bytes of all-reduces in the dtype of the tensors.
+        uncompressed: the bytes that all-reduces in the dtype of the tensors would have sent.
     """
 
     sent: int = 0
@@ -49,7 +49,7 @@ class Traffic:
 
 
 class Provenance(Protocol):
-    """Describes the training that made a state, where not every state may be loaded."""
+    """Describes the training that made a state, and decides which states may be loaded."""
 
     def saved(self) -> Mapping[str, Any]:
         """Return the description as plain values; it is saved with the state."""
@@ -62,7 +62,7 @@ class Provenance(Protocol):
 
 
 class ExchangeState:
-    """What an exchange keeps between rounds, saves, and loads.
+    """The state of an exchange on one rank that lasts between rounds and is saved and loaded.
 
     Args:
         memory: keeps the residuals of this rank's vectors; None in an exchange without a memory.
@@ -71,7 +71,7 @@ class ExchangeState:
         memory: see above.
         server_memory: keeps the residuals of the shard that this rank owns; None without a memory.
         numels: the number of elements of each parameter that may have a residual.
-        step: the number of exchanged steps.
+        step: the number of steps exchanged so far.
         loaded_at: the step of the last loaded state; None if none was loaded.
         provenance: describes and checks states; set by private training.
         only_shards: whether the owners of shards hold all residuals; set by private training.
@@ -129,10 +129,10 @@ class ExchangeState:
     def load_state_dict(
         self, state: State, position: Position, names: Collection[str] | None
     ) -> None:
-        """Restore the state that the rank at this position saved.
+        """Restore the state that this rank saved itself.
 
         Args:
-            names: of all parameters; None if they are unknown.
+            names: the names of all parameters; None if they are unknown.
 
         Raises:
             ValueError: if the state does not fit; nothing is changed.
@@ -206,7 +206,7 @@ _user_of = weakref.WeakKeyDictionary()
 
 
 def _take(memory: Memory, state: ExchangeState) -> None:
-    """Give a memory to one state: residuals of two exchanges would be mixed.
+    """Record that a memory belongs to a state: two exchanges would mix their residuals in it.
 
     Raises:
         ValueError: if the memory belongs to another exchange.
@@ -214,7 +214,7 @@ def _take(memory: Memory, state: ExchangeState) -> None:
     user = _user_of.get(memory)
     if user is not None and user() not in (None, state):
         raise ValueError(
-            f"Exchange: this {type(memory).__name__} belongs to another exchange: give each its "
-            "own, or ExchangeSettings"
+            f"Exchange: this {type(memory).__name__} belongs to another exchange: give each "
+            "exchange a memory of its own, or make all from the same ExchangeSettings"
         )
     _user_of[memory] = weakref.ref(state)

@@ -1,1 +1,1 @@
-"""Compressed exchanges inside other frameworks, one module each."""
+"""Compressed gradient exchange inside other frameworks, one module for each framework."""

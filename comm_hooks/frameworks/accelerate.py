@@ -1,4 +1,4 @@
-"""Accelerate: one call that compresses, and saves the state of ranks with ``save_state``."""
+"""Accelerate: one call compresses the exchange and lets ``save_state`` save each rank's state."""
 
 import functools
 import os
@@ -24,8 +24,8 @@ def register(
     1. :func:`comm_hooks.register` is called, with the loss scale of ``mixed_precision="fp16"``;
     2. ``accelerator.save_state(folder)`` also writes each rank's file to ``folder/comm_hooks``
        (``comm_hooks_1`` ... for further models);
-    3. ``accelerator.load_state(folder)`` restores them, also on another number of ranks; if there
-       are none, it warns.
+    3. ``accelerator.load_state(folder)`` restores these files, also on another number of ranks; if
+       there are no files, it warns.
 
     Do not call ``accelerator.register_for_checkpointing(state)``: it writes one file, and all ranks
     would get the residuals of rank 0.
@@ -33,8 +33,8 @@ def register(
     Args:
         accelerator: an ``accelerate.Accelerator``.
         model: the result of ``accelerator.prepare``.
-        compressor, settings: see :func:`comm_hooks.register`; the optimizer before or after
-            ``prepare``.
+        compressor, settings: see :func:`comm_hooks.register`; an optimizer may be passed as it was
+            before or after ``prepare``.
 
     Returns:
         The state, as :func:`comm_hooks.register`.
@@ -70,10 +70,10 @@ def register(
 
 
 def _after_load_state(accelerator: Any, load: Callable[[str], object]) -> None:
-    """Call a function with the folder after ``accelerator.load_state``.
+    """Call ``load`` with the checkpoint's folder after each ``accelerator.load_state``.
 
     Hooks of ``load_state`` run before models and optimizers are loaded, but an optimizer's own
-    state is compared with these.
+    state is compared with the loaded ones.
     """
     load_state, folders = accelerator.load_state, []
 
@@ -90,7 +90,7 @@ def _after_load_state(accelerator: Any, load: Callable[[str], object]) -> None:
 
 
 def _folder(accelerator: Any) -> str:
-    """Return a new name for each model of an accelerator."""
+    """Return a new folder name for each model of an accelerator: comm_hooks, comm_hooks_1 ..."""
     number = getattr(accelerator, "_comm_hooks_models", 0)
     accelerator._comm_hooks_models = number + 1
     return f"comm_hooks_{number}" if number else "comm_hooks"

@@ -37,14 +37,14 @@ class CompressionCallback(Callback):
        ``compression_ratio`` to the progress bar;
     3. with every checkpoint each rank writes a file of its own to the folder ``<checkpoint>
        .comm_hooks``, through the Trainer's ``CheckpointIO``; it is removed with the checkpoint;
-    4. ``fit(ckpt_path=...)`` restores them, also on another number of ranks.
+    4. ``fit(ckpt_path=...)`` restores these files, also on another number of ranks.
 
     Accumulation (``accumulate_grad_batches``) and clipping work as always: Lightning accumulates
     without communication, and clips the mean.
 
     Args:
-        compressor, settings: see :func:`~comm_hooks.register`.  Without, the optimizer that
-            ``configure_optimizers`` returns exchanges by itself, for instance
+        compressor, settings: see :func:`~comm_hooks.register`.  Without a compressor, the optimizer
+            that ``configure_optimizers`` returns exchanges by itself, for instance
             :func:`~comm_hooks.optim.low_communication`.
 
     Attributes:
@@ -81,7 +81,7 @@ class CompressionCallback(Callback):
         self._saved: Mapping[str, Any] | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse unsupported strategies, and let checkpoints have files of all ranks."""
+        """Refuse unsupported strategies, and let checkpoints include a file of every rank."""
         if stage == "fit":
             strategy = trainer.strategy
             _require_ddp(strategy)
@@ -97,7 +97,7 @@ class CompressionCallback(Callback):
         show_model(pl_module, shared=True)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Register with the model, which the strategy has wrapped."""
+        """Register the compressor or the optimizer with the model that DDP has wrapped."""
         before = self.state if self._module is pl_module else None
         self._module = pl_module
         if self._compressor is None:
@@ -110,7 +110,7 @@ class CompressionCallback(Callback):
                 self.state.load_state_dict(before.state_dict())
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restore the files of ranks, after the model and the optimizer were restored."""
+        """Load this rank's state from the checkpoint's files, after the model and the optimizer."""
         if self._saved is not None and trainer.ckpt_path is not None:
             load_rank_files(
                 self.state,
@@ -126,7 +126,8 @@ class CompressionCallback(Callback):
             if (saved := self._saved.get("local_steps", taken)) != taken:
                 raise ValueError(
                     f"the files of ranks beside {trainer.ckpt_path} are of local step {taken}, but "
-                    f"the checkpoint of {saved}: a save was interrupted, or files were mixed"
+                    f"the checkpoint of {saved}: a save was interrupted, or files were mixed: "
+                    "resume from another checkpoint"
                 )
         self._saved = None
         self._logger = StatsLogger(self.state)
@@ -134,18 +135,18 @@ class CompressionCallback(Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Show this rank's model: after validation the Trainer restores modes without train()."""
+        """Switch to this rank's own weights: after validation the Trainer does not call train()."""
         if pl_module.training:
             show_model(pl_module, shared=False)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Show the shared model, for the stages that follow."""
+        """Switch to the weights that all ranks share, for the stages that follow."""
         show_model(pl_module, shared=True)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the traffic, as often as the Trainer logs."""
+        """Log the traffic statistics every ``log_every_n_steps`` steps."""
         assert self._logger
         every, step = trainer.log_every_n_steps, trainer.global_step
         if every and step % every == 0 and step != self._logged:  # not for every micro-batch
@@ -156,13 +157,13 @@ class CompressionCallback(Callback):
             self.log("compression_ratio", values["compression_ratio"], prog_bar=True, logger=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps in the checkpoint, which identify its files of ranks."""
+        """Return the step counts to save, which identify the files of ranks of a checkpoint."""
         if not self.state:
             return {}
         return {"steps": self.state.exchange.step, "local_steps": local_steps(self.state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the steps in a checkpoint until there is a state to restore."""
+        """Keep the step counts of a checkpoint until :meth:`on_train_start` loads its files."""
         self._saved = state_dict or None
 
     def _save_checkpoint(
@@ -207,10 +208,10 @@ def _refuse_tuners(callbacks: list[Any]) -> None:
 
 
 def _let_clip(plugin: Any, optimizer: Any) -> None:
-    """Let Lightning clip in mixed precision, for an optimizer that unscales by itself.
+    """Let Lightning clip gradients in mixed precision for an optimizer that unscales by itself.
 
-    Lightning refuses it because gradients are scaled then.  Here they are unscaled first, which
-    the GradScaler records.
+    Lightning refuses to, because such gradients are still scaled.  Here they are unscaled first,
+    which the GradScaler records.
     """
     clip = plugin.clip_gradients
     unchecked: Any = [vars(k) for k in type(plugin).__mro__ if "clip_gradients" in vars(k)][-1]
@@ -240,7 +241,7 @@ def _folder(filepath: Any) -> str:
 
 
 def _require_ddp(strategy: Any) -> None:
-    """Raise ``ValueError`` for a strategy with a model that takes no hook, or has one."""
+    """Raise ``ValueError`` unless the strategy wraps models in DDP without a hook of its own."""
     names = [kind.__name__ for kind in type(strategy).__mro__]
     advice = 'use Trainer(strategy="ddp"), also with devices=1'
     if "DeepSpeedStrategy" in names:

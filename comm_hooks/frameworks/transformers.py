@@ -1,4 +1,4 @@
-"""The Trainer of transformers: one call that compresses, logs and checkpoints."""
+"""The Trainer of transformers: one call that compresses its exchange, logs and checkpoints."""
 
 import functools
 import os
@@ -29,13 +29,13 @@ def register(
        the loss scale of ``fp16=True``;
     2. ``state.stats()`` is added to the Trainer's logs (TensorBoard, W&B, the progress bar);
     3. with every checkpoint each rank writes a file to ``checkpoint-<step>/comm_hooks``;
-    4. ``trainer.train(resume_from_checkpoint=...)`` restores them, also on another number of
-       ranks; if there are none, it warns.
+    4. ``trainer.train(resume_from_checkpoint=...)`` restores these files, also on another number of
+       ranks; if there are no files, it warns.
 
     Args:
-        trainer: it gets a callback, and its ``train`` passes the resumed checkpoint to that.
-        compressor, settings: see :func:`comm_hooks.register`.  Without, the optimizer that the
-            Trainer was given exchanges by itself: ``Trainer(optimizers=(optimizer, scheduler))``.
+        trainer: gets a callback, and its ``train`` passes the resumed checkpoint to the callback.
+        compressor, settings: see :func:`comm_hooks.register`.  Without a compressor, the optimizer
+            of the Trainer exchanges by itself: ``Trainer(optimizers=(optimizer, scheduler))``.
 
     Returns:
         The callback; ``callback.state`` is the result of :func:`comm_hooks.register` after the
@@ -90,7 +90,7 @@ class CompressionCallback(TrainerCallback):
         self._logger: StatsLogger | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Register with the model, which the Trainer has wrapped, and restore."""
+        """Register with the wrapped model, and load this rank's state when resuming."""
         model = self._trainer.model_wrapped
         if self._registered_with is not model:  # a second train() goes on with the same model
             self.state = self._register(model)
@@ -108,7 +108,7 @@ class CompressionCallback(TrainerCallback):
         return register_hook(model, self._compressor, **scale, **self._settings)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write this rank's file into the checkpoint."""
+        """Write this rank's file to the folder of the checkpoint."""
         assert self.state
         folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
         save_rank_file(self.state, os.path.join(folder, "comm_hooks"))
@@ -121,7 +121,7 @@ class CompressionCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the traffic to the logs of training."""
+        """Add the traffic statistics to the logs of training."""
         if self._logger and logs is not None and "loss" in logs:
             logs.update({f"comm_hooks/{k}": v for k, v in self._logger.collect().items()})
 
@@ -133,7 +133,7 @@ def _train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Train, and pass the callback the resumed checkpoint, which the Trainer does not."""
+    """Call ``train``, and pass the resumed checkpoint to the callback, as the Trainer does not."""
     resumed = resume_from_checkpoint
     if resumed is True:
         resumed = get_last_checkpoint(callback._trainer.args.output_dir)

@@ -1,4 +1,4 @@
-"""The loops over every element, one module per operator: a plain reference and faster versions.
+"""Operations on every element, one module for each: a plain reference and faster versions.
 
 An :class:`~comm_hooks.kernels.operators.Operator` has a reference of a few lines of torch, and runs
 the fastest equivalent for the tensor's device.  On the CPU that is numpy or torch on pieces that

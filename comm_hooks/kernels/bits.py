@@ -1,4 +1,4 @@
-"""Packing of small integers into bytes, least significant bit first."""
+"""Pack small integers into bytes, least significant bit first, and unpack them."""
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ def unpack_bits(octets: Tensor, count: int) -> Tensor:
 
 
 def packed_nbytes(count: int, width: int) -> int:
-    """Return the number of bytes of ``count`` codes of ``width`` bits."""
+    """Return the number of bytes that ``count`` codes of ``width`` bits take when packed."""
     return -(-count * width // 8)
 
 
@@ -67,7 +67,7 @@ def pack_codes(codes: Tensor, width: int) -> Tensor:
 
 
 def unpack_codes(octets: Tensor, count: int, width: int) -> Tensor:
-    """Return ``count`` codes of ``width`` bits: uint8 up to 8 bits, int64 above."""
+    """Return the ``count`` codes in bytes of :func:`pack_codes`: uint8 up to 8 bits, else int64."""
     if width == 0:
         return octets.new_zeros(*octets.shape[:-1], count)
     if width == 1:
@@ -86,7 +86,7 @@ def unpack_codes(octets: Tensor, count: int, width: int) -> Tensor:
 
 
 def _places(width: int, device: torch.device) -> Tensor:
-    """Return the places of the bits of a code, (width, 1)."""
+    """Return the places 0 to width - 1 of the bits of a code, as a column (width, 1)."""
     return torch.arange(width, dtype=torch.uint8, device=device)[:, None]
 
 
@@ -110,12 +110,12 @@ def _unpack_whole(octets: Tensor, count: int, width: int) -> Tensor:
 
 
 def set_places(bits: Tensor, count: int, *, missing: int | None = None) -> Tensor:
-    """Return the places of set bits, ascending: int64 (n, sets, count).
+    """Return the indices of the bits that are 1 in each set, ascending: int64 (n, sets, count).
 
     Args:
         bits: zeros and ones (n, sets, m), uint8.
         count: the number of set bits in each set.
-        missing: replaces absent places of a set with fewer bits; None: every set has ``count``.
+        missing: fills the places that a set with fewer bits lacks; None: every set has ``count``.
 
     Raises:
         PayloadError: on the CPU, if a set has more than ``count`` bits, or fewer with
@@ -129,8 +129,8 @@ def set_places(bits: Tensor, count: int, *, missing: int | None = None) -> Tenso
         counts = np.diff(edges)
         if (counts > count).any() or (missing is None and (counts < count).any()):
             raise PayloadError(
-                f"a payload has other than {count} places in a set: it is damaged, or another "
-                "compressor's"
+                f"a payload does not have {count} elements in every block: it is damaged, or of "
+                "another compressor"
             )
         if (counts == count).all():
             result = found.reshape(rows * sets, count) - starts[:-1, None]

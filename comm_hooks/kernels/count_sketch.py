@@ -1,4 +1,4 @@
-"""Count-Sketch with the structured hash of :class:`~comm_hooks.CountSketch`.
+"""Compute Count-Sketches with the structured hash of :class:`~comm_hooks.CountSketch`.
 
 The vector is cut into lines of ``width`` elements.  Element j of line i is added to the sum
 ``(j + rotations[i]) % width``, with the sign ``table[offsets[i, j // W] + j % W]``, where the table
@@ -40,7 +40,7 @@ def draw(keys: Keys, numel: int, width: int) -> tuple[Draws, Draws]:
 
 @operator(triton=always)
 def sketch(rows: Tensor, width: int, keys: Keys) -> Tensor:
-    """Return the sums (n, width), float32, of rows (n, numel), float32.
+    """Return the Count-Sketches (n, width), float32, of rows (n, numel), float32.
 
     Example::
 
@@ -61,7 +61,7 @@ def unsketch(out: Tensor, sketches: Tensor, keys: Keys, *, alpha: float, add: bo
     Args:
         out: (n, numel), float32.
         sketches: (n, width), float32.
-        keys: of :func:`sketch`.
+        keys: the random keys that were given to :func:`sketch`.
         alpha, add: see above.
     """
     places, signs = _hash(out.shape[1], sketches.shape[1], keys, out.device)
@@ -70,7 +70,7 @@ def unsketch(out: Tensor, sketches: Tensor, keys: Keys, *, alpha: float, add: bo
 
 
 def _hash(numel: int, width: int, keys: Keys, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the sum and the sign of every element, int64 and float32 (n, numel)."""
+    """Return each element's index in the sketch, int64, and sign, float32, both (n, numel)."""
     rotations, offsets = draw(keys, numel, width)
     line, column = np.divmod(np.arange(numel), width)
     window, place = np.divmod(column, SIGN_WINDOW)
@@ -97,9 +97,10 @@ def _unsketch(out: Tensor, sketches: Tensor, keys: Keys, *, alpha: float, add: b
 def _pieces(
     numel: int, width: int, rotations: Draws, offsets: Draws
 ) -> Iterator[Iterator[tuple[int, int, int, int]]]:
-    """Yield, per row, (start, stop, first sum, sign offset) of every contiguous piece.
+    """Yield, per row, (start, stop, first index in the sketch, sign offset) of its pieces.
 
-    A piece ends with its window of signs, and where the rotation wraps around to the first sum.
+    A piece is contiguous in the row, the sketch and the table of signs: it ends with a window of
+    signs, and where the rotation wraps around to the first sum.
     """
     windows = -(-width // SIGN_WINDOW)
     for row_rotations, row_offsets in zip(rotations.tolist(), offsets.tolist(), strict=True):
@@ -117,7 +118,7 @@ def _pieces(
 
 
 def _halves(first: int, last: int, middle: int) -> list[tuple[int, int]]:
-    """Return the parts of ``range(first, last)`` below ``middle`` and from it on."""
+    """Return the non-empty parts of ``range(first, last)`` below ``middle`` and from it on."""
     if first < middle < last:
         return [(first, middle), (middle, last)]
     return [(first, last)] if first < last else []
@@ -164,9 +165,9 @@ def _unsketch_line_by_line(
 def _batches(
     numel: int, width: int, rotations: Draws, offsets: Draws, device: torch.device
 ) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
-    """Yield (row, start, stop, rotations, signs) of batches of whole lines.
+    """Yield (row, start, stop, rotations, signs) for batches of whole lines of a row.
 
-    Rotations have the shape (lines, 1), signs (lines, width); the last line may stick out.
+    Rotations have the shape (lines, 1), signs (lines, width); the last line may be incomplete.
     """
     count, windows = rotations.shape[1], -(-width // SIGN_WINDOW)
     columns = torch.arange(width, device=device)

@@ -1,4 +1,4 @@
-"""Gaussian noise from a key of 128 bits, one element at a time, for GPUs."""
+"""Add Gaussian noise drawn from a key of 128 bits, on a GPU without extra memory."""
 
 from functools import cache
 
@@ -23,11 +23,11 @@ def add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
     Args:
         values: float32, contiguous.
         std: the standard deviation.
-        key: of Philox, 128 bits.
-        counter: the first one, 256 bits; the lower 128 are 0.
+        key: the key of Philox, 128 bits.
+        counter: the first counter of Philox, 256 bits; the lower 128 are 0.
 
     Raises:
-        RuntimeError: if the GPU draws other numbers.
+        RuntimeError: if the GPU draws other numbers than the reference.
 
     Example::
 
@@ -46,9 +46,9 @@ def add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
 
 
 def reference_add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
-    """The reference of :func:`add_gaussian_`.
+    """Do the same as :func:`add_gaussian_` in numpy and torch: the reference.
 
-    Logarithms, sines and cosines of two libraries may differ in the last bit of float64.
+    A GPU's logarithms, sines and cosines may differ in the last bit of float64.
     """
     tiles = -(-values.numel() // (2 * PAIRS))
     words = np.random.Philox(key=key, counter=counter).random_raw(4 * PAIRS * tiles)
@@ -64,7 +64,7 @@ def reference_add_gaussian_(values: Tensor, std: float, key: int, counter: int) 
 
 @cache
 def _check(device: torch.device) -> None:
-    """Compare numbers of a GPU with the reference: wrong noise would go unnoticed."""
+    """Compare the noise of a GPU with the reference, once: wrong noise would go unnoticed."""
     from comm_hooks.kernels.triton import gaussian as on_gpu
 
     key, counter = 2**128 // 3, 2**128 // 7 << 128
@@ -74,6 +74,6 @@ def _check(device: torch.device) -> None:
     on_gpu.add_gaussian_(found, 3.0, key, counter)
     if not torch.allclose(found.cpu(), expected, rtol=1e-6, atol=1e-12):
         raise RuntimeError(
-            f"noise drawn on {device} is not what it must be and protects nobody: train elsewhere, "
-            "and report the GPU and the versions of its driver and of Triton"
+            f"noise drawn on {device} is not what it must be and does not protect the data: train "
+            "elsewhere, and report the GPU and the versions of its driver and of Triton"
         )

@@ -61,7 +61,7 @@ def _hadamard_by_products(rows: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _matrix(order: int, device: torch.device) -> Tensor:
-    """Return the orthonormal Hadamard matrix of an order that is a power of two."""
+    """Return the orthonormal Hadamard matrix (order, order); the order is a power of two."""
     matrix = torch.ones(1, 1, dtype=torch.float32)
     while matrix.shape[0] < order:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float32), matrix)

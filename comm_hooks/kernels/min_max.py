@@ -1,4 +1,4 @@
-"""Code elements in a few bits between the extremes of their block, and decode them."""
+"""Quantize elements to a few bits between their block's minimum and maximum, and decode them."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from comm_hooks.randomness import Keys
 def encode_min_max(
     rows: Tensor, size: int, bits: int, seeds: Keys | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the range of every block and the code of every element within it.
+    """Return the range of every block, and the code of every element within that range.
 
     1. low = min(x), unit = (max(x) - low) / (2^bits - 1) of every block;
     2. code = floor((x - low) / unit + xi), where xi is 1/2, or with ``seeds`` uniform in [0, 1).
@@ -66,7 +66,8 @@ def decode_min_max(
 
     Args:
         out: (n, numel), float32.
-        low, unit, octets, size, bits: of :func:`encode_min_max`; more octets may follow.
+        low, unit, octets: the result of :func:`encode_min_max`; more octets may follow.
+        size, bits: as for :func:`encode_min_max`.
         alpha, add: see above.
     """
     numel = out.shape[1]

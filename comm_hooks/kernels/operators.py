@@ -16,13 +16,13 @@ _R = TypeVar("_R")
 class Operator(Generic[_P, _R]):
     """A function that runs its fastest version for its first argument, a tensor.
 
-    1. On a GPU with Triton: the function and module of its name in
-       :mod:`comm_hooks.kernels.triton`, if there is one that takes the arguments;
-    2. else the version that :meth:`fast` has registered, on the CPU or everywhere;
+    1. On a GPU with Triton: the function of the same name in the module of the same name in
+       :mod:`comm_hooks.kernels.triton`, if there is one and it accepts the arguments;
+    2. else the version that was registered with :meth:`fast`, on the CPU or everywhere;
     3. else the reference.
 
     Attributes:
-        reference: defines the result in a few lines of torch.
+        reference: the function that defines the result, in a few lines of torch.
     """
 
     def __init__(self, reference: Callable[_P, _R], triton: Callable[..., bool] | None) -> None:
@@ -45,7 +45,7 @@ class Operator(Generic[_P, _R]):
         return self._fast(*args, **kwargs)
 
     def fast(self, *, only_on_cpu: bool = True) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-        """Register a faster version than the reference, as a decorator."""
+        """Return a decorator that registers a faster version of the reference."""
 
         def register(function: Callable[_P, _R]) -> Callable[_P, _R]:
             self._fast, self._only_on_cpu = function, only_on_cpu
@@ -57,10 +57,10 @@ class Operator(Generic[_P, _R]):
 def operator(
     *, triton: Callable[..., bool] | None = None
 ) -> Callable[[Callable[_P, _R]], Operator[_P, _R]]:
-    """Make an :class:`Operator` of its reference, as a decorator.
+    """Return a decorator that makes an :class:`Operator` of its reference.
 
     Args:
-        triton: returns whether the Triton kernel takes given arguments; None: there is no kernel.
+        triton: returns whether the Triton kernel accepts these arguments; None: there is no kernel.
 
     Example::
 
@@ -78,10 +78,10 @@ def operator(
 
 
 def always(*args: object, **kwargs: object) -> bool:
-    """Return True: the kernel takes any arguments."""
+    """Return True: the Triton kernel accepts any arguments."""
     return True
 
 
 def if_contiguous(tensor: Tensor, *args: object, **kwargs: object) -> bool:
-    """Return whether the first argument is contiguous."""
+    """Return whether the first argument is contiguous, as the Triton kernel needs it."""
     return tensor.is_contiguous()

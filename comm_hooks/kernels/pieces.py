@@ -39,7 +39,7 @@ class Blocks:
         return -(-self.numel // self.count)
 
     def starts(self, device: torch.device) -> Tensor:
-        """Return the place of each block's first element, int64."""
+        """Return the index in the row of each block's first element, int64, (count,)."""
         return torch.arange(self.count, device=device) * self.size
 
 
@@ -52,7 +52,7 @@ def cut(rows: Tensor, size: int) -> Tensor:
 
 
 class Pieces:
-    """Cuts rows (n, numel) of blocks of ``size`` into pieces: some rows or blocks of one row.
+    """Cuts rows (n, numel) into pieces: several rows, or some blocks of ``size`` of one row.
 
     A piece begins at a multiple of 8 blocks of a row, where codes of any number of bits begin at a
     whole byte.
@@ -89,25 +89,25 @@ class Pieces:
     def buffer(self, height: int, width: int) -> Tensor:
         """Return uninitialized float32 memory of this shape, the same at every call.
 
-        It is large enough for a piece, also with rows padded to a multiple of 8 elements.
+        The memory is large enough for a piece, also with rows padded to a multiple of 8 elements.
         """
         return self._buffer[: height * width].view(height, width)
 
 
 def packed(columns: slice, bits: int) -> slice:
-    """Return the slice of the bytes with the codes of a piece, of ``bits`` bits each."""
+    """Return the slice of a row's packed codes, ``bits`` bits per element, of these columns."""
     return slice(columns.start * bits // 8, packed_nbytes(columns.stop, bits))
 
 
 def in_blocks(
     size: int, matrices: Sequence[Tensor], values: Sequence[Tensor]
 ) -> Iterator[list[Tensor]]:
-    """Yield views of the full blocks of all matrices, then those of a shorter last block.
+    """Yield views of the full blocks of all matrices, then of the shorter last block, if any.
 
     Args:
-        size: the elements of a block.
+        size: the number of elements of a block.
         matrices: (n, numel) each; viewed as (n, blocks, size).
-        values: one for each block, (n, count); viewed as (n, blocks, 1).
+        values: matrices of one value for each block, (n, count); viewed as (n, blocks, 1).
 
     Example::
 

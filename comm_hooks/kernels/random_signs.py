@@ -1,4 +1,4 @@
-"""Random signs, read from a fixed table at random places."""
+"""Random signs, read from a fixed table at offsets drawn from keys."""
 
 import functools
 
@@ -31,7 +31,7 @@ def sign_table(device: torch.device) -> Tensor:
 
 
 def sign_offsets(keys: Keys, numel: int, lines: int = 1) -> npt.NDArray[np.int64]:
-    """Return the offsets of the windows of each key in the table, (len(keys), windows).
+    """Return the offset in the sign table of each window of signs, (len(keys), windows).
 
     Each of ``lines`` lines of ``numel`` elements has windows of its own.
     """

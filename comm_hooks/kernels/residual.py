@@ -1,4 +1,4 @@
-"""A residual that is added to vectors before they are compressed."""
+"""A residual still to be added to vectors before they are compressed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """A residual for each row of a matrix, which the next reader of the matrix must add.
+    """A residual for each row of a matrix, to be added when the matrix is read next.
 
     Compressors that read their input piece by piece add it meanwhile, which saves a pass.
 
     Attributes:
         vectors: (n, numel), float32 or bfloat16.
-        factor: of the vectors: one number, or float32 (n, 1).
+        factor: the factor of the vectors: one number, or float32 (n, 1).
 
     Example::
 
@@ -31,7 +31,7 @@ class Residual:
     factor: float | Tensor
 
     def add_to(self, rows: Tensor) -> None:
-        """Add it to ``rows`` (n, numel), float32, in place."""
+        """Add ``factor * vectors`` to ``rows`` (n, numel), float32, in place."""
         if isinstance(self.factor, Tensor):
             rows.addcmul_(self.vectors.float(), self.factor)
         else:
@@ -39,12 +39,12 @@ class Residual:
             rows.add_(self.vectors, alpha=self.factor)
 
     def of(self, rows: slice, columns: slice = slice(None)) -> Residual:
-        """Return what is to be added to these rows and columns."""
+        """Return the residual of these rows and columns of the matrix."""
         factor = self.factor[rows] if isinstance(self.factor, Tensor) else self.factor
         return Residual(self.vectors[rows, columns], factor)
 
     def in_blocks(self, size: int) -> Residual:
-        """Return the same with a row for each block of ``size`` elements, which divides numel."""
+        """Return the residual with a row per block of ``size`` elements, a divisor of numel."""
         blocks = self.vectors.reshape(-1, size)
         factor = self.factor
         if isinstance(factor, Tensor):
@@ -52,7 +52,7 @@ class Residual:
         return Residual(blocks, factor)
 
     def factors(self) -> Tensor:
-        """Return one factor for each row, (n,), float32."""
+        """Return the factor of each row, (n,), float32, also if one number is for all rows."""
         if isinstance(self.factor, Tensor):
             return self.factor.flatten()
         return self.vectors.new_full((len(self.vectors),), self.factor, dtype=torch.float32)

@@ -14,9 +14,10 @@ def scatter_sum(
     Args:
         out: (n, numel), float32.
         places: (N, n, blocks, count), int64, for N ranks: indices into a row of ``out``, of
-            elements of their block.  Those of a rank are distinct, except where values are zero.
-        values: likewise, float32.
-        size: elements per block.
+            elements of their block.  The indices of a rank are distinct, except where values are
+            zero.
+        values: the elements at these places, float32, in the same shape.
+        size: the number of elements per block.
         alpha, add: see above.
 
     Example::

@@ -1,4 +1,4 @@
-"""Code signs in one bit each, with the mean magnitude of their block, and decode them."""
+"""Encode elements as sign bits and the mean magnitude of their block, and decode them."""
 
 from functools import cache
 
@@ -32,9 +32,9 @@ def encode_signs(
     Args:
         rows: (n, numel), float32.
         size: the number of elements of a block; the last block of a row may be shorter.
-        residual: added to ``rows``, in place, first.
+        residual: the residual to be added to ``rows`` first, in place; None: nothing is added.
         subtract: whether to subtract the decoded result from ``rows``, in place.
-        scales: replace the mean magnitudes, in their shape, and are returned.
+        scales: used and returned instead of the mean magnitudes, in their shape.
 
     Returns:
         ``(scales, octets)``: float32 (n, ceil(numel / size)), and uint8 (n, ceil(numel / 8)) with
@@ -66,7 +66,8 @@ def decode_signs(
 
     Args:
         out: (n, numel), float32.
-        scales, octets: of :func:`encode_signs`, for each rank: (N, n, ...); more octets may follow.
+        scales, octets: from :func:`encode_signs`, for each rank: (N, n, ...); more octets may
+            follow.
         size: the number of elements of a block.
         alpha, add: see above.
 
@@ -186,6 +187,6 @@ def _signs(octets: npt.NDArray[np.uint8], pieces: Pieces) -> Tensor:
 
 @cache
 def _table() -> npt.NDArray[np.float32]:
-    """Return the eight signs of each octet, (256, 8)."""
+    """Return a table of the eight signs, +1 and -1, of each byte value, (256, 8)."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return 2 * bits.astype(np.float32) - 1

@@ -1,4 +1,4 @@
-"""Choose the largest elements of every block, after adding a residual."""
+"""Choose the elements of largest magnitude of every block, after adding a residual."""
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,9 @@ def block_top_k(
 
     Args:
         rows: (n, numel), float32.
-        size: elements per block.  The last block of a row is padded with zeros.
-        count: 1 to ``size``.
-        residual: added to ``rows``, in place, first.
+        size: the number of elements per block.  The last block of a row is padded with zeros.
+        count: the number of chosen elements per block, 1 to ``size``.
+        residual: the residual to be added to ``rows`` first, in place; None: nothing is added.
 
     Returns:
         ``(places, values)``: the places in the block, int64 and ascending, and the elements there,
@@ -57,7 +57,7 @@ def block_top_k(
 def _block_top_k_in_pieces(
     rows: Tensor, size: int, count: int, residual: Residual | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Find the places through bounds, so that few elements are compared.
+    """The version for the CPU: find the places through bounds, so that few elements are compared.
 
     The bits of non-negative floats are ordered as the floats are, so magnitudes are compared as
     integers.  For every block, while a piece of the vectors is in the cache:
@@ -101,9 +101,9 @@ def _block_top_k_in_pieces(
 
 
 def _candidates(magnitudes: _Ints, count: int, is_candidate: npt.NDArray[np.bool_]) -> _Indices:
-    """Return ascending indices into ``magnitudes.ravel()``: of each row at least ``count``.
+    """Return indices, ascending, into ``magnitudes.ravel()`` of elements that may be chosen.
 
-    ``is_candidate``, of the same shape, is overwritten.
+    Each row has at least ``count`` of them.  ``is_candidate``, of the same shape, is overwritten.
     """
     bounds = _lower_bounds(magnitudes, count)
     # Elements that reach the bound, but of zeros, which may be thousands, only as many as needed.
@@ -118,11 +118,11 @@ def _candidates(magnitudes: _Ints, count: int, is_candidate: npt.NDArray[np.bool
 
 
 def _largest(candidates: _Indices, values: _Ints, rows: int, size: int, count: int) -> _Indices:
-    """Return the ``count`` largest candidates of each row, ascending.
+    """Return the indices of the ``count`` largest candidates of each row, ascending.
 
     Args:
-        candidates: ascending indices into rows of ``size`` elements, at least ``count`` of each.
-        values: their magnitudes.
+        candidates: ascending indices of elements of rows of ``size``, at least ``count`` per row.
+        values: the magnitudes of the candidates.
     """
     if len(candidates) == rows * count:
         return candidates
@@ -142,7 +142,7 @@ def _largest(candidates: _Indices, values: _Ints, rows: int, size: int, count: i
 
 
 def _lower_bounds(magnitudes: _Ints, count: int) -> _Ints:
-    """Return for each row a number that at least ``count`` of its elements reach, (rows,).
+    """Return a lower bound of each row's count-th largest magnitude, (rows,).
 
     A row is cut into 4 to 8 times ``count`` groups of elements that are far apart, so that maxima
     are vector operations.  ``count`` groups have a maximum that reaches the count-th largest of the
@@ -159,7 +159,7 @@ def _lower_bounds(magnitudes: _Ints, count: int) -> _Ints:
 
 
 def _thresholds(values: _Ints, owners: _Indices, tallies: _Indices, count: int) -> _Ints:
-    """Return the count-th largest candidate of each row, (rows,).
+    """Return the value of the count-th largest candidate of each row, (rows,).
 
     Args:
         values, owners: the value and row of each candidate, in ascending order of rows.

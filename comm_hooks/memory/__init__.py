@@ -1,4 +1,4 @@
-"""What a rank remembers between rounds: error feedback, differences, momentum."""
+"""Memories: keep residuals of a rank between rounds (error feedback, differences, momentum)."""
 
 from comm_hooks.memory.base import Memory
 from comm_hooks.memory.differences import Differences

@@ -1,4 +1,4 @@
-"""The contract of memories, which keep residuals from one round to the next."""
+"""The interface of memories, which keep residuals from one round to the next."""
 
 import math
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ class Memory(ABC):
     _dtype = torch.float32
 
     def __init__(self, *prefixes: str) -> None:
-        """Store a row per parameter and prefix; :meth:`norm` is that of the last prefix."""
+        """Store a row per parameter and prefix; the rows of the last prefix are the residuals."""
         self._stores = {prefix: NamedRows(self._empty) for prefix in prefixes or ("",)}
         self._last = [*self._stores][-1]
         self._kept = self._stores[self._last]
@@ -51,17 +51,16 @@ class Memory(ABC):
 
     @abstractmethod
     def for_server(self) -> "ResidualMemory":
-        """Return an empty memory for the owner of a shard, who compresses the mean again."""
+        """Return an empty memory for the owner of a shard, which compresses the mean again."""
 
     @abstractmethod
     def __repr__(self) -> str:
-        """Return all settings, which must be equal on all ranks."""
+        """Return text with all settings, which must be equal on all ranks."""
 
     def active(self, norms: Tensor) -> Tensor:
-        """Return the rows that take part in a round, booleans (n, 1), given the vectors' norms.
+        """Return whether each row takes part in a round, booleans (n, 1), given its norm.
 
-        A row without any gradient does not, since DDP discards the result for a parameter that no
-        rank used.
+        A row of zeros does not, since DDP discards the result for a parameter that no rank used.
         """
         return norms != 0
 
@@ -71,16 +70,16 @@ class Memory(ABC):
 
         Args:
             rows: this round's vectors.
-            active: from :meth:`active`.
+            active: the result of :meth:`active`.
             scale: the present scale of the gradients (loss scaling).
 
         Returns:
-            A residual that the next reader of the vectors has to add; None if all was added.
+            The residual that the next reader of the vectors has to add; None if all was added.
         """
 
     @abstractmethod
     def retain(self, rows: Rows, accept: Tensor, scale: float, key: int) -> None:
-        """Keep ``rows.matrix``, the residual after encoding, where ``accept``.
+        """Store ``rows.matrix``, which holds the residuals after encoding, where ``accept``.
 
         Where ``accept`` (n, 1) is false the stored row does not change.  ``key`` belongs to this
         rank and round, for memories that draw random numbers.
@@ -93,7 +92,7 @@ class Memory(ABC):
         excess times the number of ranks: the residual of the mean over ranks grows by the excess.
 
         Args:
-            rows: those of the round.
+            rows: the rows of the round.
             excess: (n, numel), float32, with the scale of the vectors.
             scale: see :meth:`compensate`.
         """
@@ -102,9 +101,9 @@ class Memory(ABC):
         stored.copy_(self._encode(vectors, (0,) * len(vectors)))
 
     def vector(self, name: str) -> Tensor | None:
-        """Return the residual of a parameter, (numel,), float32; None if there is none.
+        """Return the unscaled residual of a parameter, (numel,), float32; None if there is none.
 
-        In unscaled units.  It may share memory with the stored row: do not write to it.
+        It may share memory with the stored row: do not write to it.
         """
         found = self._kept.get(name)
         if found is None:
@@ -118,7 +117,7 @@ class Memory(ABC):
         return math.sqrt(sum(float(norm) ** 2 for norm in norms))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the stored rows as a flat dictionary of tensors."""
+        """Return copies of the stored rows, on the CPU, by prefix and parameter name."""
         return {
             prefix + name: row
             for prefix, store in self._stores.items()
@@ -126,15 +125,15 @@ class Memory(ABC):
         }
 
     def parameters_in(self, state: Mapping[str, Tensor]) -> set[str]:
-        """Return the names of the parameters in a state."""
+        """Return the names of the parameters that have rows in a saved state."""
         return {name for prefix in self._stores for name in _under(prefix, state)}
 
     def check(self, state: Mapping[str, Tensor], numels: Mapping[str, int] | None = None) -> None:
         """Raise ``ValueError`` unless a memory with these settings can have saved a state.
 
         Args:
-            state: any object.
-            numels: the number of elements of each parameter, if it is known.
+            state: the object to check, of any kind.
+            numels: the number of elements of each parameter; None if it is not known.
         """
         widths = None
         if numels is not None:
@@ -149,9 +148,10 @@ class Memory(ABC):
         """Replace all residuals.
 
         Args:
-            state: from :meth:`state_dict`.
-            numels: the number of elements of each parameter in it.  Vectors of another length, or
-                all of them without it, count in :meth:`norm` from their next round on.
+            state: the result of :meth:`state_dict`.
+            numels: the number of elements of each parameter in the state.  Vectors of another
+                length, or all vectors without ``numels``, count in :meth:`norm` from their next
+                round on.
 
         Raises:
             ValueError: as :meth:`check`; nothing is changed.
@@ -179,9 +179,9 @@ class Memory(ABC):
         The residual of the mean over ranks stays the same on any number of ranks, times ``scale``.
 
         Args:
-            states: of all former ranks, in rank order.
-            of_shards: residuals of the owners of shards, (numel,) float32 per parameter: a part of
-                the mean itself.
+            states: the states of all former ranks, in rank order.
+            of_shards: the residuals of the owners of shards, (numel,) float32 per parameter, which
+                are residuals of the mean itself.
             numels: the number of elements of each parameter.
             scale: see above.
 
@@ -200,7 +200,7 @@ class Memory(ABC):
         return {name: self._encode(row[None], (0,))[0] for name, row in mean.items()}
 
     def _vectors(self, state: Mapping[str, Tensor], numels: Mapping[str, int]) -> dict[str, Tensor]:
-        """Check a state and return its rows as vectors (numel,), float32."""
+        """Check a saved state and return its rows as decoded vectors (numel,), float32."""
         self.check(state, numels)
         return {
             prefix + name: self._decode(row[None], numels[name])[0]
@@ -209,27 +209,27 @@ class Memory(ABC):
         }
 
     def _empty(self, matrix: Tensor) -> Tensor:
-        """Return the initial stored rows for the vectors (n, numel) of a group."""
+        """Return the initial stored rows, encoded zeros, for vectors like ``matrix`` (n, numel)."""
         return self._encode(torch.zeros_like(matrix), (0,) * len(matrix))
 
     def _width(self, numel: int) -> int:
-        """Return the number of elements of a stored row for ``numel``."""
+        """Return the number of elements of the stored row for a vector of ``numel`` elements."""
         return numel
 
     def _encode(self, vectors: Tensor, keys: Keys) -> Tensor:
-        """Return the stored rows for vectors (n, numel), float32, with keys to draw from."""
+        """Return vectors (n, numel), float32, as rows to store; ``keys``: for random rounding."""
         return vectors.to(self._dtype)
 
     def _decode(self, stored: Tensor, numel: int) -> Tensor:
-        """Return the vectors (n, numel), float32, of stored rows; they may share memory."""
+        """Return stored rows as vectors (n, numel), float32, which may share their memory."""
         return stored.float()
 
 
 class ResidualMemory(Memory):
-    """A memory of residuals alone, without momenta or estimates; owners of shards have one."""
+    """A memory of residuals alone, without momenta or estimates, as owners of shards have."""
 
     def vectors(self, state: Mapping[str, Tensor], numels: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return the residuals in a state as vectors (numel,), float32.
+        """Return the residuals in a saved state as vectors (numel,), float32.
 
         Raises:
             ValueError: as :meth:`check`.
@@ -238,5 +238,5 @@ class ResidualMemory(Memory):
 
 
 def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the rows under a prefix, by parameter name."""
+    """Return the rows of a saved state with a prefix, by parameter name without it."""
     return {n.removeprefix(prefix): row for n, row in state.items() if n.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Differences: send the change of a vector against an estimate that all receivers share."""
+"""Differences: send the difference of a vector from an estimate that all receivers share."""
 
 from weakref import WeakKeyDictionary
 
@@ -26,8 +26,8 @@ class Differences(Memory):
 
     Memory: 4 bytes per compressed parameter and rank, and 4 more while a round is under way.
     Not supported: loss scales other than 1 (the estimates are in the gradients' units, and the
-    optimizers above unscale first); compressors that are not contractive; hooks, whose optimizer
-    would take the changes for gradients.
+    optimizers above unscale first); compressors that are not contractive; hooks, because the
+    optimizer would take the changes for gradients.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Error feedback: keep the residual of a round and add it to the next."""
+"""Error feedback: keep the compression error of a round and add it to the next vector."""
 
 import torch
 from torch import Tensor
@@ -32,10 +32,11 @@ class ErrorFeedback(ResidualMemory):
     With ``decay=1``, summed over rounds, the true gradients equal the decompressed payloads plus e.
 
     Args:
-        bits: how the residual is stored: 32 (float32), 16 (bfloat16) or 4 (min-max codes in blocks
-            of 256, 0.53 bytes per element).  Rounding errors of steps 1 to 3 are lost: 16 keeps 8
-            bits of every element, 4 keeps a fifteenth of its block's range.
-        decay: in (0, 1].  Below 1 old residuals fade: SparseLoCo (0.95), DeMo (0.999).
+        bits: bits per element of the stored residual: 32 (float32), 16 (bfloat16) or 4 (min-max
+            codes in blocks of 256, 0.53 bytes per element).  The rounding of the residual is lost:
+            16 keeps 8 significant bits of every element, 4 the range of a block in 15 steps.
+        decay: the factor of the old residual, in (0, 1].  Below 1 residuals fade: SparseLoCo
+            (0.95), DeMo (0.999).
         stochastic: 4 bits only: round at random, so that rounding errors are zero in the mean.
 
     Memory: 4, 2 or 0.53 bytes per compressed parameter and rank.  Each rank's residual is its own:

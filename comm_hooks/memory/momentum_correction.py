@@ -27,7 +27,7 @@ class MomentumCorrection(Memory):
     Clearing u where an element was sent avoids stale momenta.
 
     Args:
-        momentum: in [0, 1).
+        momentum: the momentum coefficient, in [0, 1).
 
     Memory: 8 bytes per compressed parameter and rank, and 4 more while a round is under way.
     Not supported: dense compressors (step 4 would clear all of u).

@@ -1,4 +1,4 @@
-"""Named vectors in matrices, and a store that finds them by name in any layout."""
+"""Matrices with a named vector in each row, and a store that finds such rows by name."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class NamedRows:
     its buckets) the rows move to the new matrices by name.
 
     Args:
-        empty: returns the initial stored matrix for the vectors (n, numel) of a group; its rows may
-            be of another dtype and width.
+        empty: returns the initial stored matrix for a matrix (n, numel) of vectors; its rows may
+            have another dtype and width.
     """
 
     def __init__(self, empty: Callable[[Tensor], Tensor]) -> None:
@@ -35,7 +35,7 @@ class NamedRows:
         self._numels: dict[str, int] = {}
 
     def matrix(self, rows: Rows) -> Tensor:
-        """Return the stored matrix of ``rows``, one row each, to be changed in place.
+        """Return the matrix of the stored rows of ``rows``, in their order, to be changed in place.
 
         Raises:
             ValueError: if a stored row belongs to a parameter of another size.
@@ -62,13 +62,13 @@ class NamedRows:
         return matrix
 
     def get(self, name: str) -> tuple[Tensor, int] | None:
-        """Return the stored row and the number of elements of a parameter in use, or None."""
+        """Return the stored row and the number of elements of a parameter; None if unknown."""
         if name not in self._numels:
             return None
         return self._rows[name], self._numels[name]
 
     def items(self) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield the name, the stored row and the number of elements of each parameter in use."""
+        """Yield (name, stored row, number of elements) of each parameter with known size."""
         return (
             (name, row, self._numels[name])
             for name, row in self._rows.items()
@@ -76,7 +76,7 @@ class NamedRows:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of each row, on the CPU."""
+        """Return a copy of each stored row, on the CPU, by parameter name."""
         return {name: row.detach().cpu().clone() for name, row in self._rows.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], numels: Mapping[str, int]) -> None:
@@ -97,7 +97,7 @@ class NamedRows:
         self._matrices.clear()
 
     def copy_(self, other: "NamedRows") -> None:
-        """Replace all rows by copies of those of another store, on the same devices."""
+        """Replace all rows by copies of another store's rows, on the same devices."""
         self.load_state_dict(other._rows, other._numels)
 
 
@@ -107,13 +107,13 @@ def check_rows(
     owner: object,
     widths: Mapping[str, int] | None = None,
 ) -> None:
-    """Raise ``ValueError`` unless a state has a vector for each name in it.
+    """Raise ``ValueError`` unless a state is a dictionary from names to vectors.
 
     Args:
-        state: any object.
-        dtype: of the vectors.
-        owner: stores them; for messages.
-        widths: the length of each, if it is known.
+        state: the object to check, of any kind.
+        dtype: the dtype that the vectors must have.
+        owner: the memory that stores the vectors, for messages.
+        widths: the length of each vector by name; None if it is not known.
     """
     if not isinstance(state, Mapping):
         raise ValueError(
@@ -154,7 +154,7 @@ def _kind(value: object) -> str:
 
 
 def replace_(old: Tensor, new: Tensor, accept: Tensor) -> None:
-    """Copy the rows of ``new`` for which ``accept`` (n, 1) is true to ``old``."""
+    """Copy to ``old`` the rows of ``new`` for which ``accept``, booleans (n, 1), is true."""
     if accept.device.type == "cpu" and accept.all():
         old.copy_(new)
     else:

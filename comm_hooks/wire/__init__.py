@@ -1,1 +1,1 @@
-"""What payloads are made of: coded places and values, headers, and one layout for all of it."""
+"""The parts of payloads: headers with stamps and checksums, and coded places and values."""

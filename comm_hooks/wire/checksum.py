@@ -25,7 +25,7 @@ _AT_ONCE = 16
 
 
 def checksums(words: Tensor) -> Tensor:
-    """Return the checksum of each row of words (n, count), int64: (n,), int64.
+    """Return the checksum, (n,), int64, of each row of words (n, count), int64.
 
     Example::
 
@@ -51,12 +51,12 @@ def checksums(words: Tensor) -> Tensor:
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a fingerprint of 32 bits of all elements of tensors and their order.
+    """Return a fingerprint of 32 bits that depends on all elements of tensors and their order.
 
     Elements count in the order of their indices, in any memory layout.
 
     Args:
-        tensors: of any dtypes and layouts, on one device.
+        tensors: the tensors, of any dtypes and layouts, on one device.
 
     Returns:
         An int32 scalar on that device, without waiting for an accelerator.
@@ -74,17 +74,17 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def upper_half(checksum: Tensor) -> Tensor:
-    """Return the 32 bits of checksums that depend on all others, as int32."""
+    """Return the upper 32 bits of checksums, which depend on all input bits, as int32."""
     return (checksum >> 32).int()
 
 
 def signed(word: int) -> int:
-    """Return the int32 that has the bits of a number in [0, 2^32)."""
+    """Return the number in [-2^31, 2^31) with the same 32 bits as a number in [0, 2^32)."""
     return word - (1 << 32) if word >> 31 else word
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes as int64 words, with zeros at the end."""
+    """Return a tensor's bytes as 1-D int64 words, padded with zeros at the end."""
     octets = tensor.detach().contiguous().flatten().view(torch.uint8)
     missing = -octets.numel() % 8
     if missing or octets.storage_offset() % 8:

@@ -1,4 +1,4 @@
-"""The header of payloads that are gathered, with their sender and a checksum.
+"""The header of payloads that are gathered: stamp, sender and checksum.
 
 32 bytes, little-endian:
 
@@ -30,7 +30,7 @@ _FINITE_BIT = 24
 
 
 class GatheredHeader(Header):
-    """The header of payloads that arrive one by one; it also detects damage and wrong senders.
+    """The header of payloads that are gathered; it also detects damage and wrong senders.
 
     Args:
         ranks, place: see :class:`~comm_hooks.wire.header.Header`.
@@ -85,7 +85,7 @@ class GatheredHeader(Header):
         ).all()
 
     def _checksums(self, payloads: Tensor) -> Tensor:
-        """Return the right last word of each header: (n,), int32."""
+        """Return the checksum that each header must have as its last word: (n,), int32."""
         covered = payloads if self._covers_body else payloads[:, :HEADER_NBYTES]
         words = covered.contiguous().view(torch.int64)
         body = checksums(words[:, HEADER_NBYTES // 8 :])
@@ -95,9 +95,9 @@ class GatheredHeader(Header):
 
 
 def _words_of(stamp: Stamp, senders: Sequence[int], finite: Tensor) -> Tensor:
-    """Return the words of headers before their checksums: (n, words), int32.
+    """Return the words of headers that precede their checksums: (n, words), int32.
 
-    They stay on the device of ``finite``, and an accelerator is not waited for.
+    They are on the device of ``finite``; does not wait for an accelerator.
     """
     known = [*map(signed, stamp.known_words()), 0]
     rows = torch.tensor([[*known, sender] for sender in senders], dtype=torch.int32)

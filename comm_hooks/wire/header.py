@@ -1,4 +1,4 @@
-"""The header of a payload, which every receiver checks before it decodes."""
+"""The interface of payload headers, which every receiver checks before it decodes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ from comm_hooks.wire.stamp import Stamp
 class PendingChecks:
     """Headers on an accelerator that are still to be checked.
 
-    They are copied while the accelerator computes, and checked in the order of their rounds, also
-    if their buckets no longer exist.
+    They are copied to the CPU while the accelerator computes, and checked in the order of their
+    rounds, also if their buckets no longer exist.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class PendingChecks:
         self._pending.append((step, copy, event, check))
 
     def wait(self, *, before: int | None = None) -> None:
-        """Wait for the headers of earlier steps, or of all, and check them.
+        """Wait for all headers, or those of steps before ``before``, and check them.
 
         Raises:
             PayloadError: for the first header that does not fit; the others are dropped.
@@ -58,8 +58,8 @@ class Header(ABC):
     skip the step, as a ``GradScaler`` does; a plain one makes its parameters NaN.
 
     Args:
-        ranks: the global numbers of the participating ranks, in order.
-        place: of this rank among them.
+        ranks: the global ranks of the participants, in order.
+        place: the index of this rank among them.
     """
 
     def __init__(self, ranks: Sequence[int], place: int) -> None:
@@ -69,15 +69,15 @@ class Header(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """The size of the header."""
+        """The size of the header in bytes."""
 
     @abstractmethod
     def write_(self, payloads: Tensor, stamp: Stamp, health: Tensor) -> None:
-        """Write the headers of payloads (M, nbytes), uint8, whose bodies are written already.
+        """Write the headers of payloads (M, nbytes), uint8, after their bodies.
 
         Args:
-            payloads: of this rank; nbytes a multiple of 8.
-            stamp: of this rank.
+            payloads: the payloads of this rank; nbytes is a multiple of 8.
+            stamp: the stamp of this rank.
             health: float32 scalar on the payloads' device: 0 where the rank's vector is finite,
                 else NaN.
         """
@@ -88,11 +88,11 @@ class Header(ABC):
         """Check that payloads belong together; return 0 if all vectors were finite, else NaN.
 
         Args:
-            payloads: as they have arrived: (N, nbytes), uint8, in rank order, or (1, nbytes) that
-                were summed.
-            stamp: of this rank.
+            payloads: the received payloads: (N, nbytes), uint8, in rank order, or their sum on the
+                wire, (1, nbytes).
+            stamp: the stamp of this rank.
             checks: receives headers that cannot be checked at once.
-            senders: what an error calls the ranks.
+            senders: the word for a sender in errors, such as "rank".
 
         Raises:
             PayloadError: on all ranks alike, if the payloads do not belong together; on its
@@ -107,12 +107,12 @@ class Header(ABC):
 
     @abstractmethod
     def _read(self, payloads: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the part of the headers to check, a small tensor, and the claimed health."""
+        """Return the part of the headers to check, a small tensor, and the senders' health."""
 
     @abstractmethod
     def _require_fit(self, found: Tensor, stamp: Stamp, senders: str) -> None:
-        """Raise ``PayloadError`` if ``found``, on the CPU, does not fit the stamp."""
+        """Raise ``PayloadError`` if ``found``, a CPU tensor of :meth:`_read`, does not fit."""
 
     @abstractmethod
     def _fits(self, found: Tensor, stamp: Stamp) -> Tensor:
-        """Return whether ``found`` fits, a boolean scalar, without waiting for an accelerator."""
+        """Return whether ``found`` fits the stamp, a boolean tensor, (), without waiting."""

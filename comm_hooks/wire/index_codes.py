@@ -1,4 +1,4 @@
-"""Choose the code for the kept places of a block.
+"""Choose the code for the places (indices) of a block's kept elements.
 
 Bits for each kept place, against the entropy of a random set:
 
@@ -18,7 +18,7 @@ INDEX_CODES: tuple[IndexCode, ...] = ("elias_fano", "rice")
 
 
 def places_code(name: IndexCode, universe: int, count: int) -> PlacesCode:
-    """Return the code of that name, or a smaller one if many places are kept.
+    """Return the code of a name, or a bitmap if that is smaller, as where many places are kept.
 
     Example::
 

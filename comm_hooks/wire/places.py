@@ -1,11 +1,11 @@
-"""Codes for the kept places of a block: the contract, and two codes with room for any places.
+"""Codes for the kept places of a block: the interface, and two codes with room for any places.
 
 Elias-Fano (Elias, J. ACM 1974; Fano, 1971) takes k (2 + log2(n / k)) bits for k sorted integers
 below n, always the same number: an integer's low bits are stored as they are, and its high bits in
 a bitmap in which the i-th set bit stands at place ``high_i + i``.  At 64 of 4096 this takes 8 bits
-an index where a plain code takes 12 and the entropy is 7.36; unlike entropy codes its size does not
-depend on the data, whatever the data.  Where about half of the places are kept a plain bitmap, one
-bit for each place, is the best there is.
+an index where a plain code takes 12 and the entropy is 7.36; unlike the size of entropy codes its
+size does not depend on the data.  Where about half of the places are kept a plain bitmap, one bit
+for each place, is the best code.
 """
 
 from abc import ABC, abstractmethod
@@ -28,10 +28,11 @@ from comm_hooks.kernels.bits import (
 
 @dataclass(frozen=True)
 class PlacesCode(ABC):
-    """The code for sets of ``count`` ascending distinct integers in ``range(universe)``.
+    """A code for sets of ``count`` ascending distinct integers in ``range(universe)``.
 
-    A stream of bits for all sets, and the ``low_bits`` of each index as they are.  The size depends
-    on the number of sets alone, so ranks need not negotiate it.
+    The bytes of several sets are a stream of bits for all sets, then the ``low_bits`` lowest bits
+    of each index as they are.  The size depends on the number of sets alone, so ranks need not
+    negotiate it.
     """
 
     universe: int
@@ -43,10 +44,10 @@ class PlacesCode(ABC):
 
     @abstractmethod
     def stream_bits(self, sets: int) -> int:
-        """Return the number of bits before the low bits of all indices."""
+        """Return the length in bits of the stream, which precedes the low bits of all indices."""
 
     def nbytes(self, sets: int) -> int:
-        """Return the bytes that ``sets`` coded sets take together."""
+        """Return the number of bytes that ``sets`` coded sets take together."""
         lows = packed_nbytes(sets * self.count, self.low_bits)
         return lows + packed_nbytes(self.stream_bits(sets), 1)
 
@@ -55,8 +56,8 @@ class PlacesCode(ABC):
         """Encode ascending indices (n, sets, count), int64.
 
         Args:
-            first: for each of the n rows, the set that comes first if there is not room for all;
-                the others follow, around the end.
+            first: for each of the n rows, the set that is coded first, in case there is not room
+                for all; the other sets follow in cyclic order.
 
         Returns:
             The bytes (n, nbytes(sets)), and whether there was room for each index, booleans
@@ -67,7 +68,7 @@ class PlacesCode(ABC):
     def decode(
         self, octets: Tensor, sets: int, first: npt.NDArray[np.int64]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the indices (n, sets, count), int64, and whether there was room for each.
+        """Return the indices (n, sets, count), int64, and whether there was room for each of them.
 
         Damaged bytes give meaningless indices in ``range(universe)``, or raise: an accelerator
         writes to these places before the checksum is known.
@@ -77,12 +78,12 @@ class PlacesCode(ABC):
         """
 
     def _join(self, bits: Tensor, numbers: Tensor) -> Tensor:
-        """Return the bytes of a stream (n, stream_bits) and of the low bits of numbers."""
+        """Return bytes (n, nbytes): a stream (n, stream_bits), then the low bits of numbers."""
         lows = (numbers & ((1 << self.low_bits) - 1)).flatten(1)
         return torch.cat([pack_bits(bits), pack_codes(lows, self.low_bits)], dim=1)
 
     def _split(self, octets: Tensor, sets: int) -> tuple[Tensor, Tensor]:
-        """Return the stream (n, stream_bits) and the low bits (n, sets * count) of bytes."""
+        """Split bytes into the stream (n, stream_bits) and the low bits (n, sets * count)."""
         room = self.stream_bits(sets)
         split = packed_nbytes(room, 1)
         lows = unpack_codes(octets[:, split:], sets * self.count, self.low_bits)
@@ -90,7 +91,7 @@ class PlacesCode(ABC):
 
 
 class Bitmap(PlacesCode):
-    """``universe`` bits for each set; no bits if no place is kept, or every one.
+    """A bitmap of ``universe`` bits for each set; no bits if no place is kept, or every place.
 
     Example::
 
@@ -102,14 +103,14 @@ class Bitmap(PlacesCode):
 
     @property
     def _bits(self) -> int:
-        """The size of a set's bitmap."""
+        """The size of a set's bitmap in bits."""
         return 0 if self.count in (0, self.universe) else self.universe
 
     def stream_bits(self, sets: int) -> int:
         return sets * self._bits
 
     def _shifts(self, device: torch.device) -> Tensor | int:
-        """Return the distance of each index in the bitmap from its high bits."""
+        """Return the number to add to each index's high bits to get its place in the bitmap."""
         return 0
 
     def encode(self, indices: Tensor, first: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor | None]:
@@ -135,7 +136,7 @@ class Bitmap(PlacesCode):
 
 
 class EliasFano(Bitmap):
-    """The code for ``count`` ascending distinct integers in ``range(universe)``, at least one.
+    """The Elias-Fano code for ``count`` ascending distinct integers in ``range(universe)``.
 
     Example::
 

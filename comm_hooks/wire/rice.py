@@ -1,7 +1,7 @@
 """Rice code: the gaps between sorted integers, with few bits for short gaps.
 
-Rice & Plaunt, IEEE Trans. Commun. 1971; a Golomb code whose parameter is a power of two.  A gap g
-becomes g >> b in unary (that many zeros and a one) and its b low bits as they are.
+Rice & Plaunt, IEEE Trans. Commun. 1971; a Golomb code with a power of two as its parameter.  A gap
+g becomes g >> b in unary (that many zeros and a one) and its b low bits as they are.
 
 The number of bits depends on the gaps.  Their sum in a set of C places is at most C, so sets differ
 little, and many sets together hardly: the unary bits of all sets of a row share one stream with
@@ -27,7 +27,7 @@ _DEVIATIONS = 4
 
 
 class Rice(PlacesCode):
-    """The code for ``count`` ascending distinct integers in ``range(universe)``, at least one.
+    """The Rice code for ``count`` ascending distinct integers in ``range(universe)``.
 
     Example::
 
@@ -81,7 +81,7 @@ class Rice(PlacesCode):
 
 
 def _rotated(coded: Tensor, first: npt.NDArray[np.int64]) -> Tensor:
-    """Return (n, sets, count) with another set first in each row, and the others behind it."""
+    """Return (n, sets, count) with each row's sets rotated so that set ``first`` comes first."""
     rows, sets, _ = coded.shape
     order = torch.arange(sets) + torch.from_numpy(first)[:, None]
     order = order % sets + torch.arange(0, rows * sets, sets)[:, None]
@@ -90,14 +90,14 @@ def _rotated(coded: Tensor, first: npt.NDArray[np.int64]) -> Tensor:
 
 
 def _if_some_lack(present: Tensor, first: npt.NDArray[np.int64]) -> Tensor | None:
-    """Return :func:`_rotated`; None, on the CPU, if there was room for all."""
+    """Return ``present``, rotated; None if all are present, known on the CPU only."""
     is_known = present.device.type == "cpu"  # an accelerator would have to be waited for
     return None if is_known and bool(present.all()) else _rotated(present, first)
 
 
 @functools.lru_cache(maxsize=1024)
 def _parameter(universe: int, count: int) -> tuple[int, float]:
-    """Return b and the unary bits of a random set, for the shortest code."""
+    """Return the b of the shortest code, and the expected unary bits of a random set."""
     best = (0, math.inf)
     for low_bits in range(universe.bit_length()):
         unary = count * (1 + _expected_quotient(universe, count, 1 << low_bits))

@@ -5,12 +5,12 @@ from torch import Tensor
 
 
 def word_aligned(nbytes: int) -> int:
-    """Round up to a multiple of 4."""
+    """Return a number of bytes, rounded up to a multiple of 4."""
     return -(-nbytes // 4) * 4
 
 
 def join(*sections: Tensor) -> Tensor:
-    """Return payloads (n, nbytes), uint8, of these sections (n, ...), each padded by zeros.
+    """Join sections (n, ...), each padded with zeros to 4 bytes, into payloads (n, nbytes), uint8.
 
     A single section that needs no padding is not copied.
 

@@ -1,4 +1,4 @@
-"""The stamp that all payloads of one bucket and step share, and the errors if they do not.
+"""The stamp, equal in all payloads of one bucket and step, and the errors for unequal stamps.
 
 Every rank receives the stamps of all ranks, so that all of them refuse a round with the same error.
 """
@@ -28,7 +28,7 @@ class Stamp:
 
     Args:
         configuration: a digest of settings and layout; see :func:`digest`.
-        step: of the exchange.
+        step: the step of the exchange.
         loads: twice the exchanges since the start or the last load, plus 1 after a load.
         hyperparameters: a digest of the optimizer's hyperparameters in this step.
         model: a fingerprint of the replicas, an int32 scalar on the payloads' device
@@ -42,11 +42,11 @@ class Stamp:
     model: int | Tensor = 0
 
     def words(self) -> list[int]:
-        """Return all fields as numbers, the kind of payload first.  Waits for an accelerator."""
+        """Return magic number and fields as 32-bit numbers.  Waits for an accelerator."""
         return [*self.known_words(), int(self.model) & _MASK]
 
     def known_words(self) -> list[int]:
-        """Return all fields but the model's."""
+        """Return :meth:`words` without the model's, which may be on an accelerator."""
         words = (MAGIC, self.configuration, self.step, self.loads, self.hyperparameters)
         return [word & _MASK for word in words]
 
@@ -55,7 +55,7 @@ STAMP_WORDS = len(Stamp(0, 0).words())
 
 
 def digest(*described: object) -> int:
-    """Return 32 bits that differ where the descriptions do.
+    """Return a CRC-32 of plain values: if they differ, it differs with high probability.
 
     Example::
 
@@ -71,8 +71,8 @@ def refuse_disagreement(stamps: Sequence[Words], senders: Sequence[str]) -> None
     The majority counts as right; in a tie, the group that includes the first sender.
 
     Args:
-        stamps: of all senders.
-        senders: their names, such as "rank 3".
+        stamps: the words of each sender's stamp.
+        senders: the names of the senders, such as "rank 3".
     """
     for number, field in enumerate(zip(*stamps, strict=True)):
         of_value: dict[int | None, list[str]] = {}
@@ -93,7 +93,7 @@ def _listed(senders: Sequence[str]) -> str:
 
 
 def _refuse_field(number: int, who: str, others: str, odd: int | None, norm: int) -> NoReturn:
-    """Raise the error for ``who``: its field of this number differs from that of ``others``."""
+    """Raise the error for senders ``who``: word ``number`` differs from that of ``others``."""
     if number == 0:
         magic = ~_VERSION_MASK & _MASK
         if odd is None or (odd ^ norm) & magic:

@@ -1,14 +1,14 @@
-"""The header of payloads that are summed on the wire: numbers with a meaningful sum.
+"""The header of payloads that are summed on the wire: float32 numbers with a meaningful sum.
 
-float32, all of them exact for up to 8,192 ranks:
+All sums are exact for up to 8,192 ranks:
 
     health | the stamp, in pieces of 11 bits | a mark for each rank
     1        3 per word                        N
 
 The health is 0 if all elements of the rank's vector are finite, else NaN.  Each rank adds its
 :class:`~comm_hooks.wire.stamp.Stamp` to those of the others and writes 24 bits of it to its own
-mark, where the others add nothing.  So the marks name the ranks that differ, and the sums the
-fields.
+mark, where the others add nothing.  So the marks tell the ranks with another stamp, and the sums
+the fields.
 
 The body has no checksum: a sum is rounded, which hides earlier damage.
 """
@@ -34,12 +34,12 @@ MARKS_START = 1 + _SUMS
 
 
 def summed_header_nbytes(world_size: int) -> int:
-    """Return the size of the header of payloads that so many ranks sum."""
+    """Return the size in bytes of the header of payloads that ``world_size`` ranks sum."""
     return 4 * (MARKS_START + world_size)
 
 
 class SummedHeader(Header):
-    """The header of payloads that arrive as their sum."""
+    """The header of payloads that are received as their sum."""
 
     def __init__(self, ranks: Sequence[int], place: int) -> None:
         super().__init__(ranks, place)
@@ -78,8 +78,8 @@ class SummedHeader(Header):
             raise PayloadError(_damaged(senders, odd))
         if odd and not alike[self._place]:
             raise PayloadError(
-                f"what arrived as the sum of {ranks} payloads is not one of comm-hooks: all ranks "
-                "must take part in the same round"
+                f"the sum of {ranks} payloads is not one of comm-hooks: all ranks must take part "
+                "in the same round"
             )
         if not odd:
             # All of them have the same stamp, but their sum is wrong.
@@ -98,7 +98,7 @@ class SummedHeader(Header):
         raise PayloadError(_damaged(senders, odd))
 
     def _pieces_and_mark(self, stamp: Stamp, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the addends of a rank with this stamp to the sums, and its mark: float32."""
+        """Return the numbers of a stamp to be summed, and the mark of the stamp: float32."""
         if self._known is None or self._known[0] is not stamp:
             words = torch.tensor([*stamp.known_words(), 0])
             if isinstance(stamp.model, Tensor):
@@ -123,7 +123,7 @@ def _damaged(senders: str, ranks: Sequence[int]) -> str:
 
 
 def _join(pieces: Tensor) -> list[int | None]:
-    """Return the words of pieces; None where no word has such pieces."""
+    """Return 32-bit words, joined from their pieces; None where pieces are not valid."""
     words: list[int | None] = []
     for parts in pieces.view(-1, _PIECES).tolist():
         if all(part.is_integer() and 0 <= part < 1 << _PIECE_BITS for part in parts):

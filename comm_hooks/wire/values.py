@@ -1,8 +1,8 @@
 """Codes for the values of a sparse compressor.
 
 Values that were kept for their size have similar magnitudes, so a sign and a coarse magnitude are
-nearly enough.  Relative mean squared error of the largest 64 of 4096, and the bits that one takes
-with its share of the levels:
+nearly enough.  Relative mean squared error of the largest 64 of 4096, and the bits that a value
+takes with its share of the levels:
 
     bits   levels of magnitude                         gaussian   laplace   bits in all
        1   the mean                                       .0124     .0378          1.03
@@ -48,10 +48,10 @@ class ValueCode:
     The row's largest mean is sent as bfloat16, means and ratios as bytes.  With 1, 2, 3 and 16 bits
     decoded values are bfloat16 numbers.
 
-    All are contractive, ``|x - decode(encode(x))| <= |x|``: replacing n magnitudes by any l up to
-    twice their mean takes 2 n mean l - n l^2 >= 0 off their squares; the lowest level is below
-    that, and choosing the nearest of several does no worse than always taking the lowest.  With 4
-    bits the nearest level is no further from a than min(a) is, which is one of them.
+    All codes are contractive, ``|x - decode(encode(x))| <= |x|``: replacing n magnitudes by any l
+    up to twice their mean takes 2 n mean l - n l^2 >= 0 off their squares; the lowest level is
+    below that, and choosing the nearest of several does no worse than always taking the lowest.
+    With 4 bits the nearest level is no further from a than min(a), which is one of the levels.
 
     Shapes: values (n, sets, count) float32 <-> bytes (n, ``nbytes(sets, count)``).
 
@@ -66,14 +66,14 @@ class ValueCode:
     bits: int
 
     def nbytes(self, sets: int, count: int) -> int:
-        """Return the bytes that ``sets`` sets of ``count`` values take together."""
+        """Return the number of bytes that ``sets`` sets of ``count`` values take together."""
         return self._levels_nbytes(sets, count) + packed_nbytes(sets * count, self.bits)
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Encode values (n, sets, count), float32.
 
         Returns:
-            The bytes (n, nbytes(sets, count)), and the decoded values.
+            The bytes (n, nbytes(sets, count)), and the values as receivers decode them.
         """
         if self.bits in _DTYPES:
             stored = values.flatten(1).to(_DTYPES[self.bits])
@@ -137,7 +137,7 @@ def _read_even_levels(octets: Tensor, sets: int) -> Tensor:
 
 
 def _shared_levels(magnitudes: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the bytes of ``count`` levels, and which of them each magnitude takes."""
+    """Return the bytes that describe ``count`` levels, and the index of each magnitude's level."""
     _, sets, values = magnitudes.shape
     shared = _sets_per_scale(values)
     padding = -sets % shared
@@ -168,7 +168,7 @@ def _shared_levels(magnitudes: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _ratios(relative: Tensor, count: int) -> Tensor:
-    """Return the bytes (n, count) of the mean of each class of relative magnitudes."""
+    """Return the mean of each of ``count`` classes of relative magnitudes as bytes (n, count)."""
     flat = relative.flatten(1)
     classes = [torch.ones_like(flat)]
     means = [torch.ones(len(flat), 1, device=flat.device, dtype=torch.float32)]
@@ -202,7 +202,7 @@ def _read_shared_levels(octets: Tensor, sets: int, values: int, count: int) -> T
 
 
 def _expand(of_groups: Tensor, shared: int, sets: int) -> Tensor:
-    """Return the value of its group for each set, (n, sets, ...) of (n, groups, ...)."""
+    """Repeat values of groups (n, groups, ...) for each of their sets: (n, sets, ...)."""
     return of_groups.repeat_interleave(shared, dim=1)[:, :sets]
 
 

@@ -64,7 +64,7 @@ def test_a_gpu_that_draws_something_else_is_refused() -> None:
         mock.patch.object(gaussian, "available", return_value=True),
         mock.patch.dict("sys.modules", {"comm_hooks.kernels.triton.gaussian": triton_gaussian}),
         mock.patch("comm_hooks.kernels.triton.gaussian", triton_gaussian, create=True),
-        pytest.raises(RuntimeError, match="protects nobody"),
+        pytest.raises(RuntimeError, match="does not protect the data"),
     ):
         drawn(8)
     triton_gaussian.add_gaussian_.assert_called_once()

@@ -29,30 +29,30 @@ def choose_route(
     place: Place | None = None,
     ranks_per_node: int | None = None,
 ) -> Route:
-    """Return the route of a bucket.
+    """Return the route for a bucket: the sequence of collectives that averages its tensors.
 
     Args:
-        compressor: None averages exactly.
-        transport: between all ranks.
+        compressor: the compressor of the round; None: tensors are averaged exactly.
+        transport: connects all ranks.
         server_memory: keeps the residuals of the shard that this rank owns.
-        place: of the noise hook, if there is one.
+        place: the place of the noise hook; None if there is no hook.
         ranks_per_node: if given, only the exchange between nodes is compressed.
 
     Raises:
-        ValueError: if no route of these settings has that place.
+        ValueError: if no route with these settings supports a noise hook at that place.
     """
     if ranks_per_node is not None:
         if place:
             raise ValueError(
                 "a noise_hook cannot be used with collective='hierarchical', where nodes average "
-                "vectors before it sees them"
+                "vectors before the hook sees them"
             )
         assert compressor
         return _over_nodes(layout, settings, compressor, transport, server_memory, ranks_per_node)
     if place and compressor and not compressor.adds_up:
         raise ValueError(
-            f"a noise_hook cannot be used with {compressor}, whose payloads do not add up to a sum "
-            "that noise belongs to: use overlap=0"
+            f"a noise_hook cannot be used with {compressor}, which does not decode to the sum over "
+            "ranks that noise is added to: use overlap=0"
         )
     carriers = ["all_reduce"]
     if compressor or place:
@@ -109,9 +109,9 @@ def _over_nodes(
 def _downlink(
     layout: Layout, settings: ExchangeSettings, compressor: Compressor | None
 ) -> list[Compressor] | None:
-    """Return the compressors of the means; None if they are those of the vectors.
+    """Return the compressors of the means; None if they are the compressors of the vectors.
 
-    A round with another compressor than that of the settings uses it in both directions.
+    A round with a compressor that is not the one in the settings uses it in both directions.
     """
     if settings.downlink is None or compressor != settings.compressor:
         return None
@@ -131,8 +131,8 @@ def _cheapest(
 ) -> Route:
     """Return the route over one of ``collectives`` that moves the fewest bytes.
 
-    Payloads that can be summed are: other routes would move at least as many bytes, except for
-    rounding and headers, and take more arithmetic.
+    Payloads that can be summed are always summed: other routes would move at least as many bytes,
+    except for rounding and headers, and take more arithmetic.
     """
     routes: dict[str, Route] = {}
     for collective in ["all_reduce"] if "all_reduce" in collectives else collectives:

@@ -38,8 +38,8 @@ class Hierarchical(Route):
 
     Args:
         layout: holds the vectors.
-        transport: of all ranks.
-        ranks_per_node: a divisor of their number.
+        transport: the transport of all ranks.
+        ranks_per_node: a divisor of the number of ranks.
         between: makes the inner route, given the layout of this rank's shards (all exempt
             parameters in one, then a shard of each parameter to compress) and the transport between
             the ranks at its place of each node.
@@ -118,7 +118,7 @@ class Hierarchical(Route):
             join_from(place, matrix)
 
     def _places(self, shards: torch.Tensor) -> list[torch.Tensor]:
-        """Return the rows of each matrix in shards: views (L, rows, width)."""
+        """Return a view (L, rows, width) of the shards for each matrix of the layout."""
         counts = [len(matrix) for matrix in self._matrices]
         sizes = [n * width for n, width in zip(counts, self._widths, strict=True)]
         return [

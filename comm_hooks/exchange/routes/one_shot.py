@@ -16,7 +16,7 @@ from comm_hooks.exchange.routes.route import CompressedRoute, fill_nan_
 
 
 class OneShot(CompressedRoute):
-    """Encode, one collective, decode everything in rank order."""
+    """A route of a single collective: encode, send, and decode all payloads in rank order."""
 
     request: ClassVar[type[AllReduce] | type[AllGather]]
 
@@ -55,7 +55,7 @@ class OneShot(CompressedRoute):
     def _send(
         self, payload: torch.Tensor, noise_hook: NoiseHook | None
     ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the reply of the collective, and the payloads to decode, (n, nbytes)."""
+        """Send a payload; return the collective's reply and the payloads (n, nbytes) to decode."""
 
     def _average(
         self, message: Message, payloads: torch.Tensor, noise_hook: NoiseHook | None
@@ -66,7 +66,7 @@ class OneShot(CompressedRoute):
 
 
 class Summed(OneShot):
-    """One all-reduce of linear payloads."""
+    """A route of one all-reduce; the payloads of linear compressors are summed on the wire."""
 
     request = AllReduce
 
@@ -84,7 +84,7 @@ class Summed(OneShot):
 
 
 class Gathered(OneShot):
-    """One all-gather."""
+    """A route of one all-gather; every rank decodes the payloads of all ranks."""
 
     request = AllGather
 

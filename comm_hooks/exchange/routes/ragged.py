@@ -14,13 +14,13 @@ from comm_hooks.exchange.routes.sharded import scatter
 
 
 class RaggedShards:
-    """Shards of different sizes, each a bucket of its own, one for each rank.
+    """A compressed reduce-scatter: each rank gets the mean of its shard; sizes may differ.
 
     Args:
-        layouts: of the shards of all ranks, in rank order; they hold this rank's vectors.
+        layouts: the layout of each rank's shard, in rank order; they hold this rank's vectors.
         compressors: for each layout, one for each of its parts.
-        transport: between the ranks.
-        seed: of all random keys.
+        transport: connects the ranks.
+        seed: the seed of all random keys.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class RaggedShards:
 
     @property
     def traffic(self) -> int:
-        """The bytes that each rank sends, and receives, in a round."""
+        """The number of bytes that each rank sends in a round; it receives as many."""
         return (self._transport.world_size - 1) * self._nbytes
 
     def reduce(self, context: Sequence[RoundContext], *, factor: float = 1.0) -> Round[None]:
         """Return a round that writes ``factor`` times the mean to the workspace of this shard.
 
         Args:
-            context: of each shard; they differ in their stamps.
+            context: the settings of the round for each shard; they differ in their stamps.
         """
         ranks, own = self._transport.world_size, self._transport.rank
         messages = [

@@ -19,26 +19,26 @@ class Route(ABC):
     @property
     @abstractmethod
     def traffic(self) -> int:
-        """The bytes that each rank sends, and receives, in a round."""
+        """The number of bytes that each rank sends in a round; it receives as many."""
 
     @property
     def traffic_between_nodes(self) -> int:
-        """The part of :attr:`traffic` that leaves the node, in a route that knows nodes."""
+        """The part of :attr:`traffic` that leaves the node; 0 in routes that do not know nodes."""
         return 0
 
     @abstractmethod
     def reduce(self, context: RoundContext) -> Round[None]:
-        """Replace the vectors in the workspace by their mean; by NaN if one is not finite."""
+        """Return a round that replaces the workspace by its mean over ranks; NaN if not finite."""
 
 
 class CompressedRoute(Route):
-    """A route of compressed payloads.
+    """A route that sends compressed payloads.
 
     Args:
         layout: holds the vectors.
         compressors: one for each part of the layout.
-        transport: between the ranks.
-        seed: of all random keys.
+        transport: connects the ranks.
+        seed: the seed of all random keys.
     """
 
     def __init__(
@@ -67,6 +67,6 @@ def format_of(
 
 
 def fill_nan_(vector: torch.Tensor, health: torch.Tensor) -> None:
-    """Turn ``vector`` to NaN if ``health`` is NaN; does not wait for an accelerator."""
+    """Fill ``vector`` with NaN if ``health`` is NaN, without waiting for an accelerator."""
     if health.device.type != "cpu" or not torch.isfinite(health):
         vector.add_(health)

@@ -28,7 +28,7 @@ class Sharded(CompressedRoute):
         layout, compressors, transport, seed: see
             :class:`~comm_hooks.exchange.routes.route.CompressedRoute`.
         memory: keeps the residuals of the second compression, of the shard that this rank owns.
-        downlink: compressors of the means; by default ``compressors``.
+        downlink: the compressors of the means; by default ``compressors``.
         exact_uplink: whether vectors are sent to the owners in float32, so that only the means are
             compressed.
     """
@@ -118,9 +118,10 @@ def scatter(
     """Return the first leg of a round, in which each rank gets all payloads for its shard.
 
     Args:
-        payloads: one for each rank, (N, nbytes), uint8; may be longer than ``format_``.
-        format_: of the payloads for this rank.
-        context: of the round, for the shard of this rank.
+        payloads: the payloads of this rank, one for each rank, (N, nbytes), uint8; may be longer
+            than ``format_``.
+        format_: the format of the payloads for this rank.
+        context: the settings of the round for the shard of this rank.
         final: whether the leg is the end of the round.
 
     Returns:

@@ -1,1 +1,1 @@
-"""DistributedDataParallel: a state, a communication hook, and a one-line way to register it."""
+"""DistributedDataParallel: a communication hook, its state, and one call that registers them."""

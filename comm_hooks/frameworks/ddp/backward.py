@@ -20,7 +20,7 @@ class PendingExchanges:
         self._error: Exception | None = None
 
     def begin(self) -> None:
-        """Begin a backward pass."""
+        """Forget earlier exchanges, and wait for the new ones at the end of this backward pass."""
         self._futures, self._error = [], None
         # There is no backward pass on a rank that has left a join().
         if torch._C._current_graph_task_id() != -1:
@@ -28,7 +28,7 @@ class PendingExchanges:
 
     @contextmanager
     def noting(self) -> Generator[None]:
-        """Keep the first exception that leaves this context."""
+        """Keep the first exception that leaves this context, to raise it at the end of the pass."""
         try:
             yield
         except Exception as error:

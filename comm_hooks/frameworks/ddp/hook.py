@@ -70,7 +70,7 @@ class CompressionState:
             the factor changes.
         start_compression_step: the number of first steps with exactly averaged gradients,
             as ``start_powerSGD_iter`` of PyTorch's PowerSGD hook, so that an optimizer's moments
-            settle on true gradients.  Steps before a checkpoint count.
+            settle on true gradients.  Steps before a loaded checkpoint count.
 
     Raises:
         ValueError: for settings that exclude each other.
@@ -141,7 +141,7 @@ class CompressionState:
         return {}
 
     def replica(self) -> Sequence[torch.Tensor]:
-        """Return an empty sequence: each bucket brings its own parameters."""
+        """Return an empty sequence: each bucket's round compares the parameters of that bucket."""
         return ()
 
     def names(self) -> Collection[str] | None:
@@ -171,8 +171,8 @@ class CompressionState:
         """Restore the :meth:`state_dict` of this rank.
 
         Raises:
-            ValueError: if the state is another rank's or names parameters that this model lacks;
-                nothing is changed.
+            ValueError: if another rank saved the state, or it names parameters that this model
+                lacks; nothing is changed.
         """
         self.exchange.load_state_dict(state)
         self._saved_buckets = list(state.get("buckets", []))
@@ -189,7 +189,7 @@ class CompressionState:
         self._saved_buckets = list(states[0].get("buckets", []))
 
     def _buckets(self) -> list[list[str]]:
-        """Return the parameters of each bucket, if buckets are compressed as one vector."""
+        """Return the parameter names of each bucket; [] unless buckets are compressed whole."""
         if self.exchange.settings.granularity != "bucket":
             return []
         return [[s.name for s in bucket.layout.segments] for bucket in self.exchange.buckets]
@@ -206,8 +206,8 @@ class CompressionState:
         is_its_pass, self._is_its_pass = self._is_its_pass, False
         if self._has_model and not is_its_pass:
             raise ValueError(
-                "CompressionState: this state belongs to another model: give each DDP model one of "
-                "its own"
+                "CompressionState: this state belongs to another model: give each DDP model a "
+                "state of its own"
             )
         self._has_model = True
 
@@ -228,7 +228,7 @@ class CompressionState:
         self,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Begin to average a bucket; see :func:`compression_hook`."""
+        """Start to average a bucket; return a future of the bucket's buffer with the mean."""
         exchange, buffer = self.exchange, bucket.buffer()
         if bucket.index() == 0:
             self._pending.begin()
@@ -265,7 +265,7 @@ class CompressionState:
 def _by_parameter(
     named: Iterable[tuple[str, torch.nn.Parameter]] | None,
 ) -> dict[torch.Tensor, str]:
-    """Return the names by parameter, or raise ``ValueError`` for other pairs."""
+    """Return a mapping from parameter to name; raise ``ValueError`` for other kinds of pairs."""
     if named is None:
         return {}
     names: dict[torch.Tensor, str] = {}
@@ -312,7 +312,7 @@ def compression_hook(
 
     Raises:
         PeerError: if a rank has ended, is stopped or came too late.
-        PayloadError: if ranks do not mean the same step of the same model.
+        PayloadError: if ranks are not in the same step of the same model.
 
     Example::
 
@@ -332,7 +332,7 @@ def skip_hook(
     state: object,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Communicate nothing: every rank keeps its own gradient.
+    """A communication hook that communicates nothing: every rank keeps its own gradient.
 
     For optimizers that own the exchange (``optim.CompressedAdam``), and as the control that any
     method must beat.
@@ -369,8 +369,8 @@ def register(
 ) -> Any:
     """Let a DDP model exchange compressed gradients, or leave the exchange to its optimizer.
 
-    With a compressor, :func:`compression_hook` is registered.  All ranks must call it: it compares
-    their configurations.
+    With a compressor, :func:`compression_hook` is registered.  All ranks must call this function:
+    it compares their configurations.
 
     With an optimizer that exchanges by itself (``comm_hooks.optim``), :func:`skip_hook` is
     registered.  If the optimizer works in rounds (``low_communication``), the model in evaluation
@@ -381,7 +381,7 @@ def register(
         model: a ``DistributedDataParallel``, or a module with one inside: the result of
             ``torch.compile``, Fabric's ``setup`` or Accelerate's ``prepare``, a
             ``LightningModule`` in training, a module of your own.
-        compressor: an object, or a name from ``comm_hooks.config.COMPRESSORS``; or the optimizer.
+        compressor: a compressor, or a name in ``comm_hooks.config.COMPRESSORS``; or an optimizer.
         loss_scale: see :class:`CompressionState`; by default that of Fabric or Lightning where
             they scale the loss.
         start_compression_step: see :class:`CompressionState`.
@@ -389,7 +389,7 @@ def register(
             ``exempt_bits``, ``granularity``, ``ranks_per_node``, ``verify_every``, ``downlink``:
             see :class:`~comm_hooks.ExchangeSettings`; and the compressor's own arguments, if it is
             given by name.  ``memory`` may be given by name, too: ``"none"``, ``"error_feedback"``,
-            ``{"type": "error_feedback", "bits": 4}``.  With an optimizer there are none.
+            ``{"type": "error_feedback", "bits": 4}``.  With an optimizer no settings are allowed.
 
     Returns:
         The state with ``stats()``, which every rank saves by
@@ -399,11 +399,11 @@ def register(
 
     Raises:
         ValueError: for bad settings; if there is not exactly one DDP model in ``model``; if it has
-            a hook already (DDP takes one; ``mixed_precision=`` and an optimizer that runs in the
-            backward pass need it too); if its hooks are ignored (``python_reducer``) or not always
-            called (``skip_all_reduce_unused_params=True``); for an optimizer that exchanges
-            nothing, or other parameters.  In the first forward pass, if that is under ``no_sync()``
-            with ``static_graph=True``.
+            a hook already (DDP takes one hook; ``mixed_precision=`` and an optimizer that runs in
+            the backward pass need it too); if its hooks are ignored (``python_reducer``) or not
+            always called (``skip_all_reduce_unused_params=True``); for an optimizer that exchanges
+            nothing, or parameters of another model.  In the first forward pass, if that is under
+            ``no_sync()`` with ``static_graph=True``.
         ConfigMismatchError: if ranks are configured differently.
 
     Warns in the first step of an optimizer that the compressor is known to mislead: sparse and

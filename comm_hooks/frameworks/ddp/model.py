@@ -1,4 +1,4 @@
-"""DistributedDataParallel: finding it in the models of frameworks, and registering one hook."""
+"""Find the DistributedDataParallel inside a framework's model, and register one hook with it."""
 
 import functools
 import warnings
@@ -34,7 +34,7 @@ class AccumulationCheck:
         self._warned = False
 
     def check(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
-        """Compare the first bucket of a backward pass with that of the pass before."""
+        """Warn if a backward pass, given its first bucket, averages old averages again."""
         if self._warned or bucket.buffer().is_sparse:
             return
         parameter = bucket.parameters()[0]
@@ -62,7 +62,7 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     ``LightningModule`` is inside the DDP model of its trainer.
 
     Raises:
-        ValueError: if there are several, and if ``model`` is no module.
+        ValueError: if there are several DDP models, and if ``model`` is no module.
 
     Example::
 
@@ -78,13 +78,14 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     found = list(dict.fromkeys(_outermost(model)))
     if len(found) > 1:
         raise ValueError(
-            f"{_kind(model)} has {len(found)} DistributedDataParallel models inside: register each"
+            f"{_kind(model)} has {len(found)} DistributedDataParallel models inside: register each "
+            "on its own"
         )
     return found[0] if found else None
 
 
 def require_ddp(model: nn.Module) -> DistributedDataParallel:
-    """Return the DDP model inside ``model``, or raise ``ValueError`` with a remedy."""
+    """Return the DDP model that is ``model`` or inside it; raise ``ValueError`` if none is."""
     found = find_ddp(model)
     if found is None:
         raise ValueError(f"register() needs a DistributedDataParallel model, {_advice(model)}")
@@ -92,7 +93,7 @@ def require_ddp(model: nn.Module) -> DistributedDataParallel:
 
 
 def register_hook(ddp: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
-    """Register a hook, and refuse a second one from then on; see :func:`check_options`."""
+    """Register a communication hook with a DDP model that will refuse a second hook."""
     ddp.register_comm_hook(state, hook)
     # DDP would add the second hook to its list before it fails.
     refuse = functools.partial(_refuse_another, hook.__name__)
@@ -134,13 +135,13 @@ def check_options(ddp: DistributedDataParallel) -> None:
 
 
 def named_parameters(ddp: DistributedDataParallel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters under names that do not depend on ``torch.compile``."""
+    """Yield (name, parameter), with names that do not change under ``torch.compile``."""
     for name, parameter in ddp.module.named_parameters():
         yield name.replace("_orig_mod.", ""), parameter
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any] | str]:
-    """Return the communication hooks, at most one, of a module under DDP or ``replicate``.
+    """Return the communication hook of a module under DDP or ``replicate``: a list of 0 or 1.
 
     PyTorch's built-in hooks are not functions; they are returned by their names.
     """
@@ -172,10 +173,10 @@ def require_bucket(bucket: object) -> None:
 
 
 def gradients_in(bucket: dist.GradBucket) -> list[torch.Tensor]:  # type: ignore[name-defined]
-    """Return views of a bucket in the shapes of its parameters, each element at its own place.
+    """Return views of a bucket's gradients in the shapes of its parameters.
 
-    ``bucket.gradients()`` takes elements in memory order, which is that of the parameter: with
-    ``channels_last`` both orders differ.
+    ``bucket.gradients()`` reads elements in the order of the shape, but DDP stores them in the
+    memory order of the parameter: with ``channels_last`` the orders differ.
     """
     parameters = bucket.parameters()
     pieces = bucket.buffer().split([p.numel() for p in parameters])
@@ -188,7 +189,7 @@ def gradients_in(bucket: dist.GradBucket) -> list[torch.Tensor]:  # type: ignore
 
 
 def loss_scale_of(model: nn.Module) -> Callable[[], float] | None:
-    """Return the function that returns the loss scale of a Fabric or Lightning model, if any."""
+    """Return a function that returns a Fabric or Lightning model's loss scale; None without one."""
     owner = getattr(model, "_trainer", None) or model
     strategy = getattr(owner, "strategy", None) or getattr(owner, "_strategy", None)
     for plugin in ("precision_plugin", "precision"):
@@ -199,7 +200,7 @@ def loss_scale_of(model: nn.Module) -> Callable[[], float] | None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements fill its memory, in any order: DDP keeps the order."""
+    """Return whether a tensor's elements fill its memory without gaps, in any dimension order."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
@@ -226,7 +227,7 @@ def _refuse_to_start_without_sync(ddp: DistributedDataParallel) -> None:
 
 
 def _outermost(module: nn.Module) -> Iterator[DistributedDataParallel]:
-    """Yield the DDP models that are not inside another one."""
+    """Yield the DDP models in ``module`` that are not inside another DDP model."""
     if isinstance(module, DistributedDataParallel):
         yield module
     else:
@@ -235,7 +236,7 @@ def _outermost(module: nn.Module) -> Iterator[DistributedDataParallel]:
 
 
 def _advice(model: nn.Module) -> str:
-    """Return the end of the message about a model without DDP: its kind and the remedy."""
+    """Return the end of the error message for a model without DDP: its class and the remedy."""
     if any(is_replicated(m) or _has_base(m, "replicate", "Replicate") for m in model.modules()):
         return (
             f"got {_kind(model)} of replicate(), a private interface of PyTorch: use "
@@ -254,7 +255,7 @@ def _advice(model: nn.Module) -> str:
 
 
 def _has_base(module: nn.Module, package: str, *prefixes: str) -> bool:
-    """Return whether a class of a package, which need not be installed, is among the bases."""
+    """Return whether a base class has this package in its module and one of these prefixes."""
     return any(
         package in kind.__module__ and kind.__name__.startswith(prefixes)
         for kind in type(module).__mro__

@@ -1,4 +1,4 @@
-"""DDP with an optimizer that exchanges by itself: DDP averages nothing."""
+"""Models with an optimizer that exchanges by itself, so that DDP must not average gradients."""
 
 import logging
 from typing import Any
@@ -20,7 +20,7 @@ from comm_hooks.warnings import warn_program
 logger = logging.getLogger(__name__)
 
 _NOTABLE = 1e-3
-"""The fraction of the model's bytes from which buffers at every forward pass are a warning."""
+"""Broadcast buffers larger than this fraction of the model's bytes cause a warning."""
 
 
 def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any:
@@ -29,15 +29,15 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
     Args:
         model: see :func:`comm_hooks.register`; it need not have a DDP model inside.
         optimizer: one of ``comm_hooks.optim``, or the wrapper of a framework around it.
-        hook: a hook that communicates nothing.
+        hook: a DDP hook that communicates nothing.
 
     Returns:
         The state that every rank saves: the optimizer itself if it works in rounds, else an
         :class:`~comm_hooks.checkpoints.optimizer_state.OptimizerState`.
 
     Raises:
-        ValueError: for an optimizer that does not exchange, or not for this model; for layers with
-            a forward pass that writes to trained weights.
+        ValueError: for an optimizer that does not exchange, or has other parameters than the model;
+            for layers with a forward pass that writes to trained weights.
     """
     own: Any = optimizer
     # Accelerate, Fabric and Lightning wrap optimizers.
@@ -70,7 +70,7 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
 
 
 def _require_constant_weights(model: nn.Module) -> None:
-    """Raise ``ValueError`` for embeddings that shorten the rows of a forward pass."""
+    """Raise ``ValueError`` for embeddings with ``max_norm``: a forward pass writes to them."""
     for name, module in model.named_modules():
         if (
             isinstance(module, nn.Embedding | nn.EmbeddingBag)
@@ -96,7 +96,7 @@ def _warn_of_broadcasts(ddp: DistributedDataParallel) -> None:
 
 
 def _warn_of_unsharded(module: nn.Module) -> None:
-    """Warn of whole parameters beside sharded ones: ranks of a node do not average them."""
+    """Warn of unsharded parameters in a sharded model: ranks of a node do not average them."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     names = [name for name, parameter in trained.items() if not is_sharded(parameter)]
     if 0 < len(names) < len(trained):
@@ -121,7 +121,7 @@ def _require_ranks_of(ddp: DistributedDataParallel, optimizer: Any) -> None:
 
 
 def _require_parameters_of(module: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ``ValueError`` unless the optimizer's parameters are the model's."""
+    """Raise ``ValueError`` unless the optimizer has exactly the model's trainable parameters."""
     known = set(module.parameters())
     own = [whole(p) for group in optimizer.param_groups for p in group["params"]]
     if strangers := sum(p not in known for p in own):

@@ -1,4 +1,4 @@
-"""Compressed gradient exchange under DeepSpeed, described by a block of its JSON.
+"""Compressed gradient exchange under DeepSpeed, set by a block of its JSON configuration.
 
     {"comm_hooks": {"compressor": "topk", "density": 0.015625, "memory": "error_feedback"}}
 

@@ -1,4 +1,4 @@
-"""A file of every rank in DeepSpeed's checkpoints.
+"""Add a file of every rank to DeepSpeed's checkpoints.
 
 DeepSpeed saves one rank's state for all (stage 0) or flat shards of it (stages 1 and 2).  Residuals
 are whole and differ between ranks, so each rank writes a file of its own into the checkpoint's
@@ -26,7 +26,7 @@ def include(engine: Any, state: Any) -> None:
         engine: a ``DeepSpeedEngine``.
         state: an exchange, or another :class:`~comm_hooks.checkpoints.rank_files.RankState`.
 
-    They raise the errors of :mod:`comm_hooks.checkpoints.rank_files`.
+    Both methods then raise the errors of :mod:`comm_hooks.checkpoints.rank_files`.
     """
     save_engine, load_engine = engine.save_checkpoint, engine.load_checkpoint
     load_signature = inspect.signature(load_engine)
@@ -50,7 +50,7 @@ def include(engine: Any, state: Any) -> None:
 
 
 class _EngineState:
-    """The saved state of a rank: that of the exchange and the optimizer, and the present step."""
+    """The state in a rank's file: residuals, optimizer state, and the step for a check at load."""
 
     def __init__(self, engine: Any, state: Any) -> None:
         self.exchange = exchange_of(state)
@@ -61,7 +61,10 @@ class _EngineState:
 
     @property
     def default_tag(self) -> str:
-        """Return a checkpoint's name, the same on all ranks: DeepSpeed's, unless steps differ."""
+        """The default checkpoint name, the same on all ranks: global_step<N>, or round<N>.
+
+        ``global_step<N>`` is DeepSpeed's; with clients, step counts differ between ranks.
+        """
         return f"{self._unit}{self._now}"
 
     @property
@@ -77,7 +80,7 @@ class _EngineState:
 
     @property
     def _exchanged_by(self) -> str:
-        """The owner of the residuals: the exchange of gradients, or an optimizer."""
+        """The kind of the residuals' owner: an optimizer's class name, or the gradient exchange."""
         owner = self.exchange.owner
         return type(owner).__name__ if isinstance(owner, Optimizer) else "the exchange of gradients"
 
@@ -117,7 +120,7 @@ class _EngineState:
 
 
 def _source(folder: Path) -> Path:
-    """Return where the files are: ``ds_to_universal`` does not copy them."""
+    """Return the folder with the files of ranks, which ``ds_to_universal`` does not copy."""
     if not (folder / _FOLDER).exists() and folder.name.endswith(_UNIVERSAL):
         folder = folder.with_name(folder.name.removesuffix(_UNIVERSAL))
     return folder / _FOLDER

@@ -1,4 +1,4 @@
-"""A DeepSpeed engine with an exchange in place of its all-reduce."""
+"""Make DeepSpeed engines that average gradients through an exchange instead of an all-reduce."""
 
 import functools
 import inspect
@@ -26,8 +26,8 @@ class EngineCompression:
     """The attribute ``engine.comm_hooks`` of an engine that compresses.
 
     Attributes:
-        exchange: the :class:`~comm_hooks.Exchange`; the optimizer's own, if it has one.
-        state: the state that every rank saves for itself: that exchange, or the optimizer's part.
+        exchange: the :class:`~comm_hooks.Exchange` of gradients, or of the optimizer if it has one.
+        state: the state that every rank saves for itself: the exchange, or the optimizer's state.
     """
 
     def __init__(self, state: OptimizerState | LocalRounds | Exchange) -> None:
@@ -49,14 +49,14 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
     1. DeepSpeed reads the configuration;
     2. before the engine is constructed, its ``comm_hooks`` block is checked, and the optimizer is
-       made if ``optimizer.type`` names one of comm-hooks;
+       made if ``optimizer.type`` names an optimizer of comm-hooks;
     3. after that, unsupported features are refused, the settings of all ranks are compared, and the
        exchange takes the place of the engine's all-reduce.
 
     All ranks must call it.  ``DeepSpeedEngine.__init__`` is wrapped during the call only.
 
     Args:
-        args, kwargs: those of ``deepspeed.initialize``.
+        args, kwargs: the arguments of ``deepspeed.initialize``.
 
     Returns:
         The result of ``deepspeed.initialize``: engine, optimizer, training dataloader and learning
@@ -129,7 +129,7 @@ def wrap_constructor() -> None:
 
 @contextmanager
 def _wrapped_constructor() -> Iterator[None]:
-    """Wrap the constructor of engines within this context, or leave it wrapped for good."""
+    """Wrap the constructor of engines within this context; it stays wrapped if it was before."""
     engine = _engine_class()
     construct = engine.__init__
     wrap_constructor()
@@ -150,13 +150,13 @@ def _engine_class() -> Any:
 
 
 def attach(engine: Any, settings: EngineSettings) -> EngineCompression | None:
-    """Put an exchange in the place of the all-reduce of an engine that is complete.
+    """Replace the all-reduce of a constructed engine by an exchange, or by its optimizer's.
 
     All ranks must call it.
 
     Args:
         engine: a ``DeepSpeedEngine``.
-        settings: of its configuration.
+        settings: the settings in the engine's configuration.
 
     Returns:
         ``engine.comm_hooks``; None if nothing is exchanged.

@@ -1,4 +1,4 @@
-"""An exchanging optimizer, or rounds of local steps, as a DeepSpeed engine drives them."""
+"""Let a DeepSpeed engine drive an optimizer that exchanges, or rounds of local steps."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,11 +19,11 @@ _LARGEST_NORM = 1e19
 
 @contextmanager
 def paused(optimizer: Any) -> Iterator[None]:
-    """Let steps do nothing while an engine is constructed.
+    """Let ``optimizer.step()`` do nothing within this context, while an engine is constructed.
 
     DeepSpeed's wrapper for 16-bit models takes a step with zero gradients, so that torch's
-    optimizers make their state.  An exchanging one would send zeros, count a step and decay the
-    weights.
+    optimizers make their state.  An exchanging optimizer would send zeros, count a step and decay
+    the weights.
     """
     if not isinstance(optimizer, ExchangingOptimizer):
         yield
@@ -36,7 +36,7 @@ def paused(optimizer: Any) -> Iterator[None]:
 
 
 def attach(engine: Any) -> OptimizerState | LocalRounds | None:
-    """Let an engine that is complete drive its optimizer, and stop averaging gradients itself.
+    """Let a constructed engine drive an optimizer that exchanges, and average no gradients itself.
 
     Sends nothing.
 
@@ -116,7 +116,7 @@ def _stop_averaging(engine: Any) -> None:
 
 
 class SharedNorm:
-    """One gradient norm for all ranks, in place of each rank's own, in DeepSpeed's 16-bit wrapper.
+    """Gives DeepSpeed's 16-bit wrapper one gradient norm for all ranks, instead of each rank's own.
 
     The wrapper (``FP16_UnfusedOptimizer``) keeps float32 copies of a bfloat16 or float16 model's
     parameters, scales the loss, skips steps that overflowed and clips.  It takes gradients for
@@ -153,7 +153,7 @@ class SharedNorm:
         return not total <= _LARGEST_NORM  # NaN, too
 
     def unscale_and_clip(self, total_norm: float, apply_scale: bool = True) -> float:
-        """Let the wrapper unscale its gradients, and clip them by the shared norm."""
+        """Let the wrapper unscale its gradients and clip them by the norm that ranks share."""
         scale = self._unscale_and_clip(self._norm, apply_scale)
         self._wrapper._global_grad_norm = self._norm / self._wrapper.loss_scale
         return float(scale)
@@ -162,8 +162,8 @@ class SharedNorm:
 def _scale_loss(engine: Any) -> None:
     """Let ``engine.backward`` scale the loss of a float16 model, where DeepSpeed forgets to.
 
-    Since it hands the scaling to its ZeRO optimizers (0.19), it does not scale at stage 0, but its
-    wrapper still divides the gradients by the scale: small ones vanish, and nothing is clipped.
+    Since DeepSpeed 0.19, ZeRO optimizers scale the loss; at stage 0 nothing does, but the wrapper
+    still divides the gradients by the scale: small ones vanish, and nothing is clipped.
     """
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
 

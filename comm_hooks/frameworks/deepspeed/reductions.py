@@ -1,4 +1,4 @@
-"""The methods of an engine that average gradients, replaced by rounds of an exchange.
+"""Replace the methods of a DeepSpeed engine that average gradients by rounds of an exchange.
 
 DeepSpeed still scales the loss and accumulates before, and clips and steps after.
 """
@@ -17,8 +17,8 @@ def replace(engine: Any, exchange: Exchange, start_compression_step: int = 0) ->
     """Let an engine average its gradients through an exchange.
 
     Args:
-        engine: of ZeRO stage 0, 1 or 2.
-        exchange: over the engine's data-parallel group.
+        engine: an engine at ZeRO stage 0, 1 or 2.
+        exchange: an exchange over the engine's data-parallel group.
         start_compression_step: the number of first steps with exact averages; see
             :class:`~comm_hooks.frameworks.deepspeed.settings.EngineSettings`.
     """
@@ -39,7 +39,7 @@ def replace(engine: Any, exchange: Exchange, start_compression_step: int = 0) ->
 
 
 def _replace_whole(engine: Any, exchange: Exchange, compresses: Callable[[], bool]) -> None:
-    """For ZeRO stage 0, BF16_Optimizer and pipelines: once per step, on whole gradients."""
+    """Replace the averaging of ZeRO stage 0, BF16_Optimizer and pipelines, once per step."""
 
     @torch.no_grad()
     def reduce(grads: Sequence[Any], elements_per_buffer: int) -> None:
@@ -59,7 +59,7 @@ def _replace_whole(engine: Any, exchange: Exchange, compresses: Callable[[], boo
 def _whole(
     engine: Any, exchange: Exchange, grads: Sequence[Any]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield every parameter with its dense gradient; average sparse gradients."""
+    """Yield every parameter that has a dense gradient, with it; average sparse gradients here."""
     flat_groups = getattr(engine.optimizer, "fp32_groups_gradients", None)
     if flat_groups is not None:
         # BF16_Optimizer passes one flat tensor per parameter group; these are views of it.
@@ -93,7 +93,7 @@ def _buckets(
 
 
 def _replace_partitioned(engine: Any, exchange: Exchange, compresses: Callable[[], bool]) -> None:
-    """For ZeRO stages 1 and 2: a bucket at a time, in the place of one function of ZeRO.
+    """Replace the averaging of ZeRO stages 1 and 2, bucket by bucket.
 
     With ``reduce_scatter`` off, ZeRO passes whole buckets to ``gradient_reduction_w_predivide`` and
     takes this rank's part out of the mean afterwards.
@@ -135,6 +135,6 @@ def _replace_partitioned(engine: Any, exchange: Exchange, compresses: Callable[[
 
 
 def _loss_scale(engine: Any) -> float:
-    """Return the factor by which gradients are scaled at present."""
+    """Return the loss scale by which the present gradients are multiplied; 1 without scaling."""
     scale = getattr(engine.optimizer, "loss_scale", None)  # None for bfloat16, too
     return 1.0 if scale is None else float(scale)

@@ -1,4 +1,4 @@
-"""The settings of a DeepSpeed configuration that concern comm-hooks, read and checked once."""
+"""Read and check the settings of a DeepSpeed configuration that concern comm-hooks."""
 
 import difflib
 import itertools
@@ -24,15 +24,16 @@ Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How an engine exchanges.
+    """The settings of an engine: its optimizer and its exchange of gradients.
 
     Attributes:
         make_optimizer: a function from parameter groups with names to the engine's optimizer; None
             if DeepSpeed makes it, or the user has.
-        exchange: of gradients; None if DeepSpeed averages them, or the optimizer exchanges.
+        exchange: the exchange of gradients; None if DeepSpeed averages them, or the optimizer
+            exchanges.
         start_compression_step: the number of first steps with exactly averaged gradients.  Skipped
-            steps do not count, nor those of a checkpoint that was loaded without the state of its
-            ranks.
+            steps do not count, nor the steps of a checkpoint that was loaded without the files of
+            its ranks.
     """
 
     make_optimizer: Make | None = None
@@ -41,20 +42,20 @@ class EngineSettings:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], optimizer: Any = None) -> "EngineSettings":
-        """Return the settings of a configuration.
+        """Return the settings of a DeepSpeed configuration.
 
-        1. An optimizer of the user decides, as in DeepSpeed; one that does not exchange gets
-           gradients that the ``comm_hooks`` block averages.
+        1. An optimizer of the user takes precedence, as in DeepSpeed; if it does not exchange, it
+           gets gradients averaged as the ``comm_hooks`` block says.
         2. Else, if the block names a method (``low_communication``), rounds of local steps take the
            place of AdamW.
         3. Else, if ``optimizer.type`` names one of :mod:`comm_hooks.optim.registry`, the
-           engine gets that optimizer.  If it owns its exchange, the block changes the published
-           one: all of it with a ``compressor``, else single settings.
-        4. Else DeepSpeed makes the optimizer, and the block averages gradients.
+           engine gets that optimizer.  If it owns its exchange, the block replaces the exchange of
+           the publication if it has a ``compressor``, else single settings of it.
+        4. Else DeepSpeed makes the optimizer, and gradients are averaged as the block says.
 
         Args:
-            config: of DeepSpeed; not changed.
-            optimizer: the optimizer that was passed to DeepSpeed.
+            config: the configuration of DeepSpeed; not changed.
+            optimizer: the optimizer that was passed to DeepSpeed; None if there is none.
 
         Raises:
             ValueError: for an unknown name or setting, with its path and the nearest known one; for
@@ -142,7 +143,7 @@ class EngineSettings:
 
 
 def find_block(config: Mapping[str, Any]) -> Any:
-    """Return the ``comm_hooks`` block of a configuration, unchecked; None without one.
+    """Return the ``comm_hooks`` block of a DeepSpeed configuration, unchecked; None without one.
 
     Raises:
         ValueError: for a key of the top level that looks like a misspelt block.
@@ -159,10 +160,10 @@ def find_block(config: Mapping[str, Any]) -> Any:
 
 
 def named_groups(members: Iterable[Any], model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return parameter groups in which every trainable parameter has its name in the model.
+    """Return parameter groups of (name, parameter), with the names that the model gives.
 
     Args:
-        members: parameters or groups of them.
+        members: parameters or parameter groups.
         model: the model that names them.
 
     Raises:
@@ -207,7 +208,7 @@ def _safl(
     weight_decay: float = 0.0,
     amsgrad: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return the server of :class:`comm_hooks.optim.SAFL` with one local step per round.
+    """Return an optimizer equal to :class:`comm_hooks.optim.SAFL` with one local step per round.
 
     A local step moves a client by ``local_lr`` times its gradient.  The server's step is the same
     for the gradients themselves with ``eps / local_lr`` for ``eps``.
@@ -240,19 +241,19 @@ _ROUNDS_IGNORED = ("eps", "torch_adam", "fused", "foreach", "bias_correction")
 
 
 def _type(config: Mapping[str, Any]) -> str:
-    """Return ``optimizer.type``; an empty string for none."""
+    """Return ``optimizer.type`` of a configuration; an empty string without one."""
     block = config.get("optimizer")
     name = block.get("type") if isinstance(block, Mapping) else None
     return name if isinstance(name, str) else ""
 
 
 def _entry(name: str) -> OptimizerEntry | None:
-    """Return the registry's entry, in which DeepSpeed's names come first."""
+    """Return the entry of an optimizer of comm-hooks by name; None if the name is unknown."""
     return _EXTRAS.get(name.lower()) or lookup(name)
 
 
 def _chosen(config: Mapping[str, Any]) -> OptimizerEntry | None:
-    """Return the optimizer that a configuration names; None for those of DeepSpeed."""
+    """Return the entry of the optimizer in ``optimizer.type``; None if DeepSpeed makes it."""
     name = _type(config)
     entry = _entry(name)
     if entry is None:
@@ -284,7 +285,7 @@ def _chosen(config: Mapping[str, Any]) -> OptimizerEntry | None:
 
 
 def _params(name: str, entry: OptimizerEntry, given: Any) -> dict[str, Any]:
-    """Return the options of an optimizer from ``optimizer.params``."""
+    """Return the checked options of an optimizer, given ``optimizer.params``."""
     ignored, refused = (_ONE_BIT_IGNORED, _ONE_BIT_REFUSED) if name in _ONE_BIT else ((), {})
     params: dict[str, Any] = {}
     if name in _ONE_BIT:  # DeepSpeed's default
@@ -318,7 +319,7 @@ def _params(name: str, entry: OptimizerEntry, given: Any) -> dict[str, Any]:
 
 
 def _rounds(config: Mapping[str, Any], block: Mapping[str, Any]) -> Make:
-    """Return the function that makes the rounds in place of the AdamW of a configuration."""
+    """Return a function that makes rounds of local steps in place of the configuration's AdamW."""
     method = block["method"]
     if method != "low_communication":
         raise ValueError(f"{BLOCK}.method: {unknown('method', method, ['low_communication'])}")
@@ -353,7 +354,7 @@ def _rounds(config: Mapping[str, Any], block: Mapping[str, Any]) -> Make:
 
 
 def _checked(path: str, make: Callable[..., Any], params: Mapping[str, Any]) -> Make:
-    """Return a function from parameter groups to an optimizer, with the path in its errors."""
+    """Return a function from parameter groups to an optimizer; its errors name the path."""
 
     def make_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         try:
@@ -371,7 +372,7 @@ def _items(path: str, given: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _stage(config: Mapping[str, Any]) -> int:
-    """Return the stage of ZeRO, for which DeepSpeed takes numbers in quotes as well."""
+    """Return the ZeRO stage of a configuration, which may be a number in quotes."""
     zero = config.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else int(zero is True)
     try:
@@ -381,7 +382,7 @@ def _stage(config: Mapping[str, Any]) -> int:
 
 
 def _check_engine(config: Mapping[str, Any], name: str) -> None:
-    """Raise ``ValueError`` for settings under which a rank has no whole gradients of its own."""
+    """Raise ``ValueError`` if the engine gives ranks no whole, local gradients."""
     if stage := _stage(config):
         raise ValueError(
             f"zero_optimization.stage: {name} exchanges something else than gradients and needs "
@@ -402,7 +403,7 @@ def _check_engine(config: Mapping[str, Any], name: str) -> None:
 
 
 def _require_sketch(settings: ExchangeSettings | None) -> None:
-    """Raise ``ValueError`` unless gradients are sketched."""
+    """Raise ``ValueError`` unless the exchange of gradients uses a sketch (linear, unbiased)."""
     compressor = settings and settings.compressor
     if not (compressor and compressor.linear and compressor.unbiased):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 * :func:`compress_all_reduce`: hybrid sharding (HSDP).  Each node holds the whole model, sharded
   over its ranks; inside FSDP reduces in full precision, between nodes gradients are compressed.
-* :func:`compress_reduce_scatter`: the reduction of FSDP itself, inside the group of shards.
+* :func:`compress_reduce_scatter`: compresses the reduce-scatter of FSDP, inside the shard group.
 """
 
 from comm_hooks.frameworks.fsdp.all_reduce import compress_all_reduce

@@ -51,8 +51,8 @@ def compress_all_reduce(
     ``grad`` is zero.)
 
     Args:
-        model: an FSDP2 model, or what ``torch.compile`` made of one.
-        compressor: an object, or a name from ``comm_hooks.config.COMPRESSORS``.
+        model: an FSDP2 model, also after ``torch.compile``.
+        compressor: a compressor, or its name in ``comm_hooks.config.COMPRESSORS``.
         mesh: the dimension between nodes, ``mesh["replicate"]``, or its process group: the ranks
             that hold the same shard.
         loss_scale: see :class:`~comm_hooks.CompressionState`.
@@ -126,7 +126,7 @@ def _reduce(
     waiting: dict[str, torch.Tensor],
     flat: torch.Tensor,
 ) -> None:
-    """Average the reduced gradient of one module, in place: the all-reduce hook."""
+    """The all-reduce hook: average the node's gradient of one module over nodes, in place."""
     if flat.device.type != "cpu":
         # FSDP may free the tensor while this stream still works on it (pytorch#180900).
         flat.record_stream(torch.get_device_module(flat.device.type).current_stream())
@@ -147,7 +147,7 @@ def _reduce(
 
 
 def _agree(exchange: Exchange, shards: TorchDistributed, replica_ranks: list[int]) -> None:
-    """Compare the configurations of all ranks, of all nodes and shards.
+    """Compare the configurations of all ranks, over all nodes and shards.
 
     Raises:
         ConfigMismatchError: on all ranks, if any two differ.

@@ -51,10 +51,10 @@ def compress_reduce_scatter(
     Means outside of float16's range stay in the residual of the rank that owns the shard.
 
     Args:
-        model: an FSDP2 model, or what ``torch.compile`` made of one; a 2-D mesh is welcome.
-        compressor: an object, or a name from ``comm_hooks.config.COMPRESSORS``.
+        model: an FSDP2 model, also after ``torch.compile``, and on a 2-D mesh.
+        compressor: a compressor, or its name in ``comm_hooks.config.COMPRESSORS``.
         loss_scale: see :class:`~comm_hooks.CompressionState`.
-        settings: see :func:`~comm_hooks.register`; but for ``collective``.  Whether a parameter is
+        settings: see :func:`~comm_hooks.register`, except ``collective``.  Whether a parameter is
             exempt depends on its whole shape, not on its shard's.
 
     Returns:
@@ -151,7 +151,7 @@ def reduce_scatter(
     mean: bool,
     scale: float = 1.0,
 ) -> None:
-    """Put the mean over ranks, or the sum, of this rank's part of ``flat`` into ``output``."""
+    """Write the mean over ranks, or the sum, of this rank's shard of ``flat`` to ``output``."""
     pieces, exempts = unit.pieces(), exchange.settings.exempts
     rank, ranks = exchange.transport.rank, exchange.transport.world_size
     shards, tensors = [], []

@@ -24,8 +24,8 @@ class CompressedReduction:
 
     Args:
         exchange: averages shards of gradients.
-        units: of the model.
-        shards: the shards with residuals on this rank.
+        units: the FSDP modules of the model.
+        shards: the indices of the shards with residuals on this rank.
         loss_scale: see :class:`~comm_hooks.CompressionState`.
         replicas: the check of the weights of other replicas; None without other replicas.
         model_parallel_groups: groups of ranks with other parts of the model, which do not exchange
@@ -70,8 +70,8 @@ class CompressedReduction:
         """Restore the :meth:`state_dict` of this rank.
 
         Raises:
-            ValueError: if the state is another rank's, or of another number of shards; nothing is
-                changed.
+            ValueError: if another rank saved the state, or it has another number of shards; nothing
+                is changed.
         """
         self._check_names([state])
         self.exchange.load_state_dict(state)
@@ -80,24 +80,24 @@ class CompressedReduction:
         """Restore the states of a run with another number of nodes and as many shards.
 
         Args:
-            states: those of the holders of this rank's shard, in the order of the nodes; see
-                :meth:`~comm_hooks.Exchange.load_state_dicts`.
+            states: the states of all ranks that held this rank's shard, in the order of the nodes;
+                see :meth:`~comm_hooks.Exchange.load_state_dicts`.
 
         Raises:
-            ValueError: if the states are not those, or of another number of shards; nothing is
-                changed.
+            ValueError: if the states are of other shards, or of another number of shards; nothing
+                is changed.
         """
         self._check_names(states)
         self.exchange.load_state_dicts(states)
 
     def begin(self) -> float:
-        """Compare replicas, if it is time, and return the present loss scale."""
+        """Compare the weights of replicas, if they are due, and return the present loss scale."""
         if self._replicas:
             self._replicas.compare(self.exchange)
         return float(self._loss_scale()) if self._loss_scale else 1.0
 
     def end(self) -> None:
-        """Let a step of the exchange end with the backward pass that is running."""
+        """Count a step of the exchange at the end of the backward pass that is running."""
         exchange, step = self.exchange, self.exchange.step
 
         def end_step() -> None:
@@ -126,9 +126,9 @@ class ReplicaCheck:
     """Compares the weights of ranks that hold the same shards, which must stay equal.
 
     Args:
-        units: of the model.
-        replicas: between those ranks.
-        shards: between the ranks that together hold one replica.
+        units: the FSDP modules of the model.
+        replicas: connects the ranks that hold the same shards.
+        shards: connects the ranks that together hold one replica.
     """
 
     def __init__(self, units: Sequence[Unit], replicas: Transport, shards: Transport) -> None:
@@ -171,10 +171,10 @@ def new_exchange(
     group: dist.ProcessGroup,
     settings: Mapping[str, Any],
 ) -> Exchange:
-    """Return an exchange between the ranks of a group that must also agree on the model.
+    """Return an exchange over a process group that also compares the model's parameters.
 
     Raises:
-        ValueError: for bad settings, or if rounds of the exchange return no means of gradients.
+        ValueError: for bad settings, or a memory that sends changes instead of gradients.
     """
     exchange = Exchange.of(compressor, process_group=group, **settings)
     require_gradients(exchange.settings, caller)

@@ -1,4 +1,4 @@
-"""The units of an FSDP2 model, and the content of their flat gradients.
+"""The modules that FSDP2 reduces as a unit, and the content of their flat gradients.
 
 FSDP gives a hook a bare tensor: the shards of all parameters of one module, one after the other,
 each padded to the size of the largest shard.  Only private objects of torch know the parameters
@@ -28,9 +28,9 @@ class Piece:
 
     Attributes:
         name: the parameter's fully qualified name.
-        shape: of the whole parameter.
+        shape: the shape of the whole parameter.
         shards: the shape of each rank's shard, which may be empty.
-        padded: the elements that a shard takes in the flat gradient.
+        padded: the number of elements that a shard takes in the flat gradient.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Piece:
     padded: int
 
     def shard_name(self, shard: int) -> str:
-        """Return the name of a shard, for residuals and random keys."""
+        """Return the name of shard i of n for residuals and random keys: ``name[i/n]``."""
         return f"{self.name}[{shard}/{len(self.shards)}]"
 
 
@@ -71,11 +71,11 @@ class Unit:
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks between which FSDP itself averages this rank's shard, if it does."""
+        """The ranks over which FSDP itself averages this rank's shard; None if it does not."""
         return self.group.mesh_info.replicate_process_group if self.all_reduces else None
 
     def registered(self) -> list[torch.Tensor]:
-        """Return the tensors that may be the modules' parameters: shards, or all-gathered ones."""
+        """Return all tensors that may be the module's parameters: shards and gathered ones."""
         parameters = self.group.fsdp_params
         gathered = [p._unsharded_param for p in parameters if hasattr(p, "_unsharded_param")]
         return [*(p.sharded_param for p in parameters), *gathered]
@@ -85,7 +85,7 @@ class Unit:
         return {self._name(p): p.sharded_param.to_local() for p in self.group.fsdp_params}
 
     def pieces(self, *, frozen: bool = False) -> list[Piece]:
-        """Return the pieces of the flat gradient; with ``frozen``, as if all were trained."""
+        """Return the pieces of the flat gradient; ``frozen``: frozen parameters included."""
         ranks = self.group.mesh_info.shard_mesh_size
         pieces = []
         for parameter in self.group.fsdp_params:
@@ -99,13 +99,13 @@ class Unit:
     def views(
         self, pieces: list[Piece], flat: torch.Tensor, shard: int, exempts: Callable[[Any], bool]
     ) -> tuple[list[Segment], list[torch.Tensor]]:
-        """Return the segments of one shard of the flat gradient, and their views of ``flat``.
+        """Return the segments of one shard of the flat gradient, and views of them in ``flat``.
 
         A parameter is exempt by its whole shape: a large one is compressed even if cut into small
         shards, a bias is not.
 
         Raises:
-            ValueError: if ``flat`` is not as long as it must be.
+            ValueError: if the length of ``flat`` is not that of the pieces.
         """
         expected = sum(piece.padded for piece in pieces)
         if flat.numel() != expected:
@@ -136,8 +136,7 @@ def find_units(model: nn.Module, caller: str) -> list[Unit]:
     """Return the FSDP2 modules of a model that have parameters.
 
     Raises:
-        ValueError: if there are none, or some of them all-reduce by themselves or have parameters
-            on several meshes.
+        ValueError: if there are none, or one of them has parameters on several meshes.
     """
     names: dict[Any, str] = {}
     for name, module in model.named_modules():
@@ -179,7 +178,7 @@ def warn_of_unsharded(model: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def _shards(shape: torch.Size, dim: int, ranks: int) -> tuple[torch.Size, ...]:
-    """Return the shapes into which FSDP cuts ``shape`` along ``dim``."""
+    """Return the shapes of the shards into which FSDP cuts a tensor of ``shape`` along ``dim``."""
     size = -(-shape[dim] // ranks)
     lengths = [max(0, min(size, shape[dim] - rank * size)) for rank in range(ranks)]
     return tuple(torch.Size([*shape[:dim], n, *shape[dim + 1 :]]) for n in lengths)

@@ -1,4 +1,4 @@
-"""Kernels for GPUs, in Triton, one module per operator.  Each passes over the data once.
+"""GPU kernels in Triton, one module per operator.  Each passes over the data once.
 
 A function here has the signature of its counterpart in :mod:`comm_hooks.kernels`, an
 :class:`~comm_hooks.kernels.operators.Operator`, which calls it if :func:`available` is true.  The

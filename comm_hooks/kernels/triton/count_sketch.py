@@ -1,6 +1,6 @@
-"""Count-Sketches with the structured hash of :class:`~comm_hooks.compressors.CountSketch`.
+"""GPU kernels: Count-Sketches with the hash of :class:`~comm_hooks.compressors.CountSketch`.
 
-It hashes bit for bit as a CPU does: rotations and offsets of signs, some hundreds of numbers, are
+They hash bit for bit as a CPU does: rotations and offsets of signs, some hundreds of numbers, are
 drawn on the CPU, and the signs are those of :mod:`comm_hooks.kernels.triton.random_signs`.
 
 Both directions reach 60 % of a copy:
@@ -45,7 +45,7 @@ def _sketch(
     ROWS: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Sum the elements of all rows of one vector that belong to a range of sums."""
+    """Compute a range of one vector's sketch: add up the elements that are hashed to it."""
     vector = (tl.program_id(0) // tiles).to(tl.int64)
     place = tl.program_id(0) % tiles * SUMS + tl.arange(0, SUMS)
     lines = vector * count
@@ -88,7 +88,7 @@ def _unsketch(
     COLUMNS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Write the elements of a part of one row, which lies in one window of signs."""
+    """Write the elements of a part of one line; the part lies in one window of signs."""
     line = tl.program_id(0) // tiles
     vector = (line // count).to(tl.int64)
     start = tl.program_id(0) % tiles * COLUMNS
@@ -108,7 +108,7 @@ def _unsketch(
 
 
 def sketch(rows: Tensor, width: int, keys: Keys) -> Tensor:
-    """As :func:`comm_hooks.kernels.count_sketch.sketch`, but for the order of additions."""
+    """Do as :func:`comm_hooks.kernels.count_sketch.sketch`, with additions in another order."""
     rows = rows.contiguous()
     rotations, offsets = draw(keys, rows.shape[1], width)
     count = rotations.shape[1]
@@ -139,7 +139,7 @@ def sketch(rows: Tensor, width: int, keys: Keys) -> Tensor:
 
 
 def unsketch(out: Tensor, sketches: Tensor, keys: Keys, *, alpha: float, add: bool) -> None:
-    """As :func:`comm_hooks.kernels.count_sketch.unsketch`, bit for bit."""
+    """Do as :func:`comm_hooks.kernels.count_sketch.unsketch`, bit for bit."""
     width = sketches.shape[1]
     rotations, offsets = draw(keys, out.shape[1], width)
     count = rotations.shape[1]

@@ -1,4 +1,4 @@
-"""Gaussian noise from a key of 128 bits, generated where it is added.
+"""GPU kernel: Gaussian noise from a key of 128 bits, generated where it is added.
 
 PyTorch's generators of GPUs have 64 bits of seed.  Here every program runs NumPy's Philox (4x64,
 10 rounds; Salmon et al., SC 2011) with a key of 128 bits and the counter of a stream, and draws the
@@ -23,7 +23,7 @@ from comm_hooks.transfers import to_device
 
 @triton.jit
 def _philox(c0, c1, c2, c3, k0, k1):
-    """Return four random words, uint64, for every counter, under one key."""
+    """Return four random words, uint64, of every counter (c0 to c3) under the key (k0, k1)."""
     for _ in tl.static_range(10):
         low0 = c0 * 0xD2E7470EE14C6C93
         low1 = c2 * 0xCA5A826395121157
@@ -63,9 +63,9 @@ def _add_gaussian(values, seeds, numel, TILE: tl.constexpr):
 
 
 def add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
-    """As :func:`comm_hooks.kernels.gaussian.add_gaussian_`, but for the last bits of its functions.
+    """Do as :func:`comm_hooks.kernels.gaussian.add_gaussian_`, up to the last bits of float64.
 
-    It does not wait: key and counter are copied in the GPU's order of work.
+    It does not wait for the GPU: key and counter are copied in the GPU's order of work.
     """
     words = [key, key >> 64, counter >> 128, counter >> 192]
     packed = struct.pack("<4Qd", *(word & 0xFFFFFFFFFFFFFFFF for word in words), std)

@@ -1,4 +1,4 @@
-"""The orthonormal Walsh-Hadamard transform of the rows of a matrix, by matrix products.
+"""GPU kernel: the orthonormal Walsh-Hadamard transform of rows, by matrix products.
 
 A transform of 2^(a+b) elements is H_a X H_b of the elements as a matrix X of 2^a lines, and H is
 the same matrix for all of them.  GPUs multiply matrices by far faster than they add (HadaCore;
@@ -39,7 +39,7 @@ _FACTOR = tl.float32 if _IS_INTERPRETED else tl.bfloat16
 
 @triton.jit
 def _matrix(SIZE: tl.constexpr, BITS: tl.constexpr, FACTOR: tl.constexpr):
-    """Return Hadamard matrices of 2^BITS lines on the diagonal of one of SIZE lines."""
+    """Return a matrix of SIZE lines with Hadamard matrices of 2^BITS lines on its diagonal."""
     line, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     parity = line & column & ((1 << BITS) - 1)
     parity ^= parity >> 4
@@ -56,7 +56,7 @@ def _high_bits(values):
 
 @triton.jit
 def _parts(values, FACTOR: tl.constexpr):
-    """Split float32 values into sums of three whose mantissas have 8 bits."""
+    """Split float32 values into three addends with mantissas of 8 bits, exact in bfloat16."""
     high = _high_bits(values)
     rest = values - high
     middle = _high_bits(rest)
@@ -77,7 +77,7 @@ def _transform(
     COLUMN_BITS: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Transform LINES lines, STRIDE apart, of COLUMNS consecutive elements."""
+    """Transform one tile: LINES lines, STRIDE apart, of COLUMNS consecutive elements."""
     program = tl.program_id(0)
     group = (program // tiles_per_group).to(tl.int64)
     base = group * (LINES * STRIDE) + (program % tiles_per_group) * COLUMNS
@@ -100,7 +100,7 @@ def _transform(
 
 
 def hadamard(rows: Tensor) -> Tensor:
-    """As :func:`comm_hooks.kernels.hadamard.hadamard`, but for the order of additions."""
+    """Do as :func:`comm_hooks.kernels.hadamard.hadamard`, with additions in another order."""
     length = rows.shape[1]
     bits = length.bit_length() - 1
     source = rows.contiguous()

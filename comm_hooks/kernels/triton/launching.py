@@ -1,4 +1,4 @@
-"""Launch kernels."""
+"""Launch Triton kernels with the options that all of them need."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -21,12 +21,12 @@ def launch(
     """Launch a number of programs on the GPU of the first argument, a tensor.
 
     Args:
-        kernel: made by ``triton.jit``.
-        programs: their number.
-        args: of the kernel, except its constants.
-        warps: of each program.
-        registers: of each thread, at most; by default the compiler decides.
-        constants: known when the kernel is compiled.
+        kernel: a kernel made by ``triton.jit``.
+        programs: the number of programs.
+        args: the arguments of the kernel, except its constants.
+        warps: the number of warps of each program.
+        registers: the largest number of registers per thread; by default the compiler decides.
+        constants: the arguments of the kernel that are known when it is compiled.
     """
     on_device = torch.cuda.device(args[0].device) if args[0].is_cuda else nullcontext()
     with on_device:

@@ -1,4 +1,4 @@
-"""Random signs, equal to those of a CPU, generated in registers.
+"""GPU kernel: multiply by random signs, equal to those of a CPU.
 
 The table is packed into bits, 260 kB, which fit the caches; the float32 table would double the
 traffic.  The bit of a sign is moved to the sign bit of the element, so a GPU draws the same bits as
@@ -32,13 +32,13 @@ def negative_bits(device: torch.device) -> Tensor:
 
 
 def on_gpu(draws: npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    """Copy draws to the GPU as int32, without waiting for it."""
+    """Copy numbers drawn on the CPU to the GPU as int32, without waiting for the GPU."""
     return to_device(torch.from_numpy(draws.astype(np.int32)), device)
 
 
 @triton.jit
 def multiply_signs(values, words, places):
-    """Multiply float32 values by the signs at places of the table."""
+    """Multiply float32 values by the signs at ``places`` of the table ``words``."""
     word = tl.load(words + (places >> 5))
     flips = (word >> (places & 31)) << 31
     return (values.to(tl.int32, bitcast=True) ^ flips).to(tl.float32, bitcast=True)
@@ -59,7 +59,7 @@ def _multiply(
 
 
 def multiply_signs_(rows: Tensor, keys: Keys) -> Tensor:
-    """As :func:`comm_hooks.kernels.random_signs.multiply_signs_`, bit for bit; rows contiguous."""
+    """Do as :func:`comm_hooks.kernels.random_signs.multiply_signs_`; ``rows`` are contiguous."""
     offsets = sign_offsets(keys, rows.shape[1])
     tiles = triton.cdiv(rows.shape[1], _TILE)
     launch(

@@ -1,4 +1,4 @@
-"""Sum the sparse vectors of several ranks, in one pass over the result.
+"""GPU kernel: sum the sparse vectors of several ranks, in one pass over the result.
 
 One decoder after the other would read and write the whole vector once per rank.  Here a program
 owns a block: it writes zeros, unless it adds to the result, and then adds the entries of rank 0, 1,
@@ -57,7 +57,7 @@ def _scatter_sum(
 def scatter_sum(
     out: Tensor, places: Tensor, values: Tensor, size: int, *, alpha: float, add: bool
 ) -> None:
-    """As :func:`comm_hooks.kernels.scatter.scatter_sum`, bit for bit; ``out`` is contiguous."""
+    """Do as :func:`comm_hooks.kernels.scatter.scatter_sum`, bit for bit; ``out`` is contiguous."""
     ranks, rows, blocks, count = places.shape
     launch(
         _scatter_sum,

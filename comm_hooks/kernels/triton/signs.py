@@ -1,4 +1,4 @@
-"""One bit per element and a scale per block, and the residual of the vector.
+"""GPU kernels: encode signs, one bit per element and a scale per block, and decode them.
 
 Each reaches 60 % of a copy:
 
@@ -82,7 +82,7 @@ def _decode(
     TILE: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Sum, in rank order, the decoded signs of all ranks in a part of one block."""
+    """Sum, in rank order, the decoded elements of all ranks in a part of one block."""
     line = tl.program_id(0) // tiles
     vector = (line // blocks).to(tl.int64)
     start = line % blocks * size
@@ -114,12 +114,12 @@ def encode_signs(
     subtract: bool = False,
     scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`comm_hooks.kernels.signs.encode_signs`, but for the order of additions.
+    """Do as :func:`comm_hooks.kernels.signs.encode_signs`, with additions in another order.
 
     Args:
-        rows: contiguous.
+        rows: (n, numel), float32, contiguous.
         size: at most ``LARGEST_BLOCK``, and a multiple of 8: a byte of signs has one writer.
-        residual, subtract, scales: see there.
+        residual, subtract, scales: see the other function.
     """
     count, numel = rows.shape
     blocks = triton.cdiv(numel, size)
@@ -152,7 +152,7 @@ def encode_signs(
 def decode_signs(
     out: Tensor, scales: Tensor, octets: Tensor, size: int, *, alpha: float, add: bool
 ) -> None:
-    """As :func:`comm_hooks.kernels.signs.decode_signs`, in one pass; ``out`` is contiguous.
+    """Do as :func:`comm_hooks.kernels.signs.decode_signs`, in one pass; ``out`` is contiguous.
 
     Only the last dimension of scales and octets must be contiguous.
     """

@@ -1,4 +1,4 @@
-"""Block top-k, and the addition of the residual before it, in one pass.
+"""GPU kernel: add a residual and choose the largest elements of every block, in one pass.
 
 1. v = x + factor e, for the elements of one block, in registers; it replaces x;
 2. magnitudes of floats are ordered like their bits as integers, so the k-th largest of a block is
@@ -34,7 +34,7 @@ _REGISTERS = 80
 
 @triton.jit
 def _threshold(keys, count, LENGTH: tl.constexpr, GROUPS: tl.constexpr):
-    """Return an integer that exactly ``count`` keys reach, or the key of the ties."""
+    """Return a t with exactly ``count`` keys >= t; if ties prevent that, return their key."""
     maxima = tl.max(tl.reshape(keys, [GROUPS, LENGTH // GROUPS]), 1)
     low = tl.min(maxima, 0)
     high = tl.max(maxima, 0)
@@ -91,7 +91,7 @@ def _select(
 def block_top_k(
     rows: Tensor, size: int, count: int, residual: Residual | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`comm_hooks.kernels.top_k.block_top_k`; ``size`` is at most ``LARGEST_BLOCK``."""
+    """Do as :func:`comm_hooks.kernels.top_k.block_top_k`; ``size`` is at most LARGEST_BLOCK."""
     if residual and not rows.is_contiguous():
         residual.add_to(rows)
         residual = None
