@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import ExponentialLR
 
 from comm_hooks.optim.adam import Adam, AMSGrad
 from tests.optim.gradients import HYPER, SHAPES, STEPS, parameters_of, run
@@ -21,32 +20,6 @@ from tests.optim.scenarios import RanksOf, rarely
 
 each_class = pytest.mark.parametrize("optimizer_class", [Adam, AMSGrad])
 each_path = pytest.mark.parametrize("foreach", [None, False])
-
-
-@each_class
-def test_groups_names_and_closures(optimizer_class: type[Adam] | type[AMSGrad]) -> None:
-    model = nn.Linear(4, 3)
-    (weight, bias), x = model.parameters(), torch.ones(2, 4)
-    named = list(model.named_parameters())
-    optimizer = optimizer_class(
-        [{"params": named[:1], "weight_decay": 0.5}, {"params": named[1:], "lr": 0.0}], lr=0.002
-    )
-    assert [g["param_names"] for g in optimizer.param_groups] == [["weight"], ["bias"]]
-    scheduler = ExponentialLR(optimizer, 0.5)
-    before = [weight.detach().clone(), bias.detach().clone()]
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        return float(loss.detach())
-
-    losses = [optimizer.step(closure) for _ in range(5)]
-    scheduler.step()
-    assert losses[-1] < losses[0]
-    assert not torch.equal(weight, before[0])
-    assert torch.equal(bias, before[1])
-    assert [g["lr"] for g in optimizer.param_groups] == [0.001, 0.0]
 
 
 @each_class

@@ -12,7 +12,6 @@ from comm_hooks.collectives import Transport, run_ranks
 from comm_hooks.exchange import exchange as exchanges
 from comm_hooks.optim import (
     LocalRounds,
-    LocalVarianceAdam,
     MicroAdam,
     OneBitLamb,
     low_communication,
@@ -27,22 +26,12 @@ def top_k(transport: Transport, collective: str = "auto") -> Exchange:
     )
 
 
-def rounds(fragments: int, **options: Any) -> Make:
-    def make(model: nn.Module, transport: Transport) -> LocalRounds:
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        return LocalRounds(inner, top_k(transport), local_steps=4, fragments=fragments, **options)
-
-    return make
-
-
 MAKERS: dict[str, Make] = {
     "low_communication": lambda model, transport: low_communication(
         model.named_parameters(), lr=0.01, bits_per_parameter=1.0, transport=transport
     ),
-    "rounds": rounds(1),
-    "fragments": rounds(3),
-    "local_variance_adam": lambda model, transport: LocalVarianceAdam(
-        model.named_parameters(), top_k(transport), lr=0.01
+    "fragments": lambda model, transport: LocalRounds(
+        torch.optim.SGD(model.parameters(), lr=0.1), top_k(transport), local_steps=4, fragments=3
     ),
     "micro_adam": lambda model, transport: MicroAdam(
         model.named_parameters(), top_k(transport, collective="all_gather"), lr=0.01
