@@ -2,7 +2,6 @@
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,9 +26,8 @@ from comm_hooks import (
 from comm_hooks.config import build
 from comm_hooks.exchange.saved_state import seal_own
 from comm_hooks.exchange.sparse import average_sparse
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 SMALL_BUCKETS_MB = 0.02
 
 

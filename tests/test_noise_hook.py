@@ -192,7 +192,7 @@ def test_a_place_that_is_not_on_the_way_is_refused(
 
 @pytest.mark.parametrize("place", ["message", "owner"])
 def test_what_does_not_add_up_is_refused(place: Place) -> None:
-    with pytest.raises(ValueError, match=r"payloads do not add up .* use overlap=0"):
+    with pytest.raises(ValueError, match=r"does not decode to the sum .* use overlap=0"):
         run(TopK(density=0.1, overlap=0.5), [Recorder(place) for _ in range(RANKS)])
 
 

@@ -14,9 +14,7 @@ from comm_hooks import ConfigMismatchError, ErrorFeedback, Exchange, Identity, P
 from comm_hooks.collectives.failure_detection import progress_of
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
-from tests.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.ranks import RanksOf
 
 
 def short_lived() -> Any:

@@ -1,7 +1,6 @@
 """Full precision inside nodes, compressed between them: nothing is lost, everybody agrees."""
 
 import os
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -32,10 +31,8 @@ from comm_hooks.compressors import Compressor
 from comm_hooks.exchange.layout import Segment
 from comm_hooks.exchange.routes import Hierarchical
 from comm_hooks.exchange.saved_state import seal_own
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 from tests.worlds import SHAPES, Accounts, MakeMemory, Tensors
-
-RanksOf = Callable[[int], Ranks]
 
 
 def nodes_of(

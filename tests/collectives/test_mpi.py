@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +15,8 @@ from comm_hooks.collectives import MPITransport, Simulated, TorchDistributed
 from comm_hooks.collectives.requests import AllGather, AllGatherObject
 from tests.collectives.test_torch_distributed import requests
 from tests.collectives.training import all_loops, in_flight
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 ROOT = Path(__file__).parents[2]
 # Beside the interpreter if installed as a wheel into an environment that is not active.
 MPIEXEC = shutil.which("mpiexec") or shutil.which("mpiexec", path=Path(sys.executable).parent)

@@ -13,12 +13,11 @@ from torch import nn
 from comm_hooks import ErrorFeedback, TopK
 from comm_hooks.optim import low_communication
 from tests.frameworks.launching import launch
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 from tests.test_hook import SMALL_BUCKETS_MB, Net, batch
 
 lightning = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
 
-RanksOf = Callable[[int], Ranks]
 SETTINGS: dict[str, Any] = {"density": 0.1, "min_numel": 64}
 STEPS_PER_EPOCH = 3
 
