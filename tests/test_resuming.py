@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from comm_hooks import Differences, ErrorFeedback, Exchange, MomentumCorrection, Sign, TopK
@@ -17,6 +17,7 @@ from comm_hooks.optim import LocalVarianceAdam
 from tests.worlds import Accounts as World
 
 
+@settings(max_examples=5)
 @given(
     st.integers(1, 5), st.integers(1, 5), st.sampled_from([32, 16, 4]),
     st.sampled_from(["sharded", "all_gather", "auto"]),

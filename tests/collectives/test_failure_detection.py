@@ -110,6 +110,7 @@ def compare_without_rank_2() -> Any:
     return message, time.monotonic() - begin
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_not_there_is_waited_for_as_the_default_group_says(
     ranks_of: RanksOf,
 ) -> None:

@@ -54,6 +54,7 @@ granularities = st.sampled_from(["parameter", "bucket"])
 
 
 @quietly
+@settings(max_examples=5)
 @given(
     divisions,
     st.sampled_from([TopK(0.3, block_size=64), Sign(64), CountSketch(0.5), PermK()]),
