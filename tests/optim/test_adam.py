@@ -133,22 +133,6 @@ def test_kernels_do_not_multiply_with_parameters_and_wait_for_nothing(
 
 
 @each_class
-@each_path
-def test_low_precision_parameters_are_rounded_once(
-    optimizer_class: type[Adam] | type[AMSGrad], foreach: bool | None
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    narrow = nn.Parameter(torch.randn(1000, generator=generator).bfloat16())
-    wide = nn.Parameter(narrow.detach().float())
-    wide.grad = torch.randn(1000, generator=generator).bfloat16().float()
-    narrow.grad = wide.grad.bfloat16()
-    for x in (narrow, wide):
-        optimizer_class([x], lr=0.01, weight_decay=0.1, foreach=foreach).step()
-    assert torch.equal(narrow, wide.bfloat16())
-    assert not torch.equal(wide, narrow.float())
-
-
-@each_class
 def test_one_group_may_mix_dtypes(optimizer_class: type[Adam] | type[AMSGrad]) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.bfloat16]
     results = []

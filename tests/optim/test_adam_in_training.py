@@ -1,7 +1,6 @@
 """Adam and AMSGrad with what surrounds an optimizer: scalers, compilers, checkpoints, ranks."""
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -82,31 +81,6 @@ def test_the_step_compiles_to_one_graph_whatever_the_learning_rate(
         torch.testing.assert_close(results[1][name], results[0][name], rtol=1e-6, atol=1e-6)
     # Once without and once with a state; the second learning rate makes it a variable.
     assert counter.frame_count <= 3
-
-
-@each_class
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
-    optimizer_class: type[Adam] | type[AMSGrad], dtype: torch.dtype
-) -> None:
-    def make() -> tuple[dict[str, nn.Parameter], Adam | AMSGrad]:
-        parameters = parameters_of(dtype)
-        return parameters, optimizer_class(parameters.items(), **HYPER, bias_correction=True)
-
-    parameters, optimizer = make()
-    model = run(parameters, optimizer, steps=range(10))
-    file = io.BytesIO()
-    torch.save([model, optimizer.state_dict()], file)
-    expected = run(parameters, optimizer, steps=range(10, STEPS))
-    file.seek(0)
-    model, state = torch.load(file, weights_only=True)
-    parameters, optimizer = make()
-    for name, parameter in parameters.items():
-        parameter.data.copy_(model[name])
-    optimizer.load_state_dict(state)
-    actual = run(parameters, optimizer, steps=range(10, STEPS))
-    for name in SHAPES:
-        assert torch.equal(actual[name], expected[name])
 
 
 @each_class

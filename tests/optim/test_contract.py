@@ -257,6 +257,11 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
         for kind in (CompressedAdam, OneBitAdam, OneBitLamb)
         for bad in (0, 2.0)
     ),
+    (
+        CompressedAdam,
+        {"exchange": Exchange(TopK(), ErrorFeedback(), min_ndim=1, min_numel=1)},
+        "leave min_ndim at 2",
+    ),
     (OneBitLamb, {"max_coeff": 0.0}, r"OneBitLamb: max_coeff must lie in \(0, inf\)"),
     (OneBitLamb, {"min_coeff": 11.0}, r"min_coeff must lie in \[0, 10.0\], got 11.0"),
     (OneBitLamb, {"coeff_beta": 1.0}, r"coeff_beta must lie in \[0, 1\)"),
