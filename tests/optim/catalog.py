@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from comm_hooks import CountSketch, Differences, ErrorFeedback, Exchange, Sign, TopK
+from comm_hooks.collectives import Transport
 from comm_hooks.compressors import Compressor
 from comm_hooks.compressors.cocktail import Cocktail
 from comm_hooks.compressors.dct import DCTTopK
@@ -47,10 +48,12 @@ def build(
     *,
     compressor: Compressor | None = None,
     collective: str = "sharded",
+    transport: Transport | None = None,
     **hyper: Any,
 ) -> ExchangingOptimizer:
     own = memory() if memory else None
-    exchange = Exchange(compressor or usual, own, collective, min_numel=MIN_NUMEL)
+    settings: dict[str, Any] = {"collective": collective, "min_numel": MIN_NUMEL}
+    exchange = Exchange(compressor or usual, own, **settings, transport=transport)
     return kind(params, exchange, **hyper)  # type: ignore[call-arg]
 
 
