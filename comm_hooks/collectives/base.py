@@ -11,15 +11,15 @@ from comm_hooks.profiling import SEND, record_function
 
 
 class Transport(ABC):
-    """One rank's access to a group of ranks: runs the collectives that rounds request."""
+    """One rank's access to a group of ranks: runs the collectives that rounds request.
 
-    @property
-    @abstractmethod
-    def rank(self) -> int: ...
+    Attributes:
+        rank: the rank of this process in the group.
+        world_size: the number of ranks in the group.
+    """
 
-    @property
-    @abstractmethod
-    def world_size(self) -> int: ...
+    rank: int
+    world_size: int
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -40,9 +40,9 @@ class Transport(ABC):
     def perform(self, request: Request) -> Any:
         """Run a collective, blocking, and return its reply: the result on this rank."""
 
-    @abstractmethod
     def start(self, request: Request) -> torch.futures.Future[Any]:
-        """Start a collective and return a future of its reply."""
+        """Start a collective and return a future of its reply; by default run it, blocking."""
+        return completed(self.perform(request))
 
     def compute_once(
         self, what: str, reply: torch.Tensor, compute: Callable[[], torch.Tensor]

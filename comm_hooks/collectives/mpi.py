@@ -76,6 +76,7 @@ class MPITransport(Transport):
         self._mpi = MPI
         # Its own, so that no message of the program can meet one of ours.
         self._comm = comm.Dup()
+        self.rank, self.world_size = comm.Get_rank(), comm.Get_size()
         self._parts: dict[Group, MPI.Intracomm] = {}
         self._worker: ThreadPoolExecutor | None = None
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
@@ -86,14 +87,6 @@ class MPITransport(Transport):
                 "mpiexec -n N python -m mpi4py SCRIPT, which ends all of them",
                 stacklevel=2,
             )
-
-    @property
-    def rank(self) -> int:
-        return self._comm.Get_rank()
-
-    @property
-    def world_size(self) -> int:
-        return self._comm.Get_size()
 
     def perform(self, request: Request) -> Any:
         if isinstance(request, AllGatherObject):

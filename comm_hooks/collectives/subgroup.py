@@ -31,14 +31,8 @@ class Subgroup(Transport):
         self._transport = transport
         self._group = group
         self._members = group.members(transport.rank, transport.world_size)
-
-    @property
-    def rank(self) -> int:
-        return self._members.index(self._transport.rank)
-
-    @property
-    def world_size(self) -> int:
-        return len(self._members)
+        self.rank = self._members.index(transport.rank)
+        self.world_size = len(self._members)
 
     @property
     def ranks(self) -> Sequence[int]:
