@@ -16,10 +16,12 @@ class Transport(ABC):
     Attributes:
         rank: the rank of this process in the group.
         world_size: the number of ranks in the group.
+        ranks_per_node: the number of ranks on a node; None if it is unknown or differs.
     """
 
     rank: int
     world_size: int
+    ranks_per_node: int | None = None
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -30,11 +32,6 @@ class Transport(ABC):
     def own_name(self) -> int:
         """The global rank of this process."""
         return self.ranks[self.rank]
-
-    @property
-    def ranks_per_node(self) -> int | None:
-        """The number of ranks on a node; None if it is unknown or differs between nodes."""
-        return None
 
     @abstractmethod
     def perform(self, request: Request) -> Any:

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Group, Request, Result, Round
 
@@ -40,9 +38,6 @@ class Subgroup(Transport):
 
     def perform(self, request: Request) -> Any:
         return self._transport.perform(replace(request, group=self._group))
-
-    def start(self, request: Request) -> torch.futures.Future[Any]:
-        return self._transport.start(replace(request, group=self._group))
 
     def within(self, round_: Round[Result]) -> Round[Result]:
         """Return a round with its requests restricted to the subgroup, for use in another round."""
