@@ -113,7 +113,8 @@ class PoissonLoader(DataLoader[Any]):
         rank: the number of this process, below ``world_size``.
         world_size: the number of ranks that share the dataset.
         secret: see :class:`PoissonSampler`.
-        **options: other options of ``torch.utils.data.DataLoader``, such as ``num_workers``.
+        **options: other options of ``torch.utils.data.DataLoader``, such as ``num_workers``; none
+            that determines the batches.
 
     Attributes:
         tickets: one for every drawn batch, for :class:`~comm_hooks.optim.private.DPOptimizer`.
@@ -147,12 +148,6 @@ class PoissonLoader(DataLoader[Any]):
         secret: Secret | None = None,
         **options: Any,
     ) -> None:
-        for option in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"):
-            if option in options:
-                raise ValueError(
-                    f"PoissonLoader: {option} cannot be set: sample_rate and steps determine the "
-                    "batches"
-                )
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError(
                 f"{type(dataset).__name__} has no samples that could be drawn by their number: "
@@ -221,19 +216,13 @@ def private_loader(
     require_within("private_loader", "sample_rate", sample_rate, "(0, 1]")
     dataset = data_loader.dataset
     if not isinstance(dataset, IterableDataset):
-        batch_sampler = data_loader.batch_sampler
-        if batch_sampler is None:
-            raise ValueError(
-                "the data loader has batch_size=None, so that its batches are made by the dataset: "
-                "Poisson sampling needs a dataset of single samples"
-            )
-        sampler = data_loader.sampler
+        samplers = data_loader.batch_sampler, data_loader.sampler
         kinds = (SequentialSampler, RandomSampler, DistributedSampler)
-        if type(batch_sampler) is not BatchSampler or not isinstance(sampler, kinds):
-            chosen_by = sampler if type(batch_sampler) is BatchSampler else batch_sampler
+        if type(samplers[0]) is not BatchSampler or not isinstance(samplers[1], kinds):
             raise ValueError(
-                f"{type(chosen_by).__name__} chooses the samples, which Poisson sampling would "
-                "override: for a part of the dataset use torch.utils.data.Subset"
+                f"the data loader draws with {' and '.join(type(s).__name__ for s in samplers)}, "
+                "which Poisson sampling would override: make it with batch_size and shuffle alone; "
+                "for a part of the dataset use torch.utils.data.Subset"
             )
     return PoissonLoader(
         dataset,

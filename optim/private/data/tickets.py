@@ -16,11 +16,9 @@ class Ticket:
     """A record of a batch that a loader has drawn and that one step may use.
 
     Attributes:
-        loader: the tickets of the loader that drew the batch.
         rows: the number of samples in the batch.
     """
 
-    loader: "Tickets"
     rows: int
 
 
@@ -51,7 +49,7 @@ class Tickets:
     def issue(self, batch: Any) -> Ticket:
         """Add the batch that was just drawn, and return its ticket."""
         leaves = _tensors(batch)
-        ticket = Ticket(self, _rows(leaves))
+        ticket = Ticket(_rows(leaves))
         _mark(leaves, ticket)
         self._waiting.append(ticket)
         return ticket
@@ -68,21 +66,11 @@ class Tickets:
         """
         turn = self._waiting[0] if self._waiting else None
         known = [ticket for leaf in leaves if (ticket := _ticket_of.get(leaf)) is not None]
-        if known and turn not in known:
-            if all(ticket.loader is not self for ticket in known):
-                raise PrivacyError(
-                    "the batch was drawn by the loader of another make_private(): iterate over the "
-                    "loader that came with this optimizer"
-                )
-            if all(ticket not in self._waiting for ticket in known):
-                raise PrivacyError(
-                    "the batch was used or discarded before, or a later iteration has begun: draw "
-                    "the next one from the loader. A batch is good for one step"
-                )
-        if turn is None:
+        if turn is None or (known and all(ticket not in self._waiting for ticket in known)):
             raise PrivacyError(
-                "no drawn batch is left: take every batch from the loader that make_private() "
-                "returned with this optimizer, and each for one step"
+                "no drawn batch is left, or this one was used or discarded before or comes from "
+                "another loader: take every batch from the loader that make_private() returned "
+                "with this optimizer, and each for one step"
             )
         if (known and turn not in known) or rows != turn.rows:
             raise PrivacyError(

@@ -137,7 +137,6 @@ class DPAdamBC(MomentsOptimizer):
 
     Raises:
         RuntimeError: in a step for which the variance of the noise is not known.
-        ValueError: in the first step for gradients that are mostly exact zeros.
 
     Not supported: gradients that went through top-k or another compressor that picks elements by
     their size.  Its selection of pure noise is far from N(0, Phi) (the largest 1 % have the mean
@@ -154,7 +153,6 @@ class DPAdamBC(MomentsOptimizer):
     """
 
     needs_noise_variance: ClassVar[bool] = True
-    _has_looked_for_zeros = False
 
     def __init__(
         self,
@@ -195,17 +193,6 @@ class DPAdamBC(MomentsOptimizer):
                 "optimizer.noise_variance to the variance in one coordinate of p.grad"
             )
         check_hyperparameters(self, noise_variance=self.noise_variance)
-        if gradients and self.noise_variance and not self._has_looked_for_zeros:
-            numel = sum(g.numel() for g in gradients)
-            zeros = numel - sum(int(torch.count_nonzero(g)) for g in gradients)
-            if 2 * zeros > numel:
-                raise ValueError(
-                    f"DPAdamBC: {zeros / numel:.0%} of the gradient's elements are exactly zero, "
-                    "which noised gradients never are: top-k and the like leave no variance that "
-                    "could be subtracted; exchange densely, or use DPMicroAdam"
-                )
-            # Counting takes time and waits for the device; a compressor is there from the start.
-            self._has_looked_for_zeros = True
 
     def _divisors(
         self, seconds: Tensors, steps: list[int], members: Tensors, group: Group

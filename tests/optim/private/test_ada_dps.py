@@ -140,7 +140,7 @@ def test_public_gradients_are_computed_once_per_step() -> None:
         ({"public_gradients": [torch.ones(6, 5)]}, "AdaDPS: public_gradients must be callable"),
         (
             {"public_gradients": dict, "preconditioner": "adm"},
-            "AdaDPS: unknown preconditioner 'adm'.*adam",
+            "AdaDPS: preconditioner must be one of rmsprop, adam",
         ),
         ({"side_information": {"wight": torch.ones(5)}}, "side_information: .*wight.*weight"),
         ({"side_information": {"weight": torch.ones(4)}}, r"weight has shape \(4,\).*\(6, 5\)"),

@@ -152,7 +152,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("DPAdamBC", {"gamma": -1.0}, "gamma must not be negative, got -1.0"),
     ("DPAdamBC", {"gamma": 0.0}, "gamma must be positive, because .* suggested_gamma.*"),
     *(
-        (name, {"eps": 0.0}, "eps must be positive, got 0.0")
+        (name, {"eps": 0.0}, r"eps must lie in \(0, inf\), got 0.0")
         for name in (*BETAS, "AdaDPS", "AdaS", "DPRPub", "ScaleThenPrivatize")
     ),
 ]

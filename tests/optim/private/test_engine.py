@@ -543,9 +543,9 @@ def test_no_secret_is_in_anything_that_is_saved() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"noise_multiplier": 0.0}, "noise_multiplier must be positive"),
+        ({"noise_multiplier": 0.0}, r"noise_multiplier must lie in \(0, inf\)"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must lie in"),
-        ({"sample_rate": 1.5}, "sample_rate must be from 0 to 1"),
+        ({"sample_rate": 1.5}, r"sample_rate must lie in \[0, 1\]"),
         ({"placement": "rank_0"}, "place must be one of"),
         ({"grad_sample_mode": "magic"}, "grad_sample_mode must be one of"),
         ({"loss_function": None}, "loss_function must be callable, got None"),

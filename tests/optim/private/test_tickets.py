@@ -100,7 +100,7 @@ def test_without_a_drawn_batch_there_is_no_step() -> None:
     engine = PrivacyEngine()
     model, optimizer, loader = private(engine)
     before = parameters(model)
-    with pytest.raises(PrivacyError, match="no drawn batch is left: take every batch from the"):
+    with pytest.raises(PrivacyError, match=r"no drawn batch is left, or .*: take every batch"):
         optimizer.step()
     with pytest.raises(PrivacyError, match="no drawn batch is left"):
         optimizer.backward(dataset()[:10])
@@ -122,11 +122,11 @@ def test_the_batches_of_another_loader_are_refused() -> None:
     _, optimizer, loader = private()
     _, _, everything = private(sample_rate=1.0)
     others = next(iter(everything))
-    with pytest.raises(PrivacyError, match="by the loader of another make_private"):
+    with pytest.raises(PrivacyError, match="or comes from another loader"):
         optimizer.backward(others)
     own = next(iter(loader))
     for batch in (others, copied(others), dataset()[: SAMPLES - 1], [t[1:] for t in own]):
-        with pytest.raises(PrivacyError, match=r"another make_private|next drawn batch"):
+        with pytest.raises(PrivacyError, match=r"another loader|next drawn batch"):
             optimizer.backward(batch)
     optimizer.backward(own)
 
@@ -263,7 +263,7 @@ def test_a_batch_is_good_for_one_step(mode: str, to: Callable[[Any], Any]) -> No
     with pytest.raises(PrivacyError, match="this step has a batch already"):
         optimizer.backward(fixed)
     optimizer.step()
-    with pytest.raises(PrivacyError, match=r"was used or discarded before.*draw the next one"):
+    with pytest.raises(PrivacyError, match="was used or discarded before"):
         optimizer.backward(fixed)
     with pytest.raises(PrivacyError, match="no drawn batch is left"):
         optimizer.step()
