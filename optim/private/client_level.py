@@ -31,7 +31,7 @@ from comm_hooks.optim.rounds.participation import (
     deal,
 )
 from comm_hooks.optim.rounds.turns import own_gradients
-from comm_hooks.requirements import require_callable, require_positive, require_within
+from comm_hooks.requirements import require_positive, require_within
 
 _PLACE = "clients"
 """The placement of the noise in the ledger's entries."""
@@ -130,8 +130,6 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         require_within(self, "noise_multiplier", self.noise_multiplier, "(0, inf)")
         require_within(self, "max_norm", self.max_norm, "(0, inf)")
         require_within(self, "sample_rate", self.sample_rate, "(0, 1]")
-        require_callable(self, "enter", self.enter)
-        require_callable(self, "join", self.join)
 
     def prepare(self, exchange: Exchange) -> None:
         exchange.state.provenance = self.releases

@@ -217,10 +217,6 @@ class PrivacyEngine:
         Raises:
             ValueError: also if no noise keeps the budget.
         """
-        if "noise_multiplier" in settings:
-            raise ValueError(
-                "make_private_with_epsilon computes noise_multiplier: call make_private to set it"
-            )
         exchange = settings.get("exchange") or _dense_exchange()
         self._share_history(exchange.transport)
         noise_multiplier = noise_multiplier_for(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from comm_hooks.optim.private.accounting.events import GaussianEvent, steps_per_mechanism
+from comm_hooks.optim.private.accounting.events import GaussianEvent, steps_by
 from comm_hooks.optim.private.accounting.renyi import renyi_divergences
 from comm_hooks.requirements import is_number
 
@@ -53,7 +53,7 @@ class Accountant(ABC):
             ValueError: for a history without events and a delta out of range.
         """
         require_delta(delta)
-        steps = steps_per_mechanism(events)
+        steps = steps_by(lambda event: event.mechanism, events)
         if not steps:
             raise ValueError("epsilon: no step has been taken: nothing was released")
         return self._epsilon(steps, float(delta))

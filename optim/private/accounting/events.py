@@ -1,11 +1,14 @@
 """Releases as events: steps of the Poisson-sampled Gaussian mechanism, and their history."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.requirements import require_positive, require_within
 
+_Kind = TypeVar("_Kind", bound=Hashable)
 _KNOWN = ("noise_multiplier", "sample_rate")
 _INTERVALS = {
     "noise_multiplier": "(0, inf)",
@@ -90,19 +93,13 @@ def merged(events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
     return history
 
 
-def steps_per_mechanism(events: Iterable[GaussianEvent]) -> dict[tuple[float, float], int]:
-    """Return the number of steps of each (noise multiplier, sample rate): an accountant's input."""
-    steps: dict[tuple[float, float], int] = {}
+def steps_by(
+    kind: Callable[[GaussianEvent], _Kind], events: Iterable[GaussianEvent]
+) -> Counter[_Kind]:
+    """Return the number of steps of each kind: each value of ``kind(event)``."""
+    steps: Counter[_Kind] = Counter()
     for event in events:
-        steps[event.mechanism] = steps.get(event.mechanism, 0) + event.steps
-    return steps
-
-
-def steps_of_each(events: Iterable[GaussianEvent]) -> dict[GaussianEvent, int]:
-    """Return the number of steps of each kind; the keys are events with ``steps=1``."""
-    steps: dict[GaussianEvent, int] = {}
-    for event in events:
-        steps[event.one] = steps.get(event.one, 0) + event.steps
+        steps[kind(event)] += event.steps
     return steps
 
 

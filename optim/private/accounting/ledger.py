@@ -8,11 +8,12 @@ import os
 import re
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
-from comm_hooks.optim.private.accounting.events import GaussianEvent, merged, steps_of_each
+from comm_hooks.optim.private.accounting.events import GaussianEvent, merged, steps_by
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.requirements import require_kind
 
@@ -78,7 +79,7 @@ class Ledger:
                 raise ValueError(f"Ledger: path must be the name of a file, got {path!r}")
         self._history: list[GaussianEvent] = []
         # Steps of each kind by this process.
-        self._recorded: dict[GaussianEvent, int] = {}
+        self._recorded: Counter[GaussianEvent] = Counter()
         # The kind of the steps at the end of the file.
         self._kind: GaussianEvent | None = None
         self._seal = b""
@@ -105,7 +106,7 @@ class Ledger:
             ValueError: if the ledger has been closed.
         """
         self._record(event)
-        self._recorded[event.one] = self._recorded.get(event.one, 0) + event.steps
+        self._recorded[event.one] += event.steps
 
     def _record(self, event: GaussianEvent) -> None:
         if self.path is not None:
@@ -137,15 +138,15 @@ class Ledger:
         Args:
             checkpoint_events: the history in the checkpoint.
         """
-        saved = steps_of_each(checkpoint_events)
-        ours = steps_of_each(self._history)
+        saved = steps_by(lambda event: event.one, checkpoint_events)
+        ours = steps_by(lambda event: event.one, self._history)
         where = f"the ledger {self.path}" if self.path is not None else "the ledger in memory"
         missing = [
-            replace(kind, steps=steps - ours.get(kind, 0) + self._recorded.get(kind, 0))
+            replace(kind, steps=steps - ours[kind] + self._recorded[kind])
             for kind, steps in saved.items()
-            if steps > ours.get(kind, 0)
+            if steps > ours[kind]
         ]
-        after = sum(max(0, steps - saved.get(kind, 0)) for kind, steps in ours.items())
+        after = sum(max(0, steps - saved[kind]) for kind, steps in ours.items())
         # Before the warnings, which may be errors.
         for event in missing:
             self._record(event)

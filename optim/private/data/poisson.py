@@ -30,6 +30,11 @@ from comm_hooks.requirements import (
 
 Collate = Callable[[list[Any]], Any]
 
+_KEPT = [
+    *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers"),
+]
+
 
 class PoissonSampler(Settled, Unrepeatable, Sampler[list[int]]):
     """Yields batches; each index is in each batch with probability q, independently of all others.
@@ -232,14 +237,7 @@ def private_loader(
         rank=rank,
         world_size=world_size,
         secret=secret,
-        num_workers=data_loader.num_workers,
-        pin_memory=data_loader.pin_memory,
-        timeout=data_loader.timeout,
-        worker_init_fn=data_loader.worker_init_fn,
-        multiprocessing_context=data_loader.multiprocessing_context,
-        generator=data_loader.generator,
-        prefetch_factor=data_loader.prefetch_factor,
-        persistent_workers=data_loader.persistent_workers,
+        **{name: getattr(data_loader, name) for name in _KEPT},
     )
 
 

@@ -107,22 +107,17 @@ class DPAdamBC(MomentsOptimizer):
     3. m_hat = m / (1 - beta1^t), v_hat = v / (1 - beta2^t), phi_hat = phi / (1 - beta2^t);
     4. theta = (1 - lr weight_decay) theta - lr m_hat / sqrt(max(v_hat - phi_hat, gamma)).
 
-    phi_hat is Phi as long as Phi does not change; when it does (a schedule of the noise or of the
-    clipping norm, another number of ranks), phi_hat is the contribution of the noise to v_hat.  So
-    v_hat - phi_hat is unbiased for the second moment of the gradient without noise.  It is far from
-    exact in a single coordinate: the noise in v_hat has the relative standard deviation
-    sqrt(2 / n), n = (1 - beta2^t)^2 (1 + beta2) / ((1 - beta2) (1 - beta2^(2t))), 3 % after many
-    steps with beta2 = 0.999.  In coordinates with weaker gradients the floor gamma decides; see
-    :func:`suggested_gamma`.
+    phi_hat is the contribution of the noise to v_hat, also while Phi changes, so v_hat - phi_hat is
+    unbiased for the second moment of the gradient without noise.  In a single coordinate the noise
+    in v_hat has a relative standard deviation of 3 % after many steps with beta2 = 0.999.  In
+    coordinates with weaker gradients the floor gamma decides; see :func:`suggested_gamma`.
 
     The engine sets ``noise_variance`` before every step to the variance of the added noise; without
     an engine set it yourself.  With noise multiplier sigma, clipping norm C and one noise for all
-    ranks it is (sigma C / B)^2: 2.441e-8 for sigma = 0.4, C = 0.1 and B = 256.  B must be the
-    divisor of the gradient: the authors' code takes 256 where the gradient was divided by 255, and
-    the difference, 1.9e-10, is as large as their gamma.
+    ranks it is (sigma C / B)^2, B being the divisor of the gradient.
 
     Unlike the authors' code, no moments of gradients without noise are kept (a checkpoint of theirs
-    leaks them), and weight decay never enters the moments.
+    leaks them), weight decay never enters the moments, and B is exact (theirs is off by one).
 
     Source: Tang, Shpilevskiy & Lecuyer, "DP-AdamBC: Your DP-Adam Is Actually DP-SGD", AAAI 2024,
     Algorithm 1 and equation 4.  A Phi that changes is ours.
@@ -177,12 +172,7 @@ class DPAdamBC(MomentsOptimizer):
     def _check_group(self, settings: Group) -> None:
         super()._check_group(settings)
         if settings["gamma"] is not None:
-            check_hyperparameters(self, gamma=settings["gamma"])
-            if settings["gamma"] == 0:
-                raise ValueError(
-                    "DPAdamBC: gamma must be positive, because v_hat - Phi may be zero: leave it "
-                    "out, or see suggested_gamma()"
-                )
+            require_within(self, "gamma", settings["gamma"], "(0, inf)")
 
     def _check_step(self, gradients: Sequence[torch.Tensor]) -> None:
         super()._check_step(gradients)
