@@ -42,7 +42,6 @@ from comm_hooks.optim.private import (
     ScaleThenPrivatize,
 )
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant, max_steps
-from comm_hooks.optim.private.noise.gaussian import add_noise_
 from tests.optim.scenarios import RanksOf, rarely
 
 SAMPLES = 240
@@ -170,43 +169,6 @@ def test_what_is_valid_trains_on_three_ranks_and_costs_what_is_said(
         assert 80 - 6 * 7.75 < drawn < 80 + 6 * 7.75
         for mine, first in zip(parameters, results[0][0], strict=True):
             assert torch.equal(mine, first)
-
-
-def masks_and_noise(path: str) -> tuple[list[list[int]], torch.Tensor]:
-    torch.manual_seed(7)
-    data = TensorDataset(torch.arange(400), torch.zeros(400))
-    engine = PrivacyEngine(ledger=path)
-    model = small_model()
-    _, optimizer, loader = private(
-        engine,
-        model,
-        data_loader=DataLoader(data),
-        placement="local",
-        sample_rate=0.5,
-        noise_multiplier=1.0,
-    )
-    ranks = dist.get_world_size()
-    drawn = [[int(i) for i in batch[0]] for batch in loader]
-    # Each sample belongs to one rank.
-    assert all(i % ranks == dist.get_rank() for indices in drawn for i in indices)
-    places = [[i // ranks for i in indices] for indices in drawn]
-    mechanism = optimizer.mechanism
-    noise = torch.zeros(4000)
-    add_noise_([noise], 1.0, mechanism._stream("noise"))
-    return places, noise
-
-
-def test_ranks_with_one_seed_sample_and_draw_noise_independently(
-    ranks_of: RanksOf, tmp_path: Path
-) -> None:
-    runs = [ranks_of(2).run(masks_and_noise, str(tmp_path / f"{run}.jsonl")) for run in (1, 2)]
-    streams = [outcome for run in runs for outcome in run]
-    for i, (places, noise) in enumerate(streams):
-        for other_places, other_noise in streams[:i]:
-            for mine, other in zip(places, other_places, strict=True):
-                # Of 200 places each is in both with probability 1/4: 50, 6.1 from it.
-                assert 50 - 6 * 6.2 < len(set(mine) & set(other)) < 50 + 6 * 6.2
-            assert abs(float(torch.corrcoef(torch.stack([noise, other_noise]))[0, 1])) < 0.1
 
 
 @pytest.mark.parametrize(

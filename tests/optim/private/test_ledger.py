@@ -378,17 +378,6 @@ def test_a_ledger_is_not_copied():
             copying(Ledger(None))
 
 
-def test_in_memory():
-    ledger = Ledger(None)
-    ledger.record(STEP)
-    ledger.close()
-    ledger.record(STEP)
-    events = ledger.events()
-    assert events == [GaussianEvent(1.0, 0.01, 2)]
-    events.clear()
-    assert steps_of(ledger.events()) == 2
-
-
 def reconciled(ledger, checkpoint):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

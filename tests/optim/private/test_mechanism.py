@@ -28,6 +28,7 @@ from comm_hooks.optim.private.noise.mechanism import (
     Released,
 )
 from comm_hooks.optim.private.noise.secret import Stream
+from tests.optim.scenarios import rarely
 
 SIGMA, C, B = 2.0, 0.5, 10.0
 MASK = RandomK(density=0.25, unbiased=False)
@@ -119,14 +120,10 @@ def test_without_noise_it_is_the_sum_over_ranks_by_a_public_divisor(place: str) 
     ("place", "compressor", "memory"),
     [
         ("central", TopK(density=1 / 8), True),
-        ("central", Sign(), True),
-        ("local", TopK(density=1 / 8), True),
         ("local", Sign(), True),
         ("shares", MASK, True),
-        ("shares", CountSketch(ratio=0.25), False),
-        ("aggregate", MASK, False),
         ("aggregate", CountSketch(ratio=0.25), False),
-        ("aggregate", SRHT(ratio=0.25), False),
+        *rarely(("central", Sign(), True), ("local", TopK(density=1 / 8), True)),
     ],
 )
 def test_compressed_releases_are_equal_on_all_ranks_and_of_unknown_variance(
@@ -148,9 +145,8 @@ def test_compressed_releases_are_equal_on_all_ranks_and_of_unknown_variance(
         ("local", MASK, 2.0),
         ("central", MASK, 1.0),
         ("aggregate", MASK, 1.0),
-        ("aggregate", RandomK(density=0.25), 16.0),
         ("aggregate", CountSketch(ratio=0.25), 4.0),
-        ("aggregate", SRHT(ratio=0.25), 4.0),
+        *rarely(("aggregate", RandomK(density=0.25), 16.0), ("aggregate", SRHT(ratio=0.25), 4.0)),
     ],
 )
 def test_noise_on_what_is_sent_has_the_size_of_what_a_sample_can_do_there(

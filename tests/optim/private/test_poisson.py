@@ -1,6 +1,4 @@
 import multiprocessing
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -125,25 +123,6 @@ def test_sampling_does_not_depend_on_the_users_seed_nor_change_its_numbers() -> 
     assert batches[0] != batches[1]
     torch.manual_seed(0)
     assert torch.equal(after, torch.rand(1))
-
-
-RESUMED = """
-import torch
-from comm_hooks.optim.private.data.poisson import PoissonSampler
-torch.manual_seed(0)
-print(list(PoissonSampler(100, 0.5, 2)))
-"""
-
-
-@pytest.mark.slow
-def test_a_resumed_process_draws_anew() -> None:
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", RESUMED], check=True, capture_output=True, timeout=240
-        ).stdout
-        for _ in range(2)
-    ]
-    assert runs[0] != runs[1]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
