@@ -75,6 +75,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         tickets: Tickets | None = None,
     ) -> None:
         require_kind(self, "inner", inner, Optimizer)
+        require_kind(self, "gradients", gradients, ClippedGradients)
         releases = releases_into(inner)
         super().__init__(inner)
         self.gradients = gradients

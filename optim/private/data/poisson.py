@@ -1,6 +1,6 @@
 """Poisson sampling: every sample is in every batch with the same probability, independently."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
 )
 
 from comm_hooks.optim.private.data.tickets import Tickets
@@ -162,7 +163,12 @@ class PoissonLoader(DataLoader[Any]):
         require_choice(self, "rank", rank, range(world_size))
         if collate_fn is not None:
             require_callable(self, "collate_fn", collate_fn)
-        shard = _Shard(dataset, rank, world_size)
+        if len(dataset) < world_size:
+            raise ValueError(
+                f"PoissonLoader: {len(dataset)} samples are not enough for {world_size} ranks: "
+                f"world_size can be at most {len(dataset)}"
+            )
+        shard = _Shard(dataset, range(rank, len(dataset), world_size))
         collate = collate_fn or torch.utils.data.default_collate
         first = shard[0]
         nothing = _without_rows(collate([first]))
@@ -241,31 +247,11 @@ def private_loader(
     )
 
 
-class _Shard(Dataset[Any]):
-    """A rank's share of a dataset: every ``world_size``-th sample from ``rank`` on."""
+class _Shard(Subset[Any]):
+    """A rank's share of a dataset, which need not accept an empty list of indices."""
 
-    def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
-        if len(dataset) < world_size:
-            raise ValueError(
-                f"PoissonLoader: {len(dataset)} samples are not enough for {world_size} ranks: "
-                f"world_size can be at most {len(dataset)}"
-            )
-        self._dataset = dataset
-        self._indices = range(rank, len(dataset), world_size)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[self._indices[index]]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        # Datasets need not accept an empty list of indices.
-        if not indices:
-            return []
-        if hasattr(self._dataset, "__getitems__"):
-            return self._dataset.__getitems__([self._indices[i] for i in indices])
-        return [self[i] for i in indices]
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return super().__getitems__(indices) if indices else []
 
 
 class _CollateAlsoNothing:

@@ -49,21 +49,14 @@ class Tickets:
     def issue(self, batch: Any) -> Ticket:
         """Add the batch that was just drawn, and return its ticket."""
         leaves = _tensors(batch)
-        ticket = Ticket(_rows(leaves))
+        ticket = Ticket(next((len(leaf) for leaf in leaves if leaf.dim()), 0))
         _mark(leaves, ticket)
         self._waiting.append(ticket)
         return ticket
 
-    def next(self, leaves: list[torch.Tensor], rows: int) -> Ticket:
-        """Return the next ticket, after a check that it belongs to a batch of these tensors.
-
-        Args:
-            leaves: the tensors of the batch; [] for an empty batch that was not passed on.
-            rows: the number of samples in the batch.
-
-        Raises:
-            PrivacyError: if the batch is not the next one.
-        """
+    def next(self, batch: Any, rows: int) -> Ticket:
+        """Return the next ticket; raise ``PrivacyError`` unless it is that of this batch."""
+        leaves = _tensors(batch)
         turn = self._waiting[0] if self._waiting else None
         known = [ticket for leaf in leaves if (ticket := _ticket_of.get(leaf)) is not None]
         if turn is None or (known and all(ticket not in self._waiting for ticket in known)):
@@ -78,6 +71,7 @@ class Tickets:
                 f"{rows} or is another one: use every drawn batch, whole and in order. An empty "
                 "one is a step, too; begin a new iteration to leave out the rest of this one"
             )
+        _mark(leaves, turn)
         return turn
 
     def spend(self, ticket: Ticket) -> None:
@@ -124,9 +118,7 @@ class StepBatch:
                 "before the next one, or zero_grad() to discard it. Add up losses on one batch in "
                 "the loss function; for a batch too large for memory, set micro_batch_size"
             )
-        leaves = _tensors(batch)
-        self._ticket = self._tickets.next(leaves, rows)
-        _mark(leaves, self._ticket)
+        self._ticket = self._tickets.next(batch, rows)
 
     def discard(self) -> None:
         """Give up the batch without a release, so that no step can use it."""
@@ -163,10 +155,6 @@ class StepBatch:
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-
-
-def _rows(leaves: list[torch.Tensor]) -> int:
-    return next((len(leaf) for leaf in leaves if leaf.dim()), 0)
 
 
 def _mark(leaves: list[torch.Tensor], ticket: Ticket) -> None:

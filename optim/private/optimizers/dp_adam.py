@@ -134,8 +134,7 @@ class DPAdamBC(MomentsOptimizer):
         RuntimeError: in a step for which the variance of the noise is not known.
 
     Not supported: gradients that went through top-k or another compressor that picks elements by
-    their size.  Its selection of pure noise is far from N(0, Phi) (the largest 1 % have the mean
-    square 8.45 Phi) and the other elements are zero, so no one number corrects v.  Also AMSGrad.
+    their size, since no one number corrects their v; AMSGrad.
 
     Example::
 
@@ -217,13 +216,11 @@ def suggested_gamma(
         xi = (1 - beta2) / (1 - beta2^t) max(nu sqrt(2 ln(2 / alpha)), 2 b ln(2 / alpha)),
         nu = 4 Phi sqrt((1 - beta2^(2t)) / (1 - beta2^2)),  b = 4 Phi.
 
-    With the defaults it is 0.243 Phi, four times the measured deviation (1.96 standard deviations
-    are 0.062 Phi), since the bound is not tight: half of nu would do in the paper's proof.  The
-    authors tuned gamma between 0.004 Phi and 0.84 Phi, depending on the task; so should you.
+    With the defaults it is 0.243 Phi, four times the measured deviation.  The authors tuned gamma
+    between 0.004 Phi and 0.84 Phi, depending on the task; so should you.
 
-    Source: Tang, Shpilevskiy & Lecuyer, "DP-AdamBC", section 4, Proposition 3 (proof in appendix C,
-    where products of gradient and noise are left out: it holds for gradients much smaller than the
-    noise, which need a floor).  Its two cases are the two arguments of max.
+    Source: Tang, Shpilevskiy & Lecuyer, "DP-AdamBC", section 4, Proposition 3, which holds for
+    gradients much smaller than the noise.  Its two cases are the two arguments of max.
 
     Args:
         noise_variance: Phi, the variance of the noise in one coordinate of the gradient.

@@ -28,10 +28,9 @@ class ScaleThenPrivatize(Descent):
     and leave h in ``p.grad``.  The guarantee is that of DP-SGD with the same C, sigma and sampling.
 
     C belongs to the scaled space, in which gradients of d coordinates have norms of the order of
-    sqrt(d), and a coordinate is multiplied by 1 / ``scale_eps`` at most.  Tune both together: where
-    C is small, clipping shrinks g and so v, and s grows, until all coordinates are scaled by
-    1 / ``scale_eps`` and this is DP-Adam with the clipping norm C ``scale_eps``.  And sigma C / B
-    must stay below 1: the noise of g is sigma C / B times (sqrt(v_hat) + ``scale_eps``), so from 1
+    sqrt(d), and a coordinate is multiplied by 1 / ``scale_eps`` at most.  Tune both together: with
+    a small C this is DP-Adam with the clipping norm C ``scale_eps``.  And sigma C / B must stay
+    below 1: the noise of g is sigma C / B times (sqrt(v_hat) + ``scale_eps``), so from 1
     on the noise makes v grow without end.
 
     Source: Ganesh, McMahan & Thakurta, "On Design Principles for Private Adaptive Optimizers",
