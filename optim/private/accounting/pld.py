@@ -47,13 +47,12 @@ class PLDAccountant(Accountant):
         bound = self._rdp._epsilon(steps, delta)
         if bound > _RDP_ABOVE or bound == 0:
             return bound
-        total = None
-        for (noise_multiplier, sample_rate), count in steps.items():
-            if sample_rate == 0:
-                continue
-            losses = _losses(noise_multiplier, sample_rate, self.interval).self_compose(count)
-            total = losses if total is None else total.compose(losses)
-        assert total is not None, "with nobody sampled the RDP bound is 0"
+        losses = [
+            _losses(noise_multiplier, sample_rate, self.interval).self_compose(count)
+            for (noise_multiplier, sample_rate), count in steps.items()
+            if sample_rate
+        ]
+        total = functools.reduce(lambda one, other: one.compose(other), losses)
         return min(bound, float(total.get_epsilon_for_delta(delta)))
 
     def __repr__(self) -> str:
