@@ -14,7 +14,7 @@ import torch
 from comm_hooks.collectives import MPITransport, Simulated, TorchDistributed
 from comm_hooks.collectives.requests import AllGather, AllGatherObject
 from tests.collectives.test_torch_distributed import requests
-from tests.collectives.training import all_loops, in_flight
+from tests.collectives.training import all_loops
 from tests.ranks import RanksOf
 
 ROOT = Path(__file__).parents[2]
