@@ -321,7 +321,6 @@ class Comparison:
         reached: the result of a method in words.
         follow: the outcomes to report in place of one.
         curves: the y axis of the plot against rounds, and its name.
-        plots: write more plots of the outcomes to a folder, and return their paths.
         choosing: options that only select runs, beside methods, seeds and tries: runs that were
             made with others still count.
     """
@@ -339,11 +338,10 @@ class Comparison:
         "held-out error (%)",
         lambda point: 100 * point.error,
     )
-    plots: Callable[[list[Outcome], Path], list[Path]] = lambda outcomes, out: []
     choosing: Sequence[str] = ()
 
     def __call__(self, place: Place) -> None:
-        """Run everything; write ``<name>.json`` and the plots, and print the table.
+        """Run everything; write ``<name>.json`` and the plot, and print the table.
 
         ``seeds`` are run, and ``tries`` made (one by default), as the settings say. Until all is
         finished, runs are kept in ``runs.jsonl`` and not made again, whichever methods they were
@@ -380,8 +378,7 @@ class Comparison:
             }
             curves = place.out / "curves.png"
             draw_sections(finished, self.section, *self.curves, curves)
-            paths = [curves, *self.plots(finished, place.out)]
-            write_record(place, record, console, paths)
+            write_record(place, record, console, [curves])
         if not interruption.happened:
             runs.file.unlink(missing_ok=True)
         end(place, interruption, f", {len(finished)} methods finished")
@@ -409,7 +406,6 @@ class Measurement:
         measure: yields rows, and calls the function that it is given on the way.
         make_tables: makes tables of the rows.
         record: the fields of the record, given the rows.
-        plots: write plots of the rows to a folder, and return their paths.
         settings: for the record, beside the options.
     """
 
@@ -417,11 +413,10 @@ class Measurement:
     measure: Callable[[Advance], Iterator[Any]]
     make_tables: Callable[[list[Any]], list[Table]]
     record: Callable[[list[Any]], dict[str, Any]]
-    plots: Callable[[list[Any], Path], list[Path]] = lambda rows, out: []
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, place: Place) -> None:
-        """Measure; write ``<name>.json`` and the plots, and print the tables.
+        """Measure; write ``<name>.json``, and print the tables.
 
         Raises:
             typer.Exit: with code 130, after all that, if the study was interrupted.
@@ -441,7 +436,7 @@ class Measurement:
                 "settings": {**place.settings, **self.settings},
                 **self.record(rows),
             }
-            write_record(place, record, console, self.plots(rows, place.out))
+            write_record(place, record, console)
         end(place, interruption)
 
 
@@ -453,7 +448,7 @@ def end(place: Place, interruption: Interruption, account: str = "") -> None:
 
 
 def write_record(
-    place: Place, record: Mapping[str, Any], console: Console, plots: Iterable[Path]
+    place: Place, record: Mapping[str, Any], console: Console, plots: Iterable[Path] = ()
 ) -> None:
     """Write ``<name>.json``, with what a reader must know to repeat it, and tell what there is."""
     file = place.out / f"{place.name}.json"

@@ -16,8 +16,8 @@ def test_optimizers_from_end_to_end(tmp_path: Path) -> None:
     arguments = ["--quick", "--steps", "4", "--batch", "48", "--sigmas", "1,2", "--points", "2"]
     result = invoke("private_optimizers", *arguments, "--seeds", "2", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    plots = {"curves.png", "accuracy-vs-epsilon.png"}
-    assert {path.name for path in tmp_path.iterdir()} == {"private_optimizers.json", *plots}
+    files = {"private_optimizers.json", "curves.png"}
+    assert {path.name for path in tmp_path.iterdir()} == files
     record = json.loads((tmp_path / "private_optimizers.json").read_text())
     assert record["complete"]
     assert record["settings"]["delta"] == 0.5 / 1281
@@ -88,9 +88,7 @@ def test_moments_from_end_to_end(tmp_path: Path) -> None:
     arguments = ["--at", "3,20", "--coordinates", "500", "--beta2", "0.9", "--strengths", "0,2"]
     result = invoke("private_moments", *arguments, "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    plots = {"histograms.png", "first-moments.png", "steps.png"}
-    files = {"private_moments.json", *plots}
-    assert {path.name for path in tmp_path.iterdir()} == files
+    assert [path.name for path in tmp_path.iterdir()] == ["private_moments.json"]
     record = json.loads((tmp_path / "private_moments.json").read_text())
     assert [(row["step"], row["strength"]) for row in record["moments"]] == [
         (3, 0.0),
@@ -102,4 +100,4 @@ def test_moments_from_end_to_end(tmp_path: Path) -> None:
         assert f"{row['v_hat']:.4f}" in result.stdout
         assert f"{100 * row['spread']:.3f}" in result.stdout
     again = invoke("private_moments", *arguments, "--out", str(tmp_path / "again"))
-    assert again.stdout.splitlines()[:9] == result.stdout.splitlines()[:9]
+    assert again.stdout.splitlines()[:-1] == result.stdout.splitlines()[:-1]

@@ -124,23 +124,6 @@ def test_errors_of_private_clients() -> None:
         assert each == (errors if len(methods) == 1 else "")
 
 
-def test_intrinsic_dimensions() -> None:
-    record = record_of("safl_spectrum")
-    lines = rows_after("The Hessian of the ResNet above")
-    assert f"{record['settings']['parameters']:,}" in MEASUREMENTS
-    assert lines == [
-        [
-            str(row["round"]),
-            f"{row['loss']:.3f}",
-            f"{row['largest']:.3g}",
-            f"{row['smallest']:.3g}",
-            f"{row['intrinsic_dimension']:.0f}",
-            f"{100 * row['near_zero']:.1f} %",
-        ]
-        for row in record["rows"]
-    ]
-
-
 REGRESSION = {"the same after the noise": "A after the noise", "DP^2": "DP2"}
 
 

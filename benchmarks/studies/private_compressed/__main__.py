@@ -1,4 +1,4 @@
-"""The command, see ``--help``: its options, its tables and its plots."""
+"""The command, see ``--help``: its options and its table."""
 
 from collections.abc import Iterator
 from dataclasses import replace

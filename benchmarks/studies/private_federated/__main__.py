@@ -1,4 +1,4 @@
-"""The command, see ``--help``: its options, its table and its plot."""
+"""The command, see ``--help``: its options and its table."""
 
 from dataclasses import replace
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""The command, see ``--help``: its options, its tables and its plots."""
+"""The command, see ``--help``: its options and its table."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
