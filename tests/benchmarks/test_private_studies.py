@@ -58,26 +58,16 @@ def test_compressed_from_end_to_end(tmp_path: Path) -> None:
     files = {"private_compressed.json", "curves.png"}
     assert {path.name for path in tmp_path.iterdir()} == files
     methods = json.loads((tmp_path / "private_compressed.json").read_text())["methods"]
-    simulated = [m for m in methods if m["labels"]["over"] == "simulated"]
-    (real,) = [m for m in methods if m["labels"]["over"] == "gloo"]
-    assert [(m["labels"]["ranks"], m["labels"]["optimizer"], m["name"]) for m in simulated] == [
+    assert [(m["labels"]["ranks"], m["labels"]["optimizer"], m["name"]) for m in methods] == [
         (ranks, optimizer, scheme)
         for ranks in (2, 3)
         for optimizer in ("DP-SGD", "DP-Adam")
         for scheme in SCHEMES
     ]
-    before = methods[methods.index(real) - 1]
-    assert real["labels"] == {**before["labels"], "over": "gloo"}
-    assert real["name"] == before["name"] == "local:topk"
-    assert real["settings"] == before["settings"]
-    (real_end, *_), (end, *_) = (m["curves"][0] for m in (real, before))
-    assert real_end["epsilon"] == end["epsilon"]
-    assert real_end["loss"] != end["loss"]  # other samples, and other noise
-    assert real["bytes_per_client_and_round"] == before["bytes_per_client_and_round"] > 0
     for method in methods:
         assert f"{100 * method['mean_error']:.2f}" in result.stdout
         assert method["mean_error"] == pytest.approx(statistics.mean(method["errors"]))
-    lines = [line.split() for line in result.stdout.splitlines() if "simulated" in line]
+    lines = [line.split() for line in result.stdout.splitlines() if ":" in line]
     peers = {cells[2]: cells[-1] for cells in lines if cells[0] == "2"}
     assert peers["central:dense"] == "none"
     assert float(peers["local:topk"]) < float(peers["shares:srht"])

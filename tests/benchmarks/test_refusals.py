@@ -55,7 +55,6 @@ OF_STUDIES: dict[str, list[tuple[list[str], str]]] = {
         (["--schemes", ""], "--schemes or --optimizers is empty"),
         (["--optimizers", "Adam"], "--optimizers: unknown name 'Adam'"),
         (["--optimizers", ""], "--schemes or --optimizers is empty"),
-        (["--gloo", "alone"], "--gloo: unknown name 'alone'"),
         (["--ranks", "1500"], "1293 samples are not enough for 1500 ranks"),
         (["--ratio", "2"], "--ratio must lie in (0, 1], got 2"),
         (["--sigma", "0"], "sigma must be positive, got 0"),

@@ -16,17 +16,12 @@ def private_moments(
     strengths: Annotated[
         list[float],
         cli.Option(
-            "Variances of the gradients, over that of the noise.",
-            "0,0.00016,0.01,0.1,1",
-            least=0,
-            each=float,
+            "Variances of the gradients, over that of the noise.", "0,0.00016,0.01,0.1,1", least=0
         ),
     ],
     at: Annotated[
         list[int],
-        cli.Option(
-            "Steps after which to measure.", "10,100,1000,10000", "10,100", least=1, each=int
-        ),
+        cli.Option("Steps after which to measure.", "10,100,1000,10000", "10,100", least=1),
     ],
     sigma: Annotated[float, cli.Option("The noise multiplier.", 0.4, check=cli.positive)],
     max_grad_norm: Annotated[float, cli.Option("C.", 0.1, check=cli.positive)],

@@ -32,9 +32,7 @@ def private_optimizers(
         int | None,
         cli.Option(f"Expected samples per step. [default: {_DEFAULTS['batch']}]", None, least=1),
     ],
-    sigmas: Annotated[
-        list[float], cli.Option("Noise multipliers.", "0.6,1,2,4", "1,3", each=float)
-    ],
+    sigmas: Annotated[list[float], cli.Option("Noise multipliers.", "0.6,1,2,4", "1,3")],
     max_grad_norm: Annotated[
         float, cli.Option("C. Methods that scale gradients first may have ten times that.", 1.0)
     ],
@@ -52,7 +50,6 @@ def private_optimizers(
             "What is compared, separated by semicolons; all: private and plain (those of words "
             "with --task verses only).",
             "all",
-            each=str,
             separator=";",
             known=["all", "private", "plain", *METHODS],
         ),
