@@ -78,7 +78,6 @@ quality: $(READY)
 studies: $(READY)
 	$(BIN)/python -m benchmarks.studies.safl
 	$(BIN)/python -m benchmarks.studies.safl_dimension
-	$(BIN)/python -m benchmarks.studies.safl_spectrum
 	$(BIN)/python -m benchmarks.studies.convergence
 	$(BIN)/python -m benchmarks.studies.fed_lamb
 	$(BIN)/python -m benchmarks.studies.private_toy_regression

@@ -1,85 +1,12 @@
-"""The look of all plots, and what they have in common."""
+"""The plot of a comparison: curves of its methods against rounds."""
 
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from benchmarks.lab.outcomes import Outcome
 from benchmarks.lab.runs import Point
-
-# Okabe and Ito's palette, which colour-blind readers can tell apart, without black, which is for
-# what the others are measured by, and without yellow, which is hard to see on white; and two of
-# Tol's that go with it.
-COLOURS = (
-    *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
-    *("#E69F00", "#56B4E9", "#882255", "#999933"),
-)
-BLACK = "#18181b"
-DASHES = ("solid", "dashed", "dotted", "dashdot")
-_FAINT = 0.3
-Style = dict[str, Any]
-
-
-def style(index: int) -> Style:
-    """Return the look of the method with this number, where all colours are for methods."""
-    lap, colour = divmod(index, len(COLOURS))
-    return {"color": COLOURS[colour], "linestyle": DASHES[lap % 3]}
-
-
-def new_figure(columns: int = 1, rows: int = 1, width: float = 4.2) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its panels, row by row."""
-    figure = Figure(figsize=(width * columns + 2.2, 3.4 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    for axes in panels.flat:
-        axes.grid(color="#e4e4e7", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure, list(panels.flat)
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Add one legend for all panels and write the figure."""
-    entries = {}
-    for axes in figure.axes:
-        handles, labels = axes.get_legend_handles_labels()
-        entries.update(dict(zip(labels, handles, strict=True)))
-    if entries:
-        figure.legend(entries.values(), entries.keys(), loc="outside right upper", frameon=False)
-    figure.savefig(path, dpi=160)
-    return path
-
-
-def draw_level(axes: Axes, level: float, label: str, look: Style) -> None:
-    """Draw what has no place on a logarithmic axis, which has no zero, as a line across it."""
-    axes.axhline(level, label=label, **look)
-
-
-def draw_curves(
-    axes: Axes,
-    outcome: Outcome,
-    label: str,
-    look: Style,
-    x: Callable[[Point], float] = lambda point: point.round,
-    y: Callable[[Point], float] = lambda point: 100 * point.error,
-) -> None:
-    """Draw a method's mean curve, and those of its seeds faintly; from where x is positive."""
-
-    def draw(curve: Sequence[Point], **own: Any) -> None:
-        points = [point for point in curve if x(point) > 0]
-        axes.plot([x(p) for p in points], [y(p) for p in points], **own)
-
-    mean = outcome.mean_curve()
-    if not any(x(point) > 0 for point in mean):
-        return
-    if len(outcome.runs) > 1:
-        for run in outcome.runs:
-            draw(run.curve, **{**look, "linewidth": 0.8, "alpha": _FAINT})
-    draw(mean, label=label, **{"linewidth": 1.8, **look})
 
 
 def draw_sections(
@@ -88,8 +15,8 @@ def draw_sections(
     label: str,
     y: Callable[[Point], float],
     path: Path,
-) -> Path:
-    """Write the mean curves of outcomes against rounds, a panel for each section; return the path.
+) -> None:
+    """Write the mean curves of outcomes against rounds, a panel for each section.
 
     Args:
         outcomes: the methods.
@@ -100,38 +27,18 @@ def draw_sections(
     """
     sections = list(dict.fromkeys(str(section(outcome)) for outcome in outcomes))
     names = list(dict.fromkeys(outcome.name for outcome in outcomes))
-    figure, panels = new_figure(len(sections), width=3.2)
+    figure = Figure(figsize=(3.2 * len(sections) + 2.2, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(sections), squeeze=False, sharey=True)[0]
     for axes, title in zip(panels, sections, strict=True):
+        axes.set(title=title, xlabel="round")
         for outcome in outcomes:
-            if str(section(outcome)) == title:
-                draw_curves(axes, outcome, outcome.name, style(names.index(outcome.name)), y=y)
-        axes.set_title(title, fontsize="medium")
-        count_rounds(axes)
+            curve = outcome.mean_curve()
+            if str(section(outcome)) == title and curve:
+                rounds, values = zip(*((point.round, y(point)) for point in curve), strict=True)
+                axes.plot(rounds, values, f"C{names.index(outcome.name)}", label=outcome.name)
     panels[0].set_ylabel(label)
-    return save(figure, path)
-
-
-def draw_ends(
-    axes: Axes, ends: Iterable[tuple[float, Sequence[float]]], label: str, look: Style
-) -> None:
-    """Draw where methods end: a line over the means, every seed a dot.
-
-    Args:
-        axes: where.
-        ends: what each has cost, and what each of its seeds has reached.
-        label: of the line.
-        look: its colour and dash.
-    """
-    ordered = sorted(ends, key=lambda end: end[0])
-    if not ordered:
-        return
-    means = [statistics.mean(values) for _, values in ordered]
-    axes.plot([cost for cost, _ in ordered], means, label=label, **{"marker": "o", **look})
-    for cost, values in ordered:
-        axes.plot([cost] * len(values), values, ".", color=look["color"], alpha=_FAINT)
-
-
-def count_rounds(axes: Axes, what: str = "round") -> None:
-    """Let the x axis count rounds."""
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(what)
+    entries = {
+        line.get_label(): line for axes in panels for line in axes.get_legend_handles_labels()[0]
+    }
+    figure.legend(entries.values(), entries.keys(), loc="outside right upper")
+    figure.savefig(path)

@@ -16,7 +16,8 @@ LEFT = ("method", "note", "partition")
 TITLE = "Sent: bytes per client and round; held-out error; *: the largest or smallest rate tried"
 
 Item = TypeVar("Item")
-Columns = Mapping[str, Callable[[Outcome], str]]
+Cell = Callable[[Outcome], str]
+Columns = Mapping[str, Cell]
 """The cells of a column, by its name."""
 
 

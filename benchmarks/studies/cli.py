@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 _missing = [
     n for n in ("typer", "rich", "matplotlib", "sklearn") if not importlib.util.find_spec(n)
@@ -36,7 +36,7 @@ from benchmarks.lab.output import INTERRUPTED, Interruption, prepare_folder  # n
 from benchmarks.lab.plots import draw_sections  # noqa: E402
 from benchmarks.lab.progress import Display, open_display  # noqa: E402
 from benchmarks.lab.runs import Point, RunStore  # noqa: E402
-from benchmarks.lab.search import Tuning  # noqa: E402
+from benchmarks.lab.search import FACTOR, Tuning  # noqa: E402
 from benchmarks.lab.tables import Columns, tabulate  # noqa: E402
 from benchmarks.lab.tasks import TASKS, Task, build_task  # noqa: E402
 from comm_hooks.config import unknown  # noqa: E402
@@ -52,8 +52,7 @@ class Option:
         full: its value unless it is given.
         quick: the same with ``--quick``; None for ``full``.
         least: the least that a number may be.
-        each: what the values of a list are: int, float (1/64, too) or str.
-        separator: of the list.
+        separator: between the values of a list, of int, float (1/64, too) or str.
         known: the names that may be given.
         check: raises ``ValueError`` for a value, given with the option's name.
         metavar: what help calls the value.
@@ -65,7 +64,6 @@ class Option:
     full: Any
     quick: Any = None
     least: float | None = None
-    each: Callable[[str], Any] | None = None
     separator: str = ","
     known: Sequence[str] | None = None
     check: Callable[[str, Any], None] = lambda name, value: None
@@ -75,12 +73,13 @@ class Option:
 
     def parameter(self, name: str, kind: Any) -> inspect.Parameter:
         """Return it as Typer has it, for a function's argument of that type."""
-        kind = self.kind or (str if self.each else kind)
+        is_list = get_origin(kind) is list
+        kind = self.kind or (str if is_list else kind)
         text, default = self.help, self.full
         if self.quick is not None:
             text += f" [default: {self.full}, quick: {self.quick}]"
             kind, default = kind | None, None
-        metavar = "LIST" if self.each else self.metavar
+        metavar = "LIST" if is_list else self.metavar
         option = typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text.strip())
         return inspect.Parameter(
             name,
@@ -89,7 +88,7 @@ class Option:
             annotation=Annotated[kind, option],
         )
 
-    def read(self, name: str, given: Any, quick: bool) -> Any:
+    def read(self, name: str, kind: Any, given: Any, quick: bool) -> Any:
         """Return the value.
 
         Raises:
@@ -98,16 +97,21 @@ class Option:
         option = f"--{name.replace('_', '-')}"
         if given is None:
             given = self.quick if quick and self.quick is not None else self.full
-        if self.each is str:
-            given = [part.strip() for part in given.split(self.separator) if part.strip()]
-        elif self.each:
-            given = [_number(option, part.strip(), self.each) for part in given.split(",")]
-        for value in given if self.each else [given]:
+        is_list = get_origin(kind) is list
+        if is_list:
+            (each,) = get_args(kind)
+            parts = [part.strip() for part in given.split(self.separator)]
+            given = (
+                list(filter(None, parts))
+                if each is str
+                else [_number(option, part, each) for part in parts]
+            )
+        for value in given if is_list else [given]:
             if self.known is not None and value not in self.known:
                 raise ValueError(f"{option}: {unknown('name', value, self.known)}")
             if self.least is not None and value is not None and not self.least <= value < math.inf:
                 raise ValueError(f"{option} must be at least {self.least:g}, got {value}")
-            self.check(option + ":" * bool(self.each), value)
+            self.check(option + ":" * is_list, value)
         return self.convert(given)
 
 
@@ -216,7 +220,10 @@ def study(function: Callable[..., Run]) -> typer.Typer:
 
     def command(**given: Any) -> None:
         with refusing(name):
-            values = {k: o.read(k, given[k], given["quick"]) for k, o in options.items()}
+            values = {
+                k: o.read(k, hints[k].__origin__, given[k], given["quick"])
+                for k, o in options.items()
+            }
             own = {key: values[key] for key in arguments}
             run = function(**own)
             prepare(own.get("device", "cpu"), values["threads"], values["out"])
@@ -302,10 +309,6 @@ def prepare(device: str, threads: int, out: Path) -> None:
     prepare_folder(out)
 
 
-def _error(outcome: Outcome) -> str:
-    return f"error {100 * statistics.mean(outcome.errors):.2f} %"
-
-
 @dataclass(frozen=True)
 class Comparison:
     """A study that tunes and runs methods.
@@ -317,13 +320,8 @@ class Comparison:
         columns: of the table, given all outcomes.
         section: the table has a line, and the plot another panel, where its value changes.
         settings: for the record, beside the options.
-        findings: facts for the record about the outcomes as a whole.
-        reached: the result of a method in words.
-        follow: the outcomes to report in place of one.
         curves: the y axis of the plot against rounds, and its name.
-        plots: write more plots of the outcomes to a folder, and return their paths.
-        choosing: options that only select runs, beside methods, seeds and tries: runs that were
-            made with others still count.
+        factor: between neighbouring learning rates.
     """
 
     methods: Sequence[Method]
@@ -332,18 +330,14 @@ class Comparison:
     columns: Callable[[list[Outcome]], Columns]
     section: Callable[[Outcome], object]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    findings: Callable[[list[Outcome]], dict[str, Any]] = lambda outcomes: {}
-    reached: Callable[[Outcome], str] = _error
-    follow: Callable[[Outcome], Iterable[Outcome]] = lambda outcome: [outcome]
     curves: tuple[str, Callable[[Point], float]] = (
         "held-out error (%)",
         lambda point: 100 * point.error,
     )
-    plots: Callable[[list[Outcome], Path], list[Path]] = lambda outcomes, out: []
-    choosing: Sequence[str] = ()
+    factor: float = FACTOR
 
     def __call__(self, place: Place) -> None:
-        """Run everything; write ``<name>.json`` and the plots, and print the table.
+        """Run everything; write ``<name>.json`` and the plot, and print the table.
 
         ``seeds`` are run, and ``tries`` made (one by default), as the settings say. Until all is
         finished, runs are kept in ``runs.jsonl`` and not made again, whichever methods they were
@@ -355,19 +349,18 @@ class Comparison:
         console = make_console()
         settings = {**place.settings, **self.settings}
         finished: list[Outcome] = []
-        chosen = {*_CHOOSING, *self.choosing}
         whole = {**place.options, **self.settings}
-        study = {key: value for key, value in whole.items() if key not in chosen}
+        study = {key: value for key, value in whole.items() if key not in _CHOOSING}
         runs = RunStore(place.out / "runs.jsonl", study)
         if len(runs):
             console.print(
                 f"Going on after {len(runs)} runs, kept in {runs.file}: remove it to begin anew"
             )
-        tuning = Tuning(settings.get("tries", 1), range(settings["seeds"]))
+        tries, seeds = settings.get("tries", 1), range(settings["seeds"])
+        tuning = Tuning(tries, seeds, self.factor)
         with Interruption() as interruption, open_display(console, len(self.methods)) as display:
             for method in self.methods:
-                outcome = self._run(method, tuning, runs, display)
-                finished += self.follow(outcome)
+                finished.append(self._run(method, tuning, runs, display))
         if finished:
             columns = self.columns(finished)
             console.print(tabulate(self.title, columns, finished, self.section))
@@ -375,13 +368,11 @@ class Comparison:
                 "seconds": round(sum(run.seconds or 0.0 for run in runs)),
                 "complete": not interruption.happened,
                 "settings": settings,
-                "findings": self.findings(finished),
                 "methods": [outcome.to_dict() for outcome in finished],
             }
             curves = place.out / "curves.png"
             draw_sections(finished, self.section, *self.curves, curves)
-            paths = [curves, *self.plots(finished, place.out)]
-            write_record(place, record, console, paths)
+            write_record(place, record, console, [curves])
         if not interruption.happened:
             runs.file.unlink(missing_ok=True)
         end(place, interruption, f", {len(finished)} methods finished")
@@ -395,7 +386,9 @@ class Comparison:
                 runs.add(method.run(spec, display.advance))
         outcome = tuning.outcome(method, runs)
         assert outcome is not None
-        end = "diverged" if outcome.diverged else self.reached(outcome)
+        label, value = self.curves
+        ends = [value(run.curve[-1]) for run in outcome.runs if not run.failure]
+        end = "diverged" if outcome.diverged else f"{label} {statistics.mean(ends):.4g}"
         display.end_method(f"{end}, lr {outcome.settings['lr']:.3g}")
         return outcome
 
@@ -409,7 +402,6 @@ class Measurement:
         measure: yields rows, and calls the function that it is given on the way.
         make_tables: makes tables of the rows.
         record: the fields of the record, given the rows.
-        plots: write plots of the rows to a folder, and return their paths.
         settings: for the record, beside the options.
     """
 
@@ -417,11 +409,10 @@ class Measurement:
     measure: Callable[[Advance], Iterator[Any]]
     make_tables: Callable[[list[Any]], list[Table]]
     record: Callable[[list[Any]], dict[str, Any]]
-    plots: Callable[[list[Any], Path], list[Path]] = lambda rows, out: []
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, place: Place) -> None:
-        """Measure; write ``<name>.json`` and the plots, and print the tables.
+        """Measure; write ``<name>.json``, and print the tables.
 
         Raises:
             typer.Exit: with code 130, after all that, if the study was interrupted.
@@ -441,7 +432,7 @@ class Measurement:
                 "settings": {**place.settings, **self.settings},
                 **self.record(rows),
             }
-            write_record(place, record, console, self.plots(rows, place.out))
+            write_record(place, record, console)
         end(place, interruption)
 
 
@@ -453,25 +444,20 @@ def end(place: Place, interruption: Interruption, account: str = "") -> None:
 
 
 def write_record(
-    place: Place, record: Mapping[str, Any], console: Console, plots: Iterable[Path]
+    place: Place, record: Mapping[str, Any], console: Console, plots: Iterable[Path] = ()
 ) -> None:
     """Write ``<name>.json``, with what a reader must know to repeat it, and tell what there is."""
     file = place.out / f"{place.name}.json"
-    whole = {"study": place.name, **describe_machine(), **record}
+    whole = {"study": place.name, **describe_machine(place.name), **record}
     file.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
     for path in [file, *plots]:
         console.print(Text(f"Wrote {path}"), soft_wrap=True)
 
 
-def describe_machine() -> dict[str, str]:
-    """Return what a reader must know to repeat the figures, beside the settings."""
+def describe_machine(name: str) -> dict[str, str]:
+    """Return the command, the machine and the versions of a study, for its record."""
     return {
-        "command": shlex.join(["python", "-m", *_module(), *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"benchmarks.studies.{name}", *sys.argv[1:]]),
         "machine": f"{processor()}, {platform.system()}",
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
     }
-
-
-def _module() -> list[str]:
-    specification = getattr(sys.modules["__main__"], "__spec__", None)
-    return [specification.name.removesuffix(".__main__")] if specification else [sys.argv[0]]

@@ -9,9 +9,19 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from benchmarks.studies.convergence.__main__ import Row, app, make_rows_table
-from benchmarks.studies.convergence.descent import Problem, squared_gradients
-from benchmarks.studies.convergence.methods import OneClient, Parameters, make_methods
+from benchmarks.lab.outcomes import Diverged
+from benchmarks.lab.runs import Point
+from benchmarks.studies.convergence.__main__ import app, exponent
+from benchmarks.studies.convergence.descent import Build, Problem, squared_gradients
+from benchmarks.studies.convergence.methods import (
+    OneClient,
+    Parameters,
+    dp_micro_adam,
+    fed_lamb,
+    make_methods,
+    make_safl,
+)
+from tests.benchmarks.studying import nothing
 
 pytestmark = pytest.mark.filterwarnings("ignore:world size is 1")
 
@@ -20,52 +30,47 @@ def descend(parameters: Parameters, lr: float, seed: int) -> OneClient:
     return OneClient(torch.optim.SGD([p for _, p in parameters], lr))
 
 
+def squared(
+    problem: Problem, scale: float, steps: int, seed: int = 0, build: Build = descend
+) -> Point:
+    return squared_gradients(problem, build, scale=scale, steps=steps, seed=seed, advance=nothing)
+
+
 def test_gradient_descent_on_equal_eigenvalues_does_what_theory_says() -> None:
     # |g_t|^2 = d (1 - lr)^2t without noise.
-    problem = Problem("flat", 64, noise=1e-12)
-    found = squared_gradients(problem, descend, scale=1.0, steps=100, seed=0)
-    assert found.largest == 1
-    assert found.mean == pytest.approx(64 * sum(0.9 ** (2 * t) for t in range(100)) / 100, rel=1e-4)
+    found = squared(Problem("flat", 64, noise=1e-12), 1.0, 100)
+    assert found.error == 1
+    assert found.loss == pytest.approx(64 * sum(0.9 ** (2 * t) for t in range(100)) / 100, rel=1e-4)
 
 
 def test_noise_costs_what_theory_says() -> None:
     # With steps of lr = 0.5, |g|^2 settles at d noise^2 lr / (2 - lr).
-    problem = Problem("flat", 1024, noise=2.0)
-    found = squared_gradients(problem, descend, scale=0.5 * math.sqrt(400), steps=400, seed=1)
+    found = squared(Problem("flat", 1024, noise=2.0), 0.5 * math.sqrt(400), 400, seed=1)
     settled = 1024 * 4 * 0.5 / 1.5
-    assert settled / 1024 < found.largest < 1.7
-    assert found.mean == pytest.approx(settled + 1024 / 400 / 0.75, rel=0.02)
+    assert settled / 1024 < found.error < 1.7
+    assert found.loss == pytest.approx(settled + 1024 / 400 / 0.75, rel=0.02)
 
 
-def test_what_diverges_is_infinite() -> None:
-    problem = Problem("flat", 64, noise=1.0)
-    assert squared_gradients(problem, descend, scale=100.0, steps=100, seed=0).mean == math.inf
+def test_an_exploding_gradient_is_divergence() -> None:
+    with pytest.raises(Diverged):
+        squared(Problem("flat", 64, noise=1.0), 100.0, 100)
 
 
 def test_more_clients_bring_less_noise() -> None:
     problem = Problem("power law", 256, noise=1.0)
-    one, sixteen = (
-        squared_gradients(problem, method.build, scale=0.3, steps=60, seed=0).mean
-        for method in make_methods([1, 16], [1])
-        if method.name == "FED-LAMB"
-    )
+    one, sixteen = (squared(problem, 0.3, 60, build=fed_lamb(n)).loss for n in (1, 16))
     assert sixteen < one / 2
 
 
-def test_the_slope_and_the_edge() -> None:
-    tries = {0.1: 2.0, 0.2: 1.0, 0.4: None}
-    row = Row(
-        "m", 1, 1, 0.2, tries, (100, 400), [[1.0, 3.0], [0.5, 1.5]], [[1.0, 1.5], [2.0, 1.25]]
-    )
-    assert row.exponent == pytest.approx(-0.5)
-    assert not row.is_at_an_edge
-    lost = Row(
-        "m", 4, 2, 0.1, tries, (100, 400), [[1.0, 3.0], [0.5, None]], [[1.0, 1.0], [1.0, None]]
-    )
-    assert lost.exponent is None
-    cells = [list(column.cells) for column in make_rows_table([row, lost]).columns]
-    assert [str(cell[1]) for cell in cells[2:]] == ["2", "0.1*", "2.0000", "-", "-", "-"]
-    assert str(cells[-1][0]) == "2.00"
+def test_the_constant_is_tuned_on_the_middle_length() -> None:
+    method = make_methods(Problem("flat", 64, noise=1.0), [5, 10, 20], [1], [1])[0]
+    curve = method.train({"lr": 0.1}, 0, nothing)
+    assert [point.round for point in curve] == [5, 10, 20]
+    assert curve[-1].validation == curve[1].loss
+
+
+def test_the_exponent() -> None:
+    assert exponent([Point(100, 3.0, 1.0, 0), Point(400, 1.5, 1.0, 0)]) == pytest.approx(-0.5)
 
 
 @pytest.mark.slow
@@ -86,8 +91,8 @@ def test_the_command_from_end_to_end(tmp_path: Path) -> None:
     ]
     result = CliRunner().invoke(app, [*small, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    rows = json.loads((tmp_path / "convergence.json").read_text())["rows"]
-    assert [(row["method"], row["clients"], row["local_steps"]) for row in rows] == [
+    methods = json.loads((tmp_path / "convergence.json").read_text())["methods"]
+    assert [(m["name"], *m["labels"].values()) for m in methods] == [
         ("DP-MicroAdam", 1, 1),
         ("DP-MicroAdam, published", 1, 1),
         ("SAFL", 1, 1),
@@ -95,21 +100,20 @@ def test_the_command_from_end_to_end(tmp_path: Path) -> None:
         ("FED-LAMB", 1, 1),
         ("FED-LAMB", 2, 1),
     ]
-    assert all(len(own) == 2 for row in rows for own in row["squared"])
+    assert all(len(m["curves"]) == 2 for m in methods)
 
 
 def test_methods_compress_what_they_are_given() -> None:
     parameters = [("weight", nn.Parameter(torch.ones(32, 2)))]
-    micro_adam = make_methods([1], [1])[0].build(parameters, 0.1, 0)
+    micro_adam = dp_micro_adam()(parameters, 0.1, 0)
     parameters[0][1].grad = torch.randn(32, 2)
     micro_adam.step()
     assert int((parameters[0][1] != 1).sum()) == 1  # 1 % of 64, rounded up
 
 
 def test_local_steps_follow_one_another_before_anything_is_exchanged() -> None:
-    (method,) = (m for m in make_methods([1], [3]) if m.name == "SAFL")
     weight = nn.Parameter(torch.ones(32, 2))
-    safl = method.build([("weight", weight)], 0.3, 0)
+    safl = make_safl(0.25, 3)([("weight", weight)], 0.3, 0)
     assert list(safl.clients()) == [0, 0, 0]
     seen = []
     for _ in safl.clients():

@@ -1,103 +1,28 @@
-"""The study of private optimizers: networks, public images, and what each method is told."""
+"""The study of private optimizers: public images, and the settings of each method."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from benchmarks.lab.training import new_model
 from benchmarks.studies.private_optimizers import methods
 from benchmarks.studies.private_optimizers.data import Given, PartlyPublic, build
 from benchmarks.studies.private_optimizers.methods import (
-    ABLATIONS,
     METHODS,
     PLAIN,
     PRIVATE,
     make_methods,
 )
-from benchmarks.studies.private_optimizers.models import (
-    StandardizedConv2d,
-    small_cnn,
-    wide_resnet,
-)
 from benchmarks.studies.private_training import PrivatePlan
-from comm_hooks.optim.private import PerSampleGradients, check_model
-from tests.benchmarks.lab.published import write_cifar10, write_fashion_mnist
 from tests.benchmarks.studying import nothing
 
 PLAN = PrivatePlan(20, 64, 0.05, 0.01, 1.0, 1e-4, 1, micro_batch_size=64)
 
 
-def test_wrn_16_4_has_the_published_size() -> None:
-    model = wide_resnet()
-    # Three groups of two blocks: 12 convolutions of 3x3, the first one and 3 shortcuts.
-    convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
-    assert len(convolutions) == 16
-    assert all(isinstance(m, StandardizedConv2d) for m in convolutions)
-    assert sum(p.numel() for p in model.parameters()) == 2_748_890
-    with torch.no_grad():
-        assert model(torch.randn(1, 3, 32, 32)).shape == (1, 10)
-        # Two groups halve the resolution.
-        assert model[:7](torch.randn(1, 3, 32, 32)).shape == (1, 256, 8, 8)
-
-
-def test_filters_are_standardized() -> None:
-    conv = StandardizedConv2d(8, 5, 3)
-    with torch.no_grad():
-        conv.weight.mul_(3).add_(2)
-    filters = conv.standardized().flatten(1)
-    torch.testing.assert_close(filters.mean(1), torch.zeros(5), atol=1e-6, rtol=0)
-    torch.testing.assert_close(filters.norm(dim=1), torch.ones(5), atol=1e-4, rtol=0)
-    # The variance of white noise stays what it is.
-    x = torch.randn(4, 8, 16, 16)
-    inside = conv(x)[:, :, 1:-1, 1:-1]
-    assert float(inside.detach().var()) == pytest.approx(1, rel=0.1)
-    torch.testing.assert_close(conv(x), F.conv2d(x, conv.standardized(), padding=1))
-
-
-@pytest.mark.parametrize(
-    ("build", "shape"),
-    [(small_cnn, (1, 8, 8)), (lambda: wide_resnet(depth=10, factor=1), (3, 32, 32))],
-)
-def test_networks_have_gradients_of_single_samples(
-    build: Callable[[], torch.nn.Module], shape: tuple[int, ...]
-) -> None:
-    torch.manual_seed(0)
-    model = build()
-    check_model(model)
-    inputs, labels = torch.randn(3, *shape), torch.tensor([1, 2, 3])
-
-    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    gradients = PerSampleGradients(model, loss, max_grad_norm=1e6)
-    gradients.backward((inputs, labels))
-    summed = gradients.take().tensors
-    (3 * loss(model, (inputs, labels))).backward()
-    for parameter, tensor in zip(model.parameters(), summed, strict=True):
-        assert parameter.grad is not None
-        torch.testing.assert_close(tensor, parameter.grad, atol=1e-4, rtol=1e-3)
-
-
 def digits(seed: int) -> PartlyPublic:
     return build("digits", seed, None, public=0.01, validation=0.1)
-
-
-def test_public_images_from_elsewhere_are_turned() -> None:
-    upright, turned = (
-        build("digits", 0, None, public=0.01, validation=0.1, turned=turned).public
-        for turned in (False, True)
-    )
-    (images, labels), *_ = upright.in_order(len(upright))
-    (other, same), *_ = turned.in_order(len(turned))
-    assert torch.equal(other, images.rot90(dims=(2, 3)))
-    assert torch.equal(same, labels)
-    with pytest.raises(ValueError, match="--public-turned: verses has no images"):
-        build("verses", 0, None, public=0.01, validation=0.1, turned=True)
 
 
 def test_public_samples_and_those_for_validation_are_nobody_elses() -> None:
@@ -133,51 +58,6 @@ def test_methods_of_words_learn_from_verses() -> None:
         settings = {"lr": 0.4, **method.variants[-1]}
         curve = method.train(settings, 0, nothing)
         assert curve[-1].error < 0.7, method.name  # 0.77 is what the largest part alone gives
-
-
-@pytest.mark.parametrize("name", ABLATIONS)
-def test_ablations_are_what_their_names_say(name: str) -> None:
-    data = digits(0)
-    given = Given(new_model(data.task, 0, "cpu"), data, PLAN, 0)
-    compared = METHODS[name]
-    (variant,) = compared.variants
-    optimizer: Any = compared.make(given, {"lr": 0.01, **variant})
-    group = optimizer.param_groups[0]
-    phi = PLAN.noise_variance
-    if "eps" in name:
-        assert group["eps"] == pytest.approx(float(name.split()[2]) * phi**0.5)
-    elif "beta1" in name:
-        beta1, beta2 = group["betas"]
-        assert f"beta1 {beta1:g}" in name
-        assert (1 - beta1) ** 2 == pytest.approx(1 - beta2)
-    elif "s =" in name:
-        assert name.endswith(f"= {optimizer.sgd_steps}")
-        assert optimizer.preconditioned_steps == optimizer.sgd_steps
-    elif "v +" in name:
-        p = next(given.model.parameters())
-        before = p.detach().clone()
-        p.grad = torch.full_like(p, 0.01)
-        optimizer.step()
-        shift = float(name.split()[3]) * phi
-        step = 0.01 * 0.01 / (0.01**2 + shift) ** 0.5
-        torch.testing.assert_close(before - p, torch.full_like(p, step), rtol=1e-3, atol=0)
-    elif name.startswith("DP-MicroAdam"):
-        assert group["bias_correction"] in ("published" if "published" in name else "window")
-        changed = {"density": 0.1, "window": 10, "residual_bits": 4}
-        if "published" not in name:
-            option, value = name.removeprefix("DP-MicroAdam, ").removesuffix(" bits").split()
-            changed[option.replace("residual", "residual_bits")] = float(value)
-        assert {option: group[option] for option in changed} == changed
-    elif "as DP-SGD" in name:
-        assert group["lr"] == pytest.approx(0.01 * 0.1 / phi**0.5)
-    else:
-        for p in given.model.parameters():
-            p.grad = torch.zeros_like(p).normal_()
-        optimizer.noise_variance = 0.25
-        optimizer.step()
-        subtracted = next(iter(optimizer.state.values()))["noise_avg"] / (1 - 0.999)
-        assert f"{subtracted / 0.25:.2g} Phi" in name
-        assert optimizer.noise_variance == 0.25
 
 
 def test_floors_and_clipping_norms_are_in_units_of_the_plan(
@@ -216,25 +96,3 @@ def test_floors_and_clipping_norms_are_in_units_of_the_plan(
         "DPAdamPub": 0.5,
         "PDADPMD": 0.5,
     }
-
-
-def test_cifar_10_is_learned_from_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_cifar10(tmp_path)
-    data = build("cifar10", 0, tmp_path, public=0.01, validation=0.1)
-    assert data.task.make_model is wide_resnet
-    assert (len(data.task.clients[0]), len(data.public)) == (89, 1)
-    small = replace(data.task, make_model=lambda: wide_resnet(depth=10, factor=1))
-    plan = replace(PLAN, steps=12, batch=32, sample_rate=0.3, max_grad_norm=4.0)
-    (method,) = make_methods(["DP-Adam"], [replace(data, task=small)], [plan])
-    curve = method.train({"lr": 0.01}, 0, nothing)
-    untrained = small.evaluate(new_model(small, 0, "cpu"))
-    assert curve[-1].loss < 0.9 * untrained["loss"]
-
-
-def test_an_autoencoder_s_public_images_are_not_turned(tmp_path: Path) -> None:
-    write_fashion_mnist(tmp_path)
-    build("autoencoder", 0, tmp_path, public=0.1, validation=0.1)
-    with pytest.raises(ValueError, match="--public-turned: autoencoder would have to turn"):
-        build("autoencoder", 0, tmp_path, public=0.1, validation=0.1, turned=True)

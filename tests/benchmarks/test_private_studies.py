@@ -16,8 +16,8 @@ def test_optimizers_from_end_to_end(tmp_path: Path) -> None:
     arguments = ["--quick", "--steps", "4", "--batch", "48", "--sigmas", "1,2", "--points", "2"]
     result = invoke("private_optimizers", *arguments, "--seeds", "2", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    plots = {"curves.png", "accuracy-vs-epsilon.png"}
-    assert {path.name for path in tmp_path.iterdir()} == {"private_optimizers.json", *plots}
+    files = {"private_optimizers.json", "curves.png"}
+    assert {path.name for path in tmp_path.iterdir()} == files
     record = json.loads((tmp_path / "private_optimizers.json").read_text())
     assert record["complete"]
     assert record["settings"]["delta"] == 0.5 / 1281
@@ -58,26 +58,16 @@ def test_compressed_from_end_to_end(tmp_path: Path) -> None:
     files = {"private_compressed.json", "curves.png"}
     assert {path.name for path in tmp_path.iterdir()} == files
     methods = json.loads((tmp_path / "private_compressed.json").read_text())["methods"]
-    simulated = [m for m in methods if m["labels"]["over"] == "simulated"]
-    (real,) = [m for m in methods if m["labels"]["over"] == "gloo"]
-    assert [(m["labels"]["ranks"], m["labels"]["optimizer"], m["name"]) for m in simulated] == [
+    assert [(m["labels"]["ranks"], m["labels"]["optimizer"], m["name"]) for m in methods] == [
         (ranks, optimizer, scheme)
         for ranks in (2, 3)
         for optimizer in ("DP-SGD", "DP-Adam")
         for scheme in SCHEMES
     ]
-    before = methods[methods.index(real) - 1]
-    assert real["labels"] == {**before["labels"], "over": "gloo"}
-    assert real["name"] == before["name"] == "local:topk"
-    assert real["settings"] == before["settings"]
-    (real_end, *_), (end, *_) = (m["curves"][0] for m in (real, before))
-    assert real_end["epsilon"] == end["epsilon"]
-    assert real_end["loss"] != end["loss"]  # other samples, and other noise
-    assert real["bytes_per_client_and_round"] == before["bytes_per_client_and_round"] > 0
     for method in methods:
         assert f"{100 * method['mean_error']:.2f}" in result.stdout
         assert method["mean_error"] == pytest.approx(statistics.mean(method["errors"]))
-    lines = [line.split() for line in result.stdout.splitlines() if "simulated" in line]
+    lines = [line.split() for line in result.stdout.splitlines() if ":" in line]
     peers = {cells[2]: cells[-1] for cells in lines if cells[0] == "2"}
     assert peers["central:dense"] == "none"
     assert float(peers["local:topk"]) < float(peers["shares:srht"])
@@ -88,9 +78,7 @@ def test_moments_from_end_to_end(tmp_path: Path) -> None:
     arguments = ["--at", "3,20", "--coordinates", "500", "--beta2", "0.9", "--strengths", "0,2"]
     result = invoke("private_moments", *arguments, "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    plots = {"histograms.png", "first-moments.png", "steps.png"}
-    files = {"private_moments.json", *plots}
-    assert {path.name for path in tmp_path.iterdir()} == files
+    assert [path.name for path in tmp_path.iterdir()] == ["private_moments.json"]
     record = json.loads((tmp_path / "private_moments.json").read_text())
     assert [(row["step"], row["strength"]) for row in record["moments"]] == [
         (3, 0.0),
@@ -102,4 +90,4 @@ def test_moments_from_end_to_end(tmp_path: Path) -> None:
         assert f"{row['v_hat']:.4f}" in result.stdout
         assert f"{100 * row['spread']:.3f}" in result.stdout
     again = invoke("private_moments", *arguments, "--out", str(tmp_path / "again"))
-    assert again.stdout.splitlines()[:9] == result.stdout.splitlines()[:9]
+    assert again.stdout.splitlines()[:-1] == result.stdout.splitlines()[:-1]

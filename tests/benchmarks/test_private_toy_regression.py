@@ -124,8 +124,8 @@ def test_the_command_writes_what_it_says(tmp_path: Path) -> None:
         assert len(m["curves"]) == 2
         assert [point["round"] for point in m["curves"][0]] == [2, 4, 6]
         assert m["name"] in result.output
-    assert record["findings"]["delta"] == 0.001
-    assert 0 < record["findings"]["epsilon"] < 1.5
+    assert record["settings"]["delta"] == 0.001
+    assert 0 < record["settings"]["epsilon"] < 1.5
     assert record["settings"]["batch"] == 8
     assert record["settings"]["rare"] == 0.01
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.lab.runs import Point, mean_curve
+from benchmarks.studies.convergence.__main__ import exponent
 from benchmarks.studies.quadratics import SPECTRA
 from tests.docs.pages import ROOT
 
@@ -68,17 +70,21 @@ DIMENSION = {
 
 def test_rounds_against_dimensions() -> None:
     record = record_of("safl_dimension")
-    assert not any(row["at an edge"] for row in record["rows"] if row["method"] != "fetch_sgd")
-    rows = {(r["method"], r["spectrum"], r["numel"]): r for r in record["rows"]}
+    limit = record["settings"]["limit"]
+    methods = {
+        (m["name"], m["labels"]["spectrum"], m["labels"]["parameters"]): m
+        for m in record["methods"]
+    }
+    assert not any(m["lr_is_at_edge"] for (name, *_), m in methods.items() if name != "fetch_sgd")
     spectra = dict(zip(("all equal", "i^-1.5"), SPECTRA, strict=True))
     lines = rows_after("Rounds to a tenth of the loss against")
     assert len(lines) == 12
     for title, eigenvalues, *cells in lines:
         for numel, cell in zip(record["settings"]["numels"], cells, strict=True):
-            row = rows[DIMENSION[title], spectra[eigenvalues], numel]
-            arrived = [run["rounds"] is not None for run in row["runs"]]
-            if row["mean"] is not None:
-                assert cell == f"{row['mean']:.0f}"
+            method = methods[DIMENSION[title], spectra[eigenvalues], numel]
+            arrived = [loss is not None and loss <= limit for loss in method["losses"]]
+            if all(arrived):
+                assert cell == f"{method['mean_loss']:.0f}"
             else:
                 assert cell == ("one or two seeds of three" if any(arrived) else "> 1,000")
 
@@ -122,23 +128,6 @@ def test_errors_of_private_clients() -> None:
         assert error == ", ".join(f"{100 * method['mean_error']:.1f}" for method in methods)
         errors = ", ".join(f"{100 * e:.1f}" for e in methods[0]["errors"])
         assert each == (errors if len(methods) == 1 else "")
-
-
-def test_intrinsic_dimensions() -> None:
-    record = record_of("safl_spectrum")
-    lines = rows_after("The Hessian of the ResNet above")
-    assert f"{record['settings']['parameters']:,}" in MEASUREMENTS
-    assert lines == [
-        [
-            str(row["round"]),
-            f"{row['loss']:.3f}",
-            f"{row['largest']:.3g}",
-            f"{row['smallest']:.3g}",
-            f"{row['intrinsic_dimension']:.0f}",
-            f"{100 * row['near_zero']:.1f} %",
-        ]
-        for row in record["rows"]
-    ]
 
 
 REGRESSION = {"the same after the noise": "A after the noise", "DP^2": "DP2"}
@@ -205,16 +194,19 @@ def test_errors_of_fed_lamb_on_fashion_mnist() -> None:
 
 
 def test_rates_of_convergence() -> None:
-    record = record_of("convergence")
-    assert not any(row["at an edge"] for row in record["rows"])
-    assert rows_after("Mean squared gradients of T rounds") == [
-        [
-            row["method"],
-            str(row["clients"]),
-            str(row["local_steps"]),
-            *(f"{mean:.4f}" for mean in row["means"]),
-            f"{row['exponent']:+.2f}",
-            f"{max(max(seeds) for seeds in row['largest']):.2f}",
-        ]
-        for row in record["rows"]
-    ]
+    rows = []
+    for method in record_of("convergence")["methods"]:
+        assert not method["lr_is_at_edge"]
+        curves = [[Point(**point) for point in curve] for curve in method["curves"]]
+        mean = mean_curve(curves)
+        rows.append(
+            [
+                method["name"],
+                str(method["labels"]["clients"]),
+                str(method["labels"]["K"]),
+                *(f"{point.loss:.4f}" for point in mean),
+                f"{exponent(mean):+.2f}",
+                f"{max(point.error for curve in curves for point in curve):.2f}",
+            ]
+        )
+    assert rows_after("Mean squared gradients of T rounds") == rows

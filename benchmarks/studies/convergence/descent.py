@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from benchmarks.lab.outcomes import Advance, Diverged
+from benchmarks.lab.runs import Point
 from benchmarks.studies.quadratics import make_quadratic
 
 _EXPLODED = 1e6
@@ -48,37 +50,23 @@ class Problem:
     noise: float
 
 
-@dataclass(frozen=True)
-class Squared:
-    """The squared lengths of the exact gradients at the beginnings of all steps.
-
-    Args:
-        mean: infinite if the method diverges.
-        largest: the same, over that of the first step.
-    """
-
-    mean: float
-    largest: float
-
-
 def squared_gradients(
-    problem: Problem,
-    build: Build,
-    *,
-    scale: float,
-    steps: int,
-    seed: int,
-    advance: Callable[[], None] = lambda: None,
-) -> Squared:
-    """Descend; return how long the exact gradients were.
+    problem: Problem, build: Build, *, scale: float, steps: int, seed: int, advance: Advance
+) -> Point:
+    """Descend; return the mean squared gradient as a loss, the largest over the first as an error.
+
+    Gradients are the exact ones at the beginnings of all rounds.
 
     Args:
-        problem: what is minimized.
+        problem: the loss and its noise.
         build: makes the method.
         scale: c, of a learning rate of c / sqrt(steps).
         steps: rounds, T.
         seed: of basis, start, noise and method.
-        advance: called after each of them.
+        advance: called after each round.
+
+    Raises:
+        Diverged: without points, if a gradient explodes.
     """
     quadratic = make_quadratic(problem.spectrum, problem.numel, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -92,9 +80,9 @@ def squared_gradients(
             if turn == 0:
                 lengths.append(float(exact.square().sum()))
                 if not lengths[-1] < _EXPLODED:
-                    return Squared(math.inf, math.inf)
+                    raise Diverged
             noise = problem.noise * torch.randn(problem.numel, generator=generator)
             weight.grad = (exact + noise).view_as(weight)
             method.step()
         advance()
-    return Squared(statistics.mean(lengths), max(lengths) / lengths[0])
+    return Point(steps, statistics.mean(lengths), max(lengths) / lengths[0], 0)

@@ -1,11 +1,15 @@
 """The three papers' methods, ready to take steps."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from benchmarks.studies.convergence.descent import Build, Stepping
+from benchmarks.lab.outcomes import Advance, Method
+from benchmarks.lab.runs import Point, Tuned
+from benchmarks.lab.training import known_warnings_ignored
+from benchmarks.studies.convergence.descent import Build, Problem, Stepping, squared_gradients
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import CountSketch, Identity
 from comm_hooks.exchange import Exchange
@@ -16,25 +20,6 @@ from comm_hooks.optim.rounds.participation import Participation
 _ALL = 1.0  # of the clients take part
 
 Parameters = list[tuple[str, nn.Parameter]]
-
-
-@dataclass(frozen=True)
-class Method:
-    """Something to measure.
-
-    Args:
-        name: what it is called.
-        clients: n.
-        build: makes it.
-        start: the first c tried.
-        local_steps: K.
-    """
-
-    name: str
-    clients: int
-    build: Build
-    start: float
-    local_steps: int = 1
 
 
 class OneClient:
@@ -53,14 +38,18 @@ class OneClient:
         self._optimizer.step()
 
 
-def _dp_micro_adam(**options: Any) -> Build:
+def dp_micro_adam(**options: Any) -> Build:
+    """Return what makes DP-MicroAdam."""
+
     def build(parameters: Parameters, lr: float, seed: int) -> Stepping:
         return OneClient(DPMicroAdam(parameters, lr=lr, min_numel=1, **options))
 
     return build
 
 
-def _safl(ratio: float, local_steps: int) -> Build:
+def make_safl(ratio: float, local_steps: int) -> Build:
+    """Return what makes SAFL with a Count-Sketch of that ratio."""
+
     def build(parameters: Parameters, lr: float, seed: int) -> Stepping:
         transport = Simulated(1)[0]
         exchange = Exchange(CountSketch(ratio), transport=transport, min_numel=1, seed=seed)
@@ -71,7 +60,9 @@ def _safl(ratio: float, local_steps: int) -> Build:
     return build
 
 
-def _fed_lamb(clients: int) -> Build:
+def fed_lamb(clients: int) -> Build:
+    """Return what makes FED-LAMB with that many clients."""
+
     def build(parameters: Parameters, lr: float, seed: int) -> Stepping:
         return FedLAMB(
             parameters,
@@ -84,11 +75,37 @@ def _fed_lamb(clients: int) -> Build:
     return build
 
 
-def make_methods(clients: list[int], local_steps: list[int]) -> list[Method]:
-    """Return DP-MicroAdam in its two forms, SAFL with each K, and FED-LAMB with each n."""
+def make_methods(
+    problem: Problem, lengths: Sequence[int], clients: Sequence[int], local_steps: Sequence[int]
+) -> list[Method]:
+    """Return DP-MicroAdam in its two forms, SAFL with each K, and FED-LAMB with each n.
+
+    The tuned learning rate is the constant c; a point of a curve is a training of T rounds.
+
+    Args:
+        problem: the loss and its noise.
+        lengths: T, in increasing order; c is tuned on the middle one.
+        clients: n.
+        local_steps: K.
+    """
+
+    def method(name: str, build: Build, start: float, clients: int = 1, steps: int = 1) -> Method:
+        def train(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
+            with known_warnings_ignored():
+                curve = [
+                    squared_gradients(
+                        problem, build, scale=settings["lr"], steps=t, seed=seed, advance=advance
+                    )
+                    for t in lengths
+                ]
+            return [*curve[:-1], replace(curve[-1], validation=curve[len(curve) // 2].loss)]
+
+        return Method(name, {"clients": clients, "K": steps}, train, start)
+
+    published = dp_micro_adam(bias_correction="published")
     return [
-        Method("DP-MicroAdam", 1, _dp_micro_adam(), 1.0),
-        Method("DP-MicroAdam, published", 1, _dp_micro_adam(bias_correction="published"), 1.0),
-        *(Method("SAFL", 1, _safl(0.25, k), 0.3, k) for k in local_steps),
-        *(Method("FED-LAMB", n, _fed_lamb(n), 0.1) for n in clients),
+        method("DP-MicroAdam", dp_micro_adam(), 1.0),
+        method("DP-MicroAdam, published", published, 1.0),
+        *(method("SAFL", make_safl(0.25, k), 0.3, steps=k) for k in local_steps),
+        *(method("FED-LAMB", fed_lamb(n), 0.1, n) for n in clients),
     ]

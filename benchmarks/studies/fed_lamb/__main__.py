@@ -1,4 +1,4 @@
-"""The command, see ``--help``: its options, its tables and its plots."""
+"""The command, see ``--help``: its options and its table."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,6 @@ def fed_lamb(
             "A client's steps per round (T). An epoch of a client of digits is one step.",
             *("1,10", "2"),
             least=1,
-            each=int,
         ),
     ],
     partitions: Annotated[
@@ -37,12 +36,11 @@ def fed_lamb(
         cli.Option(
             "How data is divided: iid, classes (or contiguous).",
             "iid,classes",
-            each=str,
             known=("iid", "classes", "contiguous"),
         ),
     ],
     methods: Annotated[
-        list[str], cli.Option("What is compared.", ",".join(METHODS), each=str, known=METHODS)
+        list[str], cli.Option("What is compared.", ",".join(METHODS), known=METHODS)
     ],
     target: Annotated[
         float, cli.Option("An error, 0 to 1: the table says which round reached it.", 0.1)
@@ -88,7 +86,6 @@ def fed_lamb(
         partial(columns_of, target=target),
         lambda outcome: outcome.labels,
         {"task_options": task_option, "schedule": "constant", "betas": BETAS, "lambdas": LAMBDAS},
-        choosing=("partitions", "local_steps"),
     )
 
 

@@ -6,5 +6,5 @@ numbers of ranks; beside them the exact exchange, and ranks that train alone::
     python -m benchmarks.studies.private_compressed            # half an hour on one core
     python -m benchmarks.studies.private_compressed --quick
 
-``schemes`` says what is compared, how a run goes and is repeated over gloo.
+``schemes`` says what is compared, and how a run goes.
 """

@@ -1,6 +1,5 @@
-"""The command, see ``--help``: its options, its tables and its plots."""
+"""The command, see ``--help``: its options and its table."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated
 
@@ -8,40 +7,24 @@ from benchmarks.lab import tables
 from benchmarks.lab.outcomes import Outcome
 from benchmarks.studies import cli
 from benchmarks.studies.private_compressed.schemes import (
-    ALONE,
     CONTROL,
     OPTIMIZERS,
     SCHEMES,
     Study,
     make_methods,
-    repeat_over_gloo,
 )
 from benchmarks.studies.private_training import RECORDED, PrivatePlan, end_of
 
 
 def private_compressed(
-    ranks: Annotated[list[int], cli.Option("Numbers of ranks.", "2,4", "2", least=1, each=int)],
+    ranks: Annotated[list[int], cli.Option("Numbers of ranks.", "2,4", "2", least=1)],
     optimizers: Annotated[
-        list[str],
-        cli.Option("", ",".join(OPTIMIZERS), OPTIMIZERS[1], each=str, known=OPTIMIZERS),
+        list[str], cli.Option("", ",".join(OPTIMIZERS), OPTIMIZERS[1], known=OPTIMIZERS)
     ],
     schemes: Annotated[
         list[str],
         cli.Option(
-            "Where noise is added, and what compresses.",
-            ",".join(SCHEMES),
-            each=str,
-            known=list(SCHEMES),
-        ),
-    ],
-    gloo: Annotated[
-        list[str],
-        cli.Option(
-            "Schemes that are run once more, as processes over gloo: with the first optimizer and "
-            "number of ranks, the rate and the first seed of the simulated run.",
-            "local:topk",
-            each=str,
-            known=[name for name in SCHEMES if name != ALONE],
+            "Where noise is added, and what compresses.", ",".join(SCHEMES), known=list(SCHEMES)
         ),
     ],
     ratio: Annotated[
@@ -93,12 +76,6 @@ def private_compressed(
     plan.check(samples)
     study = Study(tasks, plan, ratio)
 
-    def follow(outcome: Outcome) -> Iterator[Outcome]:
-        yield outcome
-        first = {"ranks": ranks[0], "optimizer": optimizers[0], "over": "simulated"}
-        if outcome.name in gloo and outcome.labels == first:
-            yield repeat_over_gloo(study, outcome)
-
     return cli.Comparison(
         make_methods(study, schemes, optimizers, ranks),
         steps,
@@ -106,7 +83,6 @@ def private_compressed(
         columns_of,
         _case,
         {"task": "digits", "samples": samples, "delta": plan.delta, **RECORDED},
-        follow=follow,
     )
 
 
@@ -122,7 +98,6 @@ def columns_of(outcomes: list[Outcome]) -> tables.Columns:
         "ranks": tables.label("ranks"),
         "optimizer": tables.label("optimizer"),
         "scheme": lambda outcome: outcome.name,
-        "over": tables.label("over"),
         "sent": tables.sent,
         "fewer": lambda outcome: tables.fewer(full.get(_case(outcome), 0.0))(outcome),
         "lr": tables.learning_rate,

@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.lab.outcomes import Advance, Diverged, Method, Outcome
-from benchmarks.lab.processes import spawn_ranks
-from benchmarks.lab.runs import Point, Run, Tuned
+from benchmarks.lab.outcomes import Advance, Method
+from benchmarks.lab.runs import Point, Tuned
 from benchmarks.lab.tasks import Task
 from benchmarks.lab.training import NamedParameters, new_model
 from benchmarks.studies.private_training import (
@@ -116,7 +115,7 @@ def _method(study: Study, scheme: str, optimizer: str, ranks: int) -> Method:
                 return _train_alone(study, optimizer, settings, seed, advance, ranks)
             return run_ranks(rank, ranks)[0]
 
-    labels = {"ranks": ranks, "optimizer": optimizer, "over": "simulated"}
+    labels = {"ranks": ranks, "optimizer": optimizer}
     return Method(scheme, labels, run, _OPTIMIZERS[optimizer][1])
 
 
@@ -196,32 +195,3 @@ def _mean(points: Sequence[Point]) -> Point:
 
 def _nothing() -> None:
     """Advance nothing."""
-
-
-def repeat_over_gloo(study: Study, simulated: Outcome) -> Outcome:
-    """Run the first seed of a method with real processes; return the outcome.
-
-    Args:
-        study: what all methods share.
-        simulated: the outcome whose settings are taken; its scheme must have a placement.
-    """
-    first, labels = simulated.runs[0], simulated.labels
-    arguments = (study, simulated.name, labels["optimizer"], first.settings, first.seed)
-    points, diverged = spawn_ranks(labels["ranks"], _train_really, *arguments)[0]
-    labels = {**labels, "over": "gloo"}
-    run = Run(replace(first.spec, labels=labels), [Point(**point) for point in points])
-    run.failure = "diverged" if diverged else None
-    return Outcome(simulated.name, labels, simulated.note, [run], [run])
-
-
-def _train_really(
-    study: Study, scheme: str, optimizer: str, settings: Tuned, seed: int
-) -> tuple[list[dict[str, Any]], bool]:
-    """Return the points of one rank's curve, and whether it diverged."""
-    with diverging_ignored():
-        try:
-            curve = train_rank(study, scheme, optimizer, settings, seed, _nothing, None)
-        except Diverged as error:
-            # All ranks have the same model, so all of them end here.
-            return [vars(point) for point in error.args], True
-    return [vars(point) for point in curve], False

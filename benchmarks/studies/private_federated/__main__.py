@@ -1,4 +1,4 @@
-"""The command, see ``--help``: its options, its table and its plot."""
+"""The command, see ``--help``: its options and its table."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -22,11 +22,10 @@ def private_federated(
     batch: Annotated[int, cli.BATCH],
     sigma: Annotated[float, cli.Option("The noise multiplier.", 0.3, check=cli.positive)],
     norms: Annotated[
-        list[float],
-        cli.Option("C, all of which are tried.", "0.3,1,3", "1", each=float, check=cli.positive),
+        list[float], cli.Option("C, all of which are tried.", "0.3,1,3", "1", check=cli.positive)
     ],
     methods: Annotated[
-        list[str], cli.Option("What is compared.", ",".join(METHODS), each=str, known=[*METHODS])
+        list[str], cli.Option("What is compared.", ",".join(METHODS), known=[*METHODS])
     ],
     validation: cli.Validation,
     seeds: Annotated[int, cli.SEEDS],

@@ -1,12 +1,10 @@
 """What is compared, and how a run goes."""
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch.optim import SGD, Adam, Optimizer
 
 from benchmarks.lab.outcomes import Advance, Method
@@ -19,7 +17,6 @@ from benchmarks.studies.private_training import (
     train_privately,
 )
 from comm_hooks.collectives import Simulated
-from comm_hooks.optim.base import Tensors
 from comm_hooks.optim.private import (
     DP2,
     DPSGD,
@@ -64,7 +61,7 @@ class Compared:
 
 
 def _dp2(given: Given, settings: Tuned) -> Optimizer:
-    phase = round(settings.get("s", max(1, given.plan.steps // 6)))
+    phase = max(1, given.plan.steps // 6)
     return DP2(
         given.parameters,
         settings["lr"],
@@ -112,57 +109,11 @@ def _adam_bc(given: Given, settings: Tuned) -> Optimizer:
     return DPAdamBC(given.parameters, settings["lr"], gamma=gamma)
 
 
-class _FalsePhi(DPAdamBC):
-    """DP-AdamBC that subtracts ``ratio`` times the variance of the noise."""
-
-    ratio = 1.0
-
-    def _divisors(self, *arguments: Any) -> Tensors:
-        true = self.noise_variance
-        assert true is not None
-        self.noise_variance = self.ratio * true
-        divisors = super()._divisors(*arguments)
-        self.noise_variance = true
-        return divisors
-
-
-def _adam_bc_of_a_false_phi(given: Given, settings: Tuned) -> Optimizer:
-    gamma = 0.243 * given.plan.noise_variance
-    optimizer = _FalsePhi(given.parameters, settings["lr"], gamma=gamma)
-    optimizer.ratio = settings["Phi' / Phi"]
-    return optimizer
-
-
-class _ShiftedAdam(DPAdam):
-    """Adam whose second moments are all too large by ``shift``, as noise makes them."""
-
-    shift = 0.0
-
-    def _divisors(self, seconds: Tensors, *arguments: Any) -> Tensors:
-        torch._foreach_add_(seconds, self.shift)
-        return super()._divisors(seconds, *arguments)
-
-
-def _shifted_adam(given: Given, settings: Tuned) -> Optimizer:
-    optimizer = _ShiftedAdam(given.parameters, settings["lr"])
-    optimizer.shift = settings["shift / Phi"] * given.plan.noise_variance
-    return optimizer
-
-
-def _as_dp_sgd(given: Given, settings: Tuned) -> Optimizer:
-    beta1 = 0.9
-    rate = settings["lr"] * (1 - beta1) / math.sqrt(given.plan.noise_variance)
-    return DPSGD(given.parameters, rate, momentum=beta1)
-
-
 def _micro_adam(given: Given, settings: Tuned) -> Optimizer:
     return DPMicroAdam(
         given.parameters,
         settings["lr"],
         density=settings["density"],
-        window=round(settings.get("window", 10)),
-        residual_bits=round(settings.get("residual bits", 4)),
-        bias_correction="published" if settings.get("published") else "window",
         min_numel=128,
     )
 
@@ -213,62 +164,6 @@ PRIVATE: dict[str, Compared] = {
 }
 """Compared unless ``--methods`` says otherwise: the papers' methods and their baselines."""
 
-_OF_MICRO_ADAM: dict[str, Tuned] = {
-    "density 0.1": {},
-    "density 0.01": {"density": 0.01},
-    "density 1": {"density": 1.0},
-    "window 1": {"window": 1},
-    "window 40": {"window": 40},
-    "residual 32 bits": {"residual bits": 32},
-    "published correction": {"published": 1},
-}
-ABLATIONS: dict[str, Compared] = {
-    **{
-        f"DP-Adam, eps {eps:g} sqrt(Phi)": Compared(
-            lambda g, s: DPAdam(
-                g.parameters, s["lr"], eps=s["eps / sqrt(Phi)"] * g.plan.noise_variance**0.5
-            ),
-            0.004,
-            ({"eps / sqrt(Phi)": eps},),
-        )
-        for eps in (0.1, 1.0, 10.0)
-    },
-    **{
-        f"DP-Adam, beta1 {beta1:g}": Compared(
-            lambda g, s: DPAdam(
-                g.parameters, s["lr"], betas=(s["beta1"], 1 - (1 - s["beta1"]) ** 2)
-            ),
-            0.004,
-            ({"beta1": beta1},),
-        )
-        for beta1 in (0.0, 0.5, 0.9, 0.97)
-    },
-    **{
-        f"DP-AdamBC, {ratio:.2g} Phi": Compared(
-            _adam_bc_of_a_false_phi, 0.004, ({"Phi' / Phi": ratio},)
-        )
-        for ratio in (1 / 24, 1.0, 4.0)
-    },
-    **{
-        f"Adam, v + {shift:g} Phi": Compared(
-            _shifted_adam, 0.004, ({"shift / Phi": shift},), private=False
-        )
-        for shift in (0.0001, 0.01, 1.0, 100.0)
-    },
-    **{
-        f"DP-MicroAdam, {what}": Compared(_micro_adam, 0.004, ({"density": 0.1, **changed},))
-        for what, changed in _OF_MICRO_ADAM.items()
-    },
-    "DP-Adam as DP-SGD": Compared(_as_dp_sgd, 0.004),
-    **{
-        f"DP2, s = {phase}": Compared(
-            _dp2, 0.4, ({"clip ratio": 1.0, "lr ratio": 0.1, "s": float(phase)},)
-        )
-        for phase in (5, 25, 75)
-    },
-}
-"""Single claims of the papers, only if ``--methods`` names them."""
-
 PLAIN: dict[str, Compared] = {
     "SGD": Compared(lambda g, s: SGD([p for _, p in g.parameters], s["lr"]), 0.1, private=False),
     "Adam": Compared(
@@ -288,7 +183,7 @@ PLAIN: dict[str, Compared] = {
 }
 """Without privacy: what it costs."""
 
-METHODS = {**PRIVATE, **ABLATIONS, **PLAIN}
+METHODS = {**PLAIN, **PRIVATE}
 
 
 def make_methods(

@@ -1,11 +1,10 @@
-"""The command, see ``--help``: its options, its tables and its plots."""
+"""The command, see ``--help``: its options and its table."""
 
 import statistics
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from benchmarks.lab import tables
-from benchmarks.lab.outcomes import Outcome
 from benchmarks.studies import cli
 from benchmarks.studies.private_toy_regression.methods import GRID, Study, make_methods
 from benchmarks.studies.private_toy_regression.problem import BATCH, LABEL_VARIANCE, RARE, SAMPLES
@@ -30,7 +29,6 @@ def private_toy_regression(
             ",".join(f"{rate:g}" for rate in GRID),
             "0.005,0.02,0.2",
             least=0,
-            each=float,
         ),
     ],
     seeds: Annotated[int, replace(cli.SEEDS, full=5)],
@@ -50,10 +48,6 @@ def private_toy_regression(
     history = [GaussianEvent(noise_multiplier, batch / SAMPLES, steps)]
     epsilon = RDPAccountant().epsilon(history, _DELTA)
 
-    def findings(finished: list[Outcome]) -> dict[str, Any]:
-        ends = {o.name: None if o.diverged else statistics.mean(o.losses) for o in finished}
-        return {"final_loss": ends, "epsilon": epsilon, "delta": _DELTA}
-
     return cli.Comparison(
         make_methods(study),
         steps,
@@ -61,16 +55,14 @@ def private_toy_regression(
         "largest or smallest rate tried",
         lambda outcomes: _COLUMNS,
         lambda outcome: outcome.labels["private"],
-        {"samples": SAMPLES, "label_variance": LABEL_VARIANCE},
-        findings,
-        reached,
+        {
+            "samples": SAMPLES,
+            "label_variance": LABEL_VARIANCE,
+            "epsilon": epsilon,
+            "delta": _DELTA,
+        },
         curves=("training loss", lambda point: point.loss),
     )
-
-
-def reached(outcome: Outcome) -> str:
-    """Return the mean loss, in words."""
-    return f"loss {statistics.mean(outcome.losses):.4f}"
 
 
 _COLUMNS: tables.Columns = {

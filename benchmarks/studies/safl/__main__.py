@@ -1,4 +1,4 @@
-"""The command, see ``--help``: its options, its tables and its plots."""
+"""The command, see ``--help``: its options and its table."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -31,7 +31,6 @@ def safl(
             "peers take one step per round.",
             *("1,5", "1"),
             least=1,
-            each=int,
         ),
     ],
     ratios: Annotated[
@@ -40,19 +39,15 @@ def safl(
             "Sizes of the sketch, as fractions of the model; peers get the bytes that SAFL needs "
             "at each.",
             "0.1,0.01",
-            each=float,
             check=cli.fraction,
         ),
     ],
     families: Annotated[
-        list[str],
-        cli.Option("Families of sketches.", ",".join(FAMILIES), each=str, known=FAMILIES),
+        list[str], cli.Option("Families of sketches.", ",".join(FAMILIES), known=FAMILIES)
     ],
     peers: Annotated[
         list[str],
-        cli.Option(
-            'Methods to compare with; "" for none.', ",".join(PEERS), each=str, known=list(PEERS)
-        ),
+        cli.Option('Methods to compare with; "" for none.', ",".join(PEERS), known=list(PEERS)),
     ],
     server: Annotated[
         str, cli.Option(f"SAFL's server: {' or '.join(SERVERS)}.", "adam", known=SERVERS)
@@ -100,7 +95,6 @@ def safl(
             "flat": True,
             "schedule": "cosine to 1/1000",
         },
-        choosing=("families", "peers", "ratios", "local_steps"),
     )
 
 

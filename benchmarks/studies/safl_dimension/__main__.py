@@ -1,65 +1,25 @@
 """The command, see ``--help``: its options and its table."""
 
+import itertools
 import statistics
-import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from rich.table import Table
-
-from benchmarks.lab.outcomes import Advance
-from benchmarks.lab.search import search
-from benchmarks.lab.tables import make_table
+from benchmarks.lab import tables
+from benchmarks.lab.outcomes import Advance, Method, Outcome
+from benchmarks.lab.runs import Point, Tuned
+from benchmarks.lab.training import known_warnings_ignored
 from benchmarks.studies import cli
 from benchmarks.studies.quadratics import SPECTRA, make_quadratic
-from benchmarks.studies.safl_dimension.descent import Descent, descend
+from benchmarks.studies.safl_dimension.descent import descend
 from benchmarks.studies.safl_dimension.methods import BETAS, METHODS
 from comm_hooks.compressors import CountSketch
-
-_FACTOR = 2.0  # between neighbouring learning rates
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a method took on one spectrum and number of parameters.
-
-    Args:
-        method, spectrum, numel: which.
-        intrinsic: the intrinsic dimension.
-        tries: the trainings that the learning rate was chosen by, all with seed 0.
-        runs: with that learning rate, one per seed.
-    """
-
-    method: str
-    spectrum: str
-    numel: int
-    intrinsic: float
-    tries: Sequence[Descent]
-    runs: Sequence[Descent]
-
-    @property
-    def mean(self) -> float | None:
-        """The mean number of rounds; None if a seed did not arrive."""
-        rounds = [run.rounds for run in self.runs]
-        return None if None in rounds else statistics.mean(r for r in rounds if r is not None)
-
-    @property
-    def is_at_an_edge(self) -> bool:
-        """Whether the learning rate is the largest or the smallest that was tried."""
-        rates = [attempt.lr for attempt in self.tries]
-        return self.runs[0].lr in (min(rates), max(rates))
 
 
 def safl_dimension(
     numels: Annotated[
         list[int],
         cli.Option(
-            "Numbers of parameters.",
-            "1024,4096,16384,65536",
-            "512,1024",
-            each=int,
-            check=cli.power_of_two,
+            "Numbers of parameters.", "1024,4096,16384,65536", "512,1024", check=cli.power_of_two
         ),
     ],
     size: Annotated[int, cli.Option("Numbers in a Count-Sketch, b.", 256, 128, least=1)],
@@ -68,7 +28,6 @@ def safl_dimension(
         cli.Option(
             "What is compared; peers get the bytes of the sketch.",
             *(",".join(METHODS), "safl,cd_adam"),
-            each=str,
             known=[*METHODS],
         ),
     ],
@@ -86,78 +45,67 @@ def safl_dimension(
             least=1,
         ),
     ],
-) -> cli.Measurement:
+) -> cli.Comparison:
     """Count rounds to a given loss on quadratics of more and more parameters.
 
-    Writes safl_dimension.json to --out. Exit codes: 0, 2 for bad input, 130 if
-    interrupted (what is finished is reported).
+    Writes safl_dimension.json and a plot to --out; a study that was interrupted goes on there.
+    Exit codes: 0, 2 for bad input, 130 if interrupted (what is finished is reported).
     """
     if size > min(numels):
         raise ValueError(f"--size must be at most the smallest of --numels, got {size}")
 
-    cases = [(m, s, numel) for m in methods for s in SPECTRA for numel in numels]
-
-    def rows(advance: Advance) -> Iterator[Row]:
-        warnings.filterwarnings("ignore", "world size is 1")
-        for case in cases:
-            yield measure(*case, advance)
-
-    def measure(method: str, spectrum: str, numel: int, advance: Advance) -> Row:
-        compared = METHODS[method]
+    def method(spectrum: str, numel: int, name: str) -> Method:
+        compared = METHODS[name]
         build = compared.fit(CountSketch(size / numel), numel, limit)
-        done: list[Descent] = []
 
-        def descent(lr: float, seed: int) -> Descent:
+        def train(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
             quadratic = make_quadratic(spectrum, numel, seed)
-            return descend(quadratic, build, lr, seed, limit=limit, target=target, advance=advance)
+            with known_warnings_ignored():
+                return descend(
+                    quadratic,
+                    build,
+                    settings["lr"],
+                    seed,
+                    limit=limit,
+                    target=target,
+                    advance=advance,
+                )
 
-        def cost(lr: float) -> float:
-            done.append(descent(lr, 0))
-            return done[-1].cost(limit)
-
-        search(cost, compared.start, tries, _FACTOR, tries)
-        best = min(done, key=lambda attempt: attempt.cost(limit))
-        runs = [best, *(descent(best.lr, seed) for seed in range(1, seeds))]
         intrinsic = make_quadratic(spectrum, numel, 0).intrinsic_dimension
-        return Row(method, spectrum, numel, intrinsic, tuple(done), tuple(runs))
+        labels = {"spectrum": spectrum, "parameters": numel, "intrinsic dimension": intrinsic}
+        return Method(name, labels, train, compared.start)
 
-    return cli.Measurement(
-        len(cases) * limit * (tries + seeds - 1),
-        rows,
-        lambda found: [make_rows_table(found, limit)],
-        lambda found: {
-            "rows": [
-                {**asdict(row), "mean": row.mean, "at an edge": row.is_at_an_edge} for row in found
-            ]
-        },
-        settings={"betas": BETAS},
+    return cli.Comparison(
+        [method(*case) for case in itertools.product(SPECTRA, numels, methods)],
+        limit,
+        "Rounds to the given share of the loss; *: the largest or smallest rate tried",
+        lambda outcomes: columns_of(limit),
+        lambda outcome: f"{outcome.labels['spectrum']}, {outcome.labels['parameters']}",
+        {"betas": BETAS},
+        curves=("loss over the initial one", lambda point: point.error),
+        factor=2.0,
     )
 
 
-def make_rows_table(rows: Sequence[Row], limit: int) -> Table:
-    """Return the table; a star marks a learning rate at an edge of those tried."""
-    cells = [
-        (
-            row.method,
-            row.spectrum,
-            f"{row.numel:,}",
-            f"{row.intrinsic:,.1f}",
-            "-" if row.mean is None else f"{row.mean:.0f}",
-            ", ".join(f"> {limit}" if r.rounds is None else str(r.rounds) for r in row.runs),
-            f"{row.runs[0].lr:.3g}{'*' * row.is_at_an_edge}",
-        )
-        for row in rows
-    ]
-    columns = (
-        "method",
-        "spectrum",
-        "parameters",
-        "intrinsic dimension",
-        "rounds",
-        "each seed",
-        "lr",
-    )
-    return make_table("Rounds to the given share of the loss", columns, cells)
+def columns_of(limit: int) -> tables.Columns:
+    """Return the columns of the table."""
+
+    def each(outcome: Outcome) -> list[str]:
+        return [f"> {limit}" if loss > limit else f"{loss:.0f}" for loss in outcome.losses]
+
+    def mean(outcome: Outcome) -> str:
+        mean = statistics.mean(outcome.losses)
+        return "-" if max(outcome.losses) > limit else f"{mean:.0f}"
+
+    return {
+        "method": lambda outcome: outcome.name,
+        "spectrum": tables.label("spectrum"),
+        "parameters": tables.label("parameters"),
+        "intrinsic dimension": tables.label("intrinsic dimension"),
+        "rounds": mean,
+        "each seed": lambda outcome: ", ".join(each(outcome)),
+        "lr": tables.learning_rate,
+    }
 
 
 app = cli.study(safl_dimension)

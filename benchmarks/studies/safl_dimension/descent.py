@@ -4,12 +4,12 @@ All clients have the same Hessian, and sketches are linear: the mean of their sk
 of the mean gradient, whatever their number, so one of them stands for all.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import nn
 
+from benchmarks.lab.outcomes import Advance, Diverged
+from benchmarks.lab.runs import Point
 from benchmarks.lab.training import NamedParameters, Steps
 from benchmarks.studies.quadratics import Quadratic
 from comm_hooks.collectives import Simulated, Transport
@@ -20,29 +20,6 @@ Build = Callable[[NamedParameters, Transport, float, int], Steps]
 _EXPLODED = 1e3
 
 
-@dataclass(frozen=True)
-class Descent:
-    """How a training went.
-
-    Args:
-        lr: its learning rate.
-        seed: of basis, start and sketches.
-        rounds: until the loss was down to ``target`` of the initial one; None if it never was.
-        left: the loss at the end over the initial one; None if it diverged.
-    """
-
-    lr: float
-    seed: int
-    rounds: int | None
-    left: float | None
-
-    def cost(self, limit: int) -> float:
-        """Return what a search makes small: rounds, or beyond ``limit`` by how much is left."""
-        if self.left is None:
-            return math.inf
-        return limit * (1 + self.left) if self.rounds is None else self.rounds
-
-
 def descend(
     quadratic: Quadratic,
     build: Build,
@@ -51,23 +28,31 @@ def descend(
     *,
     limit: int,
     target: float,
-    advance: Callable[[], None],
-) -> Descent:
-    """Train, one step per round, until the loss has fallen far enough.
+    advance: Advance,
+) -> list[Point]:
+    """Train, one step per round, until the loss has fallen far enough; return the curve.
+
+    Points are rounds 1, 2, 4, ... and the last one. The error of a point is the loss over the
+    initial one. The loss of a point is the cost that tuning minimizes: the rounds until
+    ``target``, or beyond ``limit`` by the loss that is left.
 
     Args:
-        quadratic: what is minimized.
+        quadratic: the loss.
         build: makes the method.
         lr: its learning rate.
-        seed: of what it draws.
+        seed: of its random numbers.
         limit: the most rounds.
         target: the share of the initial loss at which to stop.
         advance: called after each round.
+
+    Raises:
+        Diverged: with the points so far, if the loss explodes.
     """
     weight = nn.Parameter(quadratic.start[None].clone())
     steps = build([("weight", weight)], Simulated(1)[0], lr, seed)
     initial = quadratic.loss(quadratic.start)
     left = 1.0
+    curve: list[Point] = []
 
     def closure() -> float:
         weight.grad = quadratic.gradient(weight.detach()[0])[None]
@@ -77,8 +62,12 @@ def descend(
         steps.step(closure)
         advance()
         left = quadratic.loss(weight.detach()[0]) / initial
-        if left <= target:
-            return Descent(lr, seed, round_, left)
         if not left < _EXPLODED:
-            return Descent(lr, seed, None, None)
-    return Descent(lr, seed, None, left)
+            raise Diverged(*curve)
+        is_power_of_two = round_ & (round_ - 1) == 0
+        if left <= target or round_ == limit or is_power_of_two:
+            cost = round_ if left <= target else limit * (1 + left)
+            curve.append(Point(round_, cost, left, 0))
+        if left <= target:
+            break
+    return curve

@@ -1,4 +1,4 @@
-"""The command, see ``--help``: its options, its tables and its plots."""
+"""The command, see ``--help``: its options and its table."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +31,7 @@ def _of_nodes(option: str, ranks: int) -> None:
 
 def scale(
     ranks: Annotated[
-        list[int],
-        cli.Option("Simulated ranks.", "2,4,16,64,256,1024", "2,4,8", least=1, each=int),
+        list[int], cli.Option("Simulated ranks.", "2,4,16,64,256,1024", "2,4,8", least=1)
     ],
     steps: Annotated[int, cli.Option("Training steps.", 30, 10, least=2)],
     batch: Annotated[
@@ -55,18 +54,12 @@ def scale(
         cli.Option(
             "Ranks to predict step times for.",
             "8,16,32,64,128,256,512,1024,2048,4096",
-            each=int,
             check=_of_nodes,
         ),
     ],
     gigabits: Annotated[
         list[float],
-        cli.Option(
-            "Gbit/s of a node's link, for predictions.",
-            "1,10,100",
-            each=float,
-            check=cli.positive,
-        ),
+        cli.Option("Gbit/s of a node's link, for predictions.", "1,10,100", check=cli.positive),
     ],
     only: Annotated[str, cli.Option(f"One part: {' or '.join(PARTS)}.", "")],
 ) -> cli.Measurement:

@@ -7,6 +7,7 @@ one latency, which favours ``sharded`` at thousands of ranks.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,9 +15,9 @@ from typing import Literal
 import torch
 
 from comm_hooks.collectives import Simulated
-from comm_hooks.compressors import Compressor, CountSketch, Identity, Sign, TopK
+from comm_hooks.compressors import TopK
 from comm_hooks.exchange.layout import Layout, Segment
-from comm_hooks.exchange.routes import Gathered, Route, Sharded, Summed
+from comm_hooks.exchange.routes import Gathered, Sharded
 from comm_hooks.launchers.advise.cost_model import (
     Collective,
     Link,
@@ -29,10 +30,9 @@ from comm_hooks.launchers.advise.cost_model import (
     ready_shares,
 )
 
-Way = Literal["all_reduce", "all_gather", "sharded", "hierarchical"]
+Way = Literal["none", "all_reduce", "all_gather", "sharded", "hierarchical"]
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # DDP's defaults
-_LOCAL_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -117,43 +117,15 @@ MODELS = (
 )
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """One method: what its payloads are, and how they travel.
-
-    Args:
-        name: what tables call it.
-        compressor: of the gradients; None sends nothing.
-        way: how payloads travel.
-        local_steps: steps between two exchanges.
-        bits: of an element where nothing is compressed.
-    """
-
-    name: str
-    compressor: Compressor | None
-    way: Way = "all_reduce"
-    local_steps: int = 1
-    bits: int = 32
-
-
-def make_schemes() -> list[Scheme]:
-    """Return what is predicted: the first two are what the others are measured by."""
-    top_k = TopK(density=1 / 64, value_bits=1)
-    return [
-        Scheme("no communication", None),
-        Scheme("all-reduce, bf16", Identity(), bits=16),
-        Scheme("Count-Sketch 2 %, all-reduce", CountSketch(ratio=0.02)),
-        Scheme("signs, sharded", Sign(), "sharded"),
-        Scheme("top-k 1/64, all-gather", top_k, "all_gather"),
-        Scheme("top-k 1/64, sharded", top_k, "sharded"),
-        Scheme("top-k 1/64, hierarchical", top_k, "hierarchical"),
-        Scheme(
-            "local steps, top-k 1/16, sharded",
-            TopK(density=1 / 16, value_bits=1),
-            "sharded",
-            _LOCAL_STEPS,
-        ),
-    ]
+TOP_K = TopK(density=1 / 64, value_bits=1)
+SCHEMES: dict[str, Way] = {
+    "no communication": "none",
+    "all-reduce, bf16": "all_reduce",
+    "top-k 1/64, all-gather": "all_gather",
+    "top-k 1/64, sharded": "sharded",
+    "top-k 1/64, hierarchical": "hierarchical",
+}
+"""The predicted methods; the first two are what the others are measured by."""
 
 
 @dataclass(frozen=True)
@@ -182,35 +154,20 @@ def predict_all(
     ranks: Sequence[int],
 ) -> list[Predicted]:
     """Return a prediction for every combination, in this order of loops, schemes innermost."""
-    return [
-        _predict(assumptions, model, rate, count, scheme)
-        for model in models
-        for rate in gigabits
-        for count in ranks
-        for scheme in make_schemes()
-    ]
-
-
-def _predict(
-    assumptions: Assumptions, model: Model, gigabits: float, ranks: int, scheme: Scheme
-) -> Predicted:
-    plan = plan_of(assumptions, scheme, model.numel, ranks)
-    network = assumptions.network(ranks, gigabits)
-    return Predicted(
-        model.name,
-        gigabits,
-        ranks,
-        scheme.name,
-        predict(plan, network, forward_backward=model.seconds),
-        plan.traffic,
-        plan.codec,
-    )
+    rows = []
+    for model, rate, count in itertools.product(models, gigabits, ranks):
+        for name, way in SCHEMES.items():
+            plan = plan_of(assumptions, way, model.numel, count)
+            network = assumptions.network(count, rate)
+            seconds = predict(plan, network, forward_backward=model.seconds)
+            rows.append(Predicted(model.name, rate, count, name, seconds, plan.traffic, plan.codec))
+    return rows
 
 
 @functools.lru_cache(maxsize=256)
-def plan_of(assumptions: Assumptions, scheme: Scheme, numel: int, ranks: int) -> Plan:
+def plan_of(assumptions: Assumptions, way: Way, numel: int, ranks: int) -> Plan:
     """Return what a method does on a model of equal square matrices, in DDP's buckets."""
-    if scheme.compressor is None:
+    if way == "none":
         return Plan()
     shapes = matrix_shapes(numel)
     sizes = [4 * torch.Size(shape).numel() for shape in shapes]
@@ -219,53 +176,44 @@ def plan_of(assumptions: Assumptions, scheme: Scheme, numel: int, ranks: int) ->
     for members, ready in ready_shares(sizes, _FIRST_BUCKET, _BUCKET):
         bucket = tuple(shapes[::-1][members.start : members.stop])
         if bucket not in known:
-            known[bucket] = _round_of(assumptions, scheme, bucket, ranks)
-        exchanged = known[bucket]
-        rounds.append(exchanged.scaled(1.0, ready))
-    if scheme.local_steps == 1:
-        return Plan(hook_rounds=tuple(rounds))
-    return Plan(optimizer_rounds=tuple(rounds), steps=scheme.local_steps)
+            known[bucket] = _round_of(assumptions, way, bucket, ranks)
+        rounds.append(known[bucket].scaled(1.0, ready))
+    return Plan(hook_rounds=tuple(rounds))
 
 
 def _round_of(
-    assumptions: Assumptions, scheme: Scheme, bucket: Sequence[tuple[int, ...]], ranks: int
+    assumptions: Assumptions, way: Way, bucket: Sequence[tuple[int, ...]], ranks: int
 ) -> Round:
     """Return one bucket's round.
 
     The device reads gradients and residuals and writes residuals (12 bytes per element), and writes
-    the mean (4).  Of each payload that it decodes it reads all bytes; what stands for one of few
-    elements is added to a place of its own in memory.  Sketches have no residual, and are read and
-    written once each way.
+    the mean (4).  It reads all bytes of each payload that it decodes, and adds each kept element
+    to a place of its own in memory.
     """
-    compressor = scheme.compressor
-    assert compressor
-    if scheme.way == "hierarchical":
-        return _between_nodes(assumptions, scheme, bucket, ranks)
+    if way == "hierarchical":
+        return _between_nodes(assumptions, bucket, ranks)
     numel = sum(torch.Size(shape).numel() for shape in bucket)
-    if isinstance(compressor, Identity):
-        cast = 0.0 if scheme.bits == 32 else assumptions.seconds(6 * numel)
-        return Round((all_reduce(numel * scheme.bits // 8, ranks),), cast, cast)
-    route = _route(scheme, bucket, ranks)
+    if way == "all_reduce":
+        cast = assumptions.seconds(6 * numel)
+        return Round((all_reduce(2 * numel, ranks),), cast, cast)
+    traffic = _traffic(way, bucket, ranks)
     collectives: tuple[Collective, ...]
-    kept = assumptions.sector * compressor.density * numel if isinstance(compressor, TopK) else 0.0
-    if isinstance(route, Sharded):
+    kept = assumptions.sector * TOP_K.density * numel
+    if way == "sharded":
         # All of the bucket up; an N-th of it averaged and compressed again; all of it down.
-        one_way = route.traffic // 2
+        one_way = traffic // 2
         collectives = (Collective("all_to_all", one_way), Collective("all_gather", one_way))
         arrived = one_way * ranks / (ranks - 1) + kept
         before, after = 12 * numel + 16 * numel / ranks + arrived, 4 * numel + arrived
-    elif compressor.linear:
-        collectives = (Collective("all_reduce", route.traffic),)
-        before = after = 8.0 * numel
     else:
-        collectives = (Collective("all_gather", route.traffic),)
-        payload = route.traffic / (ranks - 1)
+        collectives = (Collective("all_gather", traffic),)
+        payload = traffic / (ranks - 1)
         before, after = 12.0 * numel, 4 * numel + ranks * (payload + kept)
     return Round(collectives, assumptions.seconds(before), assumptions.seconds(after))
 
 
 def _between_nodes(
-    assumptions: Assumptions, scheme: Scheme, bucket: Sequence[tuple[int, ...]], ranks: int
+    assumptions: Assumptions, bucket: Sequence[tuple[int, ...]], ranks: int
 ) -> Round:
     """Return the round of a bucket that is averaged in full precision inside each node.
 
@@ -282,22 +230,18 @@ def _between_nodes(
     if ranks == of_node:
         return Round((first, last), averaging)
     ways: tuple[Way, Way] = ("all_gather", "sharded")
-    rounds = [
-        _round_of(assumptions, replace(scheme, way=way), parts, ranks // of_node) for way in ways
-    ]
+    rounds = [_round_of(assumptions, way, parts, ranks // of_node) for way in ways]
     between = min(rounds, key=lambda each: each.traffic)
     across = tuple(AcrossNodes(c.kind, c.traffic, of_node) for c in between.collectives)
     return Round((first, *across, last), averaging + between.encode, between.decode)
 
 
-def _route(scheme: Scheme, bucket: Sequence[tuple[int, ...]], ranks: int) -> Route:
-    """Return the library's own route, which knows the bytes; on a device without memory."""
-    assert scheme.compressor
+def _traffic(way: Way, bucket: Sequence[tuple[int, ...]], ranks: int) -> int:
+    """Return the bytes of top-k by the library's own route, on a device without memory."""
     segments = [Segment(str(index), shape, exempt=False) for index, shape in enumerate(bucket)]
     layout = Layout(tuple(segments), torch.device("meta"), "parameter")
     transport = Simulated(ranks)[0]
-    compressors = [scheme.compressor] * len(layout.compressed)
-    if scheme.way == "sharded":
-        return Sharded(layout, compressors, transport, 0, None)
-    kind = Summed if scheme.compressor.linear else Gathered
-    return kind(layout, compressors, transport, 0)
+    compressors = [TOP_K] * len(layout.compressed)
+    if way == "sharded":
+        return Sharded(layout, compressors, transport, 0, None).traffic
+    return Gathered(layout, compressors, transport, 0).traffic
