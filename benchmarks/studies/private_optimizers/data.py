@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks.lab.tasks import Shard, Task, build_task
 from benchmarks.lab.tasks.task import Prepare
 from benchmarks.lab.training import batch_generator
-from benchmarks.studies.private_optimizers.models import small_cnn, wide_resnet
+from benchmarks.studies.private_optimizers.models import small_cnn
 from benchmarks.studies.private_training import PrivatePlan
 from comm_hooks.optim.private.optimizers.public_knowledge import PublicGradients
 
@@ -41,7 +41,6 @@ KINDS = {
     "digits": Kind(150, 64, small_cnn),
     "verses": Kind(1500, 64, words=True),
     "autoencoder": Kind(1000, 64, options={"widths": "128,32"}),
-    "cifar10": Kind(875, 4096, wide_resnet, {"augment": False}),
 }
 
 
@@ -109,8 +108,8 @@ def build(
 def _turning(prepare: Prepare) -> Prepare:
     """Return what prepares images, (samples, channels, height, width), and turns them."""
 
-    def turn(images: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        return prepare(images, generator).rot90(dims=(-2, -1))
+    def turn(images: torch.Tensor) -> torch.Tensor:
+        return prepare(images).rot90(dims=(-2, -1))
 
     return turn
 
