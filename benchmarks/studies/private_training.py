@@ -164,7 +164,7 @@ def loader_over(samples: Shard) -> DataLoader[Any]:
 
     def collate(places: list[int]) -> Batch:
         indices = samples.indices[torch.tensor(places)]
-        return samples.prepare(samples.inputs[indices], None), samples.targets[indices]
+        return samples.prepare(samples.inputs[indices]), samples.targets[indices]
 
     return DataLoader(range(len(samples)), collate_fn=collate)  # type: ignore[arg-type]
 

@@ -5,9 +5,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.third_party import data
-from benchmarks.third_party.editing import Edit
 
 Prepare = Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A line that takes the place of another, or follows it.
+
+    Attributes:
+        at: the line of the script, or how it begins, without its indentation.
+        new: the new line, indented like that line; several with line breaks.
+        after: keep the line and write the new one behind it.
+        file: another file than the script itself, relative to the script's folder.
+    """
+
+    at: str
+    new: str
+    after: bool = False
+    file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -26,7 +42,6 @@ class Script:
         prepare: writes the data into the script's folder.
         loss: a regular expression; the last match in what it prints is the held-out loss.
         ranks: processes.
-        note: what a reader of its figures must know.
     """
 
     name: str
@@ -39,7 +54,6 @@ class Script:
     port: tuple[Edit, ...] = ()
     arguments: tuple[str, ...] = ()
     ranks: int = 2
-    note: str = ""
 
 
 _DEVICE = "device = f'cuda:{ddp_local_rank}'"
@@ -108,75 +122,6 @@ SCRIPTS = (
         loss=r"step \d+: .*val loss ([\d.]+)",
     ),
     Script(
-        name="minGPT-ddp, with Hydra",
-        framework="DDP",
-        repository="examples",
-        path="distributed/minGPT-ddp/mingpt/main.py",
-        port=(
-            Edit("_min_gpu_count = 2", "_min_gpu_count = 0"),
-            Edit("return has_gpu and", "return True"),
-            Edit("acc = torch.accelerator", "acc = 'cpu'"),
-            Edit("device: torch.device = torch", "device = torch.device(acc)"),
-            Edit("torch.accelerator.set_device_index", "pass"),
-            Edit("self.acc = torch.accelerator", "self.acc = 'cpu'", file="trainer.py"),
-            Edit(
-                "self.device: torch.device", "self.device = torch.device('cpu')", file="trainer.py"
-            ),
-            Edit("self.model = model.to(self.local", "self.model = model", file="trainer.py"),
-            Edit("self.model = DDP(", "self.model = DDP(self.model)", file="trainer.py"),
-            Edit("source = source.to", "source = source.to(self.device)", file="trainer.py"),
-            Edit("targets = targets.to", "targets = targets.to(self.device)", file="trainer.py"),
-            Edit(
-                "for iter, (source, targets)",
-                "losses = []\nfor iter, (source, targets) in enumerate(dataloader):",
-                file="trainer.py",
-            ),
-            Edit(
-                "batch_loss = self._run_batch",
-                "batch_loss = self._run_batch(source, targets, train)\nlosses.append(batch_loss)",
-                file="trainer.py",
-            ),
-            Edit(
-                "def _save_snapshot",
-                "def _save_snapshot(self, epoch):\n    return",
-                file="trainer.py",
-            ),
-            Edit(
-                'print(f"[RANK{self.global_rank}] Epoch',
-                'print(f"{step_type} {epoch} {sum(losses) / len(losses):.4f}", flush=True)',
-                file="trainer.py",
-            ),
-            Edit("if iter % 100 == 0", "if iter == len(dataloader) - 1:", file="trainer.py"),
-        ),
-        edits=(
-            Edit("import fsspec", "import comm_hooks", after=True, file="trainer.py"),
-            Edit(
-                "self.model = DDP(",
-                "self.model = DDP(self.model)\n"
-                "self.optimizer = comm_hooks.register(self.model, "
-                "comm_hooks.optim.low_communication(optimizer.param_groups, lr=1e-3))",
-                file="trainer.py",
-            ),
-        ),
-        prepare=data.one_text,
-        arguments=(
-            "data_config.path=text.txt",
-            "data_config.block_size=64",
-            "data_config.truncate=0.006",
-            "gpt_config.n_layer=4",
-            "gpt_config.n_head=4",
-            "gpt_config.n_embd=128",
-            "trainer_config.max_epochs=1",
-            "trainer_config.batch_size=16",
-            "trainer_config.data_loader_workers=0",
-            "trainer_config.use_amp=False",
-            "optimizer_config.learning_rate=1e-3",
-        ),
-        loss=r"Eval \d+ ([\d.]+)",
-        note="Its held-out text overlaps what it trains on, hence the small loss; it evaluates in "
-        "training mode, so with rounds this is the loss of one rank's own model.",
-    ),
-    Script(
         name="FSDP2 `example.py`, as two nodes of two",
         framework="FSDP2",
         repository="examples",
@@ -238,9 +183,6 @@ SCRIPTS = (
             ),
         ),
         prepare=data.one_text,
-        note="It trains on random numbers and has no held-out loss: text took their place. Its "
-        "attention sees what it is to predict, so the loss compares with nothing else. Without "
-        "edits all four ranks are shards of one model.",
         loss=r"held-out loss ([\d.]+)",
     ),
     Script(
@@ -285,9 +227,6 @@ SCRIPTS = (
             ),
         ),
         prepare=data.fashion_images,
-        note="A ResNet of 4.9 M parameters, all of them trained, at a learning rate of 0.003. "
-        "Beside the 52 kB that are counted per step DDP broadcasts 24 kB of running means before "
-        "every forward pass, of which `register` warns: `broadcast_buffers=False` ends that.",
         arguments=("--data_dir", "images", "--cpu"),
         loss=r"held-out loss ([\d.]+)",
     ),
@@ -341,7 +280,6 @@ SCRIPTS = (
             ),
         ),
         prepare=data.small_llama,
-        note="A Llama of 0.9 M parameters from scratch, with a cosine schedule up to 0.002.",
         arguments=("--model-name", "llama", "--sequence-length", "64", "--device-type", "cpu"),
         loss=r"held-out loss ([\d.]+)",
     ),
@@ -407,7 +345,6 @@ SCRIPTS = (
         ),
         prepare=data.mnist_files,
         arguments=("--epochs=1", "--batch-size=32"),
-        note="Adadelta as it is; `low_communication` when edited.",
         loss=r"Average loss: ([\d.]+)",
     ),
     Script(
@@ -446,4 +383,4 @@ SCRIPTS = (
         loss=r"held-out loss ([\d.]+)",
     ),
 )
-"""Eight of five repositories, nanoGPT's in two ways."""
+"""Seven of five repositories, nanoGPT's in two ways."""

@@ -11,8 +11,6 @@ WITH_TASKS = ("safl", "fed_lamb")
 
 OF_TASKS: list[tuple[list[str], str]] = [
     (["--task", "digit"], "did you mean 'digits'?"),
-    (["--task", "cifar10"], "no data folder was given"),
-    (["--task", "cifar10", "--data-dir", "absent"], "there is no folder absent"),
     (["--task", "digits", "--task-option", "model"], "not of the form NAME=VALUE"),
     (["--task", "digits", "--task-option", "modle=mlp"], "did you mean 'model'?"),
     (["--local-steps", "1,x"], "--local-steps: 'x' is not an integer"),

@@ -1,15 +1,13 @@
-"""Edits of other projects' scripts, and the page of what they came to."""
+"""Edits of other projects' scripts, and the page with their results."""
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks.third_party.editing import Edit, edited
-from benchmarks.third_party.page import PAGE, page_of
-from benchmarks.third_party.running import loaded
-from benchmarks.third_party.scripts import SCRIPTS
+from benchmarks.third_party.__main__ import edited, recorded, table
+from benchmarks.third_party.scripts import SCRIPTS, Edit
 
-RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "third_party"
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks" / "third_party.md"
 TEXT = """\
 import torch
 import torch.nn as nn
@@ -44,9 +42,10 @@ def test_sources_of_another_version_are_refused(at: str, count: int) -> None:
 
 
 def test_three_lines_are_enough_for_fifty_times_fewer_bytes() -> None:
-    outcomes = [loaded(path) for path in sorted(RECORDS.glob("*.json"))]
-    assert {o.script for o in outcomes} == {script.name for script in SCRIPTS}
+    outcomes, page = recorded(), PAGE.read_text()
+    assert {o["script"] for o in outcomes} == {script.name for script in SCRIPTS}
     for outcome in outcomes:
-        assert outcome.lines <= 3
-        assert outcome.fewer >= (50 if outcome.ours else 1)
-    assert PAGE.read_text() == page_of(outcomes), "python -m benchmarks.third_party writes it"
+        assert outcome["lines"] <= 3
+        assert outcome["fewer"] >= (50 if outcome["ours"] else 1)
+    assert table(outcomes) in page
+    assert all(edit.new in page for script in SCRIPTS for edit in script.edits)

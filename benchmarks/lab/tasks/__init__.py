@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.tasks.autoencoder import autoencoder
-from benchmarks.lab.tasks.cifar10 import cifar10
 from benchmarks.lab.tasks.digits import digits
 from benchmarks.lab.tasks.fashion_mnist import fashion_mnist
 from benchmarks.lab.tasks.gpt_text import gpt_text
@@ -18,7 +17,6 @@ __all__ = ["TASKS", "Batch", "Shard", "Task", "build_task", "options_of"]
 
 TASKS: dict[str, Callable[..., Task]] = {
     "digits": digits,
-    "cifar10": cifar10,
     "fashion_mnist": fashion_mnist,
     "autoencoder": autoencoder,
     "gpt_text": gpt_text,

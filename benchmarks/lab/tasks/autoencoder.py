@@ -5,7 +5,6 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from benchmarks.lab.tasks.criterion import Reconstruction
@@ -97,7 +96,7 @@ def make_autoencoder(pixels: int, hidden: list[int]) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Sigmoid())
 
 
-def _scaled(images: Tensor, generator: torch.Generator | None) -> Tensor:
+def _scaled(images: Tensor) -> Tensor:
     return images.float() / 255
 
 

@@ -138,7 +138,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def _standardized(images: Tensor, generator: torch.Generator | None) -> Tensor:
+def _standardized(images: Tensor) -> Tensor:
     return (images.float() / 255 - _MEAN) / _DEVIATION
 
 

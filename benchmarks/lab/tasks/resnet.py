@@ -53,32 +53,14 @@ class Head(nn.Module):
 
 
 def resnet7(*, channels: int, classes: int, width: int) -> nn.Sequential:
-    """Return the first half of :func:`resnet9`, for images of about 8x8 pixels."""
+    """Return a residual network for images of about 8x8 pixels.
+
+    It is the first half of the ResNet-9 known from DAWNBench (Page, 2018), with GroupNorm.
+    """
     return nn.Sequential(
         conv(channels, width),
         Residual(width),
         conv(width, 2 * width, pool=True),
         Residual(2 * width),
         Head(2 * width, classes),
-    )
-
-
-def resnet9(*, channels: int, classes: int, width: int) -> nn.Sequential:
-    """Return the ResNet-9 known from DAWNBench (Page, 2018), for images of about 32x32 pixels.
-
-    Convolutions of 1, 2, 4 and 8 times ``width`` channels, halving the resolution from the second
-    on, with a residual pair after the second and the fourth; then the :class:`Head`.  Different
-    from the original are GroupNorm and the bias of the last layer.
-
-    6.6 M parameters at the original ``width=64``, 41 M at 160.  It must be a
-    multiple of the 16 groups.
-    """
-    return nn.Sequential(
-        conv(channels, width),
-        conv(width, 2 * width, pool=True),
-        Residual(2 * width),
-        conv(2 * width, 4 * width, pool=True),
-        conv(4 * width, 8 * width, pool=True),
-        Residual(8 * width),
-        Head(8 * width, classes),
     )

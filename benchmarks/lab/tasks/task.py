@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from benchmarks.lab.tasks.criterion import Classification, Criterion
 
 Batch = tuple[Tensor, Tensor]
-Prepare = Callable[[Tensor, torch.Generator | None], Tensor]
+Prepare = Callable[[Tensor], Tensor]
 
 _EVAL_BATCH = 128
 
@@ -30,7 +30,7 @@ def shuffled_epochs(count: int, batch_size: int, generator: torch.Generator) -> 
         yield batch
 
 
-def _unchanged(inputs: Tensor, generator: torch.Generator | None) -> Tensor:
+def _unchanged(inputs: Tensor) -> Tensor:
     return inputs
 
 
@@ -44,8 +44,7 @@ class Shard:
         inputs: of the whole data set, samples first.
         targets: likewise: a class per sample, or a sequence of them.
         indices: which samples belong to this shard.
-        prepare: what turns a batch of raw inputs into what the model takes.  It augments with what
-            it draws from its second argument, and does not where that is None.
+        prepare: turns a batch of raw inputs into inputs of the model.
 
     Example::
 
@@ -68,7 +67,7 @@ class Shard:
 
         Args:
             batch_size: samples in each batch.
-            generator: a CPU generator, the only source of order and of augmentation.
+            generator: a CPU generator, the only source of order.
 
         Raises:
             ValueError: if ``batch_size`` is not positive, or the shard is empty.
@@ -78,16 +77,16 @@ class Shard:
         if not len(self):
             raise ValueError("a shard without samples has no batches")
         return (
-            self._batch(self.indices[places], generator)
+            self._batch(self.indices[places])
             for places in shuffled_epochs(len(self), batch_size, generator)
         )
 
     def in_order(self, batch_size: int) -> Iterator[Batch]:
-        """Yield every sample once, not augmented; the last batch may be smaller."""
-        return (self._batch(indices, None) for indices in self.indices.split(batch_size))
+        """Yield every sample once; the last batch may be smaller."""
+        return (self._batch(indices) for indices in self.indices.split(batch_size))
 
-    def _batch(self, indices: Tensor, generator: torch.Generator | None) -> Batch:
-        return self.prepare(self.inputs[indices], generator), self.targets[indices]
+    def _batch(self, indices: Tensor) -> Batch:
+        return self.prepare(self.inputs[indices]), self.targets[indices]
 
 
 @dataclass(frozen=True, eq=False)

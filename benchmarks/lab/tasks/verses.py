@@ -124,7 +124,7 @@ def _load(vocabulary: int) -> tuple[Tensor, Tensor]:
     return tokens, torch.tensor([part[book] for book, _ in found])
 
 
-def _counts(vocabulary: int, tokens: Tensor, generator: torch.Generator | None) -> Tensor:
+def _counts(vocabulary: int, tokens: Tensor) -> Tensor:
     """Return how often each word occurs, (batch, vocabulary)."""
     counts = torch.zeros(len(tokens), vocabulary)
     counts.scatter_add_(1, tokens.long(), torch.ones(1).expand(tokens.shape))
