@@ -1,21 +1,117 @@
-"""Checks in the first step: whether gradients were averaged already, and settings of ranks."""
+"""Checks in the first step: whether DDP or FSDP averaged the gradients, and ranks' settings."""
 
+import gc
 import hashlib
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.model_parallel import gather_from_all
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import check_agreement
+from comm_hooks.frameworks.ddp.model import hooks_of
 from comm_hooks.shards import whole
 
-Tensors = Sequence[torch.Tensor]
-Gradients = Sequence[torch.Tensor | None]
+# Ours, and PyTorch's own.
+_HOOKS_THAT_SEND_NOTHING = ("skip_hook", "noop_hook")
+
+
+def double_averaging(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> dict[str, str | None]:
+    """Return the findings that ranks compare to learn whether DDP has averaged these gradients.
+
+    1. find the DDP models of this process (those of ``replicate`` as well) that hold some of the
+       parameters, have another hook than :func:`~comm_hooks.skip_hook`, and did not run under
+       ``no_sync()`` last;
+    2. take a fingerprint of the gradients that these models have averaged, if there are any.  An
+       unknown hook may send nothing as well; then the fingerprints differ between ranks.
+
+    Reads one number per gradient back from the device.
+
+    Not seen: models that were made before ``gc.freeze()``, which hides them from this search.
+
+    Args:
+        parameters: the optimizer's parameters.
+        gradients: the gradient of each parameter, in any dtype; None if it has none.
+
+    Returns:
+        ``hook``: the name of the hook, ``"all_reduce"`` if there is none; ``gradients``: the
+        fingerprint.  Both are None if no gradient was averaged, or all of them are zero.
+
+    Example::
+
+        >>> from comm_hooks.optim.already_averaged import double_averaging
+        >>> ddp_model(torch.ones(1, 8)).sum().backward()
+        >>> parameters = list(ddp_model.parameters())
+        >>> double_averaging(parameters, [p.grad for p in parameters])["hook"]
+        'all_reduce'
+    """
+    averaged: set[torch.Tensor] = set()
+    name = None
+    for ddp in _averaging_models(set(parameters)):
+        averaged.update(ddp.parameters())
+        name = _hook_name(ddp)
+    of_ddp = [
+        gradient
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+        if gradient is not None and parameter in averaged and not gradient.is_sparse
+    ]
+    # Sums of the bits: exact, so equal for equal gradients on any device.
+    sums = [g.detach().float().view(torch.int32).sum(dtype=torch.int64) for g in of_ddp]
+    numbers = torch.stack(sums).tolist() if sums else []
+    if not any(numbers):
+        return {"hook": None, "gradients": None}
+    return {"hook": name, "gradients": hashlib.blake2b(repr(numbers).encode()).hexdigest()}
+
+
+def sharded_over(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> list[int]:
+    """Return those of ``ranks`` between which FSDP 1 or 2 averages gradients.
+
+    FSDP cannot be told not to: a rank gets the mean of its shard, and never its own gradient.
+
+    Args:
+        parameters: the optimizer's parameters.
+        ranks: the ranks of the optimizer's exchange, this one included.
+
+    Returns:
+        The sorted ranks; an empty list if this rank is the only one.
+    """
+    sharing = {rank for p in parameters for rank in _ranks_of_mesh(whole(p))}
+    for model in _models_of_fsdp1(set(parameters)):
+        sharing.update(dist.get_process_group_ranks(model.process_group))
+    shared = sorted(sharing.intersection(ranks))
+    return shared if len(shared) > 1 else []
+
+
+def refuse_double_averaging(findings: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` if DDP or FSDP has averaged the gradients.
+
+    Args:
+        findings: the results of :func:`averaging` on all ranks that took a step, so that all of
+            them raise, or none.
+    """
+    for finding in findings:
+        if sharing := finding.get("sharded over"):
+            raise ValueError(
+                f"the parameters are sharded over ranks {', '.join(map(str, sharing))}, and FSDP "
+                "has averaged the gradients that this optimizer exchanges itself: give it ranks "
+                'between which nothing does, process_group=mesh["replicate"].get_group(), or use '
+                "one of torch with compress_reduce_scatter or compress_all_reduce"
+            )
+    fingerprints = {finding.get("gradients") for finding in findings}
+    if len(findings) > 1 and len(fingerprints) == 1 and None not in fingerprints:
+        raise ValueError(
+            f"DDP has averaged the gradients (its hook: {findings[0]['hook']}) that this optimizer "
+            "exchanges itself, so everything is sent twice: register(ddp_model, optimizer) before "
+            "the first step"
+        )
 
 
 class Divided(Protocol):
@@ -40,7 +136,12 @@ class AveragingCheck:
         self._is_done = False
         self._finding: dict[str, Any] | None = None
 
-    def check(self, optimizer: Divided, parameters: Tensors, gradients: Gradients) -> None:
+    def check(
+        self,
+        optimizer: Divided,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
         """Raise ``ValueError`` on all ranks if DDP or FSDP has averaged the gradients.
 
         Raises ``ConfigMismatchError`` if settings differ between ranks of a sharded model.  Does
@@ -48,92 +149,95 @@ class AveragingCheck:
         """
         if self._is_done:
             return
+        require_consistent(optimizer)
         transport = optimizer.exchange.transport
-        if groups := optimizer.model_parallel_groups:
-            own = {**optimizer.exchange.config(), **optimizer.hyperparameters()}
-            found = gather_from_all(transport, groups, [dist.get_rank(), own])
-            found.sort(key=lambda entry: entry[0])
-            check_agreement([config for _, config in found], [rank for rank, _ in found])
-        self.note(transport, parameters, gradients)
-        self.compare(transport)
+        if transport.world_size > 1:
+            finding = averaging(transport, parameters, gradients)
+            refuse_double_averaging(transport.perform(AllGatherObject(finding)))
         self._is_done = True
 
-    def note(self, transport: Transport, parameters: Tensors, gradients: Gradients) -> None:
+    def note(
+        self,
+        transport: Transport,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
         """Keep the finding about this rank's first gradients for :meth:`compare`; send nothing."""
         if not self._is_done and self._finding is None:
-            shared = sharded_over(parameters, transport.ranks)
-            self._finding = {"sharded over": shared, "gradients": fingerprint(gradients)}
+            self._finding = averaging(transport, parameters, gradients)
 
     def compare(self, transport: Transport) -> None:
         """Raise ``ValueError`` on all ranks if the gradients given to :meth:`note` were averaged.
 
         Repeated until two ranks have a finding: one alone proves nothing.  All ranks must call it.
         """
-        # Nothing else averages between ranks that are simulated in one process.
-        if self._is_done or transport.world_size == 1 or not dist.is_initialized():
+        if self._is_done or transport.world_size == 1:
             return
         own, self._finding = self._finding, None
         findings = [each for each in transport.perform(AllGatherObject(own)) if each]
-        refuse_averaged(findings)
+        refuse_double_averaging(findings)
         self._is_done = len(findings) > 1
 
 
-def fingerprint(gradients: Gradients) -> str | None:
-    """Return a digest of the gradients, equal for equal bits; None if all of them are zero.
+def require_consistent(optimizer: Divided) -> None:
+    """Raise ``ConfigMismatchError`` on all ranks if settings differ within a sharded model.
 
-    Reads one number per gradient back from the device.
-
-    Args:
-        gradients: gradients of any dtype; None for a parameter without one.
-
-    Example::
-
-        >>> from comm_hooks.optim.already_averaged import fingerprint
-        >>> fingerprint([torch.ones(2), None]) == fingerprint([torch.ones(2)])
-        True
-        >>> fingerprint([torch.zeros(2)]) is None
-        True
+    An exchange compares the settings of the ranks that exchange; this compares those of all ranks
+    that share a model.  Does nothing where the model is not sharded.  All ranks must call it.
     """
-    dense = [g for g in gradients if g is not None and not g.is_sparse]
-    # Sums of the bits: exact, so equal for equal gradients on any device.
-    sums = [g.detach().float().view(torch.int32).sum(dtype=torch.int64) for g in dense]
-    numbers = torch.stack(sums).tolist() if sums else []
-    return hashlib.blake2b(repr(numbers).encode()).hexdigest() if any(numbers) else None
+    groups = optimizer.model_parallel_groups
+    if groups:
+        exchange = optimizer.exchange
+        own = {**exchange.config(), **optimizer.hyperparameters()}
+        found = gather_from_all(exchange.transport, groups, [dist.get_rank(), own])
+        found.sort(key=lambda entry: entry[0])
+        check_agreement([config for _, config in found], [rank for rank, _ in found])
 
 
-def sharded_over(parameters: Tensors, ranks: Sequence[int]) -> list[int]:
-    """Return the sorted ranks, of ``ranks``, between which FSDP averages gradients of these shards.
-
-    A rank of FSDP gets the mean of its shard, and never its own gradient.
-    """
-    sharing: set[int] = set()
-    for parameter in map(whole, parameters):
-        if getattr(parameter, "_fsdp_flattened", False):  # FSDP1, in an unknown group
-            sharing.update(ranks)
-        elif (mesh := getattr(parameter, "device_mesh", None)) is not None:
-            sharing.update(mesh.mesh.flatten().tolist())
-    shared = sorted(sharing.intersection(ranks))
-    return shared if len(shared) > 1 else []
+def averaging(
+    transport: Transport,
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+) -> dict[str, Any]:
+    """Return this rank's finding for :func:`refuse_double_averaging`; send nothing."""
+    sharing = sharded_over(parameters, transport.ranks)
+    return {"sharded over": sharing} if sharing else double_averaging(parameters, gradients)
 
 
-def refuse_averaged(findings: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` if the findings of the ranks show that gradients were averaged.
+def _averaging_models(parameters: set[torch.Tensor]) -> Iterator[DistributedDataParallel]:
+    for ddp in _models_of(DistributedDataParallel, parameters):
+        # If the last forward pass was under no_sync(), so were those before it.
+        if ddp.require_forward_param_sync and _hook_name(ddp) not in _HOOKS_THAT_SEND_NOTHING:
+            yield ddp
 
-    Args:
-        findings: the findings of all ranks that took a step, so that all of them raise, or none.
-    """
-    for finding in findings:
-        if sharing := finding["sharded over"]:
-            raise ValueError(
-                f"the parameters are sharded over ranks {', '.join(map(str, sharing))}, and FSDP "
-                "has averaged the gradients that this optimizer exchanges itself: give it ranks "
-                'between which nothing does, process_group=mesh["replicate"].get_group(), or use '
-                "one of torch with compress_reduce_scatter or compress_all_reduce"
-            )
-    fingerprints = {finding["gradients"] for finding in findings}
-    if len(findings) > 1 and len(fingerprints) == 1 and None not in fingerprints:
-        raise ValueError(
-            "the gradients are equal on all ranks before this optimizer exchanges them: if DDP has "
-            "averaged them, register(ddp_model, optimizer) before the first step; else give each "
-            "rank data of its own"
-        )
+
+def _models_of_fsdp1(parameters: set[torch.Tensor]) -> Iterator[Any]:
+    # Owners of such a model have imported this, which takes a while.
+    if module := sys.modules.get("torch.distributed.fsdp"):
+        yield from _models_of(module.FullyShardedDataParallel, parameters)
+
+
+def _models_of(kind: type[Any], parameters: set[torch.Tensor]) -> Iterator[Any]:
+    """Yield the models of type ``kind`` in this process that hold some of the parameters."""
+    kinds = _with_subclasses(kind)
+    # By type: isinstance() asks proxies for their referents, and takes seconds where millions
+    # of objects are alive.
+    for thing in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+        if not parameters.isdisjoint(thing.parameters()):
+            yield thing
+
+
+def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
+
+
+def _ranks_of_mesh(parameter: torch.Tensor) -> list[int]:
+    """Return the ranks over which FSDP2 shards a parameter; an empty list if it does not."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh.mesh.flatten().tolist() if mesh is not None else []
+
+
+def _hook_name(ddp: DistributedDataParallel) -> str:
+    for hook in hooks_of(ddp):
+        return hook if isinstance(hook, str) else getattr(hook, "__name__", repr(hook))
+    return "all_reduce"

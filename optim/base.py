@@ -34,7 +34,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: for sparse gradients; in the first step of an optimizer that exchanges, if
-                they are equal on all ranks, because DDP or FSDP has averaged them.
+                DDP or FSDP has averaged them.
             ConfigMismatchError: in the first exchange, if ranks are configured differently or start
                 from different models.
             PayloadError: in a later exchange, if ranks have come to differ.

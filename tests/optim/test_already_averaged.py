@@ -1,6 +1,7 @@
 """A forgotten skip_hook is noticed at the first step, on all ranks; what looks like it is not."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,57 +10,148 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from comm_hooks import CountSketch, ErrorFeedback, Exchange, Sign, TopK, skip_hook
+from comm_hooks import CountSketch, ErrorFeedback, Exchange, Sign, TopK, register, skip_hook
 from comm_hooks.optim import LocalRounds, LocalVarianceAdam, Marina, Participation
-from comm_hooks.optim.already_averaged import fingerprint, refuse_averaged
+from comm_hooks.optim.already_averaged import double_averaging, refuse_double_averaging
 from tests.optim.scenarios import RanksOf, rarely
 from tests.test_hook import Net, batch
 
 
-def judge(wrap: str, case: str) -> str:
-    """Return the message of the check after one backward pass on this rank's data."""
+def local_hook(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Somebody's own way to send nothing."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def plain(net: Net) -> nn.Module:
+    return DistributedDataParallel(net)
+
+
+def hooked(hook: Callable[..., Any]) -> Callable[[Net], nn.Module]:
+    def wrap(net: Net) -> nn.Module:
+        ddp = DistributedDataParallel(net)
+        ddp.register_comm_hook(None, hook)
+        return ddp
+
+    return wrap
+
+
+def built_in(net: Net) -> nn.Module:
+    ddp = DistributedDataParallel(net)
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    return ddp
+
+
+def compressed(net: Net) -> nn.Module:
+    ddp = DistributedDataParallel(net)
+    register(ddp, "topk", density=0.1)
+    return ddp
+
+
+def replicated(net: Net) -> nn.Module:
+    return replicate(net)
+
+
+def replicated_and_skipped(net: Net) -> nn.Module:
+    replicate(net).register_comm_hook(None, skip_hook)
+    return net
+
+
+def averaged_elsewhere(net: Net) -> nn.Module:
+    """DDP around a copy, as an exponential average has it."""
+    ddp = DistributedDataParallel(net)
+    net.kept = [copy.deepcopy(ddp)]  # type: ignore[assignment]
+    ddp.register_comm_hook(None, skip_hook)
+    return ddp
+
+
+Wrap = Callable[[Net], nn.Module]
+AVERAGED: dict[str, tuple[Wrap, str]] = {
+    "plain": (plain, "all_reduce"),
+    "another hook": (hooked(fp16_compress_hook), "fp16_compress_hook"),
+    "built-in": (built_in, "BuiltinCommHookType.FP16_COMPRESS"),
+    "compressed": (compressed, "compression_hook"),
+    "replicate": (replicated, "all_reduce"),
+}
+NOT_AVERAGED: dict[str, Wrap] = {
+    "skip_hook": hooked(skip_hook),
+    "noop_hook": hooked(noop_hook),
+    "somebody's hook": hooked(local_hook),
+    "replicate": replicated_and_skipped,
+    "a copy": averaged_elsewhere,
+    "no DDP": lambda net: net,
+}
+
+
+def judge(kind: str, case: str, compiled: bool) -> str:
+    """Return what is said of one backward pass."""
     torch.manual_seed(0)
     net = Net()
-    wraps: dict[str, Callable[[Net], Any]] = {
-        "DDP": DistributedDataParallel,
-        "replicate": replicate,
-    }
-    model = wraps.get(wrap, lambda net: net)(net)
-    unsynced = case == "no_sync"
-    inputs, targets = batch(0, dist.get_rank())
+    wrap = AVERAGED[case][0] if kind == "averaged" else NOT_AVERAGED.get(case, plain)
+    model = wrap(net)
+    model = torch.compile(model, backend="aot_eager") if compiled else model
+    unsynced = case.endswith("no_sync")
+    # Where nothing is averaged, ranks that compute the same prove nothing; a hook may be anything.
+    own = dist.get_rank() if kind == "averaged" or case == "somebody's hook" else 0
+    inputs, targets = batch(0, own)
     with model.no_sync() if unsynced else contextlib.nullcontext():
         nn.functional.cross_entropy(model(inputs), targets).backward()
-    gradients = [p.grad for p in net.parameters()]
     if case == "zeros":
-        gradients = [torch.zeros_like(p) for p in net.parameters()]
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+    parameters = list(net.parameters())
+    finding = double_averaging(parameters, [p.grad for p in parameters])
     findings: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(findings, {"sharded over": [], "gradients": fingerprint(gradients)})
+    dist.all_gather_object(findings, finding)
     try:
-        refuse_averaged(findings)
+        refuse_double_averaging(findings)
     except ValueError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("wrap", ["DDP", *rarely("replicate")])
-def test_averaged_gradients_are_refused(ranks_of: RanksOf, wrap: str) -> None:
-    for message in ranks_of(2).run(judge, wrap, "averaged"):
+@pytest.mark.parametrize(
+    ("case", "compiled"),
+    [
+        ("plain", False),
+        ("compressed", False),
+        *rarely(
+            ("another hook", False), ("built-in", False), ("replicate", False), ("plain", True)
+        ),
+    ],
+)
+def test_averaged_gradients_are_refused(ranks_of: RanksOf, case: str, compiled: bool) -> None:
+    for message in ranks_of(2).run(judge, "averaged", case, compiled):
+        assert f"(its hook: {AVERAGED[case][1]})" in message
         assert "register(ddp_model, optimizer)" in message
 
 
 @pytest.mark.parametrize(
-    ("wrap", "case"), [("nothing", "own"), *rarely(("DDP", "no_sync"), ("DDP", "zeros"))]
+    "case",
+    [
+        "skip_hook",
+        "a copy",
+        *rarely(
+            "noop_hook", "somebody's hook", "replicate", "no DDP", "DDP under no_sync", "zeros"
+        ),
+    ],
 )
-def test_what_was_not_averaged_is_not_refused(ranks_of: RanksOf, wrap: str, case: str) -> None:
-    assert ranks_of(2).run(judge, wrap, case) == ["", ""]
+def test_what_was_not_averaged_is_not_refused(ranks_of: RanksOf, case: str) -> None:
+    assert ranks_of(2).run(judge, "not averaged", case, False) == ["", ""]
 
 
 def test_one_rank_has_nobody_to_average_with(ranks_of: RanksOf) -> None:
-    assert ranks_of(1).run(judge, "DDP", "averaged") == [""]
+    assert ranks_of(1).run(judge, "averaged", "plain", False) == [""]
 
 
 def shard(kind: str, net: nn.Module) -> tuple[nn.Module, dist.ProcessGroup | None]:
@@ -101,7 +193,6 @@ def step_sharded(name: str, kind: str) -> str:
     exchange = Exchange(Sign(), ErrorFeedback(), process_group=group)
     try:
         optimizer = OPTIMIZERS[name](model, exchange)
-        torch.manual_seed(dist.get_rank())
         model(torch.randn(4, 64)).square().sum().backward()
         optimizer.step()
     except ValueError as error:
@@ -180,7 +271,7 @@ def step(name: str, forgotten: bool, how: str) -> tuple[str, bool, float]:
 @pytest.mark.parametrize("name", ["adam", "local_rounds", *rarely("marina")])
 def test_a_forgotten_skip_hook_is_refused_at_the_first_step(ranks_of: RanksOf, name: str) -> None:
     for message, moved, sent in ranks_of(2).run(step, name, True, "as ever"):
-        assert message.startswith("the gradients are equal on all ranks")
+        assert message.startswith("DDP has averaged the gradients (its hook: all_reduce)")
         assert not moved
         assert sent == 0
 
@@ -218,7 +309,7 @@ def test_clients_whose_gradients_ddp_has_averaged_are_refused_after_the_first_tu
     ranks_of: RanksOf, how: str, expected: int
 ) -> None:
     for message, moved, sent, turns in ranks_of(2).run(play, how):
-        assert message.startswith("the gradients are equal on all ranks")
+        assert message.startswith("DDP has averaged the gradients (its hook: all_reduce)")
         assert not moved
         assert sent == 0
         assert turns == expected
